@@ -1,0 +1,319 @@
+"""Kernels that change the index: stores, removals and sweeps of one worker stream.
+
+Any order of events is right: a child before its parent, a page stored twice, a removal of an unknown page are counted
+and harmless, because every page carries the name of its whole prefix.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from indexer.kernels.holder_sets import HOLDER_SET_ARRAYS, HolderSets, adopt, flipped, holds, move_user
+from kv_events import page_table
+from kv_events.digest import add_page, remove_page
+from kv_events.kernels import array_helper, array_kernel
+from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.schema import NUM_MEDIA
+from kv_events.xxh3 import U64_IN
+
+_U8_IN = types.Array(types.uint8, 1, "C", readonly=True)
+_U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
+_U64_2D_IN = types.Array(types.uint64, 2, "C", readonly=True)
+_U8 = types.Array(types.uint8, 1, "C")
+_DIGEST = types.Array(types.uint64, 1, "C")
+
+
+class Pages(NamedTuple):
+    """Everything the index knows of pages: the table and the columns under its entry ids."""
+
+    table: Table
+    parents: npt.NDArray[np.uint64]
+    """[capacity] sequence hash of the page before; 0 = directly below the root, or not known."""
+    holders: npt.NDArray[np.uint32]
+    """[capacity] holder set; 0 = the entry is free."""
+    sets: HolderSets
+
+
+PAGE_ARRAYS = (
+    *TABLE_ARRAYS,
+    types.Array(types.uint64, 1, "C"),
+    types.Array(types.uint32, 1, "C"),
+    *HOLDER_SET_ARRAYS,
+)
+"""numba types of a `Pages`' arrays, in the order of `flat`."""
+
+
+def flat(pages: Pages) -> tuple[npt.NDArray[np.generic], ...]:
+    """All arrays of a `Pages` in a row: the first twelve arguments of every kernel."""
+    return (*pages.table, pages.parents, pages.holders, *pages.sets)
+
+
+@array_helper
+def bundle(
+    keys,
+    directory,
+    slots,
+    segments,
+    table_meta,
+    parents_of,
+    holders,
+    words,
+    set_hashes,
+    users,
+    buckets,
+    set_meta,
+):
+    """The inverse of `flat`, inside a kernel, at no cost."""
+    return Pages(
+        Table(keys, directory, slots, segments, table_meta),
+        parents_of,
+        holders,
+        HolderSets(words, set_hashes, users, buckets, set_meta),
+    )
+
+
+@array_helper
+def look_up(pages, previous, key):
+    """Entry of a page that most likely lies right behind `previous` (-1: no expectation), or -1.
+
+    The pages of a prompt are stored together and get neighbouring entries, so most look-ups end here, in sequence.
+    """
+    entry = previous + 1
+    if entry > 0 and pages.table.keys[entry] == key and pages.holders[entry] != 0:
+        return entry
+    return page_table.find(pages.table, key)
+
+
+@array_helper
+def _give_up(pages, entry, old, new):
+    """Move a page to a smaller set; without a holder the page is forgotten."""
+    move_user(pages.sets, old, new)
+    pages.holders[entry] = np.uint32(new)
+    if new == 0:
+        page_table.remove(pages.table, entry)
+
+
+@array_helper
+def _starts_chain(bitmap, i):
+    return (bitmap[i >> 3] >> np.uint8(i & 7)) & np.uint8(1) != 0
+
+
+@array_kernel(
+    types.UniTuple(types.int64, 2)(
+        *PAGE_ARRAYS, _DIGEST, _U8, U64_IN, _U8_IN, U64_IN, types.int64, types.int64, types.int64, types.int64
+    )
+)
+def store(
+    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    digest, marks, hashes, chain_starts, parents, stream, tier, start, stop,
+):  # fmt: skip
+    """Store pages [start, stop) of an event for one stream on one tier.
+
+    digest: uint64[8], kept up. marks: uint8[capacity] or empty; bit `tier` of each named page is set.
+    hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
+    Returns (pages that were there already, pages refused because the index is full).
+    """
+    pages = bundle(
+        keys,
+        directory,
+        slots,
+        segments,
+        table_meta,
+        parents_of,
+        holders,
+        words,
+        set_hashes,
+        users,
+        buckets,
+        set_meta,
+    )
+    known = refused = 0
+    chain = -1
+    for i in range(start):
+        if _starts_chain(chain_starts, i):
+            chain += 1
+    entry = np.int64(-1)
+    last_from = last_to = np.int64(-1)
+    for i in range(start, stop):
+        key = hashes[i]
+        starts = _starts_chain(chain_starts, i)
+        if starts:
+            chain += 1
+        entry = look_up(pages, entry, key)
+        if entry < 0:
+            entry = page_table.insert(pages.table, key)
+            if entry < 0:
+                refused += 1
+                continue
+            pages.holders[entry] = 0
+            pages.parents[entry] = parents[chain] if starts else hashes[i - 1]
+        old = np.int64(pages.holders[entry])
+        if old != last_from:
+            last_from = old
+            last_to = old if holds(pages.sets, old, stream, tier) else flipped(pages.sets, old, stream, tier)
+        if last_to == old:
+            known += 1
+        else:
+            move_user(pages.sets, old, last_to)
+            pages.holders[entry] = np.uint32(last_to)
+            add_page(digest, tier, key)
+        if marks.shape[0] > 0:
+            marks[entry] |= np.uint8(1 << tier)
+    return known, refused
+
+
+@array_kernel(types.int64(*PAGE_ARRAYS, _DIGEST, _U8, U64_IN, types.int64, types.int64, types.int64, types.int64))
+def remove(
+    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    digest, marks, hashes, stream, tier, start, stop,
+):  # fmt: skip
+    """Remove pages [start, stop) of an event from one stream's tier. Arguments as in `store`.
+
+    Returns the number of pages that the stream did not hold there.
+    """
+    pages = bundle(
+        keys,
+        directory,
+        slots,
+        segments,
+        table_meta,
+        parents_of,
+        holders,
+        words,
+        set_hashes,
+        users,
+        buckets,
+        set_meta,
+    )
+    unknown = 0
+    entry = np.int64(-1)
+    last_from = last_to = np.int64(-1)
+    for i in range(start, stop):
+        key = hashes[i]
+        entry = look_up(pages, entry, key)
+        if entry < 0:
+            unknown += 1
+            continue
+        old = np.int64(pages.holders[entry])
+        if old != last_from:
+            last_from = old
+            last_to = flipped(pages.sets, old, stream, tier) if holds(pages.sets, old, stream, tier) else old
+        if last_to == old:
+            unknown += 1
+            continue
+        _give_up(pages, entry, old, last_to)
+        remove_page(digest, tier, key)
+        if marks.shape[0] > 0:
+            marks[entry] &= ~np.uint8(1 << tier)
+    return unknown
+
+
+@array_kernel(types.int64(*PAGE_ARRAYS, _DIGEST, _U8, types.int64, types.int64, types.int64))
+def sweep(
+    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    digest, marks, stream, start, stop,
+):  # fmt: skip
+    """Remove a stream from all entries [start, stop) but where `marks` (if not empty) names the tier.
+
+    Returns the number of removed (page, tier) pairs. Arguments as in `store`.
+    """
+    pages = bundle(
+        keys,
+        directory,
+        slots,
+        segments,
+        table_meta,
+        parents_of,
+        holders,
+        words,
+        set_hashes,
+        users,
+        buckets,
+        set_meta,
+    )
+    removed = 0
+    for entry in range(start, stop):
+        old = np.int64(pages.holders[entry])
+        if old == 0:
+            continue
+        keep = marks[entry] if marks.shape[0] > 0 else np.uint8(0)
+        for tier in range(NUM_MEDIA):
+            if (keep >> np.uint8(tier)) & np.uint8(1) == 0 and holds(pages.sets, old, stream, tier):
+                new = flipped(pages.sets, old, stream, tier)
+                key = pages.table.keys[entry]
+                _give_up(pages, entry, old, new)
+                remove_page(digest, tier, key)
+                removed += 1
+                old = new
+                if old == 0:
+                    break
+    return removed
+
+
+@array_kernel(types.int64(*PAGE_ARRAYS, types.int64, types.int64, types.int64, types.int64[::1], _U8))
+def collect(
+    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    stream, start, stop, entries, tiers,
+):  # fmt: skip
+    """Entries [start, stop) that a stream holds, with a bitmask of tiers each. Returns their number.
+
+    entries: int64, tiers: uint8, both at least stop - start long.
+    """
+    pages = bundle(
+        keys,
+        directory,
+        slots,
+        segments,
+        table_meta,
+        parents_of,
+        holders,
+        words,
+        set_hashes,
+        users,
+        buckets,
+        set_meta,
+    )
+    found = 0
+    for entry in range(start, stop):
+        held = np.int64(pages.holders[entry])
+        mask = np.uint8(0)
+        if held > 0:
+            for tier in range(NUM_MEDIA):
+                if holds(pages.sets, held, stream, tier):
+                    mask |= np.uint8(1 << tier)
+        if mask:
+            entries[found] = entry
+            tiers[found] = mask
+            found += 1
+    return found
+
+
+@array_kernel(types.boolean(*PAGE_ARRAYS, U64_IN, U64_IN, _U32_IN, _U64_2D_IN, types.Array(types.uint32, 1, "C")))
+def restore(
+    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    hashes, saved_parents, rows_of_pages, rows, ids,
+):  # fmt: skip
+    """Fill an empty index. Page i has hashes[i], saved_parents[i] and the holder set rows[rows_of_pages[i]].
+
+    ids: scratch, uint32[len(rows)]. Returns False, with the index half filled, when a hash comes twice or there is no
+    room.
+    """
+    pages = bundle(
+        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta
+    )
+    for row in range(rows.shape[0]):
+        ids[row] = np.uint32(adopt(pages.sets, rows, row))
+    for i in range(hashes.shape[0]):
+        if page_table.find(pages.table, hashes[i]) >= 0:
+            return False
+        entry = page_table.insert(pages.table, hashes[i])
+        if entry < 0:
+            return False
+        pages.parents[entry] = saved_parents[i]
+        pages.holders[entry] = ids[rows_of_pages[i]]
+        move_user(pages.sets, np.int64(0), np.int64(ids[rows_of_pages[i]]))
+    return True

@@ -1,0 +1,132 @@
+"""The query kernel: how much of a prompt every worker stream holds, per cumulative tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from indexer.kernels.apply import PAGE_ARRAYS, bundle, look_up
+from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.schema import NUM_MEDIA
+from kv_events.xxh3 import U64_IN
+
+
+@intrinsic
+def _lowest_bit(_typing: Any, word: Any) -> Any:
+    """Number of the lowest set bit of a non-zero u64; one machine instruction."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), codegen
+
+
+@array_helper
+def _record(bits, word, tier, num_pages, out_pages):
+    """Note `num_pages` for every stream of a word of dropped bits."""
+    while bits != np.uint64(0):
+        out_pages[word * 64 + np.int64(_lowest_bit(bits)), tier] = np.uint32(num_pages)
+        bits &= bits - np.uint64(1)
+
+
+@array_function
+def _narrow(pages, held, alive, num_pages, out_pages):
+    """Intersect the running sets with a page's cumulative tiers. Returns whether any stream is left.
+
+    alive: uint64[4, width], the streams that held every page so far on tier t or a faster one.
+    """
+    width = alive.shape[1]
+    left = np.uint64(0)
+    for word in range(width):
+        held_so_far = np.uint64(0)
+        for tier in range(NUM_MEDIA):
+            held_so_far |= pages.sets.words[held, tier * width + word]
+            dropped = alive[tier, word] & ~held_so_far
+            if dropped != np.uint64(0):
+                _record(dropped, word, tier, num_pages, out_pages)
+                alive[tier, word] &= held_so_far
+        left |= alive[NUM_MEDIA - 1, word]
+    return left != np.uint64(0)
+
+
+@array_function
+def _begin(pages, held, alive, out_streams, out_pages):
+    """Start from the first page's holders. Returns their number."""
+    width = alive.shape[1]
+    found = 0
+    for word in range(width):
+        held_so_far = np.uint64(0)
+        for tier in range(NUM_MEDIA):
+            held_so_far |= pages.sets.words[held, tier * width + word]
+            alive[tier, word] = held_so_far
+        while held_so_far != np.uint64(0):
+            stream = word * 64 + np.int64(_lowest_bit(held_so_far))
+            out_streams[found] = np.int32(stream)
+            for tier in range(NUM_MEDIA):
+                out_pages[stream, tier] = np.uint32(0)
+            found += 1
+            held_so_far &= held_so_far - np.uint64(1)
+    return found
+
+
+@array_kernel(
+    types.int64(
+        *PAGE_ARRAYS,
+        U64_IN,
+        types.Array(types.uint64, 2, "C"),
+        types.Array(types.int32, 1, "C"),
+        types.Array(types.uint32, 2, "C"),
+    )
+)
+def find(
+    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    hashes, alive, out_streams, out_pages,
+):  # fmt: skip
+    """Longest held prefix of a prompt, for every stream that holds its first page on any tier.
+
+    hashes: uint64[n], sequence hashes. alive: scratch, uint64[4, width]. out_streams: int32[64 * width], the streams
+    found, in ascending order. out_pages: uint32[64 * width, 4]; out_pages[stream, t] = leading pages that the stream
+    holds on tier t or a faster one, page by page; rows of streams that were not found are not written. Returns the
+    number of streams found.
+    """
+    pages = bundle(
+        keys,
+        directory,
+        slots,
+        segments,
+        table_meta,
+        parents_of,
+        holders,
+        words,
+        set_hashes,
+        users,
+        buckets,
+        set_meta,
+    )
+    n = hashes.shape[0]
+    if n == 0:
+        return 0
+    entry = look_up(pages, np.int64(-1), hashes[0])
+    if entry < 0:
+        return 0
+    width = pages.sets.words.shape[1] // NUM_MEDIA
+    held = pages.holders[entry]
+    found = _begin(pages, np.int64(held), alive, out_streams, out_pages)
+    last = n
+    for i in range(1, n):
+        entry = look_up(pages, entry, hashes[i])
+        if entry < 0:
+            last = i
+            break
+        if pages.holders[entry] != held:
+            held = pages.holders[entry]
+            if not _narrow(pages, np.int64(held), alive, i, out_pages):
+                return found
+    for word in range(width):
+        for tier in range(NUM_MEDIA):
+            _record(alive[tier, word], word, tier, last, out_pages)
+    return found

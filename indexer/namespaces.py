@@ -1,0 +1,105 @@
+"""All views, by namespace: one index for each (model, tenant, block size)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from indexer.errors import IndexFullError
+from indexer.index import OverlapIndex
+from indexer.settings import IndexerSettings
+from indexer.views import View
+from kv_events.codec import DecodedBatch
+from kv_events.streams import StreamId
+
+
+class NamespaceKey(NamedTuple):
+    """What keeps pages apart besides their hash."""
+
+    model: str
+    tenant: str
+    block_size: int
+
+
+@dataclass(slots=True)
+class Namespace:
+    """One index and the views that live in it."""
+
+    key: NamespaceKey
+    index: OverlapIndex
+    views: dict[int, View] = field(default_factory=dict)
+    """By stream number of the index."""
+
+
+class Namespaces:
+    """Every view of this process. One thread writes and reads."""
+
+    def __init__(self, settings: IndexerSettings | None = None) -> None:
+        self._settings = settings or IndexerSettings()
+        self._namespaces: dict[NamespaceKey, Namespace] = {}
+        self._homes: dict[StreamId, Namespace] = {}
+        self._views: dict[StreamId, View] = {}
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(self._namespaces.values())
+
+    @property
+    def views(self) -> list[View]:
+        """Every view."""
+        return list(self._views.values())
+
+    def view(self, stream: StreamId) -> View | None:
+        """The view of a stream, if it is known."""
+        return self._views.get(stream)
+
+    def block_size(self, stream: StreamId) -> int:
+        """Tokens a page of a known stream."""
+        return self._homes[stream].key.block_size
+
+    def find(self, model: str, tenant: str) -> list[Namespace]:
+        """The namespaces of a model and tenant, one for each block size that workers use."""
+        return [n for n in self._namespaces.values() if n.key.model == model and n.key.tenant == tenant]
+
+    def view_of(self, batch: DecodedBatch) -> View:
+        """The view of a batch's stream, made when it is new. A stream that changed its block size starts anew.
+
+        Raises IndexFullError when a bound of the settings is met.
+        """
+        home = self._homes.get(batch.stream)
+        if home is not None and home.key.block_size != batch.block_size:
+            for _ in self.forget(batch.stream):
+                pass
+        return self._views.get(batch.stream) or self.add_view(batch.stream, batch.block_size)
+
+    def add_view(self, stream: StreamId, block_size: int) -> View:
+        """A new, empty view. Raises IndexFullError when a bound of the settings is met."""
+        namespace = self.add_namespace(stream.model, stream.tenant, block_size)
+        view = View(stream, namespace.index, namespace.index.add_stream())
+        self.adopt(namespace, view)
+        return view
+
+    def adopt(self, namespace: Namespace, view: View) -> None:
+        """Take up a view whose stream number the namespace's index knows already."""
+        namespace.views[view.number] = view
+        self._homes[view.stream], self._views[view.stream] = namespace, view
+
+    def add_namespace(self, model: str, tenant: str, block_size: int) -> Namespace:
+        """The namespace, made when it is new. Raises IndexFullError when there are too many."""
+        key = NamespaceKey(model, tenant, block_size)
+        namespace = self._namespaces.get(key)
+        if namespace is None:
+            if len(self._namespaces) == self._settings.max_namespaces:
+                raise IndexFullError("namespaces", self._settings.max_namespaces)
+            index = OverlapIndex(self._settings.max_pages, self._settings.max_streams)
+            namespace = self._namespaces[key] = Namespace(key, index)
+        return namespace
+
+    def forget(self, stream: StreamId) -> Iterator[None]:
+        """Drop a view and its pages, slice by slice; a namespace without views goes too."""
+        namespace, view = self._homes[stream], self._views[stream]
+        yield from view.clear()
+        namespace.index.drop_stream(view.number)
+        del namespace.views[view.number], self._homes[stream], self._views[stream]
+        if not namespace.views:
+            del self._namespaces[namespace.key]

@@ -1,0 +1,37 @@
+"""Settings of the router side, from `KVSIGHT_*` environment variables or keyword arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class IndexerSettings(BaseSettings):
+    """Frozen; read once at start. A bad value stops the start and names the variable."""
+
+    model_config = SettingsConfigDict(env_prefix="KVSIGHT_", frozen=True, extra="ignore")
+
+    kafka: str | None = None
+    """Bootstrap servers, `host:port[,host:port]`. None: embedded mode."""
+    redis: str | None = None
+    """URL of the Redis that keeps snapshots. None: a folder."""
+    snapshot_dir: Path | None = None
+    """Folder of snapshots where there is no Redis. Neither: no snapshots, every start replays the log."""
+    snapshot_interval_s: float = Field(30.0, gt=0)
+    dead_letter_dir: Path | None = None
+    """Event log of the records that could not be decoded. None: they are only counted."""
+    max_pages: int = Field(2**24, ge=1, le=2**31)
+    """Bound on distinct pages of one namespace."""
+    max_streams: int = Field(4096, ge=1, le=65_536)
+    """Bound on worker streams of one namespace."""
+    max_namespaces: int = Field(64, ge=1, le=4096)
+    worker_ttl_s: float = Field(10.0, gt=0)
+    """A worker that was not heard of for so long is expired: left out of scores, its pages kept."""
+    forget_after_s: float = Field(600.0, gt=0)
+    """A worker that was not heard of for so long is forgotten with its pages."""
+    resync_rate_per_s: float = Field(5.0, gt=0)
+    """Resync requests a second, over all workers together."""
+    resync_retry_s: float = Field(2.0, gt=0)
+    """First pause before a resync of the same worker is asked for again; it doubles up to a minute."""

@@ -1,0 +1,30 @@
+"""Where snapshots are kept."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from kv_events.errors import KvsightError
+
+
+class SnapshotStoreError(KvsightError):
+    """The store cannot be reached or written now; the next snapshot tries again."""
+
+    retriable: ClassVar[bool] = True
+
+
+class SnapshotDamagedError(KvsightError):
+    """A snapshot does not read back; the log is replayed instead."""
+
+
+class SnapshotStore(Protocol):
+    """Keeps the newest snapshot. Belongs to one event loop."""
+
+    async def save(self, image: bytes) -> None:
+        """Replace the snapshot: whoever loads sees the old one or this one, whole. Raises SnapshotStoreError."""
+
+    async def load(self) -> bytes | None:
+        """The newest snapshot, or None. Raises SnapshotStoreError."""
+
+    async def close(self) -> None:
+        """Let go of connections."""

@@ -1,0 +1,44 @@
+"""The snapshot as one file, replaced by renaming."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from indexer.snapshots.base import SnapshotStoreError
+
+_NAME = "views.kvsnap"
+
+
+class FolderStore:
+    """See `SnapshotStore`. The bytes are on disk before the name changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def save(self, image: bytes) -> None:
+        try:
+            await asyncio.to_thread(self._write, image)
+        except OSError as error:
+            raise SnapshotStoreError(f"snapshot folder {self._folder}: {error}") from error
+
+    async def load(self) -> bytes | None:
+        try:
+            return await asyncio.to_thread((self._folder / _NAME).read_bytes)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise SnapshotStoreError(f"snapshot folder {self._folder}: {error}") from error
+
+    async def close(self) -> None:
+        """Nothing is open between two calls."""
+
+    def _write(self, image: bytes) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self._folder / f"{_NAME}.{os.getpid()}"
+        with unfinished.open("wb") as file:
+            file.write(image)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self._folder / _NAME)

@@ -1,0 +1,168 @@
+"""Views and log positions of one moment as bytes, and back.
+
+Layout: the eight bytes `KVSNAP01`, a CRC-32 of what follows (4 bytes, little-endian), then one msgpack array as
+declared by `_Image`; columns are little-endian arrays as bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from indexer.index import IndexImage
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from indexer.snapshots.base import SnapshotDamagedError
+from indexer.views import View, ViewCounters, ViewState
+from kv_events.digest import DIGEST_WORDS, digest_bytes
+from kv_events.errors import KvsightError
+from kv_events.schema import NUM_MEDIA
+from kv_events.streams import StreamId
+
+_MAGIC = b"KVSNAP01"
+_HEADER_BYTES = len(_MAGIC) + 4
+
+
+class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
+    worker: str
+    dp_rank: int
+    number: int
+    epoch: int
+    next_seq: int
+    heard_at: float
+    state: ViewState
+    stale_reason: str
+    counters: ViewCounters
+    digest: bytes
+
+
+class _NamespaceImage(msgspec.Struct, frozen=True, array_like=True):
+    model: str
+    tenant: str
+    block_size: int
+    views: list[_ViewImage]
+    hashes: bytes
+    parents: bytes
+    holders: bytes
+    sets: bytes
+    words_per_set: int
+
+
+class _Image(msgspec.Struct, frozen=True, array_like=True):
+    taken_at: float
+    positions: dict[int, int]
+    namespaces: list[_NamespaceImage]
+
+
+class Snapshot(NamedTuple):
+    """A snapshot read back."""
+
+    namespaces: Namespaces
+    positions: dict[int, int]
+    """Partition -> offset of the first record that is not in the views."""
+    taken_at: float
+    """Seconds since 1970."""
+
+
+class SnapshotParts(NamedTuple):
+    """Everything that goes into a snapshot, copied out of the live views in one go; `pack` may run on any thread."""
+
+    image: _Image
+
+    def pack(self) -> bytes:
+        """The snapshot's bytes."""
+        body = _encoder.encode(self.image)
+        return b"".join((_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Image)
+
+
+def take(namespaces: Namespaces, positions: Mapping[int, int], now: float) -> SnapshotParts:
+    """Copy everything out of the views. Between two records only; a resync under way is saved as a stale view."""
+    images = []
+    for namespace in namespaces:
+        image = namespace.index.image()
+        views = [_view_image(view) for view in namespace.views.values()]
+        images.append(
+            _NamespaceImage(
+                *namespace.key,
+                views,
+                image.hashes.tobytes(),
+                image.parents.tobytes(),
+                image.holders.tobytes(),
+                image.sets.tobytes(),
+                image.sets.shape[1],
+            )
+        )
+    return SnapshotParts(_Image(now, dict(positions), images))
+
+
+def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
+    """Read a snapshot back into new views. Raises SnapshotDamagedError."""
+    body = memoryview(data)[_HEADER_BYTES:]
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise SnapshotDamagedError(f"begins with {data[: len(_MAGIC)]!r}, expected {_MAGIC!r}")
+    stated = int.from_bytes(data[len(_MAGIC) : _HEADER_BYTES], "little")
+    if zlib.crc32(body) != stated:
+        raise SnapshotDamagedError(f"checksum {zlib.crc32(body):08x}, expected {stated:08x}")
+    try:
+        image = _decoder.decode(body)
+        namespaces = Namespaces(settings)
+        for part in image.namespaces:
+            _restore(namespaces, part)
+    except (msgspec.DecodeError, KvsightError, ValueError) as error:
+        raise SnapshotDamagedError(str(error)) from error
+    return Snapshot(namespaces, image.positions, image.taken_at)
+
+
+def _view_image(view: View) -> _ViewImage:
+    state, reason = view.state, view.stale_reason
+    if state is ViewState.SYNCING:
+        state, reason = ViewState.STALE, "resync cut off"
+    return _ViewImage(
+        view.stream.worker,
+        view.stream.dp_rank,
+        view.number,
+        view.epoch,
+        view.next_seq,
+        view.heard_at,
+        state,
+        reason,
+        view.counters,
+        digest_bytes(view.index.digest(view.number)),
+    )
+
+
+def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
+    digests = {v.number: np.frombuffer(v.digest, "<u8", DIGEST_WORDS).copy() for v in part.views}
+    sets = np.frombuffer(part.sets, "<u8").reshape(-1, max(part.words_per_set, NUM_MEDIA))
+    namespace = namespaces.add_namespace(part.model, part.tenant, part.block_size)
+    namespace.index.restore(
+        IndexImage(
+            np.frombuffer(part.hashes, "<u8"),
+            np.frombuffer(part.parents, "<u8"),
+            np.frombuffer(part.holders, "<u4"),
+            sets,
+            digests,
+        )
+    )
+    for v in part.views:
+        stream = StreamId(part.model, part.tenant, v.worker, v.dp_rank)
+        view = View(
+            stream,
+            namespace.index,
+            v.number,
+            v.epoch,
+            v.next_seq,
+            v.heard_at,
+            v.state,
+            v.stale_reason,
+            v.counters,
+        )
+        namespaces.adopt(namespace, view)

@@ -1,0 +1,102 @@
+"""Records of the Kafka topic: every partition, by explicit offsets, without a consumer group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from indexer.sources.base import SourceUnavailableError
+from kv_events.codec import encode_resync
+from kv_events.records import LogRecord
+from kv_events.schema import ResyncRequest
+from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
+
+_FETCH_WAIT_MS = 100
+_PROBE_TIMEOUT_S = 3.0
+_MAX_RECORDS = 2000
+_PARTITION_BYTES = 4 * 2**20
+
+
+class KafkaSource:
+    """See `Source`. Partitions that are added later are read from their beginning."""
+
+    def __init__(self, bootstrap: str, topic: str = EVENTS_TOPIC, control_topic: str = CONTROL_TOPIC) -> None:
+        self._topic = topic
+        self._control_topic = control_topic
+        self._consumer = AIOKafkaConsumer(
+            bootstrap_servers=bootstrap,
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            fetch_max_wait_ms=_FETCH_WAIT_MS,
+            max_partition_fetch_bytes=_PARTITION_BYTES,
+        )
+        self._producer = AIOKafkaProducer(bootstrap_servers=bootstrap, acks="all", enable_idempotence=True)
+        self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+        self._assigned: set[TopicPartition] = set()
+
+    async def start(self, positions: Mapping[int, int]) -> None:
+        try:
+            await self._consumer.start()
+            await self._producer.start()
+            await self._admin.start()
+            await self._assign_new(positions)
+        except KafkaError as error:
+            raise SourceUnavailableError(f"Kafka: {error}") from error
+
+    async def fetch(self) -> Sequence[LogRecord]:
+        if not self._assigned:
+            await asyncio.sleep(_FETCH_WAIT_MS / 1000)
+            return []
+        try:
+            fetched = await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS)
+        except KafkaError as error:
+            raise SourceUnavailableError(f"Kafka: {error}") from error
+        return [
+            LogRecord(r.partition, r.offset, r.timestamp, r.key or b"", r.value or b"")
+            for records in fetched.values()
+            for r in records
+        ]
+
+    async def ends(self) -> Mapping[int, int]:
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await self._assign_new({})
+                ends = await self._consumer.end_offsets(list(self._assigned))
+        except (KafkaError, TimeoutError) as error:
+            raise SourceUnavailableError(f"Kafka does not answer: {error!r}") from error
+        return {tp.partition: offset for tp, offset in ends.items()}
+
+    async def request(self, request: ResyncRequest) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await self._producer.send_and_wait(
+                    self._control_topic, encode_resync(request), key=request.stream.encode()
+                )
+        except (KafkaError, TimeoutError) as error:
+            raise SourceUnavailableError(f"Kafka does not take a request: {error!r}") from error
+
+    async def stop(self) -> None:
+        await self._consumer.stop()
+        await self._producer.stop()
+        await self._admin.close()
+
+    async def _assign_new(self, positions: Mapping[int, int]) -> None:
+        """Read the partitions that are not read yet; a topic that nobody wrote to appears with its first publisher."""
+        described = await self._admin.describe_topics([self._topic])
+        found = {TopicPartition(self._topic, p["partition"]) for topic in described for p in topic["partitions"]}
+        new = found - self._assigned
+        if not new:
+            return
+        kept = {tp: await self._consumer.position(tp) for tp in self._assigned}
+        self._assigned = self._assigned | new
+        self._consumer.assign(sorted(self._assigned))
+        oldest = await self._consumer.beginning_offsets(list(new))
+        for tp in new:
+            kept[tp] = max(positions.get(tp.partition, 0), oldest[tp])
+        for tp, offset in kept.items():
+            self._consumer.seek(tp, offset)

@@ -1,0 +1,168 @@
+"""The state of each worker stream: what was admitted, whether it is right, since when it is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from indexer.index import SLICE_PAGES, Marks, OverlapIndex
+from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
+from kv_events.digest import page_counts
+from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.streams import StreamId
+
+
+class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the storage media)
+    """How far a view can be trusted."""
+
+    LIVE = "live"
+    """Its digest equalled the publisher's at the last batch."""
+    SYNCING = "syncing"
+    """A resync is being applied; pages held before still count until it ends."""
+    STALE = "stale"
+    """A gap or a wrong digest was seen; a resync is asked for."""
+    EXPIRED = "expired"
+    """Not heard of for the time-to-live; left out of scores."""
+
+
+@dataclass(slots=True)
+class ViewCounters:
+    """What happened in a stream since this process knows it."""
+
+    batches: int = 0
+    pages_stored: int = 0
+    pages_removed: int = 0
+    known_stores: int = 0
+    unknown_removals: int = 0
+    refused_pages: int = 0
+    duplicate_batches: int = 0
+    old_epoch_batches: int = 0
+    gaps: int = 0
+    restarts: int = 0
+    digest_mismatches: int = 0
+    resyncs: int = 0
+    clears: int = 0
+
+
+@dataclass(slots=True)
+class View:
+    """One worker stream's radix view: its part of the namespace's index, and what is known about it."""
+
+    stream: StreamId
+    index: OverlapIndex
+    number: int
+    """The stream's number in the index."""
+    epoch: int = -1
+    next_seq: int = 0
+    heard_at: float = 0.0
+    """Seconds since 1970: when the newest batch was heard of, by the reader's clock."""
+    state: ViewState = ViewState.STALE
+    """LIVE, STALE or SYNCING; expiry depends on the clock, see `freshness`."""
+    stale_reason: str = "new"
+    counters: ViewCounters = field(default_factory=ViewCounters)
+    _marks: Marks | None = None
+
+    @property
+    def num_pages(self) -> list[int]:
+        """Pages held per medium, in the order of `schema.MEDIA`."""
+        return page_counts(self.index.digest(self.number))
+
+    def admit(self, batch: DecodedBatch) -> bool:
+        """Whether a batch is to be applied: (epoch, seq) decide, so that applying twice changes nothing."""
+        if batch.epoch < self.epoch:
+            self.counters.old_epoch_batches += 1
+            return False
+        if batch.epoch > self.epoch:
+            self._begin_epoch(batch)
+        elif batch.seq < self.next_seq:
+            self.counters.duplicate_batches += 1
+            return False
+        if batch.seq > self.next_seq:
+            self.counters.gaps += 1
+            self.mark_stale("gap")
+        self.next_seq = batch.seq + 1
+        return True
+
+    def apply(self, batch: DecodedBatch) -> Iterator[None]:
+        """Apply an admitted batch, slice by slice: stop between two slices to let queries through."""
+        self.counters.batches += 1
+        for step in batch.steps:
+            yield from self._apply_step(step)
+
+    def confirm(self, batch: DecodedBatch) -> None:
+        """Compare the digests after a batch: equal means right, whatever went wrong before."""
+        if self._marks is not None:
+            return
+        if np.array_equal(self.index.digest(self.number), batch.digest):
+            self.state, self.stale_reason = ViewState.LIVE, ""
+            return
+        self.counters.digest_mismatches += 1
+        if self.state is ViewState.LIVE:
+            self.mark_stale("digest")
+
+    def clear(self) -> Iterator[None]:
+        """Forget every page, slice by slice."""
+        for removed in self.index.sweep(self.number):
+            self.counters.pages_removed += removed
+            yield
+
+    def mark_stale(self, reason: str) -> None:
+        """Distrust the view until a digest fits again; a resync under way is given up."""
+        self._marks = None
+        self.state, self.stale_reason = ViewState.STALE, reason
+
+    def _begin_epoch(self, batch: DecodedBatch) -> None:
+        if self.epoch >= 0:
+            self.counters.restarts += 1
+            self.mark_stale("restart")
+        self.epoch, self.next_seq = batch.epoch, 0
+        if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
+            batch.steps.insert(0, AllBlocksCleared())  # an incarnation that names nothing begins with nothing
+
+    def _apply_step(self, step: Step) -> Iterator[None]:
+        match step:
+            case StoredPages():
+                yield from self._store(step)
+            case RemovedPages():
+                yield from self._remove(step)
+            case AllBlocksCleared():
+                self.counters.clears += 1
+                yield from self.clear()
+            case SnapshotBegin():
+                self._marks = self.index.new_marks()
+                self.state = ViewState.SYNCING
+            case SnapshotEnd():
+                yield from self._end_snapshot()
+
+    def _store(self, event: StoredPages) -> Iterator[None]:
+        for start, stop in _slices(len(event.hashes)):
+            known, refused = self.index.store(self.number, event, start, stop, self._marks)
+            self.counters.known_stores += known
+            self.counters.refused_pages += refused
+            self.counters.pages_stored += stop - start - known - refused
+            yield
+
+    def _remove(self, event: RemovedPages) -> Iterator[None]:
+        for start, stop in _slices(len(event.hashes)):
+            unknown = self.index.remove(self.number, event, start, stop, self._marks)
+            self.counters.unknown_removals += unknown
+            self.counters.pages_removed += stop - start - unknown
+            yield
+
+    def _end_snapshot(self) -> Iterator[None]:
+        if self._marks is None:
+            return  # its beginning was lost; the gap is known already
+        for removed in self.index.sweep(self.number, self._marks):
+            self.counters.pages_removed += removed
+            yield
+        self._marks = None
+        self.state, self.stale_reason = ViewState.STALE, "digest"  # until `confirm` says otherwise
+        self.counters.resyncs += 1
+
+
+def _slices(num_pages: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_pages, SLICE_PAGES):
+        yield start, min(start + SLICE_PAGES, num_pages)

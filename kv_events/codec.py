@@ -1,0 +1,228 @@
+"""Bytes <-> records. Encoders and decoders are built once; whatever passes `decode_batch` keeps the contract.
+
+Version rule: the same major version, any minor. Trailing fields of newer writers are ignored, so are event tags that
+only a newer minor version knows. Everything else that does not fit is a `RecordRejectedError`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.digest import DIGEST_BYTES, Digest
+from kv_events.errors import RecordRejectedError
+from kv_events.limits import (
+    MAX_BLOCK_SIZE,
+    MAX_DP_RANK,
+    MAX_EVENTS_PER_BATCH,
+    MAX_NAME_BYTES,
+    MAX_PAGES_PER_BATCH,
+    MAX_RECORD_BYTES,
+)
+from kv_events.schema import (
+    MEDIUM_INDEX,
+    SCHEMA_MAJOR,
+    SCHEMA_VERSION,
+    AllBlocksCleared,
+    EventBatch,
+    PackedRemoved,
+    PackedStored,
+    ResyncRequest,
+    SnapshotBegin,
+    SnapshotEnd,
+    WireEvent,
+)
+from kv_events.streams import StreamId
+
+_encoder = msgspec.msgpack.Encoder()
+_batch_decoder = msgspec.msgpack.Decoder(EventBatch)
+_event_decoder = msgspec.msgpack.Decoder(WireEvent)
+_control_decoder = msgspec.msgpack.Decoder(ResyncRequest)
+
+
+class StoredPages(NamedTuple):
+    """A `PackedStored`, checked and ready for kernels. Arrays are read-only views of the record."""
+
+    medium: int
+    """Tier index, 0 to 3."""
+    hashes: npt.NDArray[np.uint64]
+    """[n] sequence hashes."""
+    block_hashes: npt.NDArray[np.uint64]
+    """[n]"""
+    chain_starts: npt.NDArray[np.uint8]
+    """[ceil(n / 8)] bitmap, see `PackedStored`."""
+    parents: npt.NDArray[np.uint64]
+    """[chains] sequence hash before each chain; 0: none."""
+
+
+class RemovedPages(NamedTuple):
+    """A `PackedRemoved`, checked and ready for kernels."""
+
+    medium: int
+    hashes: npt.NDArray[np.uint64]
+    block_hashes: npt.NDArray[np.uint64]
+
+
+Step: TypeAlias = StoredPages | RemovedPages | AllBlocksCleared | SnapshotBegin | SnapshotEnd
+
+
+class DecodedBatch(NamedTuple):
+    """One record of the log, checked. `steps` is empty for a heartbeat."""
+
+    stream: StreamId
+    block_size: int
+    epoch: int
+    seq: int
+    timestamp: float
+    steps: list[Step]
+    digest: Digest
+    """uint64[8], read-only: what the worker holds after this batch."""
+
+
+def encode_batch(
+    stream: StreamId,
+    block_size: int,
+    epoch: int,
+    seq: int,
+    timestamp: float,
+    events: list[bytes],
+    digest: bytes,
+) -> bytes:
+    """One record. events: results of `encode_event`; digest: 64 bytes."""
+    raw = [msgspec.Raw(event) for event in events]
+    return _encoder.encode(
+        EventBatch(
+            SCHEMA_VERSION,
+            stream.model,
+            stream.tenant,
+            stream.worker,
+            stream.dp_rank,
+            block_size,
+            epoch,
+            seq,
+            timestamp,
+            raw,
+            digest,
+        )
+    )
+
+
+def encode_event(event: WireEvent) -> bytes:
+    """One event of a batch."""
+    return _encoder.encode(event)
+
+
+def decode_batch(payload: bytes) -> DecodedBatch:
+    """Decode and check one record. Raises RecordRejectedError; never returns a part of a record."""
+    if len(payload) > MAX_RECORD_BYTES:
+        raise RecordRejectedError("record_size", f"{len(payload)} bytes, at most {MAX_RECORD_BYTES}")
+    try:
+        batch = _batch_decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        raise RecordRejectedError("field", str(error)) from None
+    except msgspec.DecodeError as error:
+        raise RecordRejectedError("msgpack", str(error)) from None
+    newer = _check_version(batch.schema_version)
+    _check_header(batch)
+    steps = [step for raw in batch.events if (step := _decode_step(raw, newer)) is not None]
+    _check_totals(batch, steps)
+    return DecodedBatch(
+        StreamId(batch.model, batch.tenant, batch.worker, batch.dp_rank),
+        batch.block_size,
+        batch.epoch,
+        batch.seq,
+        batch.timestamp,
+        steps,
+        np.frombuffer(batch.digest, "<u8"),
+    )
+
+
+def encode_resync(request: ResyncRequest) -> bytes:
+    """A message of the control topic."""
+    return _encoder.encode(request)
+
+
+def decode_resync(payload: bytes) -> ResyncRequest:
+    """Raises RecordRejectedError."""
+    try:
+        return _control_decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise RecordRejectedError("control", str(error)) from None
+
+
+def _check_version(version: int) -> bool:
+    """Whether the record is of a newer minor version than ours."""
+    if version >> 8 != SCHEMA_MAJOR:
+        raise RecordRejectedError("schema_version", f"major {version >> 8}, this decoder reads {SCHEMA_MAJOR}")
+    return version > SCHEMA_VERSION
+
+
+def _check_header(batch: EventBatch) -> None:
+    for field in ("model", "tenant", "worker"):
+        name: str = getattr(batch, field)
+        if not name or len(name.encode()) > MAX_NAME_BYTES:
+            raise RecordRejectedError("field", f"{field}: {len(name)} characters, 1 to {MAX_NAME_BYTES} bytes wanted")
+    for field, low, high in (
+        ("dp_rank", 0, MAX_DP_RANK),
+        ("block_size", 1, MAX_BLOCK_SIZE),
+        ("epoch", 0, 2**63 - 1),
+        ("seq", 0, 2**63 - 1),
+    ):
+        value: int = getattr(batch, field)
+        if not low <= value <= high:
+            raise RecordRejectedError("field", f"{field}: got {value}, expected {low} .. {high}")
+    if not math.isfinite(batch.timestamp):
+        raise RecordRejectedError("field", f"timestamp: got {batch.timestamp}, expected seconds since 1970")
+    if len(batch.digest) != DIGEST_BYTES:
+        raise RecordRejectedError("field", f"digest: {len(batch.digest)} bytes, expected {DIGEST_BYTES}")
+    if len(batch.events) > MAX_EVENTS_PER_BATCH:
+        raise RecordRejectedError("batch_size", f"{len(batch.events)} events, at most {MAX_EVENTS_PER_BATCH}")
+
+
+def _decode_step(raw: msgspec.Raw, newer: bool) -> Step | None:
+    try:
+        event: WireEvent = _event_decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        if newer and "Invalid value" in str(error) and "`$[0]`" in str(error):
+            return None  # a tag of a newer minor version
+        reason = "medium" if "enum value" in str(error) else "field"
+        raise RecordRejectedError(reason, str(error)) from None
+    if isinstance(event, PackedStored):
+        return _stored_pages(event)
+    if isinstance(event, PackedRemoved):
+        hashes = _words("sequence_hashes", event.sequence_hashes)
+        return RemovedPages(MEDIUM_INDEX[event.medium], hashes, _words("block_hashes", event.block_hashes, len(hashes)))
+    return event
+
+
+def _stored_pages(event: PackedStored) -> StoredPages:
+    hashes = _words("sequence_hashes", event.sequence_hashes)
+    num_pages = len(hashes)
+    block_hashes = _words("block_hashes", event.block_hashes, num_pages)
+    starts = np.frombuffer(event.chain_starts, np.uint8)
+    if len(starts) != (num_pages + 7) // 8:
+        raise RecordRejectedError("hash_count", f"chain_starts: {len(starts)} bytes for {num_pages} pages")
+    num_chains = int(np.bitwise_count(starts).sum())
+    parents = _words("parents", event.parents, num_chains)
+    if num_pages and not starts[0] & 1:
+        raise RecordRejectedError("hash_count", "chain_starts: the first page begins no chain")
+    if num_pages % 8 and starts[-1] >> (num_pages % 8):
+        raise RecordRejectedError("hash_count", f"chain_starts: bits beyond page {num_pages - 1}")
+    return StoredPages(MEDIUM_INDEX[event.medium], hashes, block_hashes, starts, parents)
+
+
+def _words(field: str, data: bytes, expected: int | None = None) -> npt.NDArray[np.uint64]:
+    if len(data) % 8 or (expected is not None and len(data) != 8 * expected):
+        wanted = "a multiple of 8" if expected is None else f"8 x {expected}"
+        raise RecordRejectedError("hash_count", f"{field}: {len(data)} bytes, expected {wanted}")
+    return np.frombuffer(data, "<u8")
+
+
+def _check_totals(batch: EventBatch, steps: list[Step]) -> None:
+    pages = sum(len(step.hashes) for step in steps if isinstance(step, StoredPages | RemovedPages))
+    if pages > MAX_PAGES_PER_BATCH:
+        raise RecordRejectedError("batch_size", f"{pages} pages, at most {MAX_PAGES_PER_BATCH}")

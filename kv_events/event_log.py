@@ -1,0 +1,298 @@
+"""An event log in a folder: append-only segments that one process writes and any number read while it grows.
+
+Start at `EventLogWriter` and `EventLogReader`; `kv_events.log_segment` has the bytes, `docs/event_log.md` their
+layout.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kv_events.errors import InvalidValueError
+from kv_events.log_segment import (
+    HEADER_BYTES,
+    EventLogCorruptedError,
+    EventLogError,
+    Segment,
+    encode_record,
+    has_header,
+    list_segments,
+    scan,
+    segment_header,
+    segment_path,
+)
+from kv_events.memory_log import LogTruncatedError
+from kv_events.records import LogRecord
+
+__all__ = [
+    "EventLogCorruptedError",
+    "EventLogError",
+    "EventLogLockedError",
+    "EventLogReader",
+    "EventLogWriter",
+]
+
+log = logging.getLogger(__name__)
+
+_LOCK_NAME = "writer.lock"
+_BUFFER_BYTES = 256 * 2**10
+_MARK_EVERY = 1024
+
+
+class EventLogLockedError(EventLogError):
+    """Another writer has the log open."""
+
+
+class EventLogWriter:
+    """Appends to a log, for one thread at a time. Opening makes the folder, and cuts a torn tail off.
+
+    Raises EventLogLockedError, EventLogCorruptedError (the last segment is damaged, and not only at its end),
+    InvalidValueError or OSError.
+    """
+
+    def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
+        """segment_bytes: size at which a new segment is begun; a record is never split."""
+        if segment_bytes < 1:
+            raise InvalidValueError("segment_bytes", segment_bytes, "a positive integer")
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._fd = -1  # the last segment
+        self._next_index = 0
+        self._pending = bytearray()  # whole records that no reader sees yet
+        self._written = 0  # bytes of the segment that are in the file, all of them sound
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            self._lock = _lock(folder)
+            undo.callback(os.close, self._lock)
+            self._open_last()
+            undo.pop_all()
+
+    @property
+    def next_index(self) -> int:
+        """Index that the next record will get."""
+        return self._next_index
+
+    def append(self, record: LogRecord) -> int:
+        """Add one record and return its index in the log. Readers see it after `flush()`, or earlier.
+
+        Raises InvalidValueError, or OSError (disk full): the record was not taken then, and the log is sound.
+        """
+        self._check_open()
+        encoded = encode_record(record)
+        size = self._written + len(self._pending)
+        if size > HEADER_BYTES and size + len(encoded) > self._segment_bytes:
+            self._roll()
+        elif len(self._pending) >= _BUFFER_BYTES:
+            self._write_out()
+        self._pending += encoded
+        self._next_index += 1
+        return self._next_index - 1
+
+    def flush(self, sync: bool = True) -> None:
+        """Show every appended record to readers; with sync, return only once they would outlast a power cut.
+
+        Raises OSError; what could not be written is kept for the next try.
+        """
+        self._check_open()
+        self._write_out()
+        if sync:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Flush and let go of the log. Closing twice is harmless."""
+        if self._fd < 0:
+            return
+        try:
+            self.flush()
+        finally:
+            os.close(self._fd)
+            os.close(self._lock)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_last(self) -> None:
+        segments = list_segments(self._folder)
+        if not segments or not has_header(segments[-1]):
+            self._begin(segments[-1].first_index if segments else 0)
+            return
+        last = segments[-1]
+        self._written, self._next_index = HEADER_BYTES, last.first_index
+        for located in scan(last, HEADER_BYTES, last.first_index):
+            self._written, self._next_index = located.end, located.record_index + 1
+        num_torn = last.path.stat().st_size - self._written
+        if num_torn:
+            log.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self._next_index)
+            os.truncate(last.path, self._written)
+        self._fd = os.open(last.path, os.O_WRONLY)
+
+    def _roll(self) -> None:
+        """A segment that has a successor is complete and on disk."""
+        self.flush()
+        full = self._fd
+        self._begin(self._next_index)
+        os.close(full)
+
+    def _begin(self, first_index: int) -> None:
+        path = segment_path(self._folder, first_index)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            _write_at(fd, segment_header(first_index), 0)
+            os.fsync(fd)
+            _sync_folder(self._folder)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)  # a smaller record may still fit into the segment before it
+            raise
+        self._fd, self._written, self._next_index = fd, HEADER_BYTES, first_index
+
+    def _write_out(self) -> None:
+        try:
+            _write_at(self._fd, self._pending, self._written)
+        except OSError:
+            os.ftruncate(self._fd, self._written)  # no half record may stay where the next try does not reach
+            raise
+        self._written += len(self._pending)
+        self._pending.clear()
+
+    def _check_open(self) -> None:
+        if self._fd < 0:
+            raise EventLogError(f"{self._folder}: this writer is closed")
+
+
+class _Mark(NamedTuple):
+    """Where a record begins. Compares by index."""
+
+    record_index: int
+    segment: int
+    """First index of the segment."""
+    position: int
+
+
+class EventLogReader:
+    """Reads a log, also one that is being written; for one thread at a time.
+
+    Where reading ended is remembered, so reading on from there costs what was appended since.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises EventLogError if there is no such folder. An empty folder is an empty log."""
+        if not folder.is_dir():
+            raise EventLogError(f"{folder}: no such folder")
+        self._folder = folder
+        self._marks: list[_Mark] = []  # every `_MARK_EVERY`th record that was passed, in order
+        self._end: _Mark | None = None  # behind the last record that was passed
+
+    @property
+    def first_index(self) -> int:
+        """Index of the oldest record kept: not 0 where old segments were deleted."""
+        segments = list_segments(self._folder)
+        return segments[0].first_index if segments else 0
+
+    @property
+    def next_index(self) -> int:
+        """Index that the next record will get. Passes what was appended since the last call."""
+        segments = list_segments(self._folder)
+        if not segments:
+            return 0
+        next_index = max(segments[-1].first_index, self._end.record_index if self._end else 0)
+        for index, _ in self._from_nearest(segments, next_index):
+            next_index = index + 1
+        return next_index
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
+        """(index, record) from `start` on, up to before `stop`, or to the last whole record there is now.
+
+        Raises LogTruncatedError where `start` is no longer kept, EventLogCorruptedError at a damaged record.
+        """
+        segments = list_segments(self._folder)
+        if segments and start < segments[0].first_index:
+            raise LogTruncatedError(start, segments[0].first_index)
+        for index, record in self._from_nearest(segments, start):
+            if stop is not None and index >= stop:
+                return
+            if index >= start:
+                yield index, record
+
+    def index_at_time(self, timestamp_ms: int) -> int:
+        """Index of the first record whose timestamp is at least the given one; `next_index` if there is none.
+
+        Reads the log from its beginning: the timestamps of several partitions are in no order.
+        """
+        following = self.first_index
+        for index, record in self.read(following):
+            if record.timestamp_ms >= timestamp_ms:
+                return index
+            following = index + 1
+        return following
+
+    def _from_nearest(self, segments: list[Segment], start: int) -> Iterator[tuple[int, LogRecord]]:
+        """Every record from the nearest known place at or before `start` on."""
+        if not segments:
+            return
+        mark = self._nearest(segments, start)
+        for segment in segments:
+            if segment.first_index < mark.segment or not has_header(segment):
+                continue
+            here = segment.first_index == mark.segment
+            position, index = (mark.position, mark.record_index) if here else (HEADER_BYTES, segment.first_index)
+            for located in scan(segment, position, index):
+                self._note(_Mark(located.record_index + 1, segment.first_index, located.end))
+                yield located.record_index, located.record
+
+    def _nearest(self, segments: list[Segment], start: int) -> _Mark:
+        firsts = [segment.first_index for segment in segments]
+        first = firsts[bisect.bisect_right(firsts, start) - 1]
+        num_before = bisect.bisect_right(self._marks, start, key=lambda mark: mark.record_index)
+        known = [_Mark(first, first, HEADER_BYTES), *self._marks[max(num_before - 1, 0) : num_before]]
+        if self._end is not None and self._end.record_index <= start:
+            known.append(self._end)
+        return max(known)
+
+    def _note(self, mark: _Mark) -> None:
+        if self._end is None or mark.record_index > self._end.record_index:
+            self._end = mark
+            if mark.record_index % _MARK_EVERY == 0:
+                self._marks.append(mark)
+
+
+def _lock(folder: Path) -> int:
+    fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise EventLogLockedError(f"{folder}: another writer has this log open") from None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_at(fd: int, data: bytes | bytearray, position: int) -> None:
+    done = 0
+    with memoryview(data) as view:
+        while done < len(view):
+            done += os.pwrite(fd, view[done:], position + done)

@@ -1,0 +1,139 @@
+"""The two names of a page.
+
+*Block hash*: the engine's own, SGLang's SHA-256 chain over a page's tokens, cut to a signed 64-bit integer. It names a
+page inside one worker. *Sequence hash*: the router's, XXH3-64 rolled along the pages of a prompt after Mooncake's
+RFC #1527 with the seed that NVIDIA Dynamo uses. It names a page together with its whole prefix, is equal on every
+worker and can be computed from a prompt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kv_events.errors import InvalidValueError
+from kv_events.limits import MAX_TOKEN_ID
+from kv_events.xxh3 import hash_windows, roll
+
+U32Array: TypeAlias = npt.NDArray[np.uint32]
+U64Array: TypeAlias = npt.NDArray[np.uint64]
+
+SEED = 1337
+"""The seed of Dynamo, the SMG gateway and TokenSpeed."""
+
+_MASK64 = 2**64 - 1
+
+
+def token_array(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str = "token_ids") -> U32Array:
+    """Tokens as uint32[n], C order. Raises InvalidValueError naming the first position outside 0 .. 2**32 - 1."""
+    try:
+        wide = np.asarray(token_ids, dtype=np.int64)
+    except (OverflowError, ValueError, TypeError):
+        raise _first_bad_token(token_ids, field) from None
+    if wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
+        raise _first_bad_token(token_ids, field)
+    return np.ascontiguousarray(wide, dtype=np.uint32)
+
+
+def _first_bad_token(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str) -> InvalidValueError:
+    for position, token in enumerate(token_ids):
+        if not isinstance(token, int | np.integer) or not 0 <= token <= MAX_TOKEN_ID:
+            return InvalidValueError(f"{field}[{position}]", token, "an integer in 0 .. 4294967295")
+    return InvalidValueError(field, token_ids, "a flat list of integers")
+
+
+# --- block hash -----------------------------------------------------------------------------------------------------
+
+
+def block_hash_chain(tokens: U32Array, page_size: int, prior_hash: str | None, *, is_bigram: bool) -> list[str]:
+    """SHA-256 names of the whole pages of a key, each chained to the one before it, as lower-case hex.
+
+    tokens: uint32[n], the key's raw tokens. page_size: logical units a page. prior_hash: hex name of the page before
+    the first one, or None. In bigram mode unit j is the pair (tokens[j], tokens[j + 1]), both of which are hashed.
+    """
+    if is_bigram:
+        tokens = np.stack((tokens[:-1], tokens[1:]), axis=1).reshape(-1) if len(tokens) > 1 else tokens[:0]
+    data = memoryview(tokens.astype("<u4", copy=False).tobytes())
+    page_bytes = page_size * (8 if is_bigram else 4)
+    digest = bytes.fromhex(prior_hash) if prior_hash else b""
+    hashes = []
+    for start in range(0, len(data) - page_bytes + 1, page_bytes):
+        page = sha256(digest)
+        page.update(data[start : start + page_bytes])
+        digest = page.digest()
+        hashes.append(digest.hex())
+    return hashes
+
+
+def get_hash_str(token_ids: Sequence[int] | Sequence[tuple[int, int]], prior_hash: str | None = None) -> str:
+    """SGLang's name of one page: hex SHA-256 of the prior hash's bytes and the units as u32, little-endian."""
+    flat = token_array(np.asarray(token_ids, dtype=object).reshape(-1).tolist())
+    page = sha256(bytes.fromhex(prior_hash) if prior_hash else b"")
+    page.update(flat.astype("<u4", copy=False).tobytes())
+    return page.hexdigest()
+
+
+def hash_str_to_int64(hash_str: str) -> int:
+    """First 16 hex digits, read as a signed 64-bit integer."""
+    value = int(hash_str[:16], 16)
+    return value - 2**64 if value >= 2**63 else value
+
+
+def hash_strs_to_int64(hash_strs: Sequence[str]) -> list[int]:
+    """`hash_str_to_int64` of many 64-digit names at once."""
+    digests = np.frombuffer(bytes.fromhex("".join(hash_strs)), dtype=">i8")
+    result: list[int] = digests[::4].tolist()
+    return result
+
+
+# --- sequence hash --------------------------------------------------------------------------------------------------
+
+
+def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, seed: int = SEED) -> int:
+    """Seed of a namespace: the base plus a tagged term for each of LoRA name and salt; "" counts as absent.
+
+    The terms are XXH3-64 of the UTF-8 name with seed 0 (LoRA) and 1 (salt), added modulo 2**64, so that a salt "x" and
+    an adapter "x" differ. As Dynamo 1.6 does it.
+    """
+    if lora_name:
+        seed += xxhash.xxh3_64_intdigest(lora_name.encode(), seed=0)
+    if cache_salt:
+        seed += xxhash.xxh3_64_intdigest(cache_salt.encode(), seed=1)
+    return seed & _MASK64
+
+
+def num_whole_pages(num_tokens: int, block_size: int, *, is_bigram: bool = False) -> int:
+    """Pages that are full; the partial last one has no name."""
+    return max(0, num_tokens - is_bigram) // block_size
+
+
+def local_hashes(tokens: U32Array, block_size: int, seed: int = SEED, *, is_bigram: bool = False) -> U64Array:
+    """uint64[pages]: XXH3-64 of each whole page's tokens as little-endian u32, independent of what precedes it.
+
+    tokens: uint32[n]. In bigram mode a page of block_size pairs spans block_size + 1 tokens and shares its last one
+    with the next page.
+    """
+    if block_size < 1:
+        raise InvalidValueError("block_size", block_size, "a positive integer")
+    out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), dtype=np.uint64)
+    hash_windows(tokens, block_size + is_bigram, block_size, np.uint64(seed), out)
+    return out
+
+
+def rolling_hashes(local: U64Array, seed: int = SEED, parent: int | None = None) -> U64Array:
+    """uint64[pages]: local hashes chained into sequence hashes; parent is the sequence hash before the first page."""
+    out = np.empty(len(local), dtype=np.uint64)
+    roll(local, np.uint64(seed), np.uint64(parent or 0), parent is not None, out)
+    return out
+
+
+def sequence_hashes(
+    tokens: U32Array, block_size: int, seed: int = SEED, parent: int | None = None, *, is_bigram: bool = False
+) -> U64Array:
+    """uint64[pages]: the router's names of a prompt's whole pages. See `local_hashes` and `rolling_hashes`."""
+    return rolling_hashes(local_hashes(tokens, block_size, seed, is_bigram=is_bigram), seed, parent)

@@ -1,0 +1,19 @@
+"""Bounds on every size that comes from outside. Beyond them: a clear error, never an allocation."""
+
+from __future__ import annotations
+
+MAX_RECORD_BYTES = 1_000_000
+"""Largest record on the log, in bytes: under the 1 MiB that Kafka accepts by default, framing included."""
+
+MAX_PAGES_PER_BATCH = 32_768
+"""Largest number of pages that one record may store and remove together."""
+
+MAX_EVENTS_PER_BATCH = 4_096
+MAX_TOKENS_PER_QUERY = 4_194_304
+MAX_HASHES_PER_QUERY = 262_144
+MAX_BLOCK_SIZE = 65_536
+MAX_DP_RANK = 65_535
+MAX_NAME_BYTES = 256
+"""Largest UTF-8 length of a model, tenant or worker name."""
+
+MAX_TOKEN_ID = 2**32 - 1

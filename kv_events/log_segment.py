@@ -1,0 +1,207 @@
+"""The bytes of one event-log segment: header, records, and how the end of a segment is judged.
+
+The layout is documented, with byte offsets, in `docs/event_log.md`. All integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.records import LogRecord
+
+SUFFIX = ".kvlog"
+MAX_KEY_BYTES = 65_535
+
+_MAGIC = b"KVSLOG\r\n"
+_FORMAT_VERSION = 1
+_SEGMENT = struct.Struct("<8sIQ")  # magic, format version, index of the first record; then its CRC-32
+_FRAME = struct.Struct("<II")  # bytes of the body, CRC-32 of the body; then the CRC-32 of these eight bytes
+_BODY = struct.Struct("<IqqI")  # partition, offset, timestamp_ms, bytes of the key; then key and payload
+_CRC = struct.Struct("<I")
+
+HEADER_BYTES = _SEGMENT.size + _CRC.size
+_FRAME_BYTES = _FRAME.size + _CRC.size
+_MAX_BODY_BYTES = _BODY.size + MAX_KEY_BYTES + MAX_RECORD_BYTES
+_CHUNK_BYTES = 2 << 20  # read at once; more than the largest record
+
+
+class EventLogError(KvsightError):
+    """An event log cannot be used. Names the path and why."""
+
+
+class EventLogCorruptedError(EventLogError):
+    """Bytes that were once written whole are not what was written. Records before `index` are sound."""
+
+    def __init__(self, segment: Path, position: int, index: int, detail: str, resume_index: int | None) -> None:
+        onward = "it is the last segment" if resume_index is None else f"the next segment begins at {resume_index}"
+        super().__init__(f"{segment}: {detail} at byte {position}, record {index}; {onward}")
+        self.segment = segment
+        self.position = position
+        """Byte offset in the segment at which the damaged record begins."""
+        self.index = index
+        """Index of the damaged record."""
+        self.resume_index = resume_index
+        """Index of the next segment's first record, from which reading can go on; None: there is none."""
+
+
+class Located(NamedTuple):
+    """A record and where the next one begins."""
+
+    record_index: int
+    end: int
+    """Byte offset just behind the record."""
+    record: LogRecord
+
+
+class Segment(NamedTuple):
+    """One file of a log, named by the index of its first record."""
+
+    path: Path
+    first_index: int
+    next_first_index: int | None
+    """First index of the segment after it: this one is complete then. None: it may still grow."""
+
+
+def list_segments(folder: Path) -> list[Segment]:
+    """The segments of a log, oldest first. Files of other names are not part of it."""
+    names = [path.name for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal()]
+    firsts = sorted(int(name.removesuffix(SUFFIX)) for name in names)
+    after: list[int | None] = [*firsts[1:], None]
+    return [Segment(segment_path(folder, first), first, next_) for first, next_ in zip(firsts, after, strict=False)]
+
+
+def segment_path(folder: Path, first_index: int) -> Path:
+    """Name of the segment that begins with a record; names sort as the records do."""
+    return folder / f"{first_index:020d}{SUFFIX}"
+
+
+def segment_header(first_index: int) -> bytes:
+    """The first `HEADER_BYTES` of a segment."""
+    fields = _SEGMENT.pack(_MAGIC, _FORMAT_VERSION, first_index)
+    return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def encode_record(record: LogRecord) -> bytes:
+    """One record as it stands in a segment. Raises InvalidValueError."""
+    if not 0 <= record.partition < 2**32:
+        raise InvalidValueError("partition", record.partition, "0 .. 2**32 - 1")
+    if not 0 <= record.offset < 2**63:
+        raise InvalidValueError("offset", record.offset, "0 .. 2**63 - 1")
+    if not -(2**63) <= record.timestamp_ms < 2**63:
+        raise InvalidValueError("timestamp_ms", record.timestamp_ms, "a signed 64-bit integer")
+    if len(record.key) > MAX_KEY_BYTES:
+        raise InvalidValueError("key", record.key, f"at most {MAX_KEY_BYTES} bytes")
+    if len(record.payload) > MAX_RECORD_BYTES:
+        raise InvalidValueError("payload", record.payload, f"at most {MAX_RECORD_BYTES} bytes")
+    fixed = _BODY.pack(record.partition, record.offset, record.timestamp_ms, len(record.key))
+    body = b"".join((fixed, record.key, record.payload))
+    frame = _FRAME.pack(len(body), zlib.crc32(body))
+    return b"".join((frame, _CRC.pack(zlib.crc32(frame)), body))
+
+
+def has_header(segment: Segment) -> bool:
+    """Whether the segment's header is there. False: its writer is, or ended, between creating and heading it.
+
+    Raises EventLogCorruptedError for any other bytes.
+    """
+    with segment.path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+        if head == segment_header(segment.first_index):
+            return True
+        torn = len(head) < HEADER_BYTES or not (any(head) or file.read(1))
+    if torn and segment.next_first_index is None:
+        return False
+    raise _corrupted(segment, 0, segment.first_index, "not a segment header of this name and format version 1")
+
+
+def scan(segment: Segment, position: int, index: int) -> Iterator[Located]:
+    """The records of a segment from a record's byte position on, `index` being that record's.
+
+    Ends at the last whole record. What may follow is a torn tail, an append that was cut off or is going on:
+    fewer bytes than a record announces, a last record whose checksum is wrong, or nothing but zeros (a file that
+    grew, but whose data never reached the disk). Everything else raises EventLogCorruptedError, and so does a torn
+    tail in a segment that has a successor.
+    """
+    with segment.path.open("rb", buffering=0) as file:
+        while True:
+            data = os.pread(file.fileno(), _CHUNK_BYTES, position)
+            begin = position
+            for located in _whole_records(data, position, index):
+                yield located
+                position, index = located.end, located.record_index + 1
+            if position == begin:
+                break
+        fault = _fault(file.fileno(), position)
+    if fault is not None and (fault.corrupted or segment.next_first_index is not None):
+        raise _corrupted(segment, position, index, fault.detail)
+    if segment.next_first_index not in (None, index):
+        raise _corrupted(segment, position, index, f"records up to {segment.next_first_index} are missing")
+
+
+class _Fault(NamedTuple):
+    detail: str
+    corrupted: bool
+    """False: it may be a torn tail."""
+
+
+def _whole_records(data: bytes, position: int, index: int) -> Iterator[Located]:
+    """Sound records at the beginning of data, which was read at a byte position of the segment."""
+    view = memoryview(data)
+    start = 0
+    while (body := _frame(view, start)) is not None:
+        first = start + _FRAME_BYTES
+        start = first + body.num_bytes
+        if start > len(data) or zlib.crc32(view[first:start]) != body.checksum:
+            return
+        partition, offset, timestamp_ms, key_bytes = _BODY.unpack_from(view, first)
+        key_end = first + _BODY.size + key_bytes
+        if key_end > start:
+            return
+        record = LogRecord(partition, offset, timestamp_ms, data[first + _BODY.size : key_end], data[key_end:start])
+        yield Located(index, position + start, record)
+        index += 1
+
+
+class _Body(NamedTuple):
+    num_bytes: int
+    checksum: int
+
+
+def _frame(view: memoryview, start: int) -> _Body | None:
+    """What a record's first twelve bytes announce; None: they are not there or not sound."""
+    if start + _FRAME_BYTES > len(view):
+        return None
+    num_bytes, checksum = _FRAME.unpack_from(view, start)
+    (frame_checksum,) = _CRC.unpack_from(view, start + _FRAME.size)
+    sound = zlib.crc32(view[start : start + _FRAME.size]) == frame_checksum
+    return _Body(num_bytes, checksum) if sound and _BODY.size <= num_bytes <= _MAX_BODY_BYTES else None
+
+
+def _fault(fd: int, position: int) -> _Fault | None:
+    """Why no record follows at a byte position; None: the file ends there."""
+    num_left = os.fstat(fd).st_size - position
+    if num_left <= 0:
+        return None
+    rest = os.pread(fd, num_left, position)
+    if any(_whole_records(rest, position, 0)):
+        return None  # an append ended since we looked
+    if rest.count(0) == len(rest) or len(rest) < _FRAME_BYTES:
+        return _Fault(f"a torn tail of {len(rest)} bytes", corrupted=False)
+    body = _frame(memoryview(rest), 0)
+    if body is None:
+        return _Fault("the checksum of a record's head is wrong", corrupted=True)
+    length = _FRAME_BYTES + body.num_bytes
+    if length > len(rest):
+        return _Fault(f"{len(rest)} bytes of a record of {length}", corrupted=False)
+    return _Fault("a record's checksum is wrong", corrupted=length < len(rest))
+
+
+def _corrupted(segment: Segment, position: int, index: int, detail: str) -> EventLogCorruptedError:
+    return EventLogCorruptedError(segment.path, position, index, detail, segment.next_first_index)

@@ -1,0 +1,128 @@
+"""The log of the embedded mode: records and resync requests between threads of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.records import LogRecord
+from kv_events.schema import ResyncRequest
+
+_T = TypeVar("_T")
+
+
+class LogTruncatedError(KvsightError):
+    """Records from the wanted offset on are no longer kept."""
+
+    def __init__(self, wanted: int, first: int) -> None:
+        super().__init__(f"offset {wanted} is gone, the log begins at {first}")
+        self.wanted = wanted
+        self.first = first
+
+
+class MemoryLog:
+    """A bounded in-process log of one partition, and the control channel back. Any thread may call anything.
+
+    When more than `capacity_bytes` of payload are kept, the oldest records go; a reader that missed them finds out
+    by `LogTruncatedError`, as it would from a Kafka topic's retention.
+    """
+
+    def __init__(self, capacity_bytes: int = 256 * 2**20) -> None:
+        if capacity_bytes < 1:
+            raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()  # guards everything below
+        self._records: deque[LogRecord] = deque()
+        self._num_bytes = 0
+        self._first = 0
+        self._on_append: list[Callable[[], None]] = []
+        self._on_request: list[Callable[[ResyncRequest], None]] = []
+
+    @property
+    def first_offset(self) -> int:
+        """Offset of the oldest record kept."""
+        return self._first
+
+    @property
+    def next_offset(self) -> int:
+        """Offset that the next record will get."""
+        with self._lock:
+            return self._first + len(self._records)
+
+    def append(self, key: bytes, payload: bytes, timestamp_ms: int) -> int:
+        """Add one record and return its offset."""
+        with self._lock:
+            offset = self._first + len(self._records)
+            self._records.append(LogRecord(0, offset, timestamp_ms, key, payload))
+            self._num_bytes += len(payload)
+            while self._num_bytes > self._capacity_bytes and len(self._records) > 1:
+                self._num_bytes -= len(self._records.popleft().payload)
+                self._first += 1
+            listeners = list(self._on_append)
+        for listener in listeners:
+            listener()
+        return offset
+
+    def read(self, offset: int, max_records: int = 500) -> Sequence[LogRecord]:
+        """Records from `offset` on, at most `max_records`. Raises LogTruncatedError."""
+        with self._lock:
+            if offset < self._first:
+                raise LogTruncatedError(offset, self._first)
+            start = offset - self._first
+            stop = min(start + max_records, len(self._records))
+            return [self._records[i] for i in range(start, stop)]
+
+    def request(self, request: ResyncRequest) -> None:
+        """Send a request back to whoever publishes that stream."""
+        with self._lock:
+            listeners = list(self._on_request)
+        for listener in listeners:
+            listener(request)
+
+    def watch(self) -> LogWatch:
+        """A way to wait for records from inside the running event loop."""
+        return LogWatch(self, asyncio.get_running_loop())
+
+    def listen(self, on_request: Callable[[ResyncRequest], None]) -> Callable[[], None]:
+        """Call back on every resync request, on the requester's thread. Returns a function that ends it."""
+        with self._lock:
+            self._on_request.append(on_request)
+        return lambda: self._forget(self._on_request, on_request)
+
+    def _listen_for_records(self, on_append: Callable[[], None]) -> Callable[[], None]:
+        with self._lock:
+            self._on_append.append(on_append)
+        return lambda: self._forget(self._on_append, on_append)
+
+    def _forget(self, listeners: list[_T], listener: _T) -> None:
+        with self._lock:
+            listeners.remove(listener)
+
+
+class LogWatch:
+    """Waits for new records of a `MemoryLog`; belongs to one event loop."""
+
+    def __init__(self, log: MemoryLog, loop: asyncio.AbstractEventLoop) -> None:
+        self._event = asyncio.Event()
+        self._stop = log._listen_for_records(lambda: self._wake(loop))
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._event.set)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until a record came since the last call. False: none within the time."""
+        try:
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        self._event.clear()
+        return True
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop()

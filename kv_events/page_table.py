@@ -1,0 +1,270 @@
+"""Open-addressing table: 64-bit page name -> dense entry id, as numba kernels on flat arrays.
+
+Both sides keep one: the index under sequence hashes, a publisher's ledger under block hashes. Entry ids are small,
+stable integers; the owner keeps its own columns indexed by them. Ids are handed out in the order of arrival, so that
+the pages of one prompt tend to lie next to each other and a walk along a prompt reads memory in sequence.
+
+Layout: *extendible hashing* (Fagin et al., 1979). A directory maps the low bits of a key's tag to a segment of 4096
+slots; a segment that fills up is split in two, so growth never costs more than one segment at a time. A slot is
+`tag << 32 | id + 1`, 0 when empty: tags alone decide nearly every comparison; splitting or removing needs no look at
+the keys. Arrays are reserved at their bound and touched (so: paid for) only as far as they are used.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from kv_events.errors import InvalidValueError
+from kv_events.kernels import array_function, array_helper
+
+_SEGMENT_BITS = 12
+_SEGMENT_SLOTS = 1 << _SEGMENT_BITS
+_SLOT_MASK = _SEGMENT_SLOTS - 1
+_SPLIT_AT = _SEGMENT_SLOTS * 85 // 100
+_MAX_DEPTH = 20  # directory bits and slot bits together are the 32 bits of a tag
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads keys that are not hashes, too
+_ONE = np.uint64(1)
+_LOW32 = np.uint64(0xFFFFFFFF)
+_SHIFT32 = np.uint64(32)
+_SHIFT_HOME = np.uint64(32 - _SEGMENT_BITS)
+
+# columns of segments
+_BITS, _COUNT = range(2)
+# columns of meta
+_DEPTH, _NUM_SEGMENTS, _HIGH_WATER, _NUM_FREE, _FREE_HEAD, _FREE_TAIL, _CAPACITY = range(7)
+
+MAX_CAPACITY = 2**31
+
+
+class Table(NamedTuple):
+    """Arrays of one table; pass it to the kernels, never touch them from elsewhere."""
+
+    keys: npt.NDArray[np.uint64]
+    """[capacity + 1] key of each live entry; a freed entry holds the id of the next free one. The last element is never
+    used: whoever looks at an entry's neighbour stays inside."""
+    directory: npt.NDArray[np.uint32]
+    """[2**max_depth] segment number for each value of a tag's low bits."""
+    slots: npt.NDArray[np.uint64]
+    """[(segments + 1) * 4096] tag << 32 | id + 1, or 0. Behind the last segment: scratch for a split."""
+    segments: npt.NDArray[np.uint32]
+    """[segments, 2] number of tag bits that all keys of a segment share; number of used slots."""
+    meta: npt.NDArray[np.int64]
+    """[7] see the column numbers above."""
+
+
+TABLE_ARRAYS = (
+    types.Array(types.uint64, 1, "C"),
+    types.Array(types.uint32, 1, "C"),
+    types.Array(types.uint64, 1, "C"),
+    types.Array(types.uint32, 2, "C"),
+    types.Array(types.int64, 1, "C"),
+)
+"""numba types of a `Table`'s arrays. Kernels called from Python take them one by one and build the `Table` inside:
+numba finds the type of a bare array in 40 ns, that of a named tuple in microseconds."""
+
+
+def make_table(capacity: int) -> Table:
+    """An empty table for at most `capacity` live entries. Reserves address space, not memory."""
+    if not 1 <= capacity <= MAX_CAPACITY:
+        raise InvalidValueError("capacity", capacity, f"1 .. {MAX_CAPACITY}")
+    # a segment holds at least half of _SPLIT_AT on average after a split; twice that again leaves room for skew
+    num_segments = max(4, 4 * capacity // _SPLIT_AT)
+    max_depth = min(_MAX_DEPTH, max(4, (2 * num_segments - 1).bit_length()))
+    meta = np.zeros(7, np.int64)
+    meta[_CAPACITY] = capacity
+    _reset_meta(meta)
+    return Table(
+        keys=np.zeros(capacity + 1, np.uint64),
+        directory=np.zeros(1 << max_depth, np.uint32),
+        slots=np.zeros((num_segments + 1) * _SEGMENT_SLOTS, np.uint64),
+        segments=np.zeros((num_segments, 2), np.uint32),
+        meta=meta,
+    )
+
+
+def num_live(table: Table) -> int:
+    """Entries in use."""
+    return int(table.meta[_HIGH_WATER] - table.meta[_NUM_FREE])
+
+
+def high_water(table: Table) -> int:
+    """Entry ids ever handed out are smaller than this: the length up to which an owner's columns are used."""
+    return int(table.meta[_HIGH_WATER])
+
+
+def capacity(table: Table) -> int:
+    """Largest number of live entries."""
+    return int(table.meta[_CAPACITY])
+
+
+def bytes_used(table: Table) -> int:
+    """Bytes of the arrays' used parts."""
+    segments = int(table.meta[_NUM_SEGMENTS])
+    return (
+        high_water(table) * 8 + (4 << int(table.meta[_DEPTH])) + segments * (_SEGMENT_SLOTS + 1) * 8 + table.meta.nbytes
+    )
+
+
+@array_helper
+def _tag(key):
+    mixed = (key ^ (key >> _SHIFT32)) * _MIX
+    return mixed >> _SHIFT32
+
+
+@array_helper
+def _segment_of(table, tag):
+    return np.int64(table.directory[np.int64(tag) & ((1 << table.meta[_DEPTH]) - 1)])
+
+
+@array_helper
+def find(table, key):
+    """Entry id of a key, or -1."""
+    tag = _tag(key)
+    base = _segment_of(table, tag) * _SEGMENT_SLOTS
+    slot = np.int64(tag >> _SHIFT_HOME)
+    while True:
+        word = table.slots[base + slot]
+        if word == np.uint64(0):
+            return np.int64(-1)
+        if word >> _SHIFT32 == tag:
+            entry = np.int64(word & _LOW32) - 1
+            if table.keys[entry] == key:
+                return entry
+        slot = (slot + 1) & _SLOT_MASK
+
+
+@array_function
+def _place(table, segment, word):
+    base = segment * _SEGMENT_SLOTS
+    slot = np.int64(word >> _SHIFT32 >> _SHIFT_HOME)
+    while table.slots[base + slot] != np.uint64(0):
+        slot = (slot + 1) & _SLOT_MASK
+    table.slots[base + slot] = word
+    table.segments[segment, _COUNT] += np.uint32(1)
+
+
+@array_function
+def _split(table, segment):
+    """Spread a segment over itself and a new one by the next tag bit. False: no room, or no bit left."""
+    depth = np.int64(table.segments[segment, _BITS])
+    fresh = table.meta[_NUM_SEGMENTS]
+    if fresh == table.segments.shape[0]:
+        return False
+    if depth == table.meta[_DEPTH]:
+        size = 1 << depth
+        if 2 * size > table.directory.shape[0]:
+            return False
+        for i in range(size):
+            table.directory[size + i] = table.directory[i]
+        table.meta[_DEPTH] += 1
+    table.meta[_NUM_SEGMENTS] += 1
+    table.segments[segment, _BITS] = table.segments[fresh, _BITS] = np.uint32(depth + 1)
+    base, scratch = segment * _SEGMENT_SLOTS, table.segments.shape[0] * _SEGMENT_SLOTS
+    for i in range(_SEGMENT_SLOTS):
+        table.slots[scratch + i] = table.slots[base + i]
+        table.slots[base + i] = np.uint64(0)
+    bit = np.uint64(1) << np.uint64(32 + depth)
+    pattern = np.int64(-1)
+    table.segments[segment, _COUNT] = np.uint32(0)
+    for i in range(_SEGMENT_SLOTS):
+        word = table.slots[scratch + i]
+        if word != np.uint64(0):
+            pattern = np.int64(word >> _SHIFT32)
+            _place(table, fresh if word & bit else segment, word)
+    first = (pattern & ((1 << depth) - 1)) | (1 << depth)
+    for i in range(first, 1 << table.meta[_DEPTH], 1 << (depth + 1)):
+        table.directory[i] = np.uint32(fresh)
+    return True
+
+
+@array_function
+def insert(table, key):
+    """Give an absent key an entry. Returns its id, or -1 when the table is full."""
+    if table.meta[_HIGH_WATER] - table.meta[_NUM_FREE] >= table.meta[_CAPACITY]:
+        return np.int64(-1)
+    tag = _tag(key)
+    segment = _segment_of(table, tag)
+    while table.segments[segment, _COUNT] >= _SPLIT_AT:
+        if not _split(table, segment):
+            if table.segments[segment, _COUNT] >= _SEGMENT_SLOTS - 1:
+                return np.int64(-1)
+            break
+        segment = _segment_of(table, tag)
+    entry = table.meta[_FREE_HEAD]
+    if entry >= 0:
+        table.meta[_NUM_FREE] -= 1
+        table.meta[_FREE_HEAD] = np.int64(table.keys[entry]) if table.meta[_NUM_FREE] > 0 else np.int64(-1)
+    else:
+        entry = table.meta[_HIGH_WATER]
+        table.meta[_HIGH_WATER] += 1
+    table.keys[entry] = key
+    _place(table, segment, tag << _SHIFT32 | np.uint64(entry + 1))
+    return entry
+
+
+@array_function
+def remove(table, entry):
+    """Free a live entry; its id goes to the end of the queue of free ids."""
+    tag = _tag(table.keys[entry])
+    segment = _segment_of(table, tag)
+    base = segment * _SEGMENT_SLOTS
+    word = tag << _SHIFT32 | np.uint64(entry + 1)
+    hole = np.int64(tag >> _SHIFT_HOME)
+    while table.slots[base + hole] != word:
+        hole = (hole + 1) & _SLOT_MASK
+    # close the gap: move back every later word of the cluster whose home is not behind the hole
+    slot = (hole + 1) & _SLOT_MASK
+    while table.slots[base + slot] != np.uint64(0):
+        home = np.int64(table.slots[base + slot] >> _SHIFT32 >> _SHIFT_HOME)
+        if ((slot - home) & _SLOT_MASK) >= ((slot - hole) & _SLOT_MASK):
+            table.slots[base + hole] = table.slots[base + slot]
+            hole = slot
+        slot = (slot + 1) & _SLOT_MASK
+    table.slots[base + hole] = np.uint64(0)
+    table.segments[segment, _COUNT] -= np.uint32(1)
+    if table.meta[_FREE_HEAD] < 0:
+        table.meta[_FREE_HEAD] = entry
+    else:
+        table.keys[table.meta[_FREE_TAIL]] = np.uint64(entry)
+    table.meta[_FREE_TAIL] = entry
+    table.meta[_NUM_FREE] += 1
+
+
+def clear(table: Table) -> None:
+    """Remove every entry. Costs the used part of the slots."""
+    table.slots[: int(table.meta[_NUM_SEGMENTS]) * _SEGMENT_SLOTS] = 0
+    table.segments[:] = 0
+    table.directory[: 1 << int(table.meta[_DEPTH])] = 0
+    _reset_meta(table.meta)
+
+
+def _reset_meta(meta: npt.NDArray[np.int64]) -> None:
+    capacity = meta[_CAPACITY]
+    meta[:] = 0
+    meta[_NUM_SEGMENTS] = 1
+    meta[_FREE_HEAD] = meta[_FREE_TAIL] = -1
+    meta[_CAPACITY] = capacity
+
+
+def check(table: Table) -> None:
+    """Recount everything from scratch. Raises AssertionError with both figures."""
+    used = table.slots[: int(table.meta[_NUM_SEGMENTS]) * _SEGMENT_SLOTS]
+    words = used[used != 0]
+    entries = (words & _LOW32).astype(np.int64) - 1
+    if len(entries) != num_live(table) or len(np.unique(entries)) != len(entries):
+        raise AssertionError(f"{len(entries)} slots, {len(np.unique(entries))} ids, {num_live(table)} live entries")
+    counts = (used.reshape(-1, _SEGMENT_SLOTS) != 0).sum(axis=1)
+    stated = table.segments[: len(counts), _COUNT]
+    if not np.array_equal(counts, stated):
+        raise AssertionError(f"segments hold {counts.tolist()}, counted {stated.tolist()}")
+    free, entry = set(), int(table.meta[_FREE_HEAD])
+    for _ in range(int(table.meta[_NUM_FREE])):
+        free.add(entry)
+        entry = int(table.keys[entry])
+    if len(free) != int(table.meta[_NUM_FREE]) or free & set(entries.tolist()):
+        raise AssertionError(f"{len(free)} distinct free ids of {int(table.meta[_NUM_FREE])}, some of them live")
