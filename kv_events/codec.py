@@ -41,6 +41,7 @@ from kv_events.streams import StreamId
 _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(EventBatch)
 _event_decoder = msgspec.msgpack.Decoder(WireEvent)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # all that msgspec raises on bad bytes
 _control_decoder = msgspec.msgpack.Decoder(ResyncRequest)
 
 
@@ -124,7 +125,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
         batch = _batch_decoder.decode(payload)
     except msgspec.ValidationError as error:
         raise RecordRejectedError("field", str(error)) from None
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise RecordRejectedError("msgpack", str(error)) from None
     newer = _check_version(batch.schema_version)
     _check_header(batch)
@@ -150,7 +151,7 @@ def decode_resync(payload: bytes) -> ResyncRequest:
     """Raises RecordRejectedError."""
     try:
         return _control_decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise RecordRejectedError("control", str(error)) from None
 
 
@@ -191,6 +192,8 @@ def _decode_step(raw: msgspec.Raw, newer: bool) -> Step | None:
             return None  # a tag of a newer minor version
         reason = "medium" if "enum value" in str(error) else "field"
         raise RecordRejectedError(reason, str(error)) from None
+    except _UNREADABLE as error:
+        raise RecordRejectedError("msgpack", str(error)) from None
     if isinstance(event, PackedStored):
         return _stored_pages(event)
     if isinstance(event, PackedRemoved):

@@ -8,6 +8,7 @@ worker and can be computed from a prompt alone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TypeAlias
@@ -32,9 +33,13 @@ _MASK64 = 2**64 - 1
 def token_array(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str = "token_ids") -> U32Array:
     """Tokens as uint32[n], C order. Raises InvalidValueError naming the first position outside 0 .. 2**32 - 1."""
     try:
-        wide = np.asarray(token_ids, dtype=np.int64)
-    except (OverflowError, ValueError, TypeError):
+        wide = np.asarray(token_ids if isinstance(token_ids, np.ndarray) else array("q", token_ids))
+    except (OverflowError, TypeError):
         raise _first_bad_token(token_ids, field) from None
+    if wide.dtype == np.uint32 and wide.ndim == 1:
+        return np.ascontiguousarray(wide, dtype=np.uint32)
+    if wide.ndim != 1 or wide.dtype.kind not in "iu":
+        raise InvalidValueError(field, token_ids, "a flat list of integers")
     if wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
         raise _first_bad_token(token_ids, field)
     return np.ascontiguousarray(wide, dtype=np.uint32)

@@ -19,6 +19,7 @@ from kv_events.records import LogRecord
 SUFFIX = ".kvlog"
 MAX_KEY_BYTES = 65_535
 
+_NAME_DIGITS = 20
 _MAGIC = b"KVSLOG\r\n"
 _FORMAT_VERSION = 1
 _SEGMENT = struct.Struct("<8sIQ")  # magic, format version, index of the first record; then its CRC-32
@@ -71,15 +72,15 @@ class Segment(NamedTuple):
 
 def list_segments(folder: Path) -> list[Segment]:
     """The segments of a log, oldest first. Files of other names are not part of it."""
-    names = [path.name for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal()]
-    firsts = sorted(int(name.removesuffix(SUFFIX)) for name in names)
+    stems = [path.stem for path in folder.glob(f"*{SUFFIX}")]
+    firsts = sorted(int(stem) for stem in stems if len(stem) == _NAME_DIGITS and stem.isdecimal())
     after: list[int | None] = [*firsts[1:], None]
     return [Segment(segment_path(folder, first), first, next_) for first, next_ in zip(firsts, after, strict=False)]
 
 
 def segment_path(folder: Path, first_index: int) -> Path:
     """Name of the segment that begins with a record; names sort as the records do."""
-    return folder / f"{first_index:020d}{SUFFIX}"
+    return folder / f"{first_index:0{_NAME_DIGITS}d}{SUFFIX}"
 
 
 def segment_header(first_index: int) -> bytes:

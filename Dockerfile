@@ -1,0 +1,30 @@
+# syntax=docker/dockerfile:1
+FROM python:3.11-slim AS wheel
+WORKDIR /src
+COPY pyproject.toml README.md ./
+COPY kv_events kv_events
+COPY engine_cache engine_cache
+COPY publisher publisher
+COPY indexer indexer
+COPY api api
+COPY simulation simulation
+COPY kvsight kvsight
+RUN pip wheel --quiet --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.11-slim
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1 \
+    NUMBA_CACHE_DIR=/opt/kernels
+RUN useradd --system --uid 10001 --create-home kvsight \
+    && install --directory --owner=kvsight /opt/kernels
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install --quiet --no-cache-dir --root-user-action=ignore /wheels/*.whl
+USER kvsight
+WORKDIR /home/kvsight
+# Compiled for the building machine's processor. On another kind numba compiles anew at the first start, into the same
+# folder: the health check's start period leaves time for that.
+RUN kvsight compile-kernels
+EXPOSE 8000
+HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+CMD ["kvsight", "serve", "--host", "0.0.0.0", "--port", "8000"]

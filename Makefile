@@ -1,0 +1,62 @@
+# Everything a developer does. `make help` lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvsight needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@$(PYTHON) -m venv $(VENV)
+
+# Stamps: installed, and pyproject.toml has not changed since.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing kvsight into $(VENV) (without torch)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing kvsight and its tests' needs into $(VENV) (torch is large: minutes on a new machine)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+.PHONY: demo
+demo: $(VENV)/.installed ## a fleet, the index and the API in one process; EXIT=1 ends by itself
+	@$(BIN)/kvsight demo $(if $(EXIT),--exit)
+
+.PHONY: test
+test: $(VENV)/.installed-dev ## every test, with real Kafka and Redis; ARGS="-k name" narrows it
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-bounds
+test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked
+	@rm -rf .cache/numba-bounds  # numba's cache does not notice a change in a kernel that another one calls
+	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(BIN)/python -m pytest tests/properties tests/unit/indexer $(ARGS)
+
+.PHONY: check
+check: $(VENV)/.installed-dev ## format, lint and types; changes nothing
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+.PHONY: format
+format: $(VENV)/.installed-dev ## format, and repair what the linter can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+.PHONY: bench
+bench: $(VENV)/.installed-dev ## the figures of benchmarks/README.md, side by side
+	@$(BIN)/python -m benchmarks
+
+.PHONY: clean
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,89 @@
+"""Servers that tests start: on free ports, with their output in a file, and never outliving the test run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# The shell becomes the server; its helper waits for the end of the pipe whose other end only we hold. It
+# comes at the latest when this process dies, however it dies, and takes the server with it.
+_TIED_TO_US = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 $$) 2>/dev/null & exec 3<&-; exec "$@" </dev/null'
+
+# Below the ports that Linux gives to outgoing connections: a client that retries a port in that range while
+# its server is down may end up connected to itself, and the server could not come back.
+_PORTS = range(18_000, 32_000)
+
+
+class PartMissingError(Exception):
+    """Something a test needs is not on this machine. Says what, and how to get it."""
+
+    def __init__(self, part: str, remedy: str) -> None:
+        super().__init__(f"{part} is missing: {remedy}")
+
+
+class ChildProcess:
+    """One server process in a process group of its own."""
+
+    def __init__(self, command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _TIED_TO_US, "sh", *map(str, command)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the server itself is alive."""
+        return self._process.poll() is None
+
+    def wait_for_port(self, port: int, deadline_s: float) -> None:
+        """Return once the server accepts connections. Raises RuntimeError with the end of its output."""
+        give_up = time.monotonic() + deadline_s
+        while not _accepts(port):
+            if not self.running or time.monotonic() > give_up:
+                state = "is silent" if self.running else f"ended with {self._process.returncode}"
+                self.kill()
+                raise RuntimeError(f"server on port {port} {state} after {deadline_s:g} s:\n{self._log_tail()}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL for the whole group; returns when the server is gone. A second call does nothing."""
+        assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return  # the number may by now be another group's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdin.close()
+
+    def _log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+
+
+def free_port() -> int:
+    """A port on the loopback address that nobody listens on."""
+    for port in random.SystemRandom().sample(_PORTS, 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no free port found in {_PORTS}")
+
+
+def _accepts(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,224 @@
+"""The consumer's life: load, seek, catch up, ask for resyncs, forget, save."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from waiting import async_wait_until
+from wire import Stream, stored
+
+from indexer.applier import Applier
+from indexer.consumer import Consumer
+from indexer.dead_letters import DeadLetters
+from indexer.namespaces import Namespaces
+from indexer.scores import score
+from indexer.settings import IndexerSettings
+from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.image import take, unpack
+from indexer.sources.memory import MemorySource
+from indexer.views import ViewState
+from kv_events.event_log import EventLogReader
+from kv_events.memory_log import MemoryLog
+from kv_events.records import LogRecord
+from kv_events.schema import ResyncRequest, SnapshotBegin
+
+SETTINGS = IndexerSettings(max_pages=100_000, resync_retry_s=0.2)
+
+
+def new_consumer(log: MemoryLog, folder: Path | None = None, settings: IndexerSettings = SETTINGS) -> Consumer:
+    store = FolderStore(folder) if folder else None
+    return Consumer(MemorySource(log), Applier(Namespaces(settings), DeadLetters()), settings, store)
+
+
+def put(log: MemoryLog, record: LogRecord) -> None:
+    log.append(record.key, record.payload, record.timestamp_ms)
+
+
+async def caught_up(consumer: Consumer, log: MemoryLog) -> None:
+    await async_wait_until(
+        lambda: consumer.ready and consumer.positions.get(0, 0) == log.next_offset, what="the consumer to catch up"
+    )
+
+
+async def test_it_is_ready_only_when_it_has_caught_up() -> None:
+    log, stream = MemoryLog(), Stream()
+    for i in range(50):
+        put(log, stream.batch(stored((0, [i + 1]))))
+    consumer = new_consumer(log)
+    assert not consumer.ready
+    async with consumer.running():
+        await async_wait_until(lambda: consumer.ready, what="ready")
+        assert consumer.applier.records == 50
+
+
+async def test_a_restart_loads_the_snapshot_and_reads_only_what_came_since(tmp_path: Path) -> None:
+    log, stream = MemoryLog(), Stream()
+    for i in range(20):
+        put(log, stream.batch(stored((i, [i + 1])), stored((0, [i + 1]), tier=i % 4)))
+    first = new_consumer(log, tmp_path)
+    async with first.running():
+        await caught_up(first, log)
+    put(log, stream.batch(stored((20, [21]))))
+    second = new_consumer(log, tmp_path)
+    async with second.running():
+        await caught_up(second, log)
+        assert second.applier.records == 1
+        view = second.namespaces.view(stream.id)
+        assert view is not None
+        assert (view.state, sum(view.num_pages)) == (ViewState.LIVE, len(stream.held))
+        view.index.check()
+
+
+async def test_a_damaged_snapshot_is_a_cold_start(tmp_path: Path) -> None:
+    log, stream = MemoryLog(), Stream()
+    put(log, stream.batch(stored((0, [1]))))
+    first = new_consumer(log, tmp_path)
+    async with first.running():
+        await caught_up(first, log)
+    snapshot = tmp_path / "views.kvsnap"
+    damaged = bytearray(snapshot.read_bytes())
+    damaged[-1] ^= 1
+    snapshot.write_bytes(damaged)
+    second = new_consumer(log, tmp_path)
+    async with second.running():
+        await caught_up(second, log)
+        assert second.applier.records == 1
+
+
+def test_a_snapshot_keeps_every_view_and_its_scores() -> None:
+    applier = Applier(Namespaces(SETTINGS), DeadLetters())
+    streams = [Stream(f"w{i}", dp_rank=i % 2, block_size=4 + 4 * (i % 2)) for i in range(70)]
+    for i, stream in enumerate(streams):
+        for record in (stream.batch(stored((0, list(range(1, i + 2))), tier=i % 4)), stream.batch()):
+            list(applier.apply(record, 5.0))
+    list(applier.apply(streams[0].batch(SnapshotBegin()), 5.0))
+    snapshot = unpack(take(applier.namespaces, {0: 7, 3: 9}, 6.0).pack(), SETTINGS)
+    assert (snapshot.positions, snapshot.taken_at) == ({0: 7, 3: 9}, 6.0)
+    prompt = np.arange(1, 80, dtype=np.uint64)
+    for old in applier.namespaces:
+        (new,) = [n for n in snapshot.namespaces if n.key == old.key]
+        new.index.check()
+        before, after = old.index.find(prompt), new.index.find(prompt)
+        assert before.streams.tolist() == after.streams.tolist()
+        assert before.pages[before.streams].tolist() == after.pages[after.streams].tolist()
+    cut_off = snapshot.namespaces.view(streams[0].id)
+    assert cut_off is not None
+    assert (cut_off.state, cut_off.stale_reason) == (ViewState.STALE, "resync cut off")
+
+
+async def test_a_stale_view_asks_its_publisher_and_is_mended() -> None:
+    log, stream = MemoryLog(), Stream()
+    requests: list[ResyncRequest] = []
+    log.listen(requests.append)
+    put(log, stream.batch(stored((0, [1, 2]))))
+    consumer = new_consumer(log)
+    async with consumer.running():
+        await caught_up(consumer, log)
+        stream.batch(stored((2, [3])))  # lost
+        put(log, stream.batch(stored((3, [4]))))
+        await async_wait_until(lambda: len(requests) >= 1, what="a resync request")
+        assert (requests[0].stream, requests[0].epoch, requests[0].reason) == (stream.id.key, 1, "gap")
+        put(log, stream.resync())
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+        await async_wait_until(lambda: view.state is ViewState.LIVE, what="a live view")
+        assert view.num_pages[0] == 4
+
+
+async def test_a_request_without_an_answer_is_repeated() -> None:
+    log, stream = MemoryLog(), Stream()
+    requests: list[ResyncRequest] = []
+    log.listen(requests.append)
+    stream.batch()  # lost
+    put(log, stream.batch(stored((0, [1])), digest=bytes(64)))
+    consumer = new_consumer(log)
+    async with consumer.running():
+        await async_wait_until(lambda: len(requests) >= 3, what="three requests")
+
+
+async def test_many_stale_streams_are_asked_one_after_another() -> None:
+    log = MemoryLog()
+    requests: list[ResyncRequest] = []
+    log.listen(requests.append)
+    for i in range(50):
+        stream = Stream(f"w{i}")
+        stream.batch()  # lost
+        put(log, stream.batch(digest=b"\1" * 64))
+    settings = IndexerSettings(max_pages=1000, resync_rate_per_s=10.0)
+    consumer = new_consumer(log, settings=settings)
+    async with consumer.running():
+        await async_wait_until(lambda: len(requests) >= 12, what="some requests")
+        assert len(requests) < 25
+        assert len({r.stream for r in requests}) == len(requests)
+
+
+async def test_a_silent_worker_expires_then_is_forgotten() -> None:
+    log, stream, other = MemoryLog(), Stream("silent"), Stream("alive")
+    settings = IndexerSettings(max_pages=1000, worker_ttl_s=0.6, forget_after_s=1.5)
+    consumer = new_consumer(log, settings=settings)
+    async with consumer.running():
+        put(log, stream.batch(stored((0, [1]))))
+        put(log, other.batch(stored((0, [1]))))
+        await caught_up(consumer, log)
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+
+        def expired() -> bool:
+            put(log, other.batch())
+            return consumer.freshness.state(view) is ViewState.EXPIRED
+
+        await async_wait_until(expired, what="expiry")
+        (namespace,) = consumer.namespaces
+        found = score(namespace, np.array([1], np.uint64), consumer.freshness)
+        assert [s.worker for s in found] == ["alive"]
+
+        def forgotten() -> bool:
+            put(log, other.batch())
+            return consumer.namespaces.view(stream.id) is None
+
+        await async_wait_until(forgotten, what="the worker to be forgotten")
+        assert namespace.index.num_pages == 1
+
+
+async def test_dead_letters_are_kept_for_a_look(tmp_path: Path) -> None:
+    log = MemoryLog()
+    log.append(b"key", b"\xc1 not a batch", 5)
+    applier = Applier(Namespaces(SETTINGS), DeadLetters(tmp_path / "dead"))
+    consumer = Consumer(MemorySource(log), applier, SETTINGS)
+    async with consumer.running():
+        await caught_up(consumer, log)
+        assert consumer.failure is None
+    ((_, kept),) = EventLogReader(tmp_path / "dead").read()
+    assert (kept.key, kept.payload, kept.timestamp_ms) == (b"key", b"\xc1 not a batch", 5)
+
+
+async def test_queries_get_through_while_a_large_backlog_is_applied() -> None:
+    log, longest = MemoryLog(), 0.0
+    for worker in range(8):
+        stream = Stream(f"w{worker}")
+        for batch in range(12):
+            pages = list(range(1 + 8000 * batch, 8001 + 8000 * batch))
+            put(log, stream.batch(stored((pages[0] - 1, pages))))
+    consumer = new_consumer(log)
+    async with consumer.running():
+        loop = asyncio.get_running_loop()
+        while not consumer.ready:
+            before = loop.time()
+            await asyncio.sleep(0)
+            longest = max(longest, loop.time() - before)
+    assert consumer.applier.records == 96
+    assert longest < 0.25
+
+
+async def test_a_loop_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MemoryLog()
+    consumer = new_consumer(log)
+    monkeypatch.setattr(consumer.applier, "apply", lambda *_: 1 / 0)
+    async with consumer.running():
+        put(log, Stream().batch())
+        await async_wait_until(lambda: consumer.failure is not None, what="the failure")
+        assert isinstance(consumer.failure, ZeroDivisionError)
+        assert not consumer.ready

@@ -1,0 +1,100 @@
+"""The page table against a dict, on keys that collide on purpose."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import types
+
+from kv_events import page_table
+from kv_events.kernels import array_kernel
+from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.xxh3 import U64_IN
+
+_INT64_OUT = types.Array(types.int64, 1, "C")
+
+
+@array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
+def _insert_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
+    table = Table(keys, directory, slots, segments, meta)
+    for i in range(wanted.shape[0]):
+        out[i] = page_table.find(table, wanted[i])
+        if out[i] < 0:
+            out[i] = page_table.insert(table, wanted[i])
+
+
+@array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
+def _remove_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
+    table = Table(keys, directory, slots, segments, meta)
+    for i in range(wanted.shape[0]):
+        out[i] = page_table.find(table, wanted[i])
+        if out[i] >= 0:
+            page_table.remove(table, out[i])
+
+
+def run(kernel: object, table: Table, keys: list[int]) -> list[int]:
+    out = np.empty(len(keys), np.int64)
+    kernel(*table, np.array(keys, np.uint64), out)  # type: ignore[operator]
+    return out.tolist()
+
+
+KEYS = st.builds(lambda a, b: (a << b) % 2**64, st.integers(0, 50), st.sampled_from([0, 1, 12, 32, 52, 63]))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(KEYS, min_size=1, max_size=30)), max_size=30))
+def test_any_order_of_inserts_and_removals_equals_a_dict(steps: list[tuple[bool, list[int]]]) -> None:
+    table, model = page_table.make_table(100), {}
+    for is_insert, keys in steps:
+        if is_insert:
+            for key, entry in zip(keys, run(_insert_all, table, keys), strict=True):
+                if key in model:
+                    assert entry == model[key]
+                elif entry < 0:
+                    assert len(model) == 100
+                else:
+                    assert entry not in model.values()
+                    model[key] = entry
+        else:
+            for key, entry in zip(keys, run(_remove_all, table, keys), strict=True):
+                assert entry == model.pop(key, -1)
+        page_table.check(table)
+        assert page_table.num_live(table) == len(model)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_table_grows_over_many_segments_and_keeps_every_key(seed: int) -> None:
+    table = page_table.make_table(40_000)
+    keys = np.random.default_rng(seed).choice(2**62, 40_000, replace=False).tolist()
+    entries = run(_insert_all, table, keys)
+    assert sorted(entries) == list(range(40_000))
+    assert run(_insert_all, table, keys) == entries
+    assert run(_remove_all, table, keys[::2]) == entries[::2]
+    page_table.check(table)
+    assert run(_remove_all, table, keys[::2]) == [-1] * 20_000
+    assert sorted(run(_insert_all, table, keys[::2])) == sorted(entries[::2])
+
+
+def test_neighbours_in_arrival_get_neighbouring_entries_again_after_removal() -> None:
+    table = page_table.make_table(1000)
+    run(_insert_all, table, list(range(100, 200)))
+    run(_remove_all, table, list(range(120, 130)))
+    assert run(_insert_all, table, list(range(500, 510))) == list(range(20, 30))
+
+
+def test_keys_with_one_tag_fill_a_segment_and_are_then_refused() -> None:
+    # keys k and k ^ (k >> 32) mixed alike share all 32 tag bits only if constructed; multiples of 2**32 stay apart
+    table = page_table.make_table(10_000)
+    keys = [i << 32 for i in range(9000)]
+    assert run(_insert_all, table, keys) == list(range(9000))
+    page_table.check(table)
+
+
+def test_clear_forgets_everything() -> None:
+    table = page_table.make_table(20_000)
+    run(_insert_all, table, list(range(20_000)))
+    page_table.clear(table)
+    page_table.check(table)
+    assert page_table.num_live(table) == 0
+    assert run(_insert_all, table, [7]) == [0]

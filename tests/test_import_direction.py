@@ -1,0 +1,86 @@
+"""Which package may import which, and what must load without torch, FastAPI or Kafka."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "kv_events": set(),
+    "engine_cache": {"kv_events"},
+    "publisher": {"kv_events"},
+    "indexer": {"kv_events"},
+    "api": {"kv_events", "indexer"},
+    "simulation": {"kv_events", "engine_cache", "publisher", "indexer"},
+    "kvsight": {"kv_events", "engine_cache", "publisher", "indexer", "api", "simulation"},
+}
+OURS = {*MAY_IMPORT, "tests", "benchmarks"}
+NEEDS_TORCH = ("engine_cache.pools.device",)
+
+
+def imported_names(source: str) -> Iterator[tuple[int, str]]:
+    """(line, top package) of every absolute import, those inside functions and type-checking blocks too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            yield node.lineno, node.module.partition(".")[0]
+
+
+def modules(package: str) -> list[str]:
+    """The package and every module below it, by dotted name, found without importing anything."""
+    found = [package]
+    folders = [(package, ROOT / package)]
+    for parent, folder in folders:
+        for module in pkgutil.iter_modules([str(folder)], f"{parent}."):
+            found.append(module.name)
+            if module.ispkg:
+                folders.append((module.name, folder / module.name.rpartition(".")[2]))
+    return [name for name in found if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
+    forbidden = OURS - MAY_IMPORT[package] - {package}
+    offences = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, name in imported_names(path.read_text())
+        if name in forbidden
+    ]
+    assert offences == []
+
+
+def test_imports_inside_functions_and_type_checking_blocks_count() -> None:
+    source = "if TYPE_CHECKING:\n    from api.app import x\ndef f():\n    import kvsight.cli, os\nfrom . import y\n"
+    assert sorted(imported_names(source)) == [(2, "api"), (4, "kvsight"), (4, "os")]
+
+
+@pytest.mark.parametrize(
+    ("package", "blocked"),
+    [
+        ("kv_events", ["torch", "fastapi", "aiokafka", "redis"]),
+        ("engine_cache", ["torch", "fastapi", "aiokafka", "redis"]),
+        ("publisher", ["torch", "fastapi"]),
+        ("indexer", ["torch", "fastapi"]),
+        ("api", ["torch"]),
+        ("simulation", ["torch", "fastapi"]),
+        ("kvsight", ["torch"]),
+    ],
+)
+def test_a_package_loads_without_what_it_must_not_need(package: str, blocked: list[str]) -> None:
+    wanted = [name for name in modules(package) if not name.startswith(NEEDS_TORCH)]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {blocked}: sys.modules[name] = None\n"
+        f"for name in {wanted}: importlib.import_module(name)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,267 @@
+"""Admission, gaps, restarts, digests and resyncs of one worker stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire import Stream, removed, stored
+
+from indexer.applier import Applier
+from indexer.dead_letters import DeadLetters
+from indexer.freshness import Freshness
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from indexer.views import View, ViewState
+from kv_events.records import LogRecord
+from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+
+
+@pytest.fixture
+def applier() -> Applier:
+    return Applier(Namespaces(IndexerSettings(max_pages=10_000)), DeadLetters())
+
+
+def apply(applier: Applier, *records: LogRecord) -> None:
+    for record in records:
+        for _ in applier.apply(record, record.timestamp_ms / 1000):
+            pass
+
+
+def view_of(applier: Applier, stream: Stream) -> View:
+    view = applier.namespaces.view(stream.id)
+    assert view is not None
+    return view
+
+
+def held(view: View) -> set[tuple[int, int]]:
+    return {
+        (int(page), tier)
+        for part in view.index.held_pages(view.number)
+        for page, mask in zip(part.hashes, part.tiers, strict=True)
+        for tier in range(4)
+        if mask >> tier & 1
+    }
+
+
+def test_a_stream_from_its_beginning_is_live(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1, 2, 3]))), stream.batch(removed([3])), stream.batch())
+    view = view_of(applier, stream)
+    assert (view.state, view.num_pages, view.epoch, view.next_seq) == (ViewState.LIVE, [2, 0, 0, 0], 1, 3)
+    assert held(view) == stream.held
+
+
+def test_a_batch_applied_twice_changes_nothing(applier: Applier) -> None:
+    stream = Stream()
+    first, second = stream.batch(stored((0, [1]))), stream.batch(removed([1]))
+    apply(applier, first, second, first, second)
+    view = view_of(applier, stream)
+    assert (held(view), view.counters.duplicate_batches, view.state) == (set(), 2, ViewState.LIVE)
+
+
+def test_a_gap_that_lost_pages_is_stale_until_a_resync(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1, 2]))))
+    stream.batch(stored((2, [3])))  # lost
+    apply(applier, stream.batch(stored((3, [4]))))
+    view = view_of(applier, stream)
+    assert (view.state, view.stale_reason, view.counters.gaps) == (ViewState.STALE, "gap", 1)
+    assert held(view) == {(1, 0), (2, 0), (4, 0)}
+    apply(applier, stream.resync())
+    assert (view.state, held(view)) == (ViewState.LIVE, stream.held)
+
+
+def test_a_gap_that_lost_only_heartbeats_heals_by_the_digest(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1]))))
+    stream.batch()  # lost
+    apply(applier, stream.batch())
+    view = view_of(applier, stream)
+    assert (view.state, view.counters.gaps) == (ViewState.LIVE, 1)
+
+
+def test_a_wrong_digest_makes_a_view_stale(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1]))), stream.batch(digest=bytes(64)))
+    view = view_of(applier, stream)
+    assert (view.state, view.stale_reason, view.counters.digest_mismatches) == (ViewState.STALE, "digest", 1)
+
+
+def test_scores_do_not_dip_during_a_resync_and_unnamed_pages_go_at_its_end(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1, 2, 3]))))
+    view = view_of(applier, stream)
+    stream.held = set()
+    apply(applier, stream.batch(SnapshotBegin("lost"), stored((0, [1]))))
+    assert (view.state, held(view)) == (ViewState.SYNCING, {(1, 0), (2, 0), (3, 0)})
+    apply(applier, stream.batch(stored((1, [2]), tier=1), SnapshotEnd()))
+    assert (view.state, held(view)) == (ViewState.LIVE, {(1, 0), (2, 1)})
+
+
+def test_live_events_inside_a_resync_count(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1, 2]))))
+    apply(applier, stream.batch(SnapshotBegin(), stored((0, [1, 2]))), stream.batch(removed([2]), stored((0, [9]))))
+    apply(applier, stream.batch(SnapshotEnd()))
+    view = view_of(applier, stream)
+    assert (view.state, held(view)) == (ViewState.LIVE, {(1, 0), (9, 0)})
+
+
+def test_a_gap_inside_a_resync_ends_it_without_a_sweep(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1, 2, 3]))))
+    apply(applier, stream.batch(SnapshotBegin()))
+    stream.batch(stored((0, [1, 2, 3])))  # lost
+    apply(applier, stream.batch(SnapshotEnd()))
+    view = view_of(applier, stream)
+    assert held(view) == {(1, 0), (2, 0), (3, 0)}
+    assert view.counters.resyncs == 0
+
+
+def test_a_restart_that_begins_with_a_snapshot_keeps_what_it_names(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1, 2]))))
+    stream.restart()
+    apply(applier, stream.batch(SnapshotBegin(), stored((0, [1, 7])), SnapshotEnd()))
+    view = view_of(applier, stream)
+    assert (view.state, held(view), view.counters.restarts) == (ViewState.LIVE, {(1, 0), (7, 0)}, 1)
+
+
+def test_a_restart_without_a_snapshot_begins_with_nothing(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1, 2]))))
+    stream.restart()
+    apply(applier, stream.batch(stored((0, [5]))))
+    view = view_of(applier, stream)
+    assert (view.state, held(view)) == (ViewState.LIVE, {(5, 0)})
+
+
+def test_batches_of_an_older_incarnation_are_ignored(applier: Applier) -> None:
+    stream = Stream()
+    late = stream.batch(stored((0, [1])))
+    stream.restart()
+    apply(applier, stream.batch(stored((0, [2]))), late)
+    view = view_of(applier, stream)
+    assert (held(view), view.counters.old_epoch_batches) == ({(2, 0)}, 1)
+
+
+def test_joining_in_mid_stream_is_stale_until_a_resync(applier: Applier) -> None:
+    stream = Stream()
+    stream.batch(stored((0, [1])))  # before the log's beginning
+    apply(applier, stream.batch(stored((1, [2]))))
+    view = view_of(applier, stream)
+    assert (view.state, view.stale_reason) == (ViewState.STALE, "gap")
+    apply(applier, stream.resync())
+    assert (view.state, held(view)) == (ViewState.LIVE, {(1, 0), (2, 0)})
+
+
+def test_a_clear_forgets_every_tier_and_leaves_other_workers_alone(applier: Applier) -> None:
+    one, other = Stream("one"), Stream("other")
+    apply(applier, one.batch(stored((0, [1, 2])), stored((0, [1]), tier=2)), other.batch(stored((0, [1, 2]))))
+    apply(applier, one.batch(AllBlocksCleared()))
+    assert held(view_of(applier, one)) == set()
+    assert held(view_of(applier, other)) == other.held
+    assert view_of(applier, one).state is ViewState.LIVE
+
+
+def test_a_record_that_breaks_the_contract_is_counted_and_nobody_else_is_touched(applier: Applier) -> None:
+    one, other = Stream("one"), Stream("other")
+    apply(applier, other.batch(stored((0, [1]))), LogRecord(0, 7, 0, b"k", b"\xc1garbage"))
+    apply(applier, one.batch(stored((0, [2]))))
+    assert dict(applier.dead_letters.counts) == {"msgpack": 1}
+    letter = applier.dead_letters.newest[0]
+    assert (letter.offset, letter.key, letter.reason) == (7, "k", "msgpack")
+    assert view_of(applier, other).state is view_of(applier, one).state is ViewState.LIVE
+
+
+def test_bounds_on_streams_and_namespaces_make_dead_letters() -> None:
+    settings = IndexerSettings(max_pages=100, max_streams=1, max_namespaces=1)
+    applier = Applier(Namespaces(settings), DeadLetters())
+    apply(applier, Stream("a").batch(), Stream("b").batch(), Stream("a", model="other").batch())
+    assert dict(applier.dead_letters.counts) == {"index_full": 2}
+    assert len(applier.namespaces.views) == 1
+
+
+def test_a_worker_that_changes_its_block_size_moves_to_another_namespace(applier: Applier) -> None:
+    small, large = Stream(block_size=4), Stream(block_size=8)
+    large.epoch = 2
+    apply(applier, small.batch(stored((0, [1]))), large.batch(stored((0, [2]))))
+    assert [n.key.block_size for n in applier.namespaces] == [8]
+    assert held(view_of(applier, large)) == {(2, 0)}
+
+
+def test_forgetting_the_last_view_frees_the_namespace(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1]))))
+    for _ in applier.namespaces.forget(stream.id):
+        pass
+    assert (list(applier.namespaces), applier.namespaces.views) == ([], [])
+
+
+def test_silence_expires_a_worker_only_while_the_log_is_alive(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(now=100.0))
+    view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0)
+    freshness.log_is_alive(104.0)
+    assert freshness.state(view) is ViewState.LIVE
+    for now in (108.0, 111.0):
+        freshness.log_is_alive(now)
+    assert freshness.state(view) is ViewState.EXPIRED
+    apply(applier, stream.batch(now=112.0))
+    assert freshness.state(view) is ViewState.LIVE
+
+
+def test_an_outage_of_the_log_expires_nobody_and_leaves_time_to_be_heard_again(applier: Applier) -> None:
+    stream = Stream()
+    apply(applier, stream.batch(now=100.0))
+    view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0)
+    freshness.log_is_alive(500.0)  # back after 400 s
+    assert freshness.state(view) is ViewState.LIVE
+    for now in (504.0, 508.0, 511.0):
+        freshness.log_is_alive(now)
+    assert freshness.state(view) is ViewState.EXPIRED
+
+
+EVENTS = st.one_of(
+    st.builds(
+        lambda h, t: stored((0, h), tier=t), st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(0, 3)
+    ),
+    st.builds(lambda h, t: removed(h, tier=t), st.lists(st.integers(1, 30), max_size=5), st.integers(0, 3)),
+    st.just(AllBlocksCleared()),
+)
+FATES = st.sampled_from(["keep", "keep", "keep", "lose", "twice", "restart"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(FATES, st.lists(EVENTS, max_size=3)), max_size=25))
+def test_a_live_view_is_right_and_one_resync_mends_any_other(steps: list[tuple[str, list[object]]]) -> None:
+    applier = Applier(Namespaces(IndexerSettings(max_pages=1000)), DeadLetters())
+    stream = Stream()
+    for fate, events in steps:
+        if fate == "restart":
+            stream.restart()
+        record = stream.batch(*events)  # type: ignore[arg-type]
+        if fate != "lose":
+            apply(applier, *([record] * (2 if fate == "twice" else 1)))
+        view = applier.namespaces.view(stream.id)
+        if view is not None and view.state is ViewState.LIVE and view.epoch == stream.epoch:
+            assert fate == "lose" or held(view) == stream.held
+    apply(applier, stream.resync())
+    view = view_of(applier, stream)
+    assert (view.state, held(view)) == (ViewState.LIVE, stream.held)
+    view.index.check()
+
+
+def test_a_large_event_is_applied_in_slices_and_right(applier: Applier) -> None:
+    stream = Stream()
+    record = stream.batch(stored((0, list(range(1, 9001))), (0, list(range(20_001, 20_801)))))
+    assert sum(1 for _ in applier.apply(record, 0.0)) == 3
+    view = view_of(applier, stream)
+    assert (view.state, view.num_pages[0]) == (ViewState.LIVE, 9800)
+    parents = {
+        int(h): int(p) for part in view.index.held_pages(0) for h, p in zip(part.hashes, part.parents, strict=True)
+    }
+    assert (parents[1], parents[9000], parents[20_001], parents[20_002]) == (0, 8999, 0, 20_001)
+    assert np.count_nonzero(list(parents.values())) == 9798

@@ -1,0 +1,190 @@
+"""Golden vectors of SGLang's page hash and of the router's sequence hash, and independent implementations."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_events.errors import InvalidValueError
+from kv_events.hashing import (
+    block_hash_chain,
+    get_hash_str,
+    hash_str_to_int64,
+    hash_strs_to_int64,
+    local_hashes,
+    namespace_seed,
+    rolling_hashes,
+    sequence_hashes,
+    token_array,
+)
+
+V1 = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
+
+
+def chain(tokens: list[int], page_size: int, prior: str | None = None, *, is_bigram: bool = False) -> list[str]:
+    return block_hash_chain(token_array(tokens), page_size, prior, is_bigram=is_bigram)
+
+
+def hexes(values: np.ndarray) -> list[str]:
+    return [f"{value:016x}" for value in values.tolist()]
+
+
+def test_a_plain_page_has_sglangs_name() -> None:
+    assert chain([1, 2, 3, 4], 4) == [V1]
+    assert hash_str_to_int64(V1) == -3488128144981237669
+
+
+def test_pages_chain_to_the_page_before() -> None:
+    names = chain([5, 6, 7, 8, 9, 10, 11, 12], 4, V1)
+    assert names == [
+        "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6",
+        "eddb4ab93695109cc0853fa0167c53aa0dc373ece757e530a734981168bdeebc",
+    ]
+    assert hash_strs_to_int64(names) == [5674439469042975057, -1307369107475853156]
+
+
+def test_bigram_pages_hash_both_tokens_of_each_pair() -> None:
+    names = chain([1, 2, 3, 4, 5], 2, is_bigram=True)
+    assert names == [
+        "ede8ef26a097f0fd889f9f39f6f5af921370630b164c4a4fa28eb716b2df9269",
+        "678c5307f2a02a2aaf8edbeb80ebac13663f70e14a4fc8d5d62b77e702841e4b",
+    ]
+    assert hash_strs_to_int64(names) == [-1303529142941650691, 7461429976246528554]
+
+
+def test_pages_of_one_unit_chain() -> None:
+    plain = chain([0, 128000, 4294967295], 1)
+    assert hash_strs_to_int64(plain) == [-2360060374177730597, 7105422880840877247, 400498095865550854]
+    bigram = chain([1, 2, 3, 4], 1, is_bigram=True)
+    assert hash_strs_to_int64(bigram) == [3817746824117602890, 693609690625493819, 9012044230373971267]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9), st.booleans(), st.sampled_from([None, V1]))
+def test_chains_equal_hashlib_page_by_page(tokens: list[int], page: int, is_bigram: bool, prior: str | None) -> None:
+    units = list(zip(tokens, tokens[1:], strict=False)) if is_bigram else [(t,) for t in tokens]
+    expected, before = [], bytes.fromhex(prior or "")
+    for start in range(0, len(units) - page + 1, page):
+        data = b"".join(t.to_bytes(4, "little") for unit in units[start : start + page] for t in unit)
+        before = sha256(before + data).digest()
+        expected.append(before.hex())
+    assert chain(tokens, page, prior, is_bigram=is_bigram) == expected
+
+
+def test_one_page_at_a_time_gives_the_same_names() -> None:
+    assert get_hash_str([1, 2, 3, 4]) == V1
+    assert [get_hash_str([(1, 2), (2, 3)])] == chain([1, 2, 3], 2, is_bigram=True)
+
+
+@pytest.mark.parametrize(("text", "value"), [("8" + "0" * 63, -(2**63)), ("7" + "f" * 63, 2**63 - 1), ("f" * 64, -1)])
+def test_the_first_sixteen_digits_are_a_signed_number(text: str, value: int) -> None:
+    assert hash_str_to_int64(text) == value
+    assert hash_strs_to_int64([text, text]) == [value, value]
+
+
+LOCAL_2 = ["cb38e4d7fb2dca5c", "e8d3ec39b907b74c", "06b748f1777d599c", "01e03482f18b34e9"]
+ROLLING_2 = ["cb38e4d7fb2dca5c", "44a2b2379d6d3c3d", "aea1e67a6c80cf84", "1aaa5eb6e2524a3b"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "local", "rolling"),
+    [
+        (range(1, 5), 4, LOCAL_2[:1], ROLLING_2[:1]),
+        (range(1, 17), 4, LOCAL_2, ROLLING_2),
+        (range(1, 19), 4, LOCAL_2, ROLLING_2),
+        (
+            [0] * 16,
+            4,
+            ["b841d0df72b4a1b8"] * 4,
+            ["b841d0df72b4a1b8", "4b776813cd05b409", "10e6b813cf18c46a", "d7a0ee21df7e650c"],
+        ),
+        (
+            [4294967295, 0, 65536, 128000] * 4,
+            8,
+            ["31164fc098a32554"] * 2,
+            ["31164fc098a32554", "51b908e0f68dbb77"],
+        ),
+        (
+            range(1000, 1064),
+            16,
+            ["f7e6c5a1896bad24", "c7037f81c729e18c", "71ec4d4fd981103e", "a74cbfb88382cd9f"],
+            ["f7e6c5a1896bad24", "3d5ff0dd2a93fd39", "cf4f246cbcc8787b", "0a0edb4669bfb130"],
+        ),
+        (range(64), 64, ["304d910e689e42bf"], ["304d910e689e42bf"]),
+    ],
+)
+def test_sequence_hashes_are_the_peers(
+    tokens: list[int], block_size: int, local: list[str], rolling: list[str]
+) -> None:
+    prompt = token_array(list(tokens))
+    assert hexes(local_hashes(prompt, block_size)) == local
+    assert hexes(sequence_hashes(prompt, block_size)) == rolling
+
+
+def test_seed_zero_gives_the_published_numbers() -> None:
+    rolling = sequence_hashes(token_array(list(range(1, 17))), 4, seed=0)
+    assert hexes(rolling) == ["6fc1ebd4f4d6ea31", "3a14937fd5340c7a", "829711b6d52f08eb", "94f88a95a0ef86fd"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "salt", "expected"),
+    [
+        ("ad", None, "e31f2294523cac4f"),
+        (None, "x", "32d40e0b05e9f0ae"),
+        ("ad", "x", "a98797fcbcfd72b9"),
+        ("", "", LOCAL_2[0]),
+    ],
+)
+def test_lora_and_salt_enter_the_seed_apart(lora: str | None, salt: str | None, expected: str) -> None:
+    assert hexes(sequence_hashes(token_array([1, 2, 3, 4]), 4, namespace_seed(lora, salt))) == [expected]
+
+
+def test_bigram_pages_are_windows_that_share_a_token() -> None:
+    assert local_hashes(token_array(list(range(1, 10))), 4, is_bigram=True).tolist() == [
+        1914873892905420881,
+        1929047464662796003,
+    ]
+
+
+@pytest.mark.parametrize("width", [*range(1, 72), 100, 127, 128, 255, 256, 257, 272, 273, 512, 1000, 4097])
+@pytest.mark.parametrize("seed", [0, 1337, 2**64 - 1])
+def test_every_length_class_equals_the_xxhash_package(width: int, seed: int) -> None:
+    tokens = np.random.default_rng(width).integers(0, 2**32, 3 * width, dtype=np.uint32)
+    expected = [xxhash.xxh3_64_intdigest(tokens[i * width :][:width].tobytes(), seed=seed) for i in range(3)]
+    assert local_hashes(tokens, width, seed).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=20), st.integers(0, 2**64 - 1), st.booleans())
+def test_rolling_equals_the_xxhash_package(local: list[int], seed: int, with_parent: bool) -> None:
+    parent = 12345 if with_parent else None
+    expected, before = [], parent
+    for value in local:
+        before = (
+            value
+            if before is None
+            else xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + value.to_bytes(8, "little"), seed=seed)
+        )
+        expected.append(before)
+    assert rolling_hashes(np.array(local, np.uint64), seed, parent).tolist() == expected
+
+
+def test_a_prompt_can_be_hashed_in_two_parts() -> None:
+    prompt = token_array(list(range(64)))
+    whole = sequence_hashes(prompt, 4)
+    rest = sequence_hashes(prompt[32:], 4, parent=int(whole[7]))
+    assert whole[8:].tolist() == rest.tolist()
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32, 2**70, 1.5, "7", None])
+def test_a_token_outside_u32_is_refused_with_its_position(bad: object) -> None:
+    with pytest.raises(InvalidValueError, match=r"token_ids\[2\]"):
+        token_array([1, 2, bad])  # type: ignore[list-item]
+
+
+def test_a_block_size_below_one_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="block_size: got 0"):
+        local_hashes(token_array([1]), 0)

@@ -1,0 +1,40 @@
+"""Waiting for a condition with a limit, instead of sleeping for a time that is hoped to be enough."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+_POLL_S = 0.005
+
+
+def wait_until(condition: Callable[[], Any], deadline_s: float = 10.0, what: str = "") -> None:
+    """Return once `condition()` is true. Raises AssertionError naming `what` after `deadline_s` seconds."""
+    give_up = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > give_up:
+            raise AssertionError(_complaint(condition, deadline_s, what))
+        time.sleep(_POLL_S)
+
+
+async def async_wait_until(
+    condition: Callable[[], Any | Awaitable[Any]], deadline_s: float = 10.0, what: str = ""
+) -> None:
+    """`wait_until` inside an event loop; `condition` may be a coroutine function."""
+    give_up = time.monotonic() + deadline_s
+    while True:
+        met = condition()
+        if inspect.isawaitable(met):
+            met = await met
+        if met:
+            return
+        if time.monotonic() > give_up:
+            raise AssertionError(_complaint(condition, deadline_s, what))
+        await asyncio.sleep(_POLL_S)
+
+
+def _complaint(condition: Callable[[], Any], deadline_s: float, what: str) -> str:
+    return f"not within {deadline_s:g} s: {what or getattr(condition, '__qualname__', condition)}"
