@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kv_events.settings import KvsightSettings
 
 
-class IndexerSettings(BaseSettings):
+class IndexerSettings(KvsightSettings):
     """Frozen; read once at start. A bad value stops the start and names the variable."""
-
-    model_config = SettingsConfigDict(env_prefix="KVSIGHT_", frozen=True, extra="ignore")
 
     kafka: str | None = None
     """Bootstrap servers, `host:port[,host:port]`. None: embedded mode."""
+    log_dir: Path | None = None
+    """Event log to follow where there is no Kafka. Neither: a log in memory."""
     redis: str | None = None
     """URL of the Redis that keeps snapshots. None: a folder."""
     snapshot_dir: Path | None = None

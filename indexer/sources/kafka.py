@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -25,28 +26,20 @@ class KafkaSource:
     """See `Source`. Partitions that are added later are read from their beginning."""
 
     def __init__(self, bootstrap: str, topic: str = EVENTS_TOPIC, control_topic: str = CONTROL_TOPIC) -> None:
+        self._bootstrap = bootstrap
         self._topic = topic
         self._control_topic = control_topic
-        self._consumer = AIOKafkaConsumer(
-            bootstrap_servers=bootstrap,
-            group_id=None,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",
-            fetch_max_wait_ms=_FETCH_WAIT_MS,
-            max_partition_fetch_bytes=_PARTITION_BYTES,
-        )
-        self._producer = AIOKafkaProducer(bootstrap_servers=bootstrap, acks="all", enable_idempotence=True)
-        self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
         self._assigned: set[TopicPartition] = set()
+        self._clients = AsyncExitStack()
 
     async def start(self, positions: Mapping[int, int]) -> None:
+        self._assigned = set()
         try:
-            await self._consumer.start()
-            await self._producer.start()
-            await self._admin.start()
+            await self._open_clients()
             await self._assign_new(positions)
         except KafkaError as error:
-            raise SourceUnavailableError(f"Kafka: {error}") from error
+            await self._clients.aclose()
+            raise SourceUnavailableError(f"Kafka at {self._bootstrap}: {error}") from error
 
     async def fetch(self) -> Sequence[LogRecord]:
         if not self._assigned:
@@ -81,9 +74,26 @@ class KafkaSource:
             raise SourceUnavailableError(f"Kafka does not take a request: {error!r}") from error
 
     async def stop(self) -> None:
-        await self._consumer.stop()
-        await self._producer.stop()
-        await self._admin.close()
+        await self._clients.aclose()
+
+    async def _open_clients(self) -> None:
+        """aiokafka's clients belong to the loop that runs when they are made."""
+        self._consumer = AIOKafkaConsumer(
+            bootstrap_servers=self._bootstrap,
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            fetch_max_wait_ms=_FETCH_WAIT_MS,
+            max_partition_fetch_bytes=_PARTITION_BYTES,
+        )
+        self._clients.push_async_callback(self._consumer.stop)
+        await self._consumer.start()
+        self._producer = AIOKafkaProducer(bootstrap_servers=self._bootstrap, acks="all", enable_idempotence=True)
+        self._clients.push_async_callback(self._producer.stop)
+        await self._producer.start()
+        self._admin = AIOKafkaAdminClient(bootstrap_servers=self._bootstrap)
+        self._clients.push_async_callback(self._admin.close)
+        await self._admin.start()
 
     async def _assign_new(self, positions: Mapping[int, int]) -> None:
         """Read the partitions that are not read yet; a topic that nobody wrote to appears with its first publisher."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+
 import msgspec
 import numpy as np
 import pytest
@@ -115,7 +118,7 @@ def test_a_bad_field_is_named_with_its_value(position: int, value: object, named
     record[position] = value
     error = reject(record)
     assert error.reason == "field"
-    pytest.raises(RecordRejectedError, lambda: decode_batch(msgspec.msgpack.encode(record))).match(named)
+    assert re.search(named, str(error))
 
 
 @pytest.mark.parametrize(
@@ -151,10 +154,8 @@ def test_damaged_bytes_are_rejected_or_decode_but_never_raise_anything_else(data
     payload = bytearray(Stream().batch(stored((0, [1, 2, 3])), removed([1]), AllBlocksCleared()).payload)
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(RecordRejectedError):
         decode_batch(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
-    except RecordRejectedError as error:
-        assert error.reason
 
 
 @given(st.binary(max_size=200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_pages_of_one_unit_chain() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9), st.booleans(), st.sampled_from([None, V1]))
 def test_chains_equal_hashlib_page_by_page(tokens: list[int], page: int, is_bigram: bool, prior: str | None) -> None:
-    units = list(zip(tokens, tokens[1:], strict=False)) if is_bigram else [(t,) for t in tokens]
+    units = list(pairwise(tokens)) if is_bigram else [(t,) for t in tokens]
     expected, before = [], bytes.fromhex(prior or "")
     for start in range(0, len(units) - page + 1, page):
         data = b"".join(t.to_bytes(4, "little") for unit in units[start : start + page] for t in unit)

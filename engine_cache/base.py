@@ -1,0 +1,143 @@
+"""The interface of a prefix cache: what an engine's scheduler calls, with what, and what it gets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_cache.key import RadixKey
+from engine_cache.node import TreeNode
+from engine_cache.types import IndexArray, no_indices
+from kv_events.schema import EngineEvent
+
+
+class MatchPrefixParams(NamedTuple):
+    key: RadixKey
+
+
+class MatchResult(NamedTuple):
+    """The longest cached prefix. A cache with one tier gives one node three times."""
+
+    device_indices: IndexArray
+    """Device rows of the prefix up to `last_device_node`; the caller's own copy."""
+    last_device_node: TreeNode
+    """Node to lock while the rows are in use."""
+    last_host_node: TreeNode
+    """Deepest node with a host copy: anchor of a prefetch."""
+    best_match_node: TreeNode
+    """Deepest node of the prefix on any tier: anchor of a load-back."""
+    host_hit_length: int = 0
+    """Units that a load-back would add to `device_indices`."""
+
+
+class InsertParams(NamedTuple):
+    key: RadixKey
+    value: IndexArray | None = None
+    """Device rows, one a unit of the key. None: the tokens serve as rows, which only tests want."""
+    chunked: bool = False
+    """The prompt is still being computed: hit counts do not rise."""
+    priority: int = 0
+
+
+class InsertResult(NamedTuple):
+    prefix_len: int
+    """Units that were there before. Their rows in `value` are duplicates and the caller's to free."""
+    total_len: int = 0
+    """Units of the key that are in the tree now."""
+
+
+class EvictParams(NamedTuple):
+    num_tokens: int
+
+
+class EvictResult(NamedTuple):
+    num_tokens_evicted: int
+    """More than asked for when the last node was longer, fewer when nothing was left."""
+
+
+class IncLockRefResult(NamedTuple):
+    delta: int
+    """Minus the units that became protected."""
+
+
+class DecLockRefResult(NamedTuple):
+    delta: int
+    """The units that became evictable."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a cache needs to know about a request in flight; the caches update it."""
+
+    rid: str
+    token_ids: Sequence[int] | npt.NDArray[np.integer]
+    """Tokens whose KV has been computed, prompt and output alike: row `req_pool_idx` names a pool row for each."""
+    req_pool_idx: int
+    """Row in the `ReqToTokenPool`."""
+    extra_key: str | None = None
+    priority: int = 0
+    last_node: TreeNode | None = None
+    """Node whose path the request has locked."""
+    cache_protected_len: int = 0
+    """Leading rows that belong to the tree, page-aligned; those after it are the request's own."""
+    prefix_indices: IndexArray = field(default_factory=no_indices)
+    """Rows of all tokens computed so far."""
+
+
+class BasePrefixCache(ABC):
+    """Pages of earlier prompts, kept for later ones. Belongs to one thread; nothing here waits.
+
+    The tree owns the device rows of the pages it stores and frees them when it evicts; it keeps whole pages only. Keys
+    are cut to whole pages first, and a key without one gives the empty result and changes nothing.
+    """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything. The rows are not freed: the owner clears the pools."""
+
+    @abstractmethod
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix. Refreshes access times; may split a node so that the match ends at one."""
+
+    @abstractmethod
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Take over the rows of those pages that are not there yet. Raises InvalidValueError if `value` is shorter
+        than the key."""
+
+    @abstractmethod
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free at least `num_tokens` units of device rows if unlocked nodes hold as many, whole nodes at a time."""
+
+    @abstractmethod
+    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
+        """Forbid eviction of the node and everything above it. Raises CacheStateError for a node of another tree."""
+
+    @abstractmethod
+    def dec_lock_ref(self, node: TreeNode) -> DecLockRefResult:
+        """Take one `inc_lock_ref` back. Raises CacheStateError if there is none, or for a node of another tree."""
+
+    @abstractmethod
+    def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
+        """Share what a running request has computed: its whole pages go to the tree, its row and lock follow."""
+
+    @abstractmethod
+    def cache_finished_req(self, req: Request, *, is_insert: bool = True) -> None:
+        """End a request: whole pages go to the tree (or are freed), the rest is freed, the lock released. Its row in
+        the `ReqToTokenPool` stays the owner's to free."""
+
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Units on the device that eviction could free."""
+
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Units on the device that locks hold."""
+
+    def take_events(self) -> list[EngineEvent]:
+        """All events since the last call, oldest first; a cache that records none has none."""
+        return []

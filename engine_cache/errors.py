@@ -1,0 +1,13 @@
+"""What goes wrong on the engine side, beyond bad values."""
+
+from __future__ import annotations
+
+from kv_events.errors import KvsightError
+
+
+class CacheStateError(KvsightError):
+    """A tree is not what it should be, or a node or lock was used against the rules. Names both figures."""
+
+
+class PoolError(KvsightError):
+    """Pool rows were freed that were not allocated, or not from this pool. Only debug mode looks for it."""

@@ -1,0 +1,112 @@
+"""From a change of a tree to an event: the half of the contract that every cache shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import NamedTuple
+
+from engine_cache.key import RadixKey
+from engine_cache.node import TreeNode, compute_node_hash_values, compute_node_sequence_hashes, iter_nodes
+from kv_events.hashing import SEED, hash_str_to_int64, hash_strs_to_int64
+from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium, TokenIds
+
+
+class ResidentPage(NamedTuple):
+    """One page that a cache holds."""
+
+    node: TreeNode
+    page_index: int
+    """Inside the node."""
+    block_hash: int
+    parent_block_hash: int | None
+    token_ids: TokenIds
+    extra_key: str | None
+    sequence_hash: int
+
+
+class KVCacheEventMixin:
+    """Records what becomes and ceases to be resident. Stands before `BasePrefixCache` in the bases of a cache, whose
+    `take_events` would win otherwise. Everything runs on the thread that owns the cache.
+
+    Needs of its host the attributes below. With events off nothing is recorded and no hash is computed.
+    """
+
+    enable_kv_cache_events: bool
+    kv_event_queue: list[EngineEvent]
+    page_size: int
+    root_node: TreeNode
+    seed_of_extra_key: Callable[[str], int]
+    """Seed of the sequence hashes of a namespace."""
+
+    def take_events(self) -> list[EngineEvent]:
+        """All events since the last call, oldest first."""
+        if not self.enable_kv_cache_events:
+            return []
+        events, self.kv_event_queue = self.kv_event_queue, []
+        return events
+
+    def iter_resident(self, medium: StorageMedium) -> Iterator[ResidentPage]:
+        """Every page resident on `medium`, parents before children. The tree must not change meanwhile. Hashes that
+        are not there yet are computed and kept."""
+        for node in iter_nodes(self.root_node):
+            if not self._is_resident(node, medium):
+                continue
+            names = hash_strs_to_int64(compute_node_hash_values(node, self.page_size))
+            parents = [self._parent_block_hash(node), *names]
+            sequence = self._sequence_hashes(node)
+            for i, tokens in enumerate(node.key.pages(self.page_size)):
+                yield ResidentPage(node, i, names[i], parents[i], tokens, node.key.extra_key, sequence[i])
+
+    def _is_resident(self, node: TreeNode, medium: StorageMedium) -> bool:
+        return medium is StorageMedium.GPU and node.value is not None
+
+    def _record_store_event(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
+        """One `BlockStored` a page, in page order. medium None: GPU."""
+        if not self.enable_kv_cache_events:
+            return
+        names = hash_strs_to_int64(compute_node_hash_values(node, self.page_size))
+        parents = [self._parent_block_hash(node), *names]
+        # The hot path of an insert: one conversion a node, and map() keeps the interpreter out of the loop over pages.
+        self.kv_event_queue.extend(
+            map(
+                BlockStored,
+                [[name] for name in names],
+                parents,
+                node.key.pages(self.page_size),
+                repeat(self.page_size),
+                repeat(None),
+                repeat(medium or StorageMedium.GPU),
+                repeat(node.key.extra_key),
+                [[name] for name in self._sequence_hashes(node)],
+            )
+        )
+
+    def _record_remove_event(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
+        """One `BlockRemoved` a page, in page order, under the names the pages were stored with. medium None: GPU."""
+        if not self.enable_kv_cache_events:
+            return
+        names = hash_strs_to_int64(compute_node_hash_values(node, self.page_size))
+        self.kv_event_queue.extend(
+            map(
+                BlockRemoved,
+                [[name] for name in names],
+                repeat(medium or StorageMedium.GPU),
+                repeat(node.key.extra_key),
+            )
+        )
+
+    def _record_all_cleared_event(self) -> None:
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.append(AllBlocksCleared())
+
+    def _parent_block_hash(self, node: TreeNode) -> int | None:
+        above = node.parent.hash_value if node.parent is not None else None
+        return hash_str_to_int64(above[-1]) if above else None
+
+    def _sequence_hashes(self, node: TreeNode) -> list[int]:
+        hashes: list[int] = compute_node_sequence_hashes(node, self.page_size, self._seed(node.key)).tolist()
+        return hashes
+
+    def _seed(self, key: RadixKey) -> int:
+        return SEED if key.extra_key is None else self.seed_of_extra_key(key.extra_key)

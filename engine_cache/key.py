@@ -1,0 +1,199 @@
+"""RadixKey: what a radix tree is asked for and what its nodes hold.
+
+A key is a row of *logical units*: tokens, or in bigram mode pairs of neighbouring tokens. n raw tokens make n units,
+or n - 1 pairs. Tokens are kept as one `bytes`, so keys never change, a walk compares and slices memory, and a slice
+does not keep a long prompt alive.
+
+    raw tokens      t0   t1   t2   t3   t4
+    plain units     0    1    2    3    4
+    bigram units      0    1    2    3          slice [1:3) keeps raw tokens t1 t2 t3
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import index
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+from kv_events.hashing import U32Array, block_hash_chain
+from kv_events.limits import MAX_TOKEN_ID
+from kv_events.schema import TokenIds
+
+PageKey: TypeAlias = bytes | tuple[str, bytes]
+Unit: TypeAlias = int | tuple[int, int]
+ChildKey: TypeAlias = Unit | tuple[Unit, ...] | tuple[str, Unit | tuple[Unit, ...]]
+
+_TOKEN_BYTES = 4
+
+
+class RadixKey:
+    """An immutable row of logical units in one namespace.
+
+    token_ids: raw tokens, any sequence of integers in 0 .. 2**32 - 1; copied. extra_key: namespace (LoRA name, cache
+    salt, tenant), None or "" for the common one. Raises InvalidValueError naming the first position that does not fit.
+    """
+
+    __slots__ = ("data", "extra_key", "is_bigram")
+
+    data: bytes
+    """Raw tokens as little-endian u32, which is also what is hashed."""
+    extra_key: str | None
+    is_bigram: bool
+
+    def __init__(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.integer],
+        extra_key: str | None = None,
+        is_bigram: bool = False,
+    ) -> None:
+        self.data = _token_bytes(token_ids)
+        self.extra_key = extra_key or None
+        self.is_bigram = is_bigram
+
+    def _with_data(self, data: bytes) -> RadixKey:
+        key = object.__new__(RadixKey)
+        key.data = data
+        key.extra_key = self.extra_key
+        key.is_bigram = self.is_bigram
+        return key
+
+    @property
+    def raw(self) -> U32Array:
+        """[n] raw tokens; a read-only view."""
+        return np.frombuffer(self.data, dtype="<u4")
+
+    @property
+    def token_ids(self) -> array[int]:
+        """Raw tokens as a fresh `array('q')`."""
+        return array("q", self.raw.astype(np.int64).tobytes())
+
+    def __len__(self) -> int:
+        return max(0, len(self.data) // _TOKEN_BYTES - self.is_bigram)
+
+    def __iter__(self) -> Iterator[Unit]:
+        tokens = self.raw.tolist()
+        return iter(pairwise(tokens)) if self.is_bigram else iter(tokens)
+
+    def __getitem__(self, item: int | slice) -> RadixKey:
+        if isinstance(item, slice):
+            if item.step not in (None, 1):
+                raise InvalidValueError("slice step", item.step, "1")
+            start, stop, _ = item.indices(len(self))
+        else:
+            start = index(item)
+            start = start + len(self) if start < 0 else start
+            if not 0 <= start < len(self):
+                raise IndexError(f"unit {item} of a key of length {len(self)}")
+            stop = start + 1
+        if stop <= start:
+            return self._with_data(b"")
+        return self._with_data(self._raw_bytes(start, stop))
+
+    def _raw_bytes(self, start: int, stop: int) -> bytes:
+        return self.data[_TOKEN_BYTES * start : _TOKEN_BYTES * (stop + self.is_bigram)]
+
+    def __repr__(self) -> str:
+        return f"RadixKey({len(self)} units, extra_key={self.extra_key!r}, is_bigram={self.is_bigram})"
+
+    def page_aligned(self, page_size: int) -> RadixKey:
+        """The longest prefix of whole pages."""
+        aligned = len(self) // page_size * page_size
+        return self if aligned == len(self) else self[:aligned]
+
+    def maybe_to_bigram_view(
+        self, is_eagle: bool, value: IndexArray | None = None
+    ) -> tuple[RadixKey, IndexArray | None]:
+        """If `is_eagle`: the key's bigram view, which copies no token, and `value` cut to its length; else both as
+        they are. Applying it again changes nothing."""
+        if not is_eagle:
+            return self, value
+        key = self
+        if not self.is_bigram:
+            key = self._with_data(self.data)
+            key.is_bigram = True
+        return key, None if value is None else value[: len(key)]
+
+    def match(self, other: RadixKey, page_size: int, start: int = 0) -> int:
+        """Number of leading units that `self[start:]` and `other` share, rounded down to whole pages.
+
+        Raises InvalidValueError for keys of two namespaces or of two kinds of unit: their units do not compare.
+        """
+        if self.extra_key != other.extra_key:
+            raise InvalidValueError("extra_key", other.extra_key, repr(self.extra_key))
+        if self.is_bigram != other.is_bigram:
+            raise InvalidValueError("is_bigram", other.is_bigram, repr(self.is_bigram))
+        if self.data.startswith(other.data, _TOKEN_BYTES * start):
+            units = len(other)
+        else:
+            units = max(0, _common_prefix(self.raw[start:], other.raw) - self.is_bigram)
+        return units // page_size * page_size
+
+    def child_key(self, page_size: int) -> ChildKey:
+        """Name of the first page among the children of a node, in readable form: the unit, or a tuple of `page_size`
+        units; with a namespace, the pair of both. The key must have a whole page."""
+        units = tuple(self[:page_size])
+        plain = units[0] if page_size == 1 else units
+        return plain if self.extra_key is None else (self.extra_key, plain)
+
+    def page_key(self, page_size: int, start: int = 0) -> PageKey:
+        """What `self[start:].child_key(page_size)` says, as the page's bytes: equal exactly when those are equal, and
+        far cheaper to make and to hash. Trees use it as their dictionary key."""
+        page = self._raw_bytes(start, start + page_size)
+        return page if self.extra_key is None else (self.extra_key, page)
+
+    def pages(self, page_size: int) -> Sequence[TokenIds]:
+        """Units of each page, as events carry them. The key must be page-aligned."""
+        if not self.is_bigram:
+            rows: list[list[int]] = self.raw.reshape(-1, page_size).tolist()
+            return rows
+        pairs = list(pairwise(self.raw.tolist()))
+        return [pairs[i : i + page_size] for i in range(0, len(pairs), page_size)]
+
+    def hash_page(self, start: int, end: int, prior_hash: str | None = None) -> str:
+        """SHA-256 name of the page of units [start, end), chained to the page before it; lower-case hex."""
+        if not 0 <= start < end <= len(self):
+            raise InvalidValueError("page", (start, end), f"0 <= start < end <= {len(self)}")
+        page = self[start:end]
+        return block_hash_chain(page.raw, end - start, prior_hash, is_bigram=self.is_bigram)[0]
+
+
+def _common_prefix(a: U32Array, b: U32Array) -> int:
+    n = min(len(a), len(b))
+    if n == 0:
+        return 0
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax())
+    return first if differs[first] else n
+
+
+def _token_bytes(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    if isinstance(token_ids, bytes | bytearray):  # array() would read them as machine words
+        raise InvalidValueError("token_ids", token_ids, "a flat sequence of integers")
+    if isinstance(token_ids, np.ndarray):
+        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise InvalidValueError(
+                "token_ids", f"{token_ids.dtype}{list(token_ids.shape)}", "integers in one dimension"
+            )
+        wide = token_ids
+    else:
+        try:
+            wide = np.frombuffer(array("q", token_ids), dtype=np.int64)
+        except (TypeError, OverflowError):
+            raise _first_bad_token(token_ids) from None
+    if wide.dtype != np.uint32 and wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
+        raise _first_bad_token(wide.tolist())
+    return wide.astype("<u4", copy=False).tobytes()
+
+
+def _first_bad_token(token_ids: Sequence[int]) -> InvalidValueError:
+    for position, token in enumerate(token_ids):
+        if not isinstance(token, int | np.integer) or not 0 <= token <= MAX_TOKEN_ID:
+            return InvalidValueError(f"token_ids[{position}]", token, f"an integer in 0 .. {MAX_TOKEN_ID}")
+    return InvalidValueError("token_ids", token_ids, "a flat sequence of integers")

@@ -1,0 +1,122 @@
+"""A node of a radix tree, and the two names of its pages.
+
+Both lists of names are lazy: None until an event needs them. Once computed they belong to the pages: a split cuts them,
+nothing recomputes them, so whatever was announced under a name is taken back under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from engine_cache.key import PageKey, RadixKey
+from engine_cache.types import IndexArray
+from kv_events.hashing import U64Array, block_hash_chain, sequence_hashes
+
+
+class TreeNode:
+    """A segment of whole pages. The root has an empty key and no parent."""
+
+    __slots__ = (
+        "children",
+        "creation_time",
+        "hash_value",
+        "hit_count",
+        "id",
+        "key",
+        "last_access_time",
+        "lock_ref",
+        "parent",
+        "priority",
+        "sequence_hash",
+        "value",
+    )
+
+    def __init__(
+        self, node_id: int, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, now: int, priority: int
+    ) -> None:
+        self.id = node_id
+        """Unique in its tree, in order of creation."""
+        self.key = key
+        self.value = value
+        """Device rows, one a unit; None: not on the device."""
+        self.parent = parent
+        self.children: dict[PageKey, TreeNode] = {}
+        """By `RadixKey.page_key` of the child's first page."""
+        self.lock_ref = 0
+        """Users that need the device data; above 0 it must stay."""
+        self.hit_count = 0
+        self.priority = priority
+        self.last_access_time = now
+        """Ticks of the tree's own clock, as is `creation_time`."""
+        self.creation_time = now
+        self.hash_value: list[str] | None = None
+        """Block hashes as hex, one a page."""
+        self.sequence_hash: U64Array | None = None
+        """The router's names, one a page."""
+
+
+def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
+    """All nodes below the root, parents before children."""
+    pending = list(root.children.values())
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(node.children.values())
+
+
+def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
+    """The node's block hashes; computed and kept if not there yet, together with those of its ancestors that lack them,
+    from the root down: a chain starts below the root and nowhere else."""
+    for missing in _path_down(node, lambda n: n.hash_value is None):
+        assert missing.parent is not None
+        above = missing.parent.hash_value
+        prior = above[-1] if above else None
+        missing.hash_value = block_hash_chain(missing.key.raw, page_size, prior, is_bigram=missing.key.is_bigram)
+    assert node.hash_value is not None
+    return node.hash_value
+
+
+def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U64Array:
+    """The node's sequence hashes, under the same rules. seed: of the node's namespace."""
+    for missing in _path_down(node, lambda n: n.sequence_hash is None):
+        assert missing.parent is not None
+        above = missing.parent.sequence_hash
+        parent = int(above[-1]) if above is not None and len(above) else None
+        missing.sequence_hash = sequence_hashes(
+            missing.key.raw, page_size, seed, parent, is_bigram=missing.key.is_bigram
+        )
+    assert node.sequence_hash is not None
+    return node.sequence_hash
+
+
+def _path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeNode]:
+    """The node and the ancestors right above it for which `wanted` holds, upmost first."""
+    path = []
+    while node.parent is not None and wanted(node):
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
+
+
+def split_node_hash_value(
+    child_hash_value: list[str] | None, split_len: int, page_size: int
+) -> tuple[list[str] | None, list[str] | None]:
+    """Block hashes of the upper and the lower part of a node that is split after `split_len` units, which are whole
+    pages. None stays None."""
+    assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
+    if child_hash_value is None:
+        return None, None
+    pages = split_len // page_size
+    return child_hash_value[:pages], child_hash_value[pages:]
+
+
+def split_node_sequence_hash(
+    child_sequence_hash: U64Array | None, split_len: int, page_size: int
+) -> tuple[U64Array | None, U64Array | None]:
+    """The same for sequence hashes. Both parts are copies, so that neither keeps the other alive."""
+    assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
+    if child_sequence_hash is None:
+        return None, None
+    pages = split_len // page_size
+    return child_sequence_hash[:pages].copy(), child_sequence_hash[pages:].copy()

@@ -1,0 +1,82 @@
+"""Who owns which row of a device pool."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine_cache.errors import PoolError
+from engine_cache.settings import debug_pools
+from engine_cache.types import IndexArray, no_indices
+from kv_events.errors import InvalidValueError
+
+
+class PagedTokenToKVPoolAllocator:
+    """Hands out whole pages of rows, numbered from 1: page 0 is a dummy write target and nobody's.
+
+    size: rows to hand out, a multiple of page_size; the pool itself has `size + page_size`. With `KVSIGHT_DEBUG_POOLS`
+    set, freeing a page twice or a row of another pool raises PoolError; without it that goes unnoticed.
+    """
+
+    def __init__(self, size: int, page_size: int) -> None:
+        if page_size < 1:
+            raise InvalidValueError("page_size", page_size, "a positive integer")
+        if size < page_size or size % page_size:
+            raise InvalidValueError("size", size, f"a positive multiple of the page size {page_size}")
+        self.size = size
+        self.page_size = page_size
+        self._num_pages = size // page_size
+        self._rows_of_page = np.arange(page_size, dtype=np.int64)
+        self._debug = debug_pools()
+        self.clear()
+
+    def clear(self) -> None:
+        """Every page is free again."""
+        # a stack whose top is at _num_free; low pages come out first
+        self._stack = np.arange(self._num_pages, 0, -1, dtype=np.int64)
+        self._num_free = self._num_pages
+
+    def available_size(self) -> int:
+        """Rows that are free."""
+        return self._num_free * self.page_size
+
+    def free_pages(self) -> IndexArray:
+        """Numbers of the free pages, in no order; a copy."""
+        return self._stack[: self._num_free].copy()
+
+    def alloc(self, need_size: int) -> IndexArray | None:
+        """`need_size` rows, page by page, or None when fewer are free. Raises InvalidValueError unless it is a whole
+        number of pages."""
+        if need_size < 0 or need_size % self.page_size:
+            raise InvalidValueError("need_size", need_size, f"a multiple of the page size {self.page_size}")
+        num_pages = need_size // self.page_size
+        if num_pages > self._num_free:
+            return None
+        self._num_free -= num_pages
+        pages = self._stack[self._num_free : self._num_free + num_pages][::-1]
+        rows: IndexArray = (pages[:, None] * self.page_size + self._rows_of_page).reshape(-1)
+        return rows
+
+    def free(self, indices: IndexArray) -> None:
+        """Take back every page that one of the rows lies in."""
+        pages = _pages_of(indices, self.page_size)
+        if self._debug:
+            self._check_allocated(pages)
+        self._stack[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+    def _check_allocated(self, pages: IndexArray) -> None:
+        foreign = pages[(pages < 1) | (pages > self._num_pages)]
+        if len(foreign):
+            raise PoolError(f"page {foreign[0]} freed, the pool has pages 1 .. {self._num_pages}")
+        twice = np.intersect1d(pages, self._stack[: self._num_free])
+        if len(twice):
+            raise PoolError(f"page {twice[0]} freed, but it is free already ({self._num_free} pages are)")
+
+
+def _pages_of(indices: IndexArray, page_size: int) -> IndexArray:
+    """Distinct pages of the rows, ascending. Rows of one page mostly lie together, which makes the sort short."""
+    if not len(indices):
+        return no_indices()
+    pages = indices // page_size
+    starts = np.flatnonzero(pages[1:] != pages[:-1]) + 1
+    return np.unique(np.concatenate((pages[:1], pages[starts])))

@@ -1,0 +1,75 @@
+"""Device pools: the tensors that hold KV, one row a token, row 0 .. page_size - 1 a dummy write target.
+
+Rows come in as numpy index arrays and become tensors here, in one hand-over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What all device pools have in common."""
+
+    size: int
+    """Rows that an allocator hands out; the tensors have `size + page_size`."""
+    page_size: int
+    layer_num: int
+    dtype: torch.dtype
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("size", "page_size", "layer_num"):
+            if getattr(self, name) < 1:
+                raise InvalidValueError(name, getattr(self, name), "a positive integer")
+
+    def buffers(self, *row_shape: int) -> list[torch.Tensor]:
+        """One zeroed tensor of shape `(size + page_size, *row_shape)` a layer."""
+        rows = self.size + self.page_size
+        return [torch.zeros((rows, *row_shape), dtype=self.dtype, device=self.device) for _ in range(self.layer_num)]
+
+    def rows(self, indices: IndexArray) -> torch.Tensor:
+        """The index array as a tensor on the pool's device."""
+        return torch.from_numpy(indices).to(self.device)
+
+
+class MHATokenToKVPool:
+    """Keys and values of multi-head attention: `(size + page_size, head_num, head_dim)` each, a layer."""
+
+    def __init__(self, shape: PoolShape, head_num: int, head_dim: int) -> None:
+        self.shape = shape
+        self.k_buffer = shape.buffers(head_num, head_dim)
+        self.v_buffer = shape.buffers(head_num, head_dim)
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's tensors themselves."""
+        return self.k_buffer[layer_id], self.v_buffer[layer_id]
+
+    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write one row a token. k, v: `(len(indices), head_num, head_dim)`."""
+        rows = self.shape.rows(indices)
+        self.k_buffer[layer_id][rows] = k.to(self.shape.dtype)
+        self.v_buffer[layer_id][rows] = v.to(self.shape.dtype)
+
+
+class MLATokenToKVPool:
+    """Compressed KV of latent attention: `(size + page_size, 1, kv_lora_rank + qk_rope_head_dim)`, a layer."""
+
+    def __init__(self, shape: PoolShape, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
+        self.shape = shape
+        self.kv_cache_dim = kv_lora_rank + qk_rope_head_dim
+        self.kv_buffer = shape.buffers(1, self.kv_cache_dim)
+
+    def get_kv_buffer(self, layer_id: int) -> torch.Tensor:
+        """The layer's tensor itself."""
+        return self.kv_buffer[layer_id]
+
+    def set_kv_buffer(self, layer_id: int, indices: IndexArray, kv: torch.Tensor) -> None:
+        """Write one row a token. kv: `(len(indices), 1, kv_cache_dim)`."""
+        self.kv_buffer[layer_id][self.shape.rows(indices)] = kv.to(self.shape.dtype)

@@ -1,0 +1,16 @@
+"""Aliases shared by trees, allocators and pools."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IndexArray: TypeAlias = npt.NDArray[np.int64]
+"""[n] pool rows, one a logical unit."""
+
+
+def no_indices() -> IndexArray:
+    """A fresh empty index array."""
+    return np.empty(0, dtype=np.int64)

@@ -1,0 +1,42 @@
+"""Settings -> a consumer with its source and its snapshot store."""
+
+from __future__ import annotations
+
+from indexer.applier import Applier
+from indexer.consumer import Consumer
+from indexer.dead_letters import DeadLetters
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from indexer.snapshots.base import SnapshotStore
+from indexer.snapshots.folder import FolderStore
+from indexer.sources.base import Source
+from indexer.sources.file import FileSource
+from indexer.sources.memory import MemorySource
+from kv_events.memory_log import MemoryLog
+
+
+def create_consumer(settings: IndexerSettings, log: MemoryLog | None = None) -> Consumer:
+    """A consumer that has not begun to run. log: the log to read in embedded mode, where the settings name no other.
+
+    Clients are imported only where the settings ask for them.
+    """
+    applier = Applier(Namespaces(settings), DeadLetters(settings.dead_letter_dir))
+    return Consumer(_create_source(settings, log), applier, settings, _create_store(settings))
+
+
+def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
+    if settings.kafka is not None:
+        from indexer.sources.kafka import KafkaSource
+
+        return KafkaSource(settings.kafka)
+    if settings.log_dir is not None:
+        return FileSource(settings.log_dir)
+    return MemorySource(log or MemoryLog())
+
+
+def _create_store(settings: IndexerSettings) -> SnapshotStore | None:
+    if settings.redis is not None:
+        from indexer.snapshots.redis import RedisStore
+
+        return RedisStore(settings.redis)
+    return FolderStore(settings.snapshot_dir) if settings.snapshot_dir is not None else None
