@@ -1,0 +1,117 @@
+"""The index in process: queries, applying, memory. `python -m benchmarks.bench_index [--json FILE]`
+
+1M distinct pages of 123 prompts, 64 workers x 4 tiers, batches of 64 pages. "known" queries ask for prompts that are held;
+every query asks for another prompt than the one before, so that no answer comes from the processor's caches alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.report import Figure, figure, main, timed
+from indexer.index import OverlapIndex
+from kv_events.codec import RemovedPages, StoredPages
+from kv_events.hashing import sequence_hashes
+
+NUM_PAGES, CHAIN, BATCH, WORKERS, PAGE_TOKENS = 1_000_000, 8192, 64, 64, 16
+_STARTS = np.packbits([1] + [0] * (BATCH - 1), bitorder="little")
+_RANDOM_SEED = 1
+
+
+def chains() -> list[np.ndarray]:
+    """Prompts as sequence hashes, uint64[8192] each."""
+    random = np.random.default_rng(_RANDOM_SEED)
+    pages = random.integers(1, 2**64, NUM_PAGES, dtype=np.uint64)
+    return [pages[i : i + CHAIN] for i in range(0, NUM_PAGES, CHAIN)]
+
+
+def batches(chain: np.ndarray, tier: int) -> Iterator[StoredPages]:
+    """A prompt as decoded events of 64 pages."""
+    for start in range(0, len(chain), BATCH):
+        hashes = chain[start : start + BATCH]
+        parent = chain[start - 1 : start] if start else np.zeros(1, np.uint64)
+        starts = _STARTS[: (len(hashes) + 7) // 8]
+        yield StoredPages(tier, hashes, hashes, starts, np.ascontiguousarray(parent))
+
+
+def apply_rates(prompts: list[np.ndarray]) -> tuple[OverlapIndex, list[Figure]]:
+    """Stores and removals, in million pages a second. Leaves all pages held by all workers, on all tiers in turn."""
+    index = OverlapIndex()
+    streams = [index.add_stream() for _ in range(WORKERS)]
+    new, known, removals = [], [], []
+    for number, stream in enumerate(streams):
+        for events in ([*batches(chain, number % 4)] for chain in prompts):
+            pages = sum(len(e.hashes) for e in events)
+            seconds = timed(lambda s=stream, ev=events: [index.store(s, e, 0, len(e.hashes)) for e in ev])
+            (new if number == 0 else known).append(pages / seconds / 1e6)
+    victim = streams[-1]
+    for events in ([*batches(chain, (WORKERS - 1) % 4)] for chain in prompts):
+        gone = [RemovedPages(e.medium, e.hashes, e.block_hashes) for e in events]
+        pages = sum(len(e.hashes) for e in gone)
+        seconds = timed(lambda ev=gone: [index.remove(victim, e, 0, len(e.hashes)) for e in ev])
+        removals.append(pages / seconds / 1e6)
+    return index, [
+        figure("store pages nobody held", "Mpages/s", new, ">= 3"),
+        figure("store pages that others hold", "Mpages/s", known, ">= 3"),
+        figure("remove pages", "Mpages/s", removals, ">= 3"),
+    ]
+
+
+def query_times(index: OverlapIndex, prompts: list[np.ndarray]) -> Iterator[Figure]:
+    """Queries of known pages, hashes given; then with hashing."""
+    goals = {8: "<= 3", 64: "<= 3", 1000: "<= 12", 8192: "<= 150"}
+    random = np.random.default_rng(_RANDOM_SEED)
+    for length, goal in goals.items():
+        asked = [np.ascontiguousarray(prompts[i][:length]) for i in random.integers(0, len(prompts) - 1, 2000)]
+        yield figure(f"query {length} known pages", "us", [timed(lambda h=h: index.find(h)) * 1e6 for h in asked], goal)
+    tokens = random.integers(0, 128_000, (200, 1000 * PAGE_TOKENS), dtype=np.uint32)
+    hashing = [timed(lambda t=t: sequence_hashes(t, PAGE_TOKENS)) * 1e6 for t in tokens]
+    yield figure("hash 1000 pages of 16 tokens", "us", hashing, "<= 100")
+
+
+def memory(prompts: list[np.ndarray], num_workers: int) -> Iterator[Figure]:
+    """Bytes a distinct page by the arrays' own count, and by what the process grew."""
+    before = _resident_bytes()
+    index = OverlapIndex()
+    for number in range(num_workers):
+        stream = index.add_stream()
+        for chain in prompts:
+            for event in batches(chain, number % 4):
+                index.store(stream, event, 0, len(event.hashes))
+    grown = _resident_bytes() - before
+    name = f"memory a page, {num_workers} workers hold all"
+    yield figure(f"{name}, arrays", "bytes", [index.bytes_used / index.num_pages], "<= 48")
+    yield figure(f"{name}, process", "bytes", [grown / index.num_pages], "<= 48")
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def run() -> list[Figure]:
+    """Every figure. Memory is measured in processes of their own, which have never freed anything."""
+    prompts = chains()
+    index, figures = apply_rates(prompts)
+    figures.extend(query_times(index, prompts))
+    for num_workers in (1, WORKERS):
+        command = [sys.executable, "-m", "benchmarks.bench_index", "--memory", str(num_workers)]
+        for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines():
+            name, value = line.split("\t")
+            figures.append(figure(name, "bytes", [float(value)], "<= 48"))
+    return figures
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--memory"]:
+        prompts_of_memory = chains()
+        OverlapIndex(1000).find(prompts_of_memory[0][:1])
+        for each in memory(prompts_of_memory, int(sys.argv[2])):
+            sys.stdout.write(f"{each.name}\t{each.median}\n")
+    else:
+        main("index in process", run)

@@ -1,0 +1,89 @@
+"""What every benchmark prints: a table with the spread, the machine, and JSON for a machine to read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Figure(NamedTuple):
+    """One measured thing."""
+
+    name: str
+    unit: str
+    median: float
+    low: float
+    """First decile; the median itself where there is one value."""
+    high: float
+    """Last decile."""
+    goal: str = ""
+
+
+def figure(name: str, unit: str, values: Iterable[float], goal: str = "") -> Figure:
+    """A figure of some measured values."""
+    values = sorted(values)
+    if len(values) == 1:
+        return Figure(name, unit, values[0], values[0], values[0], goal)
+    deciles = quantiles(values, n=10, method="inclusive")
+    return Figure(name, unit, deciles[4], deciles[0], deciles[8], goal)
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def machine() -> dict[str, str]:
+    """Where and when this ran."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cores": str(os.cpu_count()),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "numba": version("numba"),
+        "numpy": version("numpy"),
+    }
+
+
+def show(title: str, figures: list[Figure]) -> None:
+    """The table of one benchmark."""
+    table = Table(title=f"{title} ({', '.join(f'{k} {v}' for k, v in machine().items())})")
+    table.add_column("what")
+    for column in ("median", "10%", "90%"):
+        table.add_column(column, justify="right")
+    table.add_column("unit")
+    table.add_column("goal")
+    for each in figures:
+        spread = [f"{value:,.4g}" for value in (each.median, each.low, each.high)]
+        table.add_row(each.name, *spread, each.unit, each.goal)
+    Console(width=150).print(table)
+
+
+def as_json(benchmarks: dict[str, list[Figure]]) -> dict[str, Any]:
+    """Everything, for `--json`."""
+    return {"machine": machine(), **{name: [f._asdict() for f in figures] for name, figures in benchmarks.items()}}
+
+
+def main(title: str, run: Callable[[], list[Figure]]) -> None:
+    """Command line of one benchmark: `[--json FILE]`."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    arguments = parser.parse_args()
+    figures = run()
+    show(title, figures)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_json({title: figures}), indent=2) + "\n")

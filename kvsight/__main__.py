@@ -1,0 +1,6 @@
+"""`python -m kvsight`"""
+
+from kvsight.cli.main import run
+
+if __name__ == "__main__":
+    run()

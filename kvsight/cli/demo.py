@@ -1,0 +1,92 @@
+"""`kvsight demo`"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsight.cli.console import compile_kernels, err, out
+from kvsight.cli.query import answer_table, ask
+from kvsight.cli.simulate import load_requests, policy_progress
+
+if TYPE_CHECKING:
+    from api.settings import ApiSettings
+    from simulation import Requests
+    from simulation.requests import Request
+
+_NUM_REQUESTS = 1500
+_WARM_REQUESTS = 300
+_WORKERS = 4
+_CAPACITY_TOKENS = 2**18
+_PAGE_SIZE = 16
+_SHOWN_RATE = 5.0
+
+
+def demo(
+    port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
+    requests: Annotated[int, typer.Option(help="Requests of the compared workload.")] = _NUM_REQUESTS,
+    should_exit: Annotated[bool, typer.Option("--exit", help="End after the first answer.")] = False,
+) -> None:
+    """See it work: a fleet of simulated engines, the index and the API, in this one process.
+
+    Compares routing policies on a generated workload, then keeps a live fleet running and asks the API which worker
+    holds a prompt. Needs no Kafka, Redis, Docker or GPU. Ctrl-C ends it.
+    """
+    compile_kernels()
+    from api.settings import ApiSettings
+
+    workload = list(load_requests(None, requests, seed=0))
+    _compare_policies(workload)
+    asyncio.run(_run_live(workload, ApiSettings(port=port), should_exit))
+
+
+def _compare_policies(workload: Requests) -> None:
+    from simulation import POLICIES, SimulationSettings, reports_table, simulate
+
+    settings = SimulationSettings(workers=_WORKERS, capacity_tokens=_CAPACITY_TOKENS, page_size=_PAGE_SIZE)
+    with policy_progress() as progress:
+        reports = simulate(workload, settings, list(POLICIES), progress)
+    out.print(reports_table(reports))
+
+
+async def _run_live(workload: Sequence[Request], settings: ApiSettings, should_exit: bool) -> None:
+    """The same fleet behind the real API: publishers, a log in memory, the consumer, HTTP."""
+    from api.app import create_app
+    from api.server import running_server
+    from kv_events.memory_log import MemoryLog
+    from simulation import SimulationSettings
+    from simulation.live import MemoryTransport, live_fleet
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    fleet_settings = SimulationSettings(workers=_WORKERS, capacity_tokens=_CAPACITY_TOKENS, page_size=_PAGE_SIZE)
+    async with live_fleet(fleet_settings, "kv-aware", MemoryTransport(MemoryLog())) as fleet:
+        async with running_server(create_app(fleet.consumer, settings), settings) as url:
+            for request in workload[:_WARM_REQUESTS]:
+                fleet.trial.step(request)
+                await asyncio.sleep(0)
+            await fleet.settle()
+            shown = workload[_WARM_REQUESTS - 1]
+            await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
+            if should_exit:
+                return
+            err.print(f"open [link]{url}/docs[/link], {url}/workers, {url}/metrics; Ctrl-C ends the demo")
+            for request in [*workload[_WARM_REQUESTS:], *workload * 1000]:
+                fleet.trial.step(request)
+                try:
+                    await asyncio.wait_for(stop.wait(), 1 / _SHOWN_RATE)
+                except TimeoutError:
+                    continue
+                return
+
+
+async def _show_answer(url: str, model: str, request: Request) -> None:
+    body: dict[str, Any] = {"model_name": model, "token_ids": request.token_ids.tolist()}
+    answer = await asyncio.to_thread(ask, url, body)
+    out.print(f"POST {url}/query with a prompt of {len(request.token_ids)} tokens:")
+    out.print(answer_table(answer))

@@ -1,0 +1,59 @@
+"""`kvsight engine`"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from itertools import count
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsight.cli.console import compile_kernels, err
+
+if TYPE_CHECKING:
+    from publisher import PublisherSettings
+
+
+def engine(
+    worker: Annotated[str, typer.Option(help="Name of the worker.", envvar="KVSIGHT_WORKER")],
+    kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
+    model: Annotated[str, typer.Option(help="Model that it serves.", envvar="KVSIGHT_MODEL")] = "demo-model",
+    capacity: Annotated[int, typer.Option(help="Tokens that its cache holds.")] = 2**20,
+    block_size: Annotated[int, typer.Option(help="Tokens a page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
+    rate: Annotated[float, typer.Option(help="Requests a second.", min=0.01, max=1000)] = 2.0,
+    seed: Annotated[int, typer.Option(help="Seed of its workload.")] = 0,
+) -> None:
+    """Run one simulated engine worker: a real radix cache under a generated workload, publishing to Kafka.
+
+    For trying out a deployment without GPUs. Runs until it is stopped, then flushes and says what it could not.
+    """
+    compile_kernels()
+    from publisher import PublisherSettings
+
+    settings = PublisherSettings(worker=worker, kafka=kafka, model=model, block_size=block_size)
+    asyncio.run(_serve(settings, capacity, rate, seed))
+
+
+async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
+    from publisher import EventPublisher
+    from publisher.sinks.kafka import KafkaSink
+    from simulation import SimulatedWorker, WorkloadSettings, generate
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    publisher = EventPublisher(settings, KafkaSink(settings))
+    worker = SimulatedWorker(publisher, capacity, settings.block_size)
+    await publisher.start()
+    err.print(f"{settings.stream.key} serves {rate:g} requests a second; Ctrl-C stops")
+    for part in count(seed):
+        for request in generate(WorkloadSettings(seed=part)):
+            worker.serve(request)
+            try:
+                await asyncio.wait_for(stop.wait(), 1 / rate)
+            except TimeoutError:
+                continue
+            report = await publisher.aclose()
+            err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
+            return

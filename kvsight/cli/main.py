@@ -1,0 +1,61 @@
+"""The `kvsight` command: one file a subcommand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from kv_events.errors import KvsightError
+from kvsight.cli import demo, engine, query, record, replay, serve, simulate, version
+from kvsight.cli.console import compile_kernels
+
+_EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="kvsight",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help=(
+        "Tells an LLM router which worker already holds how much of a prompt's KV cache, and on which tier.\n\n"
+        "[bold]Start here:[/bold] [cyan]kvsight demo[/cyan] runs a fleet, the index and the API in one process.\n\n"
+        "In production engines publish to Kafka, [cyan]kvsight serve --kafka HOST:PORT[/cyan] answers routers, and "
+        "[cyan]kvsight record[/cyan] with [cyan]kvsight replay[/cyan] show what the router saw at any moment."
+    ),
+)
+app.command("demo")(demo.demo)
+app.command("serve")(serve.serve)
+app.command("query")(query.query)
+app.command("simulate")(simulate.simulate)
+app.command("engine")(engine.engine)
+app.command("record")(record.record)
+app.command("replay")(replay.replay)
+app.command("version")(version.version)
+app.command("compile-kernels", hidden=True, help="Compile the numba kernels into the cache, for container images.")(
+    compile_kernels
+)
+
+
+@app.callback()
+def _settings(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside, on stderr.")] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def run() -> None:
+    """Entry point: what a user did wrong is one clear line and exit code 2."""
+    try:
+        app()
+    except KvsightError as error:
+        sys.stderr.write(f"kvsight: {error}\n")
+        sys.exit(_EXIT_USAGE)
+    except BrokenPipeError:
+        # the reader of stdout is gone (`| head`): nothing more to say, nor to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

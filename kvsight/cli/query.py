@@ -1,0 +1,68 @@
+"""`kvsight query`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+from rich.table import Table
+
+from kvsight.cli.console import UsageError, out, print_json, read_json_object
+
+
+def query(
+    prompt: Annotated[
+        Path, typer.Argument(help='JSON file: {"model_name": "m", "token_ids": [1, 2, ...]}. "-" reads stdin.')
+    ],
+    url: Annotated[str, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL")] = "http://127.0.0.1:8000",
+    token: Annotated[
+        str | None, typer.Option(help="Bearer token, where one is set.", envvar="KVSIGHT_API_TOKEN")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the API's answer as it came.")] = False,
+) -> None:
+    """Ask a running indexer which worker holds how much of a prompt.
+
+    The file is the body of POST /query, or of /query_by_hash when it has seq_hashes or block_hashes.
+    """
+    answer = ask(url, read_json_object(prompt), token)
+    if as_json:
+        print_json(answer)
+    else:
+        out.print(answer_table(answer))
+
+
+def ask(url: str, body: dict[str, Any], token: str | None = None) -> dict[str, Any]:
+    """The API's answer. Raises UsageError with the API's own words where it refuses."""
+    route = "/query_by_hash" if {"seq_hashes", "block_hashes"} & body.keys() else "/query"
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        response = httpx.post(url.rstrip("/") + route, json=body, headers=headers, timeout=30.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UsageError(f"{url}: {error}") from error
+    try:
+        answer: dict[str, Any] = msgspec.json.decode(response.content, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{url}: status {response.status_code}, and no JSON: is this kvsight?") from error
+    if response.is_error:
+        raise UsageError(f"{url}{route}: {answer.get('detail', answer)}")
+    return answer
+
+
+def answer_table(answer: dict[str, Any]) -> Table:
+    """Tokens of the prompt each worker holds, in either dialect of the API."""
+    instances = answer.get("instances")
+    if instances is None:  # {tenant: {instance: ...}}
+        instances = {name: tiers for tenant in answer.values() for name, tiers in tenant.items()}
+    table = Table(title="tokens of this prompt held, per tier or a faster one")
+    table.add_column("worker")
+    for column in ("gpu", "cpu", "disk", "external"):
+        table.add_column(column, justify="right")
+    table.add_column("state")
+    for name, tiers in sorted(instances.items(), key=lambda item: -item[1]["longest_matched"]):
+        lower = {key.lower(): value for key, value in tiers.items()}
+        counts = [str(lower.get(tier, "")) for tier in ("gpu", "cpu", "disk", "external")]
+        table.add_row(name, *counts, str(lower.get("state", "")))
+    return table

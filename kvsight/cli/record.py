@@ -1,0 +1,79 @@
+"""`kvsight record`"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from indexer.sources.base import Source, SourceUnavailableError
+from kv_events.errors import InvalidValueError
+from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.records import LogRecord
+from kv_events.streams import EVENTS_TOPIC
+from kvsight.cli.console import err
+
+_RETRY_S = 1.0
+
+
+def record(
+    folder: Annotated[Path, typer.Argument(help="Folder of the event log; goes on where it ended.")],
+    kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
+    topic: Annotated[str, typer.Option(help="Topic of the events.")] = EVENTS_TOPIC,
+    once: Annotated[bool, typer.Option("--once", help="Stop at what is the end of the topic now.")] = False,
+) -> None:
+    """Copy the events of a Kafka topic into an event log, for `kvsight replay`.
+
+    Runs until Ctrl-C. Every record keeps its partition, offset and timestamp.
+    """
+    from indexer.sources.kafka import KafkaSource
+
+    with EventLogWriter(folder) as writer:
+        positions = next_offsets(folder)
+        try:
+            asyncio.run(_copy(KafkaSource(kafka, topic), writer, positions, once))
+        except KeyboardInterrupt:
+            err.print("stopped")
+        err.print(f"{folder} holds {writer.next_index} records")
+
+
+def next_offsets(folder: Path) -> dict[int, int]:
+    """Partition -> offset after the newest record of it in an event log."""
+    positions: dict[int, int] = {}
+    reader = EventLogReader(folder)
+    for _, found in reader.read(reader.first_index):
+        positions[found.partition] = found.offset + 1
+    return positions
+
+
+async def _copy(source: Source, writer: EventLogWriter, positions: dict[int, int], once: bool) -> None:
+    await source.start(positions)
+    try:
+        goal = await source.ends() if once else None
+        with err.status(f"recording, {writer.next_index} records so far; Ctrl-C stops") as status:
+            while goal is None or any(positions.get(p, 0) < end for p, end in goal.items()):
+                for found in await _fetch(source):
+                    _append(writer, found)
+                    positions[found.partition] = found.offset + 1
+                await asyncio.to_thread(writer.flush)
+                status.update(f"recording, {writer.next_index} records so far; Ctrl-C stops")
+    finally:
+        await source.stop()
+
+
+async def _fetch(source: Source) -> list[LogRecord]:
+    try:
+        return list(await source.fetch())
+    except SourceUnavailableError as error:
+        err.print(f"waiting: {error}")
+        await asyncio.sleep(_RETRY_S)
+        return []
+
+
+def _append(writer: EventLogWriter, found: LogRecord) -> None:
+    try:
+        writer.append(found)
+    except InvalidValueError as error:
+        err.print(f"left out partition {found.partition} offset {found.offset}: {error}")

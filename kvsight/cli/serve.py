@@ -1,0 +1,48 @@
+"""`kvsight serve`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsight.cli.console import compile_kernels, err
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
+    kafka: Annotated[
+        str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Without Kafka: folder of an event log to follow.", envvar="KVSIGHT_LOG_DIR")
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="Keep snapshots in Redis: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS")
+    ] = None,
+    snapshots: Annotated[
+        Path | None, typer.Option(help="Keep snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
+    ] = None,
+) -> None:
+    """Run the indexer and its HTTP API.
+
+    Reads every worker's events from Kafka (or an event log), keeps their radix views, and answers POST /query and
+    /query_by_hash. Every other setting is a KVSIGHT_* variable; the docs list them.
+
+    Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
+    """
+    compile_kernels()
+    from api.app import create_app
+    from api.server import run_server
+    from api.settings import ApiSettings
+    from indexer.assembly import create_consumer
+    from indexer.settings import IndexerSettings
+
+    given = {"kafka": kafka, "log_dir": log, "redis": redis, "snapshot_dir": snapshots}
+    consumer = create_consumer(IndexerSettings(**{name: value for name, value in given.items() if value is not None}))
+    address = {"host": host, "port": port}
+    settings = ApiSettings(**{name: value for name, value in address.items() if value is not None})
+    err.print(f"kvsight listens on http://{settings.host}:{settings.port} (docs at /docs)")
+    run_server(create_app(consumer, settings), settings)

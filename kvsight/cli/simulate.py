@@ -1,0 +1,81 @@
+"""`kvsight simulate`"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsight.cli.console import compile_kernels, out, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from simulation import Requests
+
+
+def simulate(
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake trace (.jsonl or .jsonl.gz). Without: a generated workload.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of the generated workload.")] = 2000,
+    workers: Annotated[int, typer.Option(help="Workers of the fleet.")] = 8,
+    capacity: Annotated[int, typer.Option(help="Tokens that each worker's cache holds.")] = 2**20,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="random, round-robin or kv-aware; may be given more than once.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the workload and of the random policy.")] = 0,
+    kafka: Annotated[str | None, typer.Option(help="Send events through this broker: HOST:PORT.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write each policy's events into FOLDER/<policy>.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare routing policies on a fleet of simulated workers with real caches and real events.
+
+    Reports for each policy the share of prompt tokens found in cache, the workers' load, and the divergence between
+    every router view and its cache at the end, which must be zero pages.
+
+    Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
+    """
+    compile_kernels()
+    from simulation import POLICIES, SimulationSettings, reports_table
+    from simulation import simulate as run
+
+    settings = SimulationSettings(
+        workers=workers,
+        capacity_tokens=capacity,
+        page_size=page_size,
+        seed=seed,
+        kafka=kafka,
+        log_folder=record,
+    )
+    with policy_progress() as progress:
+        reports = run(load_requests(trace, requests, seed), settings, policy or list(POLICIES), progress)
+    if as_json:
+        print_json([report.to_dict() for report in reports])
+    else:
+        out.print(reports_table(reports))
+
+
+def load_requests(trace: Path | None, num_requests: int, seed: int) -> Requests:
+    """A trace from a file, or a generated workload."""
+    from simulation import MooncakeTrace, WorkloadSettings, generate
+
+    if trace is not None:
+        return MooncakeTrace(trace)
+    return generate(WorkloadSettings(num_requests=num_requests, seed=seed))
+
+
+@contextmanager
+def policy_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each policy."""
+    with progress_bar() as bar:
+        tasks = {}
+
+        def show(policy: str, done: int, total: int) -> None:
+            if policy not in tasks:
+                tasks[policy] = bar.add_task(policy, total=total)
+            bar.update(tasks[policy], completed=done)
+
+        yield show
