@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ from publisher.sinks import FileSink, create_sink
 from publisher.sinks.kafka import KafkaSink
 
 GOOD = {"model": "m", "worker": "w", "block_size": 16}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("KVSIGHT_")]:
+        monkeypatch.delenv(name)
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,145 @@
+"""The tasks that carry records from the outbox to the sink and requests back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from publisher.outbox import Outbox
+from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
+
+log = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 5.0
+_STOP_GRACE_S = 2.0
+
+
+class Drain:
+    """Owns the drain task and the control task of one publisher, in one event loop.
+
+    The drain task waits for one of: events (the engine's thread wakes it), a linger time, a heartbeat, a resync that
+    is due, the end. An error that no sink is allowed to raise ends it; `failure` says so then.
+    """
+
+    def __init__(self, worker: str, outbox: Outbox, sink: Sink, max_records: int) -> None:
+        self.failure: BaseException | None = None
+        self.is_sink_available = True
+        self.in_flight: Sequence[OutRecord] = ()
+        """Records that the sink has not confirmed."""
+        self.num_rejected = 0
+        """Records that the sink refused."""
+        self._worker = worker
+        self._outbox = outbox
+        self._sink = sink
+        self._max_records = max_records
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._awake = asyncio.Event()
+        self._is_signalled = False  # the event is set, or will be: the engine's thread need not do it again
+        self._is_closing = False
+
+    def start(self) -> None:
+        """Start the tasks in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._task = self._spawn(self._run(), f"publisher-drain:{self._worker}")
+
+    def wake(self) -> None:
+        """There is something to do. Any thread; costs next to nothing while the drain is awake."""
+        if self._is_signalled or self._loop is None:
+            return
+        self._is_signalled = True
+        try:
+            self._loop.call_soon_threadsafe(self._awake.set)
+        except RuntimeError:  # the loop is closed: nobody is left to wake
+            self._loop = None
+
+    async def stop(self, deadline_s: float) -> None:
+        """Send what there is, for at most `deadline_s` seconds, then end the tasks and stop the sink."""
+        self._is_closing = True
+        self._awake.set()
+        if self._task is not None:
+            _, late = await asyncio.wait({self._task}, timeout=deadline_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            await asyncio.wait_for(self._sink.stop(), _STOP_GRACE_S)
+        except TimeoutError:
+            log.warning("publisher %s: the sink did not stop within %.0f s", self._worker, _STOP_GRACE_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """A task that died must be seen."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self.failure = error
+        log.error("%s died", task.get_name(), exc_info=error)
+
+    async def _run(self) -> None:
+        await self._until_available(self._sink.start)
+        control = self._spawn(self._answer_requests(), f"publisher-control:{self._worker}")
+        try:
+            while True:
+                records = self._outbox.take_records(time.time(), force=self._is_closing, max_records=self._max_records)
+                if records:
+                    await self._send(records)
+                elif self._is_closing:
+                    return
+                else:
+                    await self._wait()
+        finally:
+            control.cancel()
+            await asyncio.gather(control, return_exceptions=True)
+
+    async def _wait(self) -> None:
+        """Until something may be due. While changes wait for company, further events need not wake us."""
+        self._awake.clear()
+        self._is_signalled = self._outbox.is_lingering
+        timeout_s = self._outbox.seconds_until_due(time.time())  # 0 if something came before the line above
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._awake.wait(), timeout_s)
+
+    async def _send(self, records: list[OutRecord]) -> None:
+        self.in_flight = records
+        try:
+            await self._until_available(lambda: self._sink.send(records))
+        except SinkRejectedError as error:
+            self.num_rejected += len(records)
+            log.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
+            self._outbox.request_resync("rejected", time.time())
+            await asyncio.sleep(_FIRST_RETRY_S)
+        self.in_flight = ()
+        await asyncio.sleep(0)  # a sink that never waits must not keep the loop to itself
+
+    async def _until_available(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Repeat, with growing pauses, what the sink is at present not there for."""
+        pause_s = _FIRST_RETRY_S
+        while True:
+            try:
+                await attempt()
+            except SinkUnavailableError as error:
+                if self.is_sink_available:
+                    log.warning("publisher %s: %s; trying again", self._worker, error)
+                self.is_sink_available = False
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1))  # noqa: S311
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+            else:
+                if not self.is_sink_available:
+                    log.info("publisher %s: the sink takes records again", self._worker)
+                self.is_sink_available = True
+                return
+
+    async def _answer_requests(self) -> None:
+        async for request in self._sink.requests():
+            if self._outbox.answer(request, time.time()):
+                self._awake.set()

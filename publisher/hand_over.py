@@ -1,0 +1,107 @@
+"""The bounded queue of page changes between the engine's thread and the drain."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.errors import InvalidValueError
+from publisher.ledger_kernels import (
+    BLOCK_HASH,
+    BROKEN,
+    HASH,
+    HEAD,
+    PARENT_HASH,
+    TAIL,
+    TAKEN,
+    QueueArrays,
+)
+
+
+class PageChanges(NamedTuple):
+    """Page changes in their order, column by column."""
+
+    kinds: npt.NDArray[np.uint8]
+    """[n] medium of a store, REMOVAL + medium, or CLEARED."""
+    hashes: npt.NDArray[np.uint64]
+    """[n] sequence hashes."""
+    block_hashes: npt.NDArray[np.uint64]
+    """[n]"""
+    parents: npt.NDArray[np.uint64]
+    """[n] for a store, sequence hash of the page before it; 0: none, or not known."""
+
+    def part(self, start: int, stop: int) -> PageChanges:
+        """Views of changes start .. stop."""
+        here = slice(start, stop)
+        return PageChanges(self.kinds[here], self.hashes[here], self.block_hashes[here], self.parents[here])
+
+
+class QueueStats(NamedTuple):
+    """Page changes by where they are."""
+
+    queued: int
+    """Waiting."""
+    in_flight: int
+    """Taken, not confirmed by the sink."""
+    delivered: int
+    """Confirmed, ever."""
+    dropped: int
+    """Given up to a full queue, ever; each made up for by a snapshot."""
+    is_broken: bool
+    """Whether the queue overflowed and a snapshot has still to begin."""
+
+
+class HandOver:
+    """A ring of page changes, 25 bytes each, filled by the ledger's kernels. The publisher's lock guards it.
+
+    The bound counts what the sink has not confirmed, too. A change that finds no room drops all that waits: the
+    stream is broken then, nothing more is queued, and `restart()` begins anew when a snapshot of the ledger is due.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise InvalidValueError("queue_pages", capacity, "a positive integer")
+        self.arrays = QueueArrays(
+            np.zeros(capacity, np.uint8), np.zeros((capacity, 3), np.uint64), np.zeros(5, np.int64)
+        )
+
+    @property
+    def num_queued(self) -> int:
+        """Changes that wait."""
+        cursors = self.arrays.cursors
+        return int(cursors[HEAD] - cursors[TAKEN])
+
+    @property
+    def is_broken(self) -> bool:
+        """See `QueueStats`."""
+        return bool(self.arrays.cursors[BROKEN])
+
+    def peek(self, max_pages: int) -> PageChanges:
+        """A copy of the oldest changes that wait."""
+        kinds, words, cursors = self.arrays
+        num_pages = min(max_pages, self.num_queued)
+        places = np.arange(cursors[TAKEN], cursors[TAKEN] + num_pages) % len(kinds)
+        rows = words[places]
+        return PageChanges(kinds[places], *(np.ascontiguousarray(rows[:, i]) for i in (HASH, BLOCK_HASH, PARENT_HASH)))
+
+    def take(self, num_pages: int) -> None:
+        """The oldest changes are in flight now."""
+        self.arrays.cursors[TAKEN] += num_pages
+
+    def confirm(self) -> None:
+        """All changes in flight were delivered, or given up; their room is free."""
+        cursors = self.arrays.cursors
+        cursors[TAIL] = cursors[TAKEN]
+
+    def restart(self) -> None:
+        """Drop what waits, because a snapshot covers it, and queue again."""
+        cursors = self.arrays.cursors
+        cursors[HEAD] = cursors[TAKEN]
+        cursors[BROKEN] = 0
+
+    def stats(self) -> QueueStats:
+        """Figures for metrics and tests."""
+        head, taken, tail, dropped, broken = self.arrays.cursors.tolist()
+        return QueueStats(head - taken, taken - tail, tail, dropped, bool(broken))

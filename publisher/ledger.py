@@ -1,0 +1,159 @@
+"""The ledger: what the worker holds, learned from its events alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kv_events import page_table
+from kv_events.digest import DIGEST_WORDS, Digest, empty_digest
+from kv_events.page_table import make_table
+from kv_events.schema import NUM_MEDIA
+from publisher.change_kernels import advance_digest
+from publisher.hand_over import HandOver
+from publisher.intake import StoredColumns
+from publisher.ledger_kernels import (
+    COUNT_NAMES,
+    FIRST_BLOCK,
+    MEDIA,
+    PAGE,
+    PARENT,
+    LedgerArrays,
+    find_entry,
+    flat,
+    queue_cleared,
+    remove_pages,
+    store_pages,
+)
+
+U64Array = npt.NDArray[np.uint64]
+
+_MASK64 = 2**64 - 1
+
+
+class HeldPages(NamedTuple):
+    """A copy of what the ledger held at one moment; one row a table entry, free ones among them."""
+
+    hashes: U64Array
+    parents: U64Array
+    """Sequence hash of the page before; 0: none, or not known."""
+    block_hashes: U64Array
+    media: npt.NDArray[np.uint8]
+    """Bit m: held on medium m. 0: a free entry."""
+    digest: Digest
+
+
+class Ledger:
+    """Pages by the engine's name and by the router's, with their media, and the running digest.
+
+    What becomes resident or leaves is queued into the `HandOver` in the same step. Not thread-safe: the publisher's
+    lock guards it. `capacity` bounds blocks and pages; a page beyond it is neither kept nor queued, but counted, so
+    that ledger, digest and router agree.
+    """
+
+    def __init__(self, capacity: int, hand_over: HandOver) -> None:
+        self._arrays = LedgerArrays(
+            blocks=make_table(capacity),
+            pages=make_table(capacity),
+            block_columns=np.zeros((capacity + 1, 2), np.uint32),
+            page_media=np.zeros(capacity, np.uint8),
+            page_copies=np.zeros((capacity, NUM_MEDIA), np.uint32),
+            page_words=np.zeros((capacity, 2), np.uint64),
+            digest=empty_digest(),
+            counts=np.zeros(len(COUNT_NAMES), np.int64),
+        )
+        self._queue = hand_over.arrays
+        self._flat = flat(self._arrays, hand_over.arrays)
+
+    @property
+    def num_pages(self) -> int:
+        """Distinct pages held, on whatever medium."""
+        return page_table.num_live(self._arrays.pages)
+
+    def digest(self) -> Digest:
+        """uint64[8], a copy: what the worker holds now."""
+        return self._arrays.digest.copy()
+
+    def counts(self) -> dict[str, int]:
+        """Pages ever, by what became of them."""
+        return dict(zip(COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
+
+    def store(self, columns: StoredColumns, extra_key: str | None, medium: int) -> npt.NDArray[np.bool_]:
+        """Enter stored pages. Returns bool[n]: which became resident on the medium, and so were queued."""
+        queued = np.zeros(len(columns.hashes), np.bool_)
+        store_pages(*columns, namespace_salt(extra_key), medium, queued, *self._flat)
+        return queued
+
+    def remove(self, block_hashes: U64Array, extra_key: str | None, medium: int) -> None:
+        """Take pages off a medium. Unknown ones are counted."""
+        remove_pages(block_hashes, namespace_salt(extra_key), medium, *self._flat)
+
+    def clear(self) -> None:
+        """Nothing is held any more. Costs the used part of the arrays."""
+        arrays = self._arrays
+        arrays.block_columns[: page_table.high_water(arrays.blocks)] = 0
+        used = page_table.high_water(arrays.pages)
+        arrays.page_media[:used] = 0
+        arrays.page_copies[:used] = 0
+        page_table.clear(arrays.blocks)
+        page_table.clear(arrays.pages)
+        arrays.digest[:] = 0
+        queue_cleared(*self._queue)
+
+    def sequence_hash(self, block_hash: int, extra_key: str | None) -> int | None:
+        """The router's name of a page that is held; block_hash signed or unsigned."""
+        blocks = self._arrays.blocks
+        entry = find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), *blocks)
+        if entry < 0:
+            return None
+        return int(self._arrays.pages.keys[self._arrays.block_columns[entry, PAGE]])
+
+    def copy(self) -> HeldPages:
+        """What is held now. A plain copy, 25 bytes a page, so that the engine is kept off for a moment only."""
+        arrays = self._arrays
+        used = page_table.high_water(arrays.pages)
+        words = arrays.page_words[:used].copy()
+        return HeldPages(
+            hashes=arrays.pages.keys[:used].copy(),
+            parents=words[:, PARENT],
+            block_hashes=words[:, FIRST_BLOCK],
+            media=arrays.page_media[:used].copy(),
+            digest=arrays.digest.copy(),
+        )
+
+    def check(self) -> None:
+        """Recount everything from scratch. Raises AssertionError with both figures."""
+        arrays = self._arrays
+        page_table.check(arrays.blocks)
+        page_table.check(arrays.pages)
+        media, pages = arrays.block_columns[:, MEDIA], arrays.block_columns[:, PAGE]
+        live = np.flatnonzero(media)
+        _check_equal("blocks", len(live), page_table.num_live(arrays.blocks))
+        _check_equal("pages", int(np.count_nonzero(arrays.page_media)), self.num_pages)
+        digest = np.zeros(DIGEST_WORDS, np.uint64)
+        for medium in range(NUM_MEDIA):
+            on_medium = pages[live[media[live] >> medium & 1 == 1]]
+            copies = np.bincount(on_medium, minlength=len(arrays.page_media))
+            _check_equal("copies", copies.tolist(), arrays.page_copies[:, medium].tolist())
+            held = np.flatnonzero(arrays.page_media >> medium & 1)
+            _check_equal("held", held.tolist(), np.flatnonzero(copies).tolist())
+            advance_digest(digest, np.full(len(held), medium, np.uint8), arrays.pages.keys[held])
+        _check_equal("digest", digest.tolist(), arrays.digest.tolist())
+
+
+@lru_cache(maxsize=1024)
+def namespace_salt(extra_key: str | None) -> np.uint64:
+    """What sets the blocks of a namespace apart inside the ledger; "" counts as absent.
+
+    Raises UnicodeEncodeError (a ValueError) for text that has no UTF-8 form.
+    """
+    return np.uint64(xxhash.xxh3_64_intdigest(extra_key.encode())) if extra_key else np.uint64(0)
+
+
+def _check_equal(what: str, counted: object, stated: object) -> None:
+    if counted != stated:
+        raise AssertionError(f"{what}: counted {counted}, stated {stated}")

@@ -1,0 +1,271 @@
+"""Kernels of the ledger and of the queue of page changes that it feeds. Arrays only, no Python objects.
+
+Two tables of `kv_events.page_table`. *Blocks*: what the engine calls a page (block hash XOR the salt of its
+namespace). *Pages*: what the router calls it (sequence hash). Several blocks may carry one page: multimodal prompts
+of equal tokens, copies under two names. A page counts once per medium, however many blocks carry it, because the
+router keeps a set; so the digest is that of a set, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from kv_events.digest import add_page, remove_page
+from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.page_table import TABLE_ARRAYS, Table, find, insert, remove
+from publisher.change_kernels import CLEARED, REMOVAL
+
+# columns of block_columns, of page_words and of the queue's words
+PAGE, MEDIA = range(2)
+PARENT, FIRST_BLOCK = range(2)
+HASH, BLOCK_HASH, PARENT_HASH = range(3)
+
+# elements of cursors: changes ever queued, taken, confirmed; changes given up; whether the stream is broken
+HEAD, TAKEN, TAIL, DROPPED, BROKEN = range(5)
+
+COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_full", "renamed", "parent_unknown")
+"""Names of the elements of counts: pages by what became of them."""
+_STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, _LEDGER_FULL, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
+
+_NO_HASH = np.uint64(0)
+
+
+class LedgerArrays(NamedTuple):
+    """What the worker holds. Columns are indexed by the entry ids of the table that their name begins with."""
+
+    blocks: Table
+    pages: Table
+    block_columns: npt.NDArray[np.uint32]
+    """[capacity + 1, 2] entry of the page that the block carries; bit m of the second: it lies on medium m. Media 0
+    mark a free entry; the last one stays so."""
+    page_media: npt.NDArray[np.uint8]
+    """[capacity] bit m: some block carries the page on medium m. 0: a free entry."""
+    page_copies: npt.NDArray[np.uint32]
+    """[capacity, 4] blocks that carry the page, per medium."""
+    page_words: npt.NDArray[np.uint64]
+    """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
+    digest: npt.NDArray[np.uint64]
+    """[8] see `kv_events.digest`."""
+    counts: npt.NDArray[np.int64]
+    """[7] see `COUNT_NAMES`."""
+
+
+class QueueArrays(NamedTuple):
+    """Ring of page changes; change number i lies at i modulo the capacity."""
+
+    kinds: npt.NDArray[np.uint8]
+    """[capacity] medium of a store, REMOVAL + medium, or CLEARED."""
+    words: npt.NDArray[np.uint64]
+    """[capacity, 3] sequence hash; block hash; for a store, sequence hash of the page before it (0: none)."""
+    cursors: npt.NDArray[np.int64]
+    """[5] see HEAD, TAKEN, TAIL, DROPPED, BROKEN."""
+
+
+def _input(dtype: types.Type) -> types.Array:
+    return types.Array(dtype, 1, "C", readonly=True)
+
+
+_U8_IN, _U64_IN, _I64_IN = _input(types.uint8), _input(types.uint64), _input(types.int64)
+_COLUMNS = (types.uint32[:, ::1], types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1])
+_QUEUE = (types.uint8[::1], types.uint64[:, ::1], types.int64[::1])
+_STATE = (*TABLE_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *_QUEUE)
+
+
+def flat(ledger: LedgerArrays, queue: QueueArrays) -> tuple[npt.NDArray[np.generic], ...]:
+    """The arrays in the order in which `store_pages` and `remove_pages` take them."""
+    return (*ledger.blocks, *ledger.pages, *ledger[2:], *queue)
+
+
+@array_function
+def _queue(queue, kind, sequence_hash, block_hash, parent):
+    """Append one change. A full queue drops all that was not taken yet and breaks the stream."""
+    cursors = queue.cursors
+    capacity = queue.kinds.shape[0]
+    if cursors[BROKEN] != 0:
+        cursors[DROPPED] += 1
+    elif cursors[HEAD] - cursors[TAIL] >= capacity:
+        cursors[DROPPED] += cursors[HEAD] - cursors[TAKEN] + 1
+        cursors[HEAD] = cursors[TAKEN]
+        cursors[BROKEN] = 1
+    else:
+        i = cursors[HEAD] % capacity
+        queue.kinds[i] = np.uint8(kind)
+        queue.words[i, HASH] = sequence_hash
+        queue.words[i, BLOCK_HASH] = block_hash
+        queue.words[i, PARENT_HASH] = parent
+        cursors[HEAD] += 1
+
+
+@array_helper
+def _find_block(ledger, expected_after, key):
+    """Entry of a block that is expected right behind another entry (-1: no expectation), or -1."""
+    neighbour = expected_after + 1
+    if ledger.blocks.keys[neighbour] == key and ledger.block_columns[neighbour, MEDIA] != 0:
+        return neighbour
+    return find(ledger.blocks, key)
+
+
+@array_function
+def _add_block(ledger, key, block_hash, sequence_hash, parent):
+    """Enter an unknown block, with its page if that is unknown, too. Returns its entry, or -1: the ledger is full."""
+    entry = insert(ledger.blocks, key)
+    if entry < 0:
+        return entry
+    page = find(ledger.pages, sequence_hash)
+    if page < 0:
+        page = insert(ledger.pages, sequence_hash)
+        if page < 0:
+            remove(ledger.blocks, entry)
+            return page
+        ledger.page_words[page, PARENT] = parent
+        ledger.page_words[page, FIRST_BLOCK] = block_hash
+    ledger.block_columns[entry, PAGE] = np.uint32(page)
+    return entry
+
+
+@array_function
+def _parent_name(ledger, key):
+    """Sequence hash of a parent block, or 0 with a count."""
+    entry = find(ledger.blocks, key)
+    if entry >= 0:
+        return ledger.pages.keys[np.int64(ledger.block_columns[entry, PAGE])]
+    ledger.counts[_PARENT_UNKNOWN] += 1
+    return _NO_HASH
+
+
+@array_function
+def _add_copy(ledger, page, medium):
+    """One more block carries the page on a medium. True: the first one."""
+    ledger.page_copies[page, medium] += np.uint32(1)
+    if ledger.page_copies[page, medium] > 1:
+        ledger.counts[_STORED_AGAIN] += 1
+        return False
+    ledger.page_media[page] |= np.uint8(1 << medium)
+    add_page(ledger.digest, medium, ledger.pages.keys[page])
+    ledger.counts[_STORED] += 1
+    return True
+
+
+@array_function
+def _drop_copy(ledger, page, medium):
+    """One block less carries the page on a medium. True: it was the last one."""
+    ledger.page_copies[page, medium] -= np.uint32(1)
+    if ledger.page_copies[page, medium] > 0:
+        return False
+    ledger.page_media[page] &= np.uint8(~(1 << medium))
+    remove_page(ledger.digest, medium, ledger.pages.keys[page])
+    ledger.counts[_REMOVED] += 1
+    return True
+
+
+@array_function
+def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
+    """A block that the ledger knows is on a medium. Returns the page's name and whether it became resident there."""
+    page = np.int64(ledger.block_columns[entry, PAGE])
+    if ledger.pages.keys[page] != name:  # a block keeps its first name as long as it is held
+        ledger.counts[_RENAMED] += 1
+        name = ledger.pages.keys[page]
+    bit = np.uint32(1 << medium)
+    if ledger.block_columns[entry, MEDIA] & bit:
+        ledger.counts[_STORED_AGAIN] += 1
+        return name, False
+    ledger.block_columns[entry, MEDIA] |= bit
+    is_new = _add_copy(ledger, page, medium)
+    if is_new:
+        _queue(queue, medium, name, block_hash, parent)
+    return name, is_new
+
+
+@array_function
+def _store(ledger, queue, block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued):
+    previous_key, previous_name, entry = _NO_HASH, _NO_HASH, np.int64(-1)
+    start = 0
+    for event in range(lengths.shape[0]):
+        parent = _NO_HASH
+        if has_parent[event]:
+            key = parents[event] ^ salt
+            parent = previous_name if start > 0 and key == previous_key else _parent_name(ledger, key)
+        for i in range(start, start + lengths[event]):
+            key, name = block_hashes[i] ^ salt, hashes[i]
+            entry = _find_block(ledger, entry, key)
+            if entry < 0:
+                entry = _add_block(ledger, key, block_hashes[i], name, parent)
+            if entry < 0:
+                ledger.counts[_LEDGER_FULL] += 1
+            else:
+                name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium)
+            parent = previous_name = name
+            previous_key = key
+        start += lengths[event]
+
+
+@array_function
+def _remove(ledger, queue, block_hashes, salt, medium):
+    bit = np.uint32(1 << medium)
+    entry = np.int64(-1)
+    for i in range(block_hashes.shape[0]):
+        entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
+        if entry < 0 or ledger.block_columns[entry, MEDIA] & bit == 0:
+            ledger.counts[_REMOVED_UNKNOWN] += 1
+            continue
+        page = np.int64(ledger.block_columns[entry, PAGE])
+        if _drop_copy(ledger, page, medium):
+            _queue(queue, REMOVAL + medium, ledger.pages.keys[page], block_hashes[i], _NO_HASH)
+        ledger.block_columns[entry, MEDIA] &= ~bit
+        if ledger.block_columns[entry, MEDIA] == 0:
+            remove(ledger.blocks, entry)
+            if ledger.page_media[page] == 0:
+                remove(ledger.pages, page)
+
+
+# --- entry points: bare arrays in, as `flat` orders them ----------------------------------------------------------
+
+
+@array_kernel(
+    types.void(_U64_IN, _U64_IN, _I64_IN, _U64_IN, _U8_IN, types.uint64, types.int64, types.boolean[::1], *_STATE)
+)
+def store_pages(
+    block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued,
+    b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
+    block_columns, page_media, page_copies, page_words, digest, counts, kinds, words, cursors,
+):  # fmt: skip
+    """Enter the pages of several events of one medium and namespace; queue those that became resident.
+
+    block_hashes, hashes: uint64[n], all events' pages in a row. lengths: int64[m], pages of each event. parents:
+    uint64[m], block hash before each event's first page, meant where has_parent (uint8[m]) is not 0. queued: bool[n],
+    set where the page became resident on the medium.
+    """
+    blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
+    pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
+    ledger = LedgerArrays(blocks, pages, block_columns, page_media, page_copies, page_words, digest, counts)
+    queue = QueueArrays(kinds, words, cursors)
+    _store(ledger, queue, block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued)
+
+
+@array_kernel(types.void(_U64_IN, types.uint64, types.int64, *_STATE))
+def remove_pages(
+    block_hashes, salt, medium,
+    b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
+    block_columns, page_media, page_copies, page_words, digest, counts, kinds, words, cursors,
+):  # fmt: skip
+    """Take blocks off one medium; queue the pages that left it. block_hashes: uint64[n]."""
+    blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
+    pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
+    ledger = LedgerArrays(blocks, pages, block_columns, page_media, page_copies, page_words, digest, counts)
+    _remove(ledger, QueueArrays(kinds, words, cursors), block_hashes, salt, medium)
+
+
+@array_kernel(types.void(*_QUEUE))
+def queue_cleared(kinds, words, cursors):
+    """Queue the change "everything cleared"."""
+    _queue(QueueArrays(kinds, words, cursors), CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
+
+
+@array_kernel(types.int64(types.uint64, *TABLE_ARRAYS))
+def find_entry(key, keys, directory, slots, segments, meta):
+    """Entry id of a key in a table, or -1."""
+    return find(Table(keys, directory, slots, segments, meta), key)

@@ -1,0 +1,197 @@
+"""What goes out next: snapshots, batches, heartbeats; numbered, with their digests. No clock, no I/O, no task."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kv_events.codec import encode_batch, encode_event
+from kv_events.digest import Digest, digest_bytes, empty_digest
+from kv_events.schema import ResyncRequest, SnapshotBegin, SnapshotEnd
+from publisher.change_kernels import advance_digest
+from publisher.hand_over import PageChanges
+from publisher.packing import BatchLimits, pack
+from publisher.recorder import Recorder
+from publisher.settings import PublisherSettings
+from publisher.sinks.base import OutRecord
+from publisher.snapshot import snapshot_changes
+
+_FIRST_REASON = "start"
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """One that is being sent."""
+
+    changes: PageChanges
+    digest: Digest
+    reason: str
+    position: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.changes.kinds) - self.position
+
+
+class Outbox:
+    """Turns what the recorder holds into records. One caller at a time: the drain, or a simulation.
+
+    Every epoch begins with a snapshot, usually an empty one. A snapshot states what the ledger held at one moment;
+    changes from that moment on follow behind it, so a queue that overflows meanwhile leads to another snapshot, not
+    to an endless one. Times are seconds since 1970, given by the caller.
+    """
+
+    def __init__(self, settings: PublisherSettings, recorder: Recorder, epoch: int) -> None:
+        self.epoch = epoch
+        self.seq = 0
+        """Number of the next record."""
+        self.num_snapshots = 0
+        self._settings = settings
+        self._stream = settings.stream
+        self._key = settings.stream.key.encode()
+        self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
+        self._recorder = recorder
+        self._digest = empty_digest()  # after the last record
+        self._snapshot: _Snapshot | None = None
+        self._resync_reason: str | None = _FIRST_REASON  # why a snapshot is wanted; None: it is not
+        self._resync_at = 0.0  # not before
+        self._last_snapshot_at = -float("inf")
+        self._last_record_at = -float("inf")
+        self._waiting_since: float | None = None  # first seen with changes that wait for company
+
+    def take_records(self, now: float, *, force: bool = False, max_records: int | None = None) -> list[OutRecord]:
+        """Records that are due, in order; with `force`, of everything there is. Calling again says that the records
+        of the call before were delivered, or given up: their room in the queue is free then.
+        """
+        self._recorder.confirm()
+        records: list[OutRecord] = []
+        while max_records is None or len(records) < max_records:
+            record = self._next_record(now, force)
+            if record is None:
+                break
+            records.append(record)
+        return records
+
+    @property
+    def is_lingering(self) -> bool:
+        """Whether changes wait for company."""
+        return self._waiting_since is not None
+
+    def seconds_until_due(self, now: float) -> float:
+        """How long nothing will be due if no further event comes; 0 if there is something not looked at yet."""
+        overflowed = self._recorder.is_broken and self._resync_reason is None
+        if overflowed or (self._recorder.num_queued and not self.is_lingering):
+            return 0.0
+        due = [self._last_record_at + self._settings.heartbeat_s]
+        if self._waiting_since is not None:
+            due.append(self._waiting_since + self._settings.linger_ms / 1000)
+        if self._resync_reason is not None:
+            due.append(self._resync_at)
+        return max(0.0, min(due) - now)
+
+    def request_resync(self, reason: str, now: float) -> None:
+        """Want a snapshot, soon: rate-limited, after a random time. One that is wanted already is enough."""
+        self._want_snapshot(reason, now + random.uniform(0, self._settings.resync_jitter_s))  # noqa: S311
+
+    def answer(self, request: ResyncRequest, now: float) -> bool:
+        """Take a request from the control channel. False: meant for another stream or incarnation."""
+        if request.stream != self._stream.key or request.epoch != self.epoch:
+            return False
+        self.request_resync(request.reason or "request", now)
+        return True
+
+    def num_snapshot_pages_left(self) -> int:
+        """Pages of snapshots that are wanted or not sent to their end."""
+        left = 0 if self._snapshot is None else self._snapshot.num_left
+        if self._resync_reason is not None or self._recorder.is_broken:
+            left += self._recorder.counts()["held"]
+        return left
+
+    def _want_snapshot(self, reason: str, at: float) -> None:
+        if self._resync_reason is None:
+            self._resync_at = max(at, self._last_snapshot_at + self._settings.resync_min_interval_s)
+            self._resync_reason = reason
+
+    def _next_record(self, now: float, force: bool) -> OutRecord | None:
+        if self._snapshot is None:
+            self._begin_snapshot_if_due(now, force)
+        if self._snapshot is not None:
+            return self._snapshot_record(self._snapshot, now)
+        if self._changes_due(now, force):
+            record = self._changes_record(now)
+            if record is not None:
+                return record
+        if not 0 <= now - self._last_record_at < self._settings.heartbeat_s:
+            return self._heartbeat(now)
+        return None
+
+    def _begin_snapshot_if_due(self, now: float, force: bool) -> None:
+        if self._recorder.is_broken:
+            self._want_snapshot("overflow", now)
+        if self._resync_reason is None or not (force or now >= self._resync_at):
+            return
+        held = self._recorder.restart()
+        self._snapshot = _Snapshot(snapshot_changes(held), held.digest, self._resync_reason)
+        self._resync_reason = None
+        self._waiting_since = None
+        self._last_snapshot_at = now
+        self.num_snapshots += 1
+
+    def _snapshot_record(self, snapshot: _Snapshot, now: float) -> OutRecord:
+        """The next part. Its digest is the whole snapshot's: compared by readers at the end only."""
+        start = snapshot.position
+        part = snapshot.changes.part(start, start + self._limits.pages)
+        part = part.part(0, self._limits.fitting(part))
+        snapshot.position += len(part.kinds)
+        events = pack(part)
+        if start == 0:
+            events.insert(0, encode_event(SnapshotBegin(snapshot.reason)))
+        if snapshot.num_left == 0:
+            events.append(encode_event(SnapshotEnd()))
+            self._snapshot = None
+        self._digest = snapshot.digest
+        return self._record(now, events, len(part.kinds))
+
+    def _changes_due(self, now: float, force: bool) -> bool:
+        num_queued = self._recorder.num_queued
+        if num_queued == 0:
+            self._waiting_since = None
+            return False
+        if force or num_queued >= self._limits.pages:
+            return True
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return not 0 <= now - self._waiting_since < self._settings.linger_ms / 1000
+
+    def _changes_record(self, now: float) -> OutRecord | None:
+        """A batch of changes; None if an overflow has just dropped them all."""
+        changes, tokens, digest = self._recorder.take()
+        self._waiting_since = None if digest is not None else now
+        if not len(changes.kinds):
+            return None
+        if digest is None:
+            advance_digest(self._digest, changes.kinds, changes.hashes)
+        else:
+            self._digest = digest
+        return self._record(now, pack(changes, tokens), len(changes.kinds))
+
+    def _heartbeat(self, now: float) -> OutRecord:
+        """States what the ledger holds, unless changes wait: a stream that is broken says so by its digest."""
+        if self._recorder.num_queued == 0:
+            return self._record(now, [], 0, self._recorder.digest())
+        return self._record(now, [], 0)
+
+    def _record(self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None) -> OutRecord:
+        digest = self._digest if digest is None else digest
+        payload = encode_batch(
+            self._stream,
+            self._settings.block_size,
+            self.epoch,
+            self.seq,
+            now,
+            events,
+            digest_bytes(digest),
+        )
+        self.seq += 1
+        self._last_record_at = now
+        return OutRecord(self._key, payload, int(now * 1000), num_pages)

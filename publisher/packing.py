@@ -1,0 +1,86 @@
+"""Page changes -> wire events: neighbours of one kind become one event, chains of pages share one parent."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kv_events.codec import encode_event
+from kv_events.limits import MAX_EVENTS_PER_BATCH
+from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored
+from publisher.change_kernels import CLEARED, REMOVAL, batch_length
+from publisher.hand_over import PageChanges
+
+EVENT_BYTES = 80
+"""Bound on the bytes of a wire event besides its pages, chains and tokens."""
+
+PAGE_BYTES = 17
+"""Bound on the bytes of a page besides its chain's parent: two hashes and a bit."""
+
+_MAX_EVENTS = MAX_EVENTS_PER_BATCH - 2  # room for the marks of a snapshot
+
+
+class PageTokens(NamedTuple):
+    """Tokens of one stored page, for streams that carry them."""
+
+    token_ids: bytes
+    """u32, little-endian."""
+    extra_key: str | None
+
+
+class BatchLimits(NamedTuple):
+    """What one batch may hold."""
+
+    pages: int
+    bytes: int
+
+    def fitting(self, changes: PageChanges, token_bytes: int = 0) -> int:
+        """How many of the changes fit one batch; at least one. token_bytes: bound on what tokens cost a page."""
+        kinds, hashes, _, parents = changes
+        return int(batch_length(kinds, hashes, parents, _MAX_EVENTS, self.bytes, EVENT_BYTES, PAGE_BYTES + token_bytes))
+
+
+def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:
+    """Encoded wire events of the changes, in order. tokens: one entry for every store, in order, or None."""
+    events = []
+    num_stored = 0
+    for start, stop in _runs(changes, tokens):
+        kind, part = int(changes.kinds[start]), changes.part(start, stop)
+        if kind < REMOVAL:
+            part_tokens = tokens and tokens[num_stored : num_stored + stop - start]
+            num_stored += stop - start
+            events.append(encode_event(_stored(kind, part, part_tokens)))
+        elif kind < CLEARED:
+            names = part.hashes.tobytes(), part.block_hashes.tobytes()
+            events.append(encode_event(PackedRemoved(MEDIA[kind - REMOVAL], *names)))
+        else:
+            events.append(encode_event(AllBlocksCleared()))
+    return events
+
+
+def _runs(changes: PageChanges, tokens: list[PageTokens] | None) -> list[tuple[int, int]]:
+    """(start, stop) of every stretch of changes that one wire event can say."""
+    kinds = changes.kinds
+    begins = np.ones(len(kinds), np.bool_)
+    begins[1:] = (kinds[1:] != kinds[:-1]) | (kinds[1:] == CLEARED)
+    if tokens:
+        stores = np.flatnonzero(kinds < REMOVAL)
+        traits = [(token.extra_key, len(token.token_ids)) for token in tokens]
+        begins[stores[1:]] |= [traits[i] != traits[i - 1] for i in range(1, len(traits))]
+    return list(pairwise([*np.flatnonzero(begins).tolist(), len(kinds)]))
+
+
+def _stored(medium: int, pages: PageChanges, tokens: list[PageTokens] | None) -> PackedStored:
+    starts = np.ones(len(pages.hashes), np.bool_)
+    starts[1:] = pages.parents[1:] != pages.hashes[:-1]
+    return PackedStored(
+        MEDIA[medium],
+        pages.hashes.tobytes(),
+        pages.block_hashes.tobytes(),
+        np.packbits(starts, bitorder="little").tobytes(),
+        pages.parents[starts].tobytes(),
+        b"".join(token.token_ids for token in tokens) if tokens else None,
+        tokens[0].extra_key if tokens else None,
+    )

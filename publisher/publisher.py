@@ -1,0 +1,226 @@
+"""The face of the package: `EventPublisher`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import uvloop
+
+from kv_events.errors import KvsightError
+from kv_events.schema import EngineEvent
+from kv_events.streams import StreamId
+from publisher.drain import Drain
+from publisher.hand_over import QueueStats
+from publisher.outbox import Outbox
+from publisher.recorder import Recorder
+from publisher.settings import PublisherSettings
+from publisher.sinks.base import OutRecord, Sink
+
+log = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 10.0
+_THREAD_GRACE_S = 5.0
+
+
+class PublisherStateError(KvsightError):
+    """Started twice, or stopped from the wrong side."""
+
+
+class PublisherStats(NamedTuple):
+    """Figures for metrics and tests."""
+
+    queue: QueueStats
+    """Page changes by where they are."""
+    pages: dict[str, int]
+    """Pages ever, by what became of them; `held`: distinct pages now."""
+    rejected_events: dict[str, int]
+    """Events dropped, by reason."""
+    next_seq: int
+    """Records made in this epoch."""
+    snapshots: int
+    """Snapshots begun in this epoch, the first one included."""
+    rejected_records: int
+    """Records that the sink refused for good."""
+    is_sink_available: bool
+    failure: str | None
+    """What ended a task that should run; None: all is well."""
+
+
+class CloseReport(NamedTuple):
+    """What became of the events that waited when the publisher was closed."""
+
+    flushed_pages: int
+    """Page changes that the sink confirmed during the close."""
+    unflushed_pages: int
+    """Page changes given up, pages of an unfinished snapshot included."""
+    unflushed_batches: int
+    """Records given up that the sink had been handed; an unknown part of them may have arrived."""
+
+
+class EventPublisher:
+    """Publishes one worker's cache events.
+
+    Inside an event loop: `async with EventPublisher(settings, sink) as publisher`. In an engine without one: `with`,
+    which runs everything on a daemon thread of its own. Without either, `take_records` hands the records out.
+    """
+
+    def __init__(self, settings: PublisherSettings, sink: Sink) -> None:
+        self._settings = settings
+        self._recorder = Recorder(settings)
+        self._outbox = Outbox(settings, self._recorder, epoch=time.time_ns())
+        self._drain = Drain(settings.worker, self._outbox, sink, settings.inflight_batches)
+        self._logged_at = -_LOG_INTERVAL_S
+        self._logged: dict[str, int] = {}
+        self._is_started = False
+        self._ended: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._thread_loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def stream(self) -> StreamId:
+        """Name of the stream."""
+        return self._settings.stream
+
+    @property
+    def epoch(self) -> int:
+        """This incarnation: nanoseconds since 1970 at construction."""
+        return self._outbox.epoch
+
+    def publish(self, events: Sequence[EngineEvent]) -> None:
+        """Take events, in order. Any thread; never waits for the sink, never raises. Costs about 0.5 us a page.
+
+        Events that are not acceptable are dropped and counted by reason; everything else goes on.
+        """
+        try:
+            self._recorder.record(events)
+            self._log_rejected()
+        except Exception:
+            log.exception("publisher %s: events lost, a snapshot will follow", self._settings.worker)
+            self.request_resync("internal error")
+        self._drain.wake()
+
+    def take_records(self, now: float, *, force: bool = False) -> list[OutRecord]:
+        """Records that are due at `now` (seconds since 1970), or with `force` all; for a publisher never started.
+
+        Calling again says that the records of the call before were delivered.
+        """
+        return self._outbox.take_records(now, force=force)
+
+    def request_resync(self, reason: str) -> None:
+        """Have everything named again, soon. Any thread."""
+        self._outbox.request_resync(reason, time.time())
+        self._drain.wake()
+
+    def stats(self) -> PublisherStats:
+        """Figures of this moment. Any thread."""
+        failure = self._drain.failure
+        return PublisherStats(
+            queue=self._recorder.queue_stats(),
+            pages=self._recorder.counts(),
+            rejected_events=self._recorder.rejected(),
+            next_seq=self._outbox.seq,
+            snapshots=self._outbox.num_snapshots,
+            rejected_records=self._drain.num_rejected,
+            is_sink_available=self._drain.is_sink_available,
+            failure=None if failure is None else repr(failure),
+        )
+
+    def check(self) -> None:
+        """Recount the ledger from scratch. Raises AssertionError with both figures."""
+        self._recorder.check()
+
+    # --- inside an event loop ---------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to send, in the running event loop. A sink that is away is tried again until it is there."""
+        if self._is_started:
+            raise PublisherStateError(f"publisher {self._settings.worker} was started before")
+        self._is_started = True
+        self._ended = asyncio.Event()
+        self._drain.start()
+
+    async def aclose(self, deadline_s: float = 5.0) -> CloseReport:
+        """Refuse events from now on, send what waits for at most `deadline_s` seconds, stop, and say what was not
+        sent. Belongs to the loop of `start`.
+        """
+        self._recorder.close()
+        before = self._recorder.queue_stats()
+        if self._is_started:
+            await self._drain.stop(deadline_s)
+        after = self._recorder.queue_stats()
+        if self._ended is not None:
+            self._ended.set()
+        report = CloseReport(
+            flushed_pages=after.delivered - before.delivered,
+            unflushed_pages=after.queued + after.in_flight + self._outbox.num_snapshot_pages_left(),
+            unflushed_batches=len(self._drain.in_flight),
+        )
+        if report.unflushed_pages or report.unflushed_batches:
+            log.warning("publisher %s closed without sending all: %s", self._settings.worker, report)
+        return report
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # --- on a thread of its own -------------------------------------------------------------------------------------
+
+    def start_in_thread(self) -> None:
+        """Begin to send, on a daemon thread that runs an event loop of its own."""
+        if self._is_started or self._thread is not None:
+            raise PublisherStateError(f"publisher {self._settings.worker} was started before")
+        running = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: uvloop.run(self._run_in_thread(running)),
+            name=f"publisher:{self._settings.worker}",
+            daemon=True,
+        )
+        self._thread.start()
+        running.wait()
+
+    def close(self, deadline_s: float = 5.0) -> CloseReport:
+        """`aclose` for `start_in_thread`; waits for the thread to end."""
+        if self._thread is None or self._thread_loop is None:
+            raise PublisherStateError(f"publisher {self._settings.worker} has no thread of its own: use aclose")
+        closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s), self._thread_loop)
+        report = closing.result(deadline_s + _THREAD_GRACE_S)
+        self._thread.join(_THREAD_GRACE_S)
+        self._thread_loop = None
+        return report
+
+    def __enter__(self) -> Self:
+        self.start_in_thread()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _run_in_thread(self, running: threading.Event) -> None:
+        self._thread_loop = asyncio.get_running_loop()
+        await self.start()
+        running.set()
+        assert self._ended is not None
+        await self._ended.wait()
+
+    def _log_rejected(self) -> None:
+        """Say now and then what is wrong with the engine's events."""
+        if not self._recorder.has_rejected or time.monotonic() < self._logged_at + _LOG_INTERVAL_S:
+            return
+        rejected = self._recorder.rejected()
+        if rejected != self._logged:
+            self._logged_at = time.monotonic()
+            self._logged = rejected
+            log.warning("publisher %s: engine events dropped so far: %s", self._settings.worker, rejected)

@@ -1,0 +1,223 @@
+"""The engine's side of a publisher: events in, page changes queued, nothing that waits and nothing that raises."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar, cast
+
+from kv_events.digest import Digest
+from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from publisher.change_kernels import REMOVAL
+from publisher.hand_over import HandOver, PageChanges, QueueStats
+from publisher.intake import (
+    MAX_EXTRA_KEY_BYTES,
+    BadEventError,
+    StoredColumns,
+    check_extra_key,
+    derived_columns,
+    medium_index,
+    removed_words,
+    stored_columns,
+    token_rows,
+)
+from publisher.ledger import HeldPages, Ledger
+from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
+from publisher.settings import PublisherSettings
+
+_E = TypeVar("_E", BlockStored, BlockRemoved)
+_place = operator.attrgetter("medium", "extra_key")
+
+
+class TakenChanges(NamedTuple):
+    """Changes of one batch."""
+
+    changes: PageChanges
+    tokens: list[PageTokens] | None
+    """One entry for every store, where the stream carries tokens."""
+    digest: Digest | None
+    """The ledger's, if these were the last changes; None while more wait."""
+
+
+class Recorder:
+    """Ledger and queue behind one lock. Any thread may call anything; the lock is held for short steps only."""
+
+    def __init__(self, settings: PublisherSettings) -> None:
+        self._block_size = settings.block_size
+        self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
+        self._token_bytes = 0
+        self._tokens: deque[PageTokens] | None = None  # one entry for every store that waits
+        if settings.with_tokens:
+            self._tokens = deque()
+            self._token_bytes = 4 * (settings.block_size + 1) + EVENT_BYTES + MAX_EXTRA_KEY_BYTES
+        self._lock = threading.Lock()  # guards everything below
+        self._hand_over = HandOver(settings.queue_pages)
+        self._ledger = Ledger(settings.ledger_pages, self._hand_over)
+        self._rejected: Counter[str] = Counter()
+        self._is_closed = False
+
+    # --- the engine's thread ----------------------------------------------------------------------------------------
+
+    def record(self, events: Sequence[EngineEvent]) -> None:
+        """Enter events in order. Bad ones are dropped and counted; the rest of the call goes on."""
+        with self._lock:
+            if self._is_closed:
+                self._rejected["closed"] += len(events)
+                return
+            for kind, run in groupby(events, type):
+                if kind is BlockStored:
+                    self._record_run(self._store, cast(list[BlockStored], list(run)))
+                elif kind is BlockRemoved:
+                    self._record_run(self._remove, cast(list[BlockRemoved], list(run)))
+                elif kind is AllBlocksCleared:
+                    self._ledger.clear()
+                else:
+                    self._rejected["type"] += len(list(run))
+
+    def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
+        for (medium, extra_key), events in _by_place(run):
+            self._record_together(take, events, medium, extra_key)
+
+    def _record_together(
+        self, take: Callable[[list[_E], Any, Any], None], events: list[_E], medium: Any, extra_key: Any
+    ) -> None:
+        """All at once where all are good; else one by one, so that only bad ones are dropped."""
+        try:
+            take(events, medium, extra_key)
+        except BadEventError as error:
+            if len(events) == 1:
+                self._rejected[error.reason] += 1
+                return
+            for event in events:
+                self._record_together(take, [event], medium, extra_key)
+
+    def _store(self, events: list[BlockStored], medium: Any, extra_key: Any) -> None:
+        tier = medium_index(medium)
+        check_extra_key(extra_key)
+        columns = self._columns(events)
+        tokens = self._page_tokens(events) if self._tokens is not None else None
+        queued = self._ledger.store(columns, extra_key, tier)
+        if self._tokens is not None and tokens is not None:
+            self._tokens.extend(entry for entry, is_queued in zip(tokens, queued, strict=True) if is_queued)
+            if self._hand_over.is_broken:
+                self._tokens.clear()
+
+    def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
+        tier = medium_index(medium)
+        check_extra_key(extra_key)
+        self._ledger.remove(removed_words(events), extra_key, tier)
+
+    def _columns(self, events: list[BlockStored]) -> StoredColumns:
+        if len(events) > 1 or events[0].sequence_hashes:
+            return stored_columns(events, self._block_size)
+        event, parent = events[0], None
+        if event.parent_block_hash is not None:
+            parent = self._ledger.sequence_hash(_integer(event.parent_block_hash), event.extra_key)
+            if parent is None:
+                raise BadEventError("unidentified", f"parent {event.parent_block_hash} is not held")
+        return derived_columns(event, self._block_size, parent)
+
+    def _page_tokens(self, events: list[BlockStored]) -> list[PageTokens]:
+        entries: list[PageTokens] = []
+        for event in events:
+            rows = [row.astype("<u4").tobytes() for row in token_rows(event, self._block_size)]
+            rows = rows or [b""] * len(event.block_hashes)
+            entries.extend(PageTokens(row, event.extra_key) for row in rows)
+        return entries
+
+    # --- the drain --------------------------------------------------------------------------------------------------
+
+    def take(self) -> TakenChanges:
+        """The oldest changes that fit one batch; in flight from now on."""
+        with self._lock:
+            changes = self._hand_over.peek(self._limits.pages)
+            changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
+            self._hand_over.take(len(changes.kinds))
+            tokens = None
+            if self._tokens is not None:
+                tokens = [self._tokens.popleft() for _ in range(int((changes.kinds < REMOVAL).sum()))]
+            is_last = self._hand_over.num_queued == 0
+            return TakenChanges(changes, tokens, self._ledger.digest() if is_last else None)
+
+    def confirm(self) -> None:
+        """What was in flight was delivered."""
+        with self._lock:
+            self._hand_over.confirm()
+
+    def restart(self) -> HeldPages:
+        """Drop what waits and queue anew behind the copy of the ledger that this returns."""
+        with self._lock:
+            self._hand_over.restart()
+            if self._tokens is not None:
+                self._tokens.clear()
+            return self._ledger.copy()
+
+    def close(self) -> None:
+        """Refuse events from now on."""
+        with self._lock:
+            self._is_closed = True
+
+    @property
+    def num_queued(self) -> int:
+        """Page changes that wait."""
+        return self._hand_over.num_queued
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the queue overflowed and a snapshot has still to begin."""
+        return self._hand_over.is_broken
+
+    def digest(self) -> Digest:
+        """What the worker holds now."""
+        with self._lock:
+            return self._ledger.digest()
+
+    def queue_stats(self) -> QueueStats:
+        """Page changes by where they are."""
+        with self._lock:
+            return self._hand_over.stats()
+
+    def counts(self) -> dict[str, int]:
+        """Pages ever, by what became of them, and `held`: distinct pages now."""
+        with self._lock:
+            return {**self._ledger.counts(), "held": self._ledger.num_pages}
+
+    @property
+    def has_rejected(self) -> bool:
+        """Whether an event was ever dropped."""
+        return bool(self._rejected)
+
+    def rejected(self) -> dict[str, int]:
+        """Events dropped, by reason."""
+        with self._lock:
+            return dict(self._rejected)
+
+    def check(self) -> None:
+        """Recount the ledger from scratch. Raises AssertionError with both figures."""
+        with self._lock:
+            self._ledger.check()
+
+
+def _by_place(run: list[_E]) -> Iterator[tuple[tuple[Any, Any], list[_E]]]:
+    """Neighbours of one medium and namespace. Values that cannot be compared stand alone."""
+    try:
+        if len({event.medium for event in run}) == 1 and len({event.extra_key for event in run}) == 1:
+            yield _place(run[0]), run
+            return
+        stretches = [len(list(same)) for _, same in groupby(run, _place)]
+    except (TypeError, ValueError):
+        stretches = [1] * len(run)
+    start = 0
+    for length in stretches:
+        yield _place(run[start]), run[start : start + length]
+        start += length
+
+
+def _integer(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise BadEventError("type", f"parent_block_hash: {error}") from None

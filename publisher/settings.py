@@ -1,0 +1,102 @@
+"""Settings of a publisher: read once, from arguments or `KVSIGHT_*` variables, frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kv_events.errors import InvalidValueError
+from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
+from kv_events.streams import CONTROL_TOPIC, DEFAULT_TENANT, EVENTS_TOPIC, StreamId
+
+_PREFIX = "KVSIGHT_"
+_RECORD_OVERHEAD_BYTES = 4096
+"""Room that a record needs besides its pages: names, digest, framing."""
+
+
+class PublisherSettings(BaseSettings):
+    """What one `EventPublisher` needs to know. Raises InvalidValueError naming the variable of a bad value."""
+
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
+
+    model: str = Field(min_length=1, max_length=MAX_NAME_BYTES)
+    worker: str = Field(min_length=1, max_length=MAX_NAME_BYTES)
+    tenant: str = Field(default=DEFAULT_TENANT, min_length=1, max_length=MAX_NAME_BYTES)
+    dp_rank: int = Field(default=0, ge=0, le=MAX_DP_RANK)
+    block_size: int = Field(ge=1, le=MAX_BLOCK_SIZE)
+    """Tokens a page."""
+
+    kafka: str | None = None
+    """Bootstrap servers, `host:port,...`; None: no Kafka."""
+    log_folder: Path | None = None
+    """Folder of an event log to write; None: none."""
+    events_topic: str = EVENTS_TOPIC
+    control_topic: str = CONTROL_TOPIC
+    topic_partitions: int = Field(default=8, ge=1)
+    """Partitions of the events topic, should it have to be made."""
+    topic_replication: int = Field(default=1, ge=1)
+    compression: Literal["none", "lz4", "zstd"] = "none"
+
+    with_tokens: bool = False
+    """Send token ids and extra keys along: for debugging, at the price of privacy and bytes."""
+    ledger_pages: int = Field(default=4_000_000, ge=1, le=2**30)
+    """Largest number of pages the worker may hold; what goes beyond is not published."""
+    queue_pages: int = Field(default=1_000_000, ge=1, le=2**30)
+    """Bound on page changes that wait or are in flight."""
+    batch_pages: int = Field(default=4096, ge=1, le=MAX_PAGES_PER_BATCH)
+    batch_bytes: int = Field(default=262_144, ge=1024, le=MAX_RECORD_BYTES - _RECORD_OVERHEAD_BYTES)
+    linger_ms: float = Field(default=5.0, ge=0)
+    """How long a batch may wait for company."""
+    inflight_batches: int = Field(default=32, ge=1)
+    """Most records handed to the sink at once."""
+    heartbeat_s: float = Field(default=2.0, gt=0)
+    resync_min_interval_s: float = Field(default=1.0, ge=0)
+    resync_jitter_s: float = Field(default=0.5, ge=0)
+    """A resync that was asked for waits a random time up to this, so that workers do not answer all at once."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _first_error(error) from None
+
+    @model_validator(mode="after")
+    def _names_fit_the_wire(self) -> Self:
+        for field in ("model", "worker", "tenant"):
+            name: str = getattr(self, field)
+            try:
+                num_bytes = len(name.encode())
+            except UnicodeEncodeError:
+                raise InvalidValueError(_variable(field), name, "text that UTF-8 can hold") from None
+            if num_bytes > MAX_NAME_BYTES:
+                raise InvalidValueError(_variable(field), name, f"at most {MAX_NAME_BYTES} bytes of UTF-8")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_fit_a_batch(self) -> Self:
+        needed = 4 * (self.block_size + 1) + 2048
+        if self.with_tokens and self.batch_bytes < needed:
+            expected = f"at least {needed}: one page of {self.block_size} tokens"
+            raise InvalidValueError(_variable("batch_bytes"), self.batch_bytes, expected)
+        return self
+
+    @property
+    def stream(self) -> StreamId:
+        """Name of the publisher's stream."""
+        return StreamId(self.model, self.tenant, self.worker, self.dp_rank)
+
+
+def _variable(field: str) -> str:
+    return f"{_PREFIX}{field.upper()}"
+
+
+def _first_error(error: ValidationError) -> InvalidValueError:
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidValueError):
+        return cause
+    value = None if first["type"] == "missing" else first["input"]
+    return InvalidValueError(_variable(str(first["loc"][0])), value, first["msg"])

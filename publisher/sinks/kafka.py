@@ -1,0 +1,192 @@
+"""Sink of the distributed mode: a Kafka topic, and another one for requests.
+
+The producer is idempotent: what it was given is sent until it arrives, once and in order, however long the broker is
+away. So `send` rather waits than fails, and the publisher's bounded queue takes the strain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import (
+    ConsumerStoppedError,
+    InvalidTopicError,
+    KafkaConnectionError,
+    KafkaError,
+    MessageSizeTooLargeError,
+    RecordTooLargeError,
+    TopicAlreadyExistsError,
+    TopicAuthorizationFailedError,
+    for_code,
+)
+
+from kv_events.codec import decode_resync
+from kv_events.errors import InvalidValueError, RecordRejectedError
+from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.schema import ResyncRequest
+from publisher.settings import PublisherSettings
+from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
+
+log = logging.getLogger(__name__)
+
+_FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError, TopicAuthorizationFailedError)
+_FLUSH_S = 1.0
+_RETRY_S = 1.0
+
+
+class KafkaSink:
+    """Sends to `events_topic`, listens to `control_topic` from its end; makes both if they are missing."""
+
+    def __init__(self, settings: PublisherSettings) -> None:
+        if settings.kafka is None:
+            raise InvalidValueError("KVSIGHT_KAFKA", None, "host:port of a broker")
+        if settings.compression != "none" and importlib.util.find_spec("cramjam") is None:
+            expected = "none, or the package cramjam installed (pip install 'kvsight[compression]')"
+            raise InvalidValueError("KVSIGHT_COMPRESSION", settings.compression, expected)
+        self._settings = settings
+        self._bootstrap = settings.kafka
+        self._producer: Any = None
+        self._consumer: Any = None
+        self._records: Sequence[OutRecord] = ()  # of the call in progress, or interrupted
+        self._acknowledged: list[asyncio.Future[Any]] = []  # one for each of them that the producer has
+
+    async def start(self) -> None:
+        """Connect both ways."""
+        try:
+            await self._make_topics()
+            await self._start_producer()
+            await self._start_consumer()
+        except (KafkaError, OSError) as error:
+            await self.stop()
+            raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {error}") from error
+
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        """Several records in flight, awaited together. Handed the same sequence again, goes on where it was cut."""
+        if records is not self._records:
+            self._records, self._acknowledged = records, []
+        try:
+            if self._producer is None:
+                await self._start_producer()
+            for record in records[len(self._acknowledged) :]:
+                self._acknowledged.append(await self._hand_over(record))
+            await asyncio.gather(*self._acknowledged)
+        except _FOR_GOOD as error:
+            raise SinkRejectedError(f"Kafka at {self._bootstrap}: {error}") from error
+        except (KafkaError, OSError) as error:
+            await self._stop_producer()  # its idempotent session may be lost; a new one begins anew
+            raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {error!r}") from error
+        self._records, self._acknowledged = (), []
+
+    async def stop(self) -> None:
+        """Flush for at most a second, then disconnect."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            await _stop_consumer(consumer)
+        await self._stop_producer()
+
+    async def requests(self) -> AsyncIterator[ResyncRequest]:
+        """What comes on the control topic; messages that are none are skipped."""
+        while self._consumer is not None:
+            try:
+                message = await self._consumer.getone()
+            except ConsumerStoppedError:
+                return
+            except KafkaError as error:
+                log.warning("control topic %s: %s; listening again", self._settings.control_topic, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            request = _decoded(message.value)
+            if request is not None:
+                yield request
+
+    async def _hand_over(self, record: OutRecord) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = await self._producer.send(
+            self._settings.events_topic,
+            value=record.payload,
+            key=record.key,
+            timestamp_ms=record.timestamp_ms,
+        )
+        return future
+
+    async def _start_producer(self) -> None:
+        compression = self._settings.compression
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self._bootstrap,
+            enable_idempotence=True,
+            acks="all",
+            compression_type=None if compression == "none" else compression,
+            max_batch_size=MAX_RECORD_BYTES,
+        )
+        try:
+            await producer.start()
+        except BaseException:
+            await producer.stop()
+            raise
+        self._producer = producer
+        self._acknowledged = []
+
+    async def _stop_producer(self) -> None:
+        """aiokafka cannot stop without a flush, and a flush waits for the broker."""
+        producer, self._producer = self._producer, None
+        if producer is None:
+            return
+        with contextlib.suppress(TimeoutError, KafkaError):
+            await asyncio.wait_for(producer.stop(), _FLUSH_S)
+            return
+        await producer._sender.close()
+        await producer.client.close()
+
+    async def _start_consumer(self) -> None:
+        topic = self._settings.control_topic
+        partitions = await self._producer.partitions_for(topic)
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self._bootstrap,
+            group_id=None,
+            enable_auto_commit=False,
+            auto_offset_reset="latest",
+        )
+        self._consumer = consumer
+        await consumer.start()
+        consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
+        await consumer.seek_to_end()
+
+    async def _make_topics(self) -> None:
+        admin = AIOKafkaAdminClient(bootstrap_servers=self._bootstrap)
+        try:
+            await admin.start()
+            replication = self._settings.topic_replication
+            response = await admin.create_topics(
+                [
+                    NewTopic(self._settings.events_topic, self._settings.topic_partitions, replication),
+                    NewTopic(self._settings.control_topic, 1, replication),
+                ]
+            )
+        finally:
+            await admin.close()
+        for topic, code, *_ in response.topic_errors:
+            if code not in (0, TopicAlreadyExistsError.errno):
+                raise KafkaConnectionError(f"topic {topic}: {for_code(code).__name__}")
+
+
+async def _stop_consumer(consumer: Any) -> None:
+    """While the broker is away, aiokafka lets the cancellation of its own fetch out, and skips the rest then."""
+    stopping = asyncio.ensure_future(consumer.stop())
+    await asyncio.wait({stopping}, timeout=_FLUSH_S)
+    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
+        stopping.cancel()
+        await consumer._client.close()
+
+
+def _decoded(value: bytes) -> ResyncRequest | None:
+    try:
+        return decode_resync(value)
+    except RecordRejectedError as error:
+        log.warning("control message skipped: %s", error)
+        return None

@@ -1,0 +1,51 @@
+"""Sink of the embedded mode: a `MemoryLog` of the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kv_events.memory_log import MemoryLog
+from kv_events.schema import ResyncRequest
+from publisher.sinks.base import OutRecord
+
+_MAX_WAITING_REQUESTS = 256
+"""Requests repeat and add nothing to one that waits, so what goes beyond may go."""
+
+
+class MemorySink:
+    """Appends to a `MemoryLog` and listens to its requests."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self._log = log
+        self._requests: asyncio.Queue[ResyncRequest] = asyncio.Queue(_MAX_WAITING_REQUESTS)
+        self._stop_listening: Callable[[], None] | None = None
+
+    async def start(self) -> None:
+        """Begin to listen."""
+        loop = asyncio.get_running_loop()
+        self._stop_listening = self._log.listen(lambda request: self._forward(loop, request))
+
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        """Durable as long as the process lives."""
+        for record in records:
+            self._log.append(record.key, record.payload, record.timestamp_ms)
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = None
+
+    async def requests(self) -> AsyncIterator[ResyncRequest]:
+        """Requests made on the log."""
+        while True:
+            yield await self._requests.get()
+
+    def _forward(self, loop: asyncio.AbstractEventLoop, request: ResyncRequest) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._take, request)
+
+    def _take(self, request: ResyncRequest) -> None:
+        if not self._requests.full():
+            self._requests.put_nowait(request)

@@ -1,0 +1,36 @@
+"""Everything the worker holds, as stores in an order that a reader of prefixes likes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.schema import NUM_MEDIA
+from publisher.change_kernels import order_by_prefix
+from publisher.hand_over import PageChanges
+from publisher.ledger import HeldPages
+
+
+def snapshot_changes(held: HeldPages) -> PageChanges:
+    """Stores of all pages held, medium by medium, parents before children, in as few chains as a walk finds."""
+    parents = _parent_entries(held)
+    order = np.empty(len(held.media), np.int64)
+    order = order[: order_by_prefix(held.media, parents, order)]
+    media = held.media[order]
+    on_medium = [order[media >> medium & 1 == 1] for medium in range(NUM_MEDIA)]
+    kinds = np.repeat(np.arange(NUM_MEDIA, dtype=np.uint8), [len(entries) for entries in on_medium])
+    rows = np.concatenate(on_medium)
+    return PageChanges(kinds, held.hashes[rows], held.block_hashes[rows], held.parents[rows])
+
+
+def _parent_entries(held: HeldPages) -> npt.NDArray[np.int64]:
+    """[n] entry of the page before each page, or -1 where that is not held."""
+    live = np.flatnonzero(held.media)
+    live = live[np.argsort(held.hashes[live])]
+    entries = np.full(len(held.media), -1, np.int64)
+    if len(live):
+        names = held.hashes[live]
+        places = np.minimum(np.searchsorted(names, held.parents), len(live) - 1)
+        found = (names[places] == held.parents) & (held.parents != 0)
+        entries[found] = live[places[found]]
+    return entries

@@ -1,0 +1,279 @@
+"""`EventPublisher` at work: tasks, threads, sinks that fail, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from waiting import async_wait_until, wait_until
+
+from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.memory_log import MemoryLog
+from kv_events.schema import BlockRemoved, BlockStored, ResyncRequest, SnapshotBegin, SnapshotEnd
+from publisher import (
+    EventPublisher,
+    OutRecord,
+    PublisherSettings,
+    PublisherStateError,
+    SinkRejectedError,
+    SinkUnavailableError,
+)
+from publisher.sinks import MemorySink
+
+
+class FaultySink(MemorySink):
+    """A memory sink that fails as told."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        super().__init__(log)
+        self.error: Exception | None = None
+        self.start_error: Exception | None = None
+        self.num_attempts = 0
+
+    async def start(self) -> None:
+        if self.start_error is not None:
+            raise self.start_error
+        await super().start()
+
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        self.num_attempts += 1
+        if self.error is not None:
+            raise self.error
+        await super().send(records)
+
+
+@pytest.fixture
+def log() -> MemoryLog:
+    return MemoryLog()
+
+
+@pytest.fixture
+def sink(log: MemoryLog) -> FaultySink:
+    return FaultySink(log)
+
+
+def make(sink: MemorySink, **settings: Any) -> EventPublisher:
+    values = {
+        "model": "m",
+        "worker": "w",
+        "block_size": 4,
+        "linger_ms": 1,
+        "ledger_pages": 10_000,
+        "resync_min_interval_s": 0,
+        "resync_jitter_s": 0,
+        **settings,
+    }
+    return EventPublisher(PublisherSettings(**values), sink)
+
+
+@pytest.fixture
+async def publisher(sink: FaultySink) -> AsyncIterator[EventPublisher]:
+    async with make(sink, queue_pages=100) as publisher:
+        yield publisher
+
+
+def stored(*names: int) -> BlockStored:
+    return BlockStored(list(names), None, [], 4, sequence_hashes=[name + 100 for name in names])
+
+
+def steps_of(log: MemoryLog) -> list[Any]:
+    batches = [decode_batch(record.payload) for record in log.read(0, 10_000)]
+    assert [batch.seq for batch in batches] == list(range(len(batches)))
+    return [step for batch in batches for step in batch.steps]
+
+
+def view_of(log: MemoryLog) -> set[int]:
+    """Pages that a reader of the whole log holds, on whatever medium."""
+    pages: set[int] = set()
+    named: set[int] | None = None
+    for step in steps_of(log):
+        match step:
+            case StoredPages():
+                pages.update(step.hashes.tolist())
+                if named is not None:
+                    named.update(step.hashes.tolist())
+            case RemovedPages():
+                pages.difference_update(step.hashes.tolist())
+            case SnapshotBegin():
+                named = set()
+            case SnapshotEnd():
+                assert named is not None
+                pages, named = named, None
+    return pages
+
+
+def reasons_of(log: MemoryLog) -> list[str]:
+    return [step.reason for step in steps_of(log) if isinstance(step, SnapshotBegin)]
+
+
+async def test_what_is_published_arrives_without_further_calls(publisher: EventPublisher, log: MemoryLog) -> None:
+    await async_wait_until(lambda: log.next_offset == 1)
+    publisher.publish([stored(1, 2)])
+    await async_wait_until(lambda: view_of(log) == {101, 102})
+    publisher.publish([BlockRemoved([1])])
+    await async_wait_until(lambda: view_of(log) == {102})
+
+
+async def test_tasks_bear_the_workers_name(publisher: EventPublisher, log: MemoryLog) -> None:
+    await async_wait_until(lambda: log.next_offset == 1)
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    assert {"publisher-drain:w", "publisher-control:w"} <= names
+
+
+async def test_an_idle_publisher_sends_heartbeats(sink: FaultySink, log: MemoryLog) -> None:
+    async with make(sink, heartbeat_s=0.02):
+        await async_wait_until(lambda: log.next_offset >= 4)
+    assert len(steps_of(log)) == 2
+
+
+async def test_a_sink_that_is_away_costs_the_engine_nothing_and_the_view_is_right_afterwards(
+    publisher: EventPublisher, sink: FaultySink, log: MemoryLog
+) -> None:
+    await async_wait_until(lambda: log.next_offset == 1)
+    sink.error = SinkUnavailableError("away")
+    publisher.publish([stored(1)])
+    await async_wait_until(lambda: sink.num_attempts >= 3)
+    assert not publisher.stats().is_sink_available
+    for i in range(2, 500):
+        publisher.publish([stored(i)])
+    publisher.publish([BlockRemoved([1])])
+    assert publisher.stats().queue.is_broken
+    sink.error = None
+    await async_wait_until(lambda: view_of(log) == set(range(102, 600)))
+    assert reasons_of(log) == ["start", "overflow"]
+    assert publisher.stats().is_sink_available
+
+
+async def test_a_sink_that_is_away_at_the_start_is_tried_again(sink: FaultySink, log: MemoryLog) -> None:
+    sink.start_error = SinkUnavailableError("not there yet")
+    async with make(sink) as publisher:
+        publisher.publish([stored(1)])
+        await async_wait_until(lambda: not publisher.stats().is_sink_available)
+        sink.start_error = None
+        await async_wait_until(lambda: view_of(log) == {101})
+
+
+async def test_records_refused_for_good_lead_to_a_snapshot(
+    publisher: EventPublisher, sink: FaultySink, log: MemoryLog
+) -> None:
+    await async_wait_until(lambda: log.next_offset == 1)
+    sink.error = SinkRejectedError("too large")
+    publisher.publish([stored(1)])
+    await async_wait_until(lambda: publisher.stats().rejected_records >= 1)
+    sink.error = None
+
+    def snapshot_arrived() -> bool:
+        batches = [decode_batch(record.payload) for record in log.read(0)]
+        return any(SnapshotBegin("rejected") in batch.steps for batch in batches)
+
+    await async_wait_until(snapshot_arrived)
+    last = decode_batch(log.read(0)[-1].payload)
+    assert last.digest.tolist()[0] == 1
+
+
+async def test_a_dead_task_is_seen_and_the_engine_goes_on(sink: FaultySink, caplog: pytest.LogCaptureFixture) -> None:
+    publisher = make(sink, queue_pages=10)
+    sink.error = RuntimeError("a mistake in a sink")
+    await publisher.start()
+    await async_wait_until(lambda: publisher.stats().failure is not None)
+    assert publisher.stats().failure == "RuntimeError('a mistake in a sink')"
+    assert "publisher-drain:w died" in caplog.text
+    for i in range(100):
+        publisher.publish([stored(i)])
+    report = await publisher.aclose(1)
+    assert report.unflushed_pages == 100
+
+
+async def test_requests_on_the_control_channel_lead_to_a_snapshot(publisher: EventPublisher, log: MemoryLog) -> None:
+    publisher.publish([stored(1)])
+    await async_wait_until(lambda: log.next_offset >= 1)
+    log.request(ResyncRequest(publisher.stream.key, publisher.epoch - 1, "old"))
+    log.request(ResyncRequest(publisher.stream.key, publisher.epoch, "gap"))
+    await async_wait_until(lambda: "gap" in reasons_of(log))
+    assert "old" not in reasons_of(log)
+
+
+async def test_closing_sends_what_waits_and_refuses_what_comes_later(sink: FaultySink, log: MemoryLog) -> None:
+    publisher = make(sink, linger_ms=60_000)
+    await publisher.start()
+    await async_wait_until(lambda: log.next_offset == 1)
+    publisher.publish([stored(1, 2, 3)])
+    assert await publisher.aclose() == (3, 0, 0)
+    assert view_of(log) == {101, 102, 103}
+    publisher.publish([stored(4)])
+    assert publisher.stats().rejected_events == {"closed": 1}
+
+
+async def test_closing_ends_in_time_and_says_what_was_not_sent(
+    sink: FaultySink, log: MemoryLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = make(sink, batch_pages=2, inflight_batches=1)
+    await publisher.start()
+    await async_wait_until(lambda: log.next_offset == 1)
+    sink.error = SinkUnavailableError("away")
+    publisher.publish([stored(1, 2, 3)])
+    await async_wait_until(lambda: publisher.stats().queue.in_flight == 2)
+    began = time.monotonic()
+    report = await publisher.aclose(deadline_s=0.1)
+    assert time.monotonic() - began < 5
+    assert report == (0, 3, 1)
+    assert "closed without sending all" in caplog.text
+
+
+async def test_a_publisher_never_started_says_what_it_holds_back(sink: FaultySink) -> None:
+    publisher = make(sink)
+    publisher.publish([stored(1, 2)])
+    assert (await publisher.aclose()).unflushed_pages > 0
+
+
+async def test_starting_twice_is_refused(publisher: EventPublisher) -> None:
+    with pytest.raises(PublisherStateError, match="publisher w was started before"):
+        await publisher.start()
+    with pytest.raises(PublisherStateError):
+        publisher.start_in_thread()
+    with pytest.raises(PublisherStateError, match="use aclose"):
+        publisher.close()
+
+
+def test_an_engine_without_a_loop_gets_a_thread(sink: FaultySink, log: MemoryLog) -> None:
+    with make(sink) as publisher:
+        publisher.publish([stored(1)])
+        wait_until(lambda: view_of(log) == {101})
+        assert "publisher:w" in [thread.name for thread in threading.enumerate()]
+    wait_until(lambda: "publisher:w" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_many_threads_may_publish_at_once(sink: FaultySink, log: MemoryLog) -> None:
+    publisher = make(sink, queue_pages=10_000)
+
+    def work(first: int) -> None:
+        for i in range(first, first + 200):
+            publisher.publish([stored(i)])
+            if i % 2:
+                publisher.publish([BlockRemoved([i])])
+
+    publisher.start_in_thread()
+    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report = publisher.close(deadline_s=10)
+    assert (report.unflushed_pages, report.unflushed_batches) == (0, 0)
+    publisher.check()
+    assert view_of(log) == {1000 * i + j + 100 for i in range(4) for j in range(0, 200, 2)}
+
+
+def test_publishing_after_the_thread_ended_is_harmless(sink: FaultySink, caplog: pytest.LogCaptureFixture) -> None:
+    publisher = make(sink)
+    publisher.start_in_thread()
+    publisher.close()
+    with caplog.at_level(logging.ERROR):
+        publisher.publish([stored(1)])
+        publisher.request_resync("operator")
+    assert caplog.records == []

@@ -1,0 +1,83 @@
+"""Page changes -> wire events."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
+from kv_events.limits import MAX_EVENTS_PER_BATCH
+from kv_events.schema import AllBlocksCleared
+from kv_events.streams import StreamId
+from publisher.change_kernels import CLEARED, REMOVAL
+from publisher.hand_over import PageChanges
+from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
+
+STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
+
+
+def changes(*rows: tuple[int, int, int]) -> PageChanges:
+    """Rows of kind, sequence hash and parent; block hashes are the sequence hashes plus 1000."""
+    kinds, hashes, parents = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
+    return PageChanges(kinds.astype(np.uint8), hashes, hashes + np.uint64(1000), parents)
+
+
+def read(events: list[bytes]) -> list[object]:
+    return decode_batch(encode_batch(STREAM, 16, 1, 0, 0.0, events, bytes(64))).steps
+
+
+def test_neighbours_of_one_kind_become_one_event() -> None:
+    steps = read(pack(changes((0, 1, 0), (0, 2, 1), (2, 3, 0), (REMOVAL, 1, 0), (REMOVAL, 2, 0), (0, 5, 0))))
+    assert [(type(s), s.medium, s.hashes.tolist()) for s in steps] == [
+        (StoredPages, 0, [1, 2]),
+        (StoredPages, 2, [3]),
+        (RemovedPages, 0, [1, 2]),
+        (StoredPages, 0, [5]),
+    ]
+    assert steps[0].block_hashes.tolist() == [1001, 1002]
+
+
+def test_a_chain_begins_where_a_pages_parent_is_not_the_page_before() -> None:
+    (step,) = read(pack(changes((0, 1, 7), (0, 2, 1), (0, 3, 2), (0, 4, 1), (0, 5, 0), (0, 6, 5))))
+    begins = np.unpackbits(step.chain_starts, count=6, bitorder="little").tolist()
+    assert begins == [1, 0, 0, 1, 1, 0]
+    assert step.parents.tolist() == [7, 1, 0]
+
+
+def test_every_clear_is_an_event_of_its_own() -> None:
+    assert read(pack(changes((CLEARED, 0, 0), (CLEARED, 0, 0)))) == [AllBlocksCleared(), AllBlocksCleared()]
+
+
+def test_no_changes_are_no_events() -> None:
+    assert pack(changes((0, 1, 0)).part(0, 0)) == []
+
+
+def test_tokens_go_with_the_pages_and_extra_keys_split_events() -> None:
+    tokens = [PageTokens(b"aaaa", None), PageTokens(b"bbbb", None), PageTokens(b"cccc", "salt")]
+    events = pack(changes((0, 1, 0), (REMOVAL, 9, 0), (0, 2, 1), (0, 3, 0)), tokens)
+    assert [bytes(c) in events[0] for c in (b"aaaa", b"bbbb")] == [True, False]
+    assert [b"aaaa" in e for e in events] == [True, False, False, False]
+    assert [b"bbbb" in e for e in events] == [False, False, True, False]
+    assert [b"cccc" in e and b"salt" in e for e in events] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("num_pages", [4, 8, 64, 4096])
+def test_ordinary_chains_keep_the_wire_budget(num_pages: int) -> None:
+    rows = [(1, i + 1, i if i % 4 else 10**18 + i) for i in range(num_pages)]
+    record = encode_batch(STREAM, 16, 2**60, 2**20, 1.7e9, pack(changes(*rows)), bytes(64))
+    assert len(record) <= 24 * num_pages + 200
+
+
+def test_a_batch_is_cut_by_bytes_and_never_larger() -> None:
+    rows = changes(*[(i // 5 % 3, i + 1, 10**18) for i in range(1000)])
+    for max_bytes in (1, 500, 5000, 50_000):
+        count = BatchLimits(pages=1000, bytes=max_bytes).fitting(rows)
+        assert 1 <= count <= 1000
+        assert count == 1 or sum(map(len, pack(rows.part(0, count)))) <= max_bytes
+        assert count == 1000 or max_bytes < 100 or count * 25 > (max_bytes - 2 * EVENT_BYTES) / 3
+
+
+def test_a_batch_has_never_more_events_than_a_reader_takes() -> None:
+    rows = changes(*[(i % 2, i + 1, 0) for i in range(2 * MAX_EVENTS_PER_BATCH)])
+    count = BatchLimits(pages=10**6, bytes=10**6).fitting(rows)
+    assert len(pack(rows.part(0, count))) == MAX_EVENTS_PER_BATCH - 2

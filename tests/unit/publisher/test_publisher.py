@@ -1,0 +1,336 @@
+"""`EventPublisher` without tasks: what is published, when, and what a reader can prove by it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch, encode_event
+from kv_events.hashing import namespace_seed, sequence_hashes
+from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.memory_log import MemoryLog
+from kv_events.schema import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ResyncRequest,
+    SnapshotBegin,
+    SnapshotEnd,
+    StorageMedium,
+)
+from publisher import EventPublisher, OutRecord, PublisherSettings
+from publisher.sinks import MemorySink
+
+NOW = 1_700_000_000.0
+
+
+def make(**settings: Any) -> EventPublisher:
+    """A publisher whose first, empty snapshot is out."""
+    values = {"model": "m", "worker": "w", "block_size": 4, "resync_jitter_s": 0, "ledger_pages": 10_000, **settings}
+    publisher = EventPublisher(PublisherSettings(**values), MemorySink(MemoryLog()))
+    (first,) = publisher.take_records(NOW)
+    assert steps_of([first]) == [SnapshotBegin("start"), SnapshotEnd()]
+    return publisher
+
+
+def stored(*names: int, parent: int | None = None, **fields: Any) -> BlockStored:
+    """Pages whose sequence hashes are their block hashes plus 100."""
+    values = {"sequence_hashes": [name + 100 for name in names], **fields}
+    return BlockStored(list(names), parent, [], 4, **values)
+
+
+def batches_of(records: list[OutRecord]) -> list[DecodedBatch]:
+    return [decode_batch(record.payload) for record in records]
+
+
+def steps_of(records: list[OutRecord]) -> list[Any]:
+    return [step for batch in batches_of(records) for step in batch.steps]
+
+
+def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
+    return steps_of(publisher.take_records(now, force=True))
+
+
+def test_every_epoch_begins_with_a_snapshot_numbered_zero() -> None:
+    publisher = make()
+    publisher.publish([stored(1)])
+    (batch,) = batches_of(publisher.take_records(NOW, force=True))
+    assert (batch.seq, batch.epoch, batch.stream) == (1, publisher.epoch, publisher.stream)
+    assert batch.timestamp == NOW
+
+
+def test_events_wait_for_company_until_the_linger_time_is_over() -> None:
+    publisher = make(linger_ms=10)
+    publisher.publish([stored(1)])
+    assert publisher.take_records(NOW) == []
+    publisher.publish([stored(2, parent=1)])
+    assert publisher.take_records(NOW + 0.009) == []
+    (step,) = steps_of(publisher.take_records(NOW + 0.011))
+    assert step.hashes.tolist() == [101, 102]
+
+
+def test_a_full_batch_does_not_wait() -> None:
+    publisher = make(linger_ms=10_000, batch_pages=4)
+    publisher.publish([stored(*range(10))])
+    assert [len(step.hashes) for step in steps_of(publisher.take_records(NOW))] == [4, 4]
+    assert [len(step.hashes) for step in drain(publisher)] == [2]
+
+
+def test_every_batch_of_a_large_event_carries_the_digest_after_its_last_page() -> None:
+    publisher = make(batch_pages=3)
+    publisher.publish([stored(*range(1, 9)), BlockRemoved([1, 2, 3])])
+    counts = [batch.digest.tolist()[0] for batch in batches_of(publisher.take_records(NOW, force=True))]
+    assert counts == [3, 6, 7, 5]
+
+
+def test_pages_of_one_prompt_stored_one_by_one_travel_as_one_chain() -> None:
+    publisher = make()
+    publisher.publish([stored(1), stored(2, parent=1), stored(3, parent=2)])
+    publisher.publish([stored(4, parent=3)])
+    (step,) = drain(publisher)
+    assert step.hashes.tolist() == [101, 102, 103, 104]
+    assert step.parents.tolist() == [0]
+
+
+def test_a_child_names_its_parent_by_the_sequence_hash() -> None:
+    publisher = make()
+    publisher.publish([stored(1, 2)])
+    drain(publisher)
+    publisher.publish([stored(7, parent=2)])
+    (step,) = drain(publisher)
+    assert step.parents.tolist() == [102]
+
+
+def test_an_unknown_parent_is_counted_and_harmless() -> None:
+    publisher = make()
+    publisher.publish([stored(7, parent=2)])
+    (step,) = drain(publisher)
+    assert step.parents.tolist() == [0]
+    assert publisher.stats().pages["parent_unknown"] == 1
+
+
+def test_what_changes_nothing_is_counted_and_not_published() -> None:
+    publisher = make()
+    publisher.publish([stored(1), stored(1), BlockRemoved([9]), BlockRemoved([1], StorageMedium.DISK)])
+    assert len(drain(publisher)) == 1
+    pages = publisher.stats().pages
+    assert (pages["stored"], pages["stored_again"], pages["removed_unknown"]) == (1, 1, 2)
+
+
+def test_equal_block_hashes_of_two_namespaces_are_two_pages() -> None:
+    publisher = make()
+    publisher.publish([stored(1), stored(1, extra_key="x", sequence_hashes=[555]), BlockRemoved([1])])
+    steps = drain(publisher)
+    assert [step.hashes.tolist() for step in steps] == [[101, 555], [101]]
+    assert publisher.stats().pages["held"] == 1
+
+
+def test_a_page_under_two_block_hashes_leaves_with_the_last_of_them() -> None:
+    publisher = make()
+    publisher.publish([stored(1), stored(2, sequence_hashes=[101])])
+    publisher.publish([BlockRemoved([1])])
+    assert [step.hashes.tolist() for step in drain(publisher)] == [[101]]
+    publisher.publish([BlockRemoved([2])])
+    (step,) = drain(publisher)
+    assert isinstance(step, RemovedPages)
+    publisher.check()
+
+
+def test_pages_without_sequence_hashes_are_named_from_their_tokens() -> None:
+    publisher = make()
+    tokens = np.arange(12, dtype=np.uint32)
+    names = sequence_hashes(tokens, 4, namespace_seed(cache_salt="salt")).tolist()
+    first = BlockStored([1, 2], None, tokens[:8].tolist(), 4, extra_key="salt")
+    second = BlockStored([3], 2, tokens[8:].tolist(), 4, extra_key="salt")
+    orphan = BlockStored([4], 77, tokens[8:].tolist(), 4, extra_key="salt")
+    publisher.publish([first, second, orphan])
+    (step,) = drain(publisher)
+    assert step.hashes.tolist() == names
+    assert publisher.stats().rejected_events == {"unidentified": 1}
+
+
+def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
+    publisher = make(ledger_pages=2)
+    publisher.publish([stored(1, 2, 3)])
+    (batch,) = batches_of(publisher.take_records(NOW, force=True))
+    assert batch.steps[0].hashes.tolist() == [101, 102]
+    assert batch.digest.tolist()[0] == 2
+    assert publisher.stats().pages["ledger_full"] == 1
+
+
+def test_a_clear_empties_the_view_and_the_ledger() -> None:
+    publisher = make()
+    publisher.publish([stored(1), AllBlocksCleared(), stored(2)])
+    batch = batches_of(publisher.take_records(NOW, force=True))[0]
+    assert [type(step) for step in batch.steps] == [StoredPages, AllBlocksCleared, StoredPages]
+    assert batch.digest.tolist()[0] == 1
+    publisher.check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (stored(5, medium="TAPE"), "medium"),
+        (stored(5, extra_key=7), "type"),
+        (BlockStored([5], None, [], 3, sequence_hashes=[5]), "block_size"),
+        (BlockStored("abc", None, [], 4), "type"),
+        (BlockStored([1.5], None, [], 4, sequence_hashes=[1]), "type"),
+        (BlockRemoved(None), "type"),
+        (BlockRemoved([2**64]), "hash_range"),
+        (stored(5, parent="x", sequence_hashes=[]), "type"),
+        (stored(5, medium=np.zeros(2)), "medium"),
+        ("BlockStored", "type"),
+        (None, "type"),
+    ],
+)
+def test_a_bad_event_is_dropped_and_counted_and_the_rest_goes_on(bad: Any, reason: str) -> None:
+    publisher = make()
+    publisher.publish([stored(1), bad, stored(2)])
+    assert [h for step in drain(publisher) for h in step.hashes.tolist()] == [101, 102]
+    assert publisher.stats().rejected_events == {reason: 1}
+    publisher.check()
+
+
+def test_bad_events_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    publisher = make()
+    for _ in range(50):
+        publisher.publish([None])  # type: ignore[list-item]
+    assert [r.getMessage() for r in caplog.records] == ["publisher w: engine events dropped so far: {'type': 1}"]
+
+
+def test_what_is_no_list_of_events_never_raises(caplog: pytest.LogCaptureFixture) -> None:
+    publisher = make()
+    with caplog.at_level(logging.CRITICAL):
+        publisher.publish(None)  # type: ignore[arg-type]
+    publisher.publish([stored(1)])
+    steps = drain(publisher)
+    assert steps[0] == SnapshotBegin("internal error")
+    assert steps[1].hashes.tolist() == [101]
+
+
+def test_an_overflow_leads_to_a_snapshot() -> None:
+    publisher = make(queue_pages=10)
+    publisher.publish([stored(*range(1, 9))])
+    publisher.publish([stored(*range(20, 25))])
+    publisher.publish([BlockRemoved([1])])
+    stats = publisher.stats().queue
+    assert (stats.queued, stats.dropped, stats.is_broken) == (0, 14, True)
+    begin, pages, end = drain(publisher)
+    assert (begin, end) == (SnapshotBegin("overflow"), SnapshotEnd())
+    assert sorted(pages.hashes.tolist()) == [*range(102, 109), *range(120, 125)]
+    assert not publisher.stats().queue.is_broken
+
+
+def test_the_bound_counts_what_was_taken_and_not_confirmed() -> None:
+    publisher = make(queue_pages=10)
+    publisher.publish([stored(*range(1, 9))])
+    publisher.take_records(NOW, force=True)
+    assert publisher.stats().queue.in_flight == 8
+    publisher.publish([stored(11, 12, 13)])
+    assert publisher.stats().queue.is_broken
+
+
+def test_snapshots_after_overflows_are_rate_limited() -> None:
+    publisher = make(queue_pages=2, resync_min_interval_s=5, heartbeat_s=100)
+    publisher.publish([stored(1, 2, 3)])
+    assert publisher.take_records(NOW + 4.9) == []
+    assert steps_of(publisher.take_records(NOW + 5))[0] == SnapshotBegin("overflow")
+
+
+def test_a_broken_streams_heartbeat_does_not_claim_to_be_right() -> None:
+    publisher = make(queue_pages=2, resync_min_interval_s=50, heartbeat_s=1)
+    publisher.publish([stored(1, 2, 3)])
+    (batch,) = batches_of(publisher.take_records(NOW + 2))
+    assert (batch.steps, batch.digest.tolist()[0]) == ([], 3)
+
+
+def test_an_idle_stream_sends_heartbeats() -> None:
+    publisher = make(heartbeat_s=2)
+    publisher.publish([stored(1)])
+    publisher.take_records(NOW, force=True)
+    assert publisher.take_records(NOW + 1.9) == []
+    (batch,) = batches_of(publisher.take_records(NOW + 2))
+    assert (batch.steps, batch.digest.tolist()[0]) == ([], 1)
+
+
+def test_a_large_snapshot_is_split_and_says_the_whole_digest() -> None:
+    publisher = make(batch_pages=3)
+    publisher.publish([stored(*range(1, 9), medium=m) for m in StorageMedium])
+    drain(publisher)
+    publisher.request_resync("operator")
+    batches = batches_of(publisher.take_records(NOW, force=True))
+    steps = [step for batch in batches for step in batch.steps]
+    assert (steps[0], steps[-1]) == (SnapshotBegin("operator"), SnapshotEnd())
+    assert sum(len(step.hashes) for step in steps[1:-1]) == 32
+    assert {tuple(batch.digest.tolist()[:4]) for batch in batches} == {(8, 8, 8, 8)}
+    assert [batch.seq for batch in batches] == list(range(batches[0].seq, batches[0].seq + len(batches)))
+
+
+def test_a_snapshot_of_shared_prefixes_has_one_chain_a_branch() -> None:
+    publisher = make()
+    publisher.publish([stored(1, 2, 3), stored(11, 12, parent=2), stored(21, 22, parent=2)])
+    drain(publisher)
+    publisher.request_resync("operator")
+    _, pages, _ = drain(publisher)
+    assert len(pages.parents) == 3
+
+
+def test_requests_of_other_streams_and_incarnations_are_ignored() -> None:
+    publisher = make()
+    key, epoch = publisher.stream.key, publisher.epoch
+    for request in (ResyncRequest(key, epoch - 1), ResyncRequest(key, epoch + 1), ResyncRequest("t/m/v/0", epoch)):
+        assert not publisher._outbox.answer(request, NOW)
+    assert drain(publisher) == []
+    assert publisher._outbox.answer(ResyncRequest(key, epoch, "gap"), NOW)
+    assert drain(publisher)[0] == SnapshotBegin("gap")
+
+
+def test_many_requests_lead_to_one_snapshot_in_an_interval() -> None:
+    publisher = make(resync_min_interval_s=5, heartbeat_s=100)
+    request = ResyncRequest(publisher.stream.key, publisher.epoch, "gap")
+    num_begun = 0
+    for tenth in range(100):
+        publisher._outbox.answer(request, NOW + tenth / 10)
+        num_begun += SnapshotBegin("gap") in steps_of(publisher.take_records(NOW + tenth / 10))
+    assert num_begun == 1
+
+
+def test_tokens_travel_only_when_asked_for() -> None:
+    event = BlockStored([1], None, [70_000, 1, 2, 3], 4, sequence_hashes=[9], extra_key="secret salt")
+    plain, with_tokens = make(), make(with_tokens=True)
+    for publisher in (plain, with_tokens):
+        publisher.publish([event, event, stored(2)])
+    (record,) = plain.take_records(NOW, force=True)
+    assert b"secret" not in record.payload
+    (record,) = with_tokens.take_records(NOW, force=True)
+    assert np.array([70_000, 1, 2, 3], "<u4").tobytes() in record.payload
+    assert b"secret salt" in record.payload
+    assert len(batches_of([record])[0].steps) == 2
+
+
+def test_records_with_tokens_keep_within_the_largest_record() -> None:
+    publisher = make(with_tokens=True, block_size=1024, batch_bytes=900_000)
+    for i in range(500):
+        publisher.publish([BlockStored([i], None, [2**31] * 1024, 1024, sequence_hashes=[i], extra_key=f"{i}" * 300)])
+    records = publisher.take_records(NOW, force=True)
+    assert max(len(record.payload) for record in records) <= MAX_RECORD_BYTES
+    assert sum(len(step.hashes) for step in steps_of(records)) == 500
+
+
+def test_records_carry_the_streams_key_and_the_time() -> None:
+    publisher = make()
+    publisher.publish([stored(1)])
+    (record,) = publisher.take_records(NOW, force=True)
+    assert (record.key, record.timestamp_ms, record.num_pages) == (b"default/m/w/0", int(NOW * 1000), 1)
+
+
+def test_snapshot_marks_are_what_readers_know() -> None:
+    assert encode_event(SnapshotBegin("start")) in make_first_payload()
+
+
+def make_first_payload() -> bytes:
+    publisher = EventPublisher(PublisherSettings(model="m", worker="w", block_size=4), MemorySink(MemoryLog()))
+    return publisher.take_records(NOW)[0].payload
