@@ -55,11 +55,10 @@ class Prompts:
 
     def event(self, num_pages: int, parent: int | None = None) -> BlockStored:
         """One event that stores a chain."""
-        names = self._random.integers(0, 2**63, 2 * num_pages).tolist()
+        names = self._random.integers(0, 2**63, num_pages).tolist()
+        sequence_hashes = self._random.bytes(8 * num_pages)
         tokens = [1] * (BLOCK_SIZE * num_pages)
-        return BlockStored(
-            names[:num_pages], parent, tokens, BLOCK_SIZE, None, StorageMedium.GPU, None, names[num_pages:]
-        )
+        return BlockStored(names, parent, tokens, BLOCK_SIZE, None, StorageMedium.GPU, None, sequence_hashes)
 
     def single_pages(self, num_events: int) -> list[BlockStored]:
         """A chain, one page an event."""

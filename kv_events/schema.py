@@ -50,8 +50,10 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
     """None means GPU."""
     extra_key: str | None = None
     """Namespace of the pages inside their worker. Equal block hashes under two extra keys are two pages."""
-    sequence_hashes: list[int] = []
-    """The router's names of the pages, unsigned 64-bit. Empty: the publisher derives them from the tokens."""
+    sequence_hashes: bytes = b""
+    """The router's names of the pages, u64 little-endian in a row. Empty: the publisher derives them from the tokens.
+
+    Bytes, because a cache makes one event a page: what the garbage collector need not look at costs half as much."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -78,10 +78,10 @@ def stored_columns(events: Sequence[BlockStored], block_size: int) -> StoredColu
         lists = _hash_lists(events)
         lengths = _page_counts(events, lists, block_size)
         named = [event.sequence_hashes for event in events]
-        _check_lists(named)
-        if list(map(len, named)) != lengths:
-            raise BadEventError("hash_count", "as many sequence_hashes as block_hashes expected")
-        return _columns(events, lists, lengths, _unsigned_words(_joined(named)))
+        joined = b"".join(named)
+        if list(map(len, named)) != [8 * length for length in lengths]:
+            raise BadEventError("hash_count", "sequence_hashes: 8 bytes for each of block_hashes expected")
+        return _columns(events, lists, lengths, np.frombuffer(joined, "<u8"))
     except TypeError as error:
         raise BadEventError("type", str(error)) from None
     except OverflowError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from wire import words
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
@@ -40,7 +41,7 @@ def stored(draw: st.DrawFn) -> BlockStored:
     extra_key = draw(namespace)
     names = [name_of(h, extra_key) for h in hashes]
     parent = draw(st.none() | block)
-    return BlockStored(hashes, parent, [], 4, None, draw(medium), extra_key, names)
+    return BlockStored(hashes, parent, [], 4, None, draw(medium), extra_key, words(names))
 
 
 removed = st.builds(BlockRemoved, st.lists(block, min_size=1, max_size=4), medium, namespace)
@@ -199,7 +200,7 @@ def test_a_snapshot_names_parents_before_children_on_every_tier(
     parent_of, tiers_of = {}, [set() for _ in MEDIA]
     for prompt, tier in prompts:
         names = [int("1" + "".join(map(str, prompt[: i + 1]))) for i in range(len(prompt))]
-        publisher.publish([BlockStored(names, None, [], 4, None, MEDIA[tier], None, names)])
+        publisher.publish([BlockStored(names, None, [], 4, None, MEDIA[tier], None, words(names))])
         parent_of.update(zip(names, [0, *names[:-1]], strict=True))
         tiers_of[tier].update(names)
     for tier, names in enumerate(tiers_of):

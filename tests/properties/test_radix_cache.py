@@ -226,7 +226,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert (event.extra_key, block) not in self.replayed
         assert parent is None or (event.extra_key, parent) in self.replayed
         assert len(event.token_ids) == event.block_size == self.page_size
-        self.replayed[event.extra_key, block] = (event.sequence_hashes[0], parent)
+        self.replayed[event.extra_key, block] = (int.from_bytes(event.sequence_hashes, "little"), parent)
 
 
 TestRadixCache = RadixCacheMachine.TestCase

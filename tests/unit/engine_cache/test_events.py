@@ -5,6 +5,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from wire import words
 
 from engine_cache import (
     BasePrefixCache,
@@ -54,7 +55,7 @@ def test_a_store_is_one_event_a_page_chained_to_the_page_before_it():
     hashes = [-3488128144981237669, 5674439469042975057, -1307369107475853156]
     sequence = rolling(list(range(1, 13)), 4)
     assert cache.take_events() == [
-        BlockStored([h], parent, [i, i + 1, i + 2, i + 3], 4, None, StorageMedium.GPU, None, [s])
+        BlockStored([h], parent, [i, i + 1, i + 2, i + 3], 4, None, StorageMedium.GPU, None, words([s]))
         for h, parent, i, s in zip(hashes, [None, *hashes], (1, 5, 9), sequence, strict=False)
     ]
 
@@ -67,7 +68,7 @@ def test_bigram_pages_carry_pairs():
     assert first.block_hashes == [-1303529142941650691]
     assert (second.token_ids, second.block_hashes) == ([(3, 4), (4, 5)], [7461429976246528554])
     assert second.parent_block_hash == first.block_hashes[0]
-    assert first.sequence_hashes + second.sequence_hashes == rolling([1, 2, 3, 4, 5], 2, width=3)
+    assert first.sequence_hashes + second.sequence_hashes == words(rolling([1, 2, 3, 4, 5], 2, width=3))
 
 
 def test_a_namespace_is_named_and_seeds_the_sequence_hashes():
@@ -76,7 +77,7 @@ def test_a_namespace_is_named_and_seeds_the_sequence_hashes():
     (stored,) = cache.take_events()
     assert stored.extra_key == "x"
     assert stored.block_hashes == [-3488128144981237669]
-    assert stored.sequence_hashes == [0x32D40E0B05E9F0AE]
+    assert stored.sequence_hashes == words([0x32D40E0B05E9F0AE])
     cache.evict(EvictParams(4))
     assert cache.take_events() == [BlockRemoved([-3488128144981237669], StorageMedium.GPU, "x")]
 
@@ -84,7 +85,7 @@ def test_a_namespace_is_named_and_seeds_the_sequence_hashes():
 def test_the_owner_says_what_an_extra_key_means():
     cache = make_cache(seed_of_extra_key=lambda key: namespace_seed(lora_name=key))
     insert(cache, [1, 2, 3, 4], "ad")
-    assert cache.take_events()[0].sequence_hashes == [0xE31F2294523CAC4F]
+    assert cache.take_events()[0].sequence_hashes == words([0xE31F2294523CAC4F])
 
 
 def test_hashes_are_kept_on_the_node_with_events_on():
@@ -189,7 +190,7 @@ def test_resident_pages_are_listed_parents_first_with_all_names():
             event.token_ids,
             event.extra_key,
         )
-        assert [page.sequence_hash] == event.sequence_hashes
+        assert words([page.sequence_hash]) == event.sequence_hashes
         seen.add(page.block_hash)
     assert events == {}
 
@@ -204,4 +205,4 @@ def test_event_values_are_plain_python():
     cache = make_cache()
     cache.insert(InsertParams(RadixKey(np.arange(4, dtype=np.uint32))))
     (event,) = cache.take_events()
-    assert {type(v) for v in (*event.block_hashes, *event.token_ids, *event.sequence_hashes)} == {int}
+    assert {type(v) for v in (*event.block_hashes, *event.token_ids)} == {int}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from waiting import async_wait_until, wait_until
+from wire import words
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
@@ -78,7 +79,7 @@ async def publisher(sink: FaultySink) -> AsyncIterator[EventPublisher]:
 
 
 def stored(*names: int) -> BlockStored:
-    return BlockStored(list(names), None, [], 4, sequence_hashes=[name + 100 for name in names])
+    return BlockStored(list(names), None, [], 4, sequence_hashes=words([name + 100 for name in names]))
 
 
 def steps_of(log: MemoryLog) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from wire import words
 
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch, encode_event
 from kv_events.hashing import namespace_seed, sequence_hashes
@@ -38,7 +39,7 @@ def make(**settings: Any) -> EventPublisher:
 
 def stored(*names: int, parent: int | None = None, **fields: Any) -> BlockStored:
     """Pages whose sequence hashes are their block hashes plus 100."""
-    values = {"sequence_hashes": [name + 100 for name in names], **fields}
+    values = {"sequence_hashes": words([name + 100 for name in names]), **fields}
     return BlockStored(list(names), parent, [], 4, **values)
 
 
@@ -122,7 +123,7 @@ def test_what_changes_nothing_is_counted_and_not_published() -> None:
 
 def test_equal_block_hashes_of_two_namespaces_are_two_pages() -> None:
     publisher = make()
-    publisher.publish([stored(1), stored(1, extra_key="x", sequence_hashes=[555]), BlockRemoved([1])])
+    publisher.publish([stored(1), stored(1, extra_key="x", sequence_hashes=words([555])), BlockRemoved([1])])
     steps = drain(publisher)
     assert [step.hashes.tolist() for step in steps] == [[101, 555], [101]]
     assert publisher.stats().pages["held"] == 1
@@ -130,7 +131,7 @@ def test_equal_block_hashes_of_two_namespaces_are_two_pages() -> None:
 
 def test_a_page_under_two_block_hashes_leaves_with_the_last_of_them() -> None:
     publisher = make()
-    publisher.publish([stored(1), stored(2, sequence_hashes=[101])])
+    publisher.publish([stored(1), stored(2, sequence_hashes=words([101]))])
     publisher.publish([BlockRemoved([1])])
     assert [step.hashes.tolist() for step in drain(publisher)] == [[101]]
     publisher.publish([BlockRemoved([2])])
@@ -175,12 +176,12 @@ def test_a_clear_empties_the_view_and_the_ledger() -> None:
     [
         (stored(5, medium="TAPE"), "medium"),
         (stored(5, extra_key=7), "type"),
-        (BlockStored([5], None, [], 3, sequence_hashes=[5]), "block_size"),
+        (BlockStored([5], None, [], 3, sequence_hashes=words([5])), "block_size"),
         (BlockStored("abc", None, [], 4), "type"),
-        (BlockStored([1.5], None, [], 4, sequence_hashes=[1]), "type"),
+        (BlockStored([1.5], None, [], 4, sequence_hashes=words([1])), "type"),
         (BlockRemoved(None), "type"),
         (BlockRemoved([2**64]), "hash_range"),
-        (stored(5, parent="x", sequence_hashes=[]), "type"),
+        (stored(5, parent="x", sequence_hashes=b""), "type"),
         (stored(5, medium=np.zeros(2)), "medium"),
         ("BlockStored", "type"),
         (None, "type"),
@@ -299,7 +300,7 @@ def test_many_requests_lead_to_one_snapshot_in_an_interval() -> None:
 
 
 def test_tokens_travel_only_when_asked_for() -> None:
-    event = BlockStored([1], None, [70_000, 1, 2, 3], 4, sequence_hashes=[9], extra_key="secret salt")
+    event = BlockStored([1], None, [70_000, 1, 2, 3], 4, sequence_hashes=words([9]), extra_key="secret salt")
     plain, with_tokens = make(), make(with_tokens=True)
     for publisher in (plain, with_tokens):
         publisher.publish([event, event, stored(2)])
@@ -314,7 +315,9 @@ def test_tokens_travel_only_when_asked_for() -> None:
 def test_records_with_tokens_keep_within_the_largest_record() -> None:
     publisher = make(with_tokens=True, block_size=1024, batch_bytes=900_000)
     for i in range(500):
-        publisher.publish([BlockStored([i], None, [2**31] * 1024, 1024, sequence_hashes=[i], extra_key=f"{i}" * 300)])
+        publisher.publish(
+            [BlockStored([i], None, [2**31] * 1024, 1024, sequence_hashes=words([i]), extra_key=f"{i}" * 300)]
+        )
     records = publisher.take_records(NOW, force=True)
     assert max(len(record.payload) for record in records) <= MAX_RECORD_BYTES
     assert sum(len(step.hashes) for step in steps_of(records)) == 500

@@ -1,0 +1,220 @@
+"""The API over HTTP: `python -m benchmarks.bench_http [--json FILE]`
+
+102,400 pages of 100 prompts, 16 workers that hold every prompt to another depth. Each request asks for 1,000 pages of
+16 tokens. The server (uvicorn, uvloop) has a process of its own, callers are keep-alive connections on loopback;
+"in the handler" is the same route without a server and without HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import uvloop
+
+from api.app import create_app
+from api.hot import HotRoutes
+from api.server import running_server
+from api.settings import ApiSettings
+from benchmarks.report import Figure, figure, main
+from indexer.applier import Applier
+from indexer.consumer import Consumer
+from indexer.dead_letters import DeadLetters
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from indexer.sources.memory import MemorySource
+from indexer.views import ViewState
+from kv_events.codec import StoredPages
+from kv_events.hashing import sequence_hashes
+from kv_events.memory_log import MemoryLog
+from kv_events.streams import StreamId
+
+PROMPTS, PAGES, PAGE_TOKENS, WORKERS, ASKED_PAGES = 100, 1024, 16, 16, 1000
+SEQUENTIAL, CALLERS, PER_CALLER = 400, 8, 100
+_DAY_S = 86_400.0
+_SEED = 1
+
+
+class Request(NamedTuple):
+    """One kind of request, a body for each prompt."""
+
+    name: str
+    path: str
+    content_type: str
+    bodies: list[bytes]
+    goal: str
+
+
+def prompts() -> list[np.ndarray]:
+    """uint32[PAGES * PAGE_TOKENS] each."""
+    random = np.random.default_rng(_SEED)
+    return list(random.integers(0, 128_000, (PROMPTS, PAGES * PAGE_TOKENS), dtype=np.uint32))
+
+
+def requests() -> list[Request]:
+    """The kinds that are compared."""
+    asked = [tokens[: ASKED_PAGES * PAGE_TOKENS] for tokens in prompts()]
+    hashes = [sequence_hashes(tokens, PAGE_TOKENS) for tokens in asked]
+    json, msgpack = "application/json", "application/msgpack"
+    return [
+        Request("JSON tokens", "/query", json, [_body(msgspec.json, token_ids=t.tolist()) for t in asked], ""),
+        Request("packed tokens", "/query", msgpack, [_body(msgspec.msgpack, token_ids=t.tobytes()) for t in asked], ""),
+        Request(
+            "JSON hashes", "/query_by_hash", json, [_body(msgspec.json, seq_hashes=h.tolist()) for h in hashes], "< 1"
+        ),
+        Request(
+            "packed hashes",
+            "/query_by_hash",
+            msgpack,
+            [_body(msgspec.msgpack, seq_hashes=h.tobytes()) for h in hashes],
+            "< 1",
+        ),
+    ]
+
+
+def _body(codec: Any, **prompt: Any) -> bytes:
+    body: bytes = codec.encode({"model_name": "m", **prompt})
+    return body
+
+
+def filled_consumer() -> Consumer:
+    """Views that never expire; worker w holds the first (w + 1) / WORKERS of each prompt."""
+    settings = IndexerSettings(max_pages=2**18, worker_ttl_s=_DAY_S, forget_after_s=_DAY_S)
+    consumer = Consumer(MemorySource(MemoryLog()), Applier(Namespaces(settings), DeadLetters()), settings)
+    starts = np.zeros(PAGES // 8, np.uint8)
+    starts[0] = 1
+    views = [consumer.namespaces.add_view(StreamId("m", "default", f"w{w}", 0), PAGE_TOKENS) for w in range(WORKERS)]
+    for tokens in prompts():
+        hashes = sequence_hashes(tokens, PAGE_TOKENS)
+        event = StoredPages(0, hashes, hashes, starts, np.zeros(1, np.uint64))
+        for number, view in enumerate(views):
+            view.index.store(view.number, event, 0, PAGES * (number + 1) // WORKERS)
+            view.state, view.heard_at = ViewState.LIVE, time.time()
+    return consumer
+
+
+# --- the server's process ---
+
+
+def _serve(pipe: Connection) -> None:
+    async def run() -> None:
+        settings = ApiSettings(port=0)
+        async with running_server(create_app(filled_consumer(), settings), settings) as url:
+            pipe.send(url)
+            await asyncio.to_thread(pipe.recv)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+@contextmanager
+def server_process() -> Iterator[str]:
+    """URL of a server that lives as long as the block."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        ours.send(None)
+        process.join()
+
+
+# --- callers ---
+
+
+class Caller:
+    """One keep-alive connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(cls, url: str) -> Caller:
+        parts = urlsplit(url)
+        return cls(*await asyncio.open_connection(parts.hostname, parts.port))
+
+    async def ask(self, request: Request, number: int) -> float:
+        """Seconds from the first byte out to the last byte in."""
+        body = request.bodies[number % PROMPTS]
+        head = (
+            f"POST {request.path} HTTP/1.1\r\nhost: bench\r\n"
+            f"content-type: {request.content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        began = time.perf_counter()
+        self._writer.write(head.encode() + body)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        await self._reader.readexactly(length)
+        if not answer.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"{request.name}: {answer!r}")
+        return time.perf_counter() - began
+
+
+async def over_http(url: str, request: Request) -> list[Figure]:
+    """Latency of one caller, and what several get together."""
+    caller = await Caller.connect(url)
+    seconds = [await caller.ask(request, number) for number in range(SEQUENTIAL + 20)][20:]
+    callers = [await Caller.connect(url) for _ in range(CALLERS)]
+
+    async def work(each: Caller, first: int) -> None:
+        for number in range(first, first + PER_CALLER):
+            await each.ask(request, number)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work(each, i * PER_CALLER) for i, each in enumerate(callers)))
+    rate = CALLERS * PER_CALLER / (time.perf_counter() - began)
+    milliseconds = [1000 * s for s in seconds]
+    return [
+        figure(f"{request.name}: one caller", "ms", milliseconds),
+        figure(f"{request.name}: one caller, p99", "ms", [float(np.percentile(milliseconds, 99))]),
+        figure(f"{request.name}: {CALLERS} callers", "requests/s", [rate]),
+    ]
+
+
+# --- without HTTP ---
+
+
+async def in_handler(consumer: Consumer, request: Request) -> Figure:
+    """The route alone, called as an ASGI application."""
+    endpoint = HotRoutes(consumer, ApiSettings().max_body_bytes).endpoints()[request.path]
+    scope = {"type": "http", "headers": [(b"content-type", request.content_type.encode())]}
+    statuses, milliseconds = set(), []
+
+    async def send(message: Any) -> None:
+        statuses.add(message.get("status", 200))
+
+    for number in range(SEQUENTIAL):
+        message = {"type": "http.request", "body": request.bodies[number % PROMPTS], "more_body": False}
+
+        async def receive(message: Any = message) -> Any:
+            return message
+
+        began = time.perf_counter()
+        await endpoint(scope, receive, send)
+        milliseconds.append(1000 * (time.perf_counter() - began))
+    if statuses != {200}:
+        raise RuntimeError(f"{request.name}: statuses {statuses}")
+    return figure(f"{request.name}: in the handler", "ms", milliseconds, request.goal)
+
+
+def run() -> list[Figure]:
+    """Every figure."""
+    kinds, consumer = requests(), filled_consumer()
+    figures = [asyncio.run(in_handler(consumer, request)) for request in kinds]
+    with server_process() as url:
+        for request in kinds:
+            figures += asyncio.run(over_http(url, request))
+    return figures
+
+
+if __name__ == "__main__":
+    main("the API over HTTP", run)

@@ -1,0 +1,44 @@
+"""The comparison of a view with its cache finds what is different."""
+
+from __future__ import annotations
+
+from wire import words
+
+from engine_cache import EvictParams
+from kv_events.schema import BlockStored, StorageMedium
+from simulation.direct import DirectFleet
+
+
+def _fleet(make_fleet, prompts) -> DirectFleet:
+    fleet = make_fleet(workers=1)
+    fleet.trial.workers[0].serve(prompts.request(160))
+    return fleet
+
+
+def _divergence(fleet: DirectFleet) -> int:
+    return fleet.trial.report(0.0).divergent_pages
+
+
+def test_a_view_that_heard_everything_does_not_diverge(make_fleet, prompts) -> None:
+    fleet = _fleet(make_fleet, prompts)
+    fleet.deliver(0)
+    assert _divergence(fleet) == 0
+
+
+def test_pages_that_the_router_has_not_heard_of_count(make_fleet, prompts) -> None:
+    assert _divergence(_fleet(make_fleet, prompts)) == 10
+
+
+def test_pages_that_the_cache_has_lost_in_silence_count(make_fleet, prompts) -> None:
+    fleet = _fleet(make_fleet, prompts)
+    fleet.deliver(0)
+    fleet.trial.workers[0].cache.evict(EvictParams(160))
+    assert _divergence(fleet) == 10
+
+
+def test_pages_on_a_tier_where_the_cache_has_none_count(make_fleet, prompts) -> None:
+    fleet = _fleet(make_fleet, prompts)
+    publisher = fleet.trial.workers[0].publisher
+    publisher.publish([BlockStored([7], None, [], 16, None, StorageMedium.CPU, None, words([77]))])
+    fleet.deliver(0)
+    assert _divergence(fleet) == 1
