@@ -1,6 +1,6 @@
 """The index in process: queries, applying, memory. `python -m benchmarks.bench_index [--json FILE]`
 
-1M distinct pages of 123 prompts, 64 workers x 4 tiers, batches of 64 pages. "known" queries ask for prompts that are held;
+1M distinct pages of 123 prompts, 64 workers x 4 tiers, batches of 64 pages. "known" queries ask for what is held;
 every query asks for another prompt than the one before, so that no answer comes from the processor's caches alone.
 """
 

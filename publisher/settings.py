@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
+from kv_events.settings import KvsightSettings, variable
 from kv_events.streams import CONTROL_TOPIC, DEFAULT_TENANT, EVENTS_TOPIC, StreamId
 
-_PREFIX = "KVSIGHT_"
 _RECORD_OVERHEAD_BYTES = 4096
 """Room that a record needs besides its pages: names, digest, framing."""
 
 
-class PublisherSettings(BaseSettings):
+class PublisherSettings(KvsightSettings):
     """What one `EventPublisher` needs to know. Raises InvalidValueError naming the variable of a bad value."""
-
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
 
     model: str = Field(min_length=1, max_length=MAX_NAME_BYTES)
     worker: str = Field(min_length=1, max_length=MAX_NAME_BYTES)
@@ -57,12 +54,6 @@ class PublisherSettings(BaseSettings):
     resync_jitter_s: float = Field(default=0.5, ge=0)
     """A resync that was asked for waits a random time up to this, so that workers do not answer all at once."""
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise _first_error(error) from None
-
     @model_validator(mode="after")
     def _names_fit_the_wire(self) -> Self:
         for field in ("model", "worker", "tenant"):
@@ -70,9 +61,9 @@ class PublisherSettings(BaseSettings):
             try:
                 num_bytes = len(name.encode())
             except UnicodeEncodeError:
-                raise InvalidValueError(_variable(field), name, "text that UTF-8 can hold") from None
+                raise InvalidValueError(variable(field), name, "text that UTF-8 can hold") from None
             if num_bytes > MAX_NAME_BYTES:
-                raise InvalidValueError(_variable(field), name, f"at most {MAX_NAME_BYTES} bytes of UTF-8")
+                raise InvalidValueError(variable(field), name, f"at most {MAX_NAME_BYTES} bytes of UTF-8")
         return self
 
     @model_validator(mode="after")
@@ -80,23 +71,10 @@ class PublisherSettings(BaseSettings):
         needed = 4 * (self.block_size + 1) + 2048
         if self.with_tokens and self.batch_bytes < needed:
             expected = f"at least {needed}: one page of {self.block_size} tokens"
-            raise InvalidValueError(_variable("batch_bytes"), self.batch_bytes, expected)
+            raise InvalidValueError(variable("batch_bytes"), self.batch_bytes, expected)
         return self
 
     @property
     def stream(self) -> StreamId:
         """Name of the publisher's stream."""
         return StreamId(self.model, self.tenant, self.worker, self.dp_rank)
-
-
-def _variable(field: str) -> str:
-    return f"{_PREFIX}{field.upper()}"
-
-
-def _first_error(error: ValidationError) -> InvalidValueError:
-    first = error.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidValueError):
-        return cause
-    value = None if first["type"] == "missing" else first["input"]
-    return InvalidValueError(_variable(str(first["loc"][0])), value, first["msg"])

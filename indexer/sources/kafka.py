@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -20,6 +20,7 @@ _FETCH_WAIT_MS = 100
 _PROBE_TIMEOUT_S = 3.0
 _MAX_RECORDS = 2000
 _PARTITION_BYTES = 4 * 2**20
+_STOP_S = 1.0
 
 
 class KafkaSource:
@@ -86,10 +87,10 @@ class KafkaSource:
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             max_partition_fetch_bytes=_PARTITION_BYTES,
         )
-        self._clients.push_async_callback(self._consumer.stop)
+        self._clients.push_async_callback(_stop_client, self._consumer.stop, self._consumer._client.close)
         await self._consumer.start()
         self._producer = AIOKafkaProducer(bootstrap_servers=self._bootstrap, acks="all", enable_idempotence=True)
-        self._clients.push_async_callback(self._producer.stop)
+        self._clients.push_async_callback(_stop_client, self._producer.stop, self._producer.client.close)
         await self._producer.start()
         self._admin = AIOKafkaAdminClient(bootstrap_servers=self._bootstrap)
         self._clients.push_async_callback(self._admin.close)
@@ -110,3 +111,12 @@ class KafkaSource:
             kept[tp] = max(positions.get(tp.partition, 0), oldest[tp])
         for tp, offset in kept.items():
             self._consumer.seek(tp, offset)
+
+
+async def _stop_client(stop: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> None:
+    """While the broker is away, aiokafka's stop waits for it, or lets a cancellation of its own out half-way."""
+    stopping = asyncio.ensure_future(stop())
+    await asyncio.wait({stopping}, timeout=_STOP_S)
+    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
+        stopping.cancel()
+        await close()

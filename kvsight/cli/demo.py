@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from kvsight.cli.simulate import load_requests, policy_progress
 if TYPE_CHECKING:
     from api.settings import ApiSettings
     from simulation import Requests
+    from simulation.live import LiveFleet
     from simulation.requests import Request
 
 _NUM_REQUESTS = 1500
@@ -28,7 +30,9 @@ _SHOWN_RATE = 5.0
 
 def demo(
     port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
-    requests: Annotated[int, typer.Option(help="Requests of the compared workload.")] = _NUM_REQUESTS,
+    requests: Annotated[
+        int, typer.Option(help="Requests of the compared workload.", min=_WARM_REQUESTS + 1)
+    ] = _NUM_REQUESTS,
     should_exit: Annotated[bool, typer.Option("--exit", help="End after the first answer.")] = False,
 ) -> None:
     """See it work: a fleet of simulated engines, the index and the API, in this one process.
@@ -57,32 +61,41 @@ async def _run_live(workload: Sequence[Request], settings: ApiSettings, should_e
     """The same fleet behind the real API: publishers, a log in memory, the consumer, HTTP."""
     from api.app import create_app
     from api.server import running_server
+    from indexer.assembly import create_consumer
+    from indexer.settings import IndexerSettings
     from kv_events.memory_log import MemoryLog
     from simulation import SimulationSettings
-    from simulation.live import MemoryTransport, live_fleet
+    from simulation.live import MemoryTransport, publishing_fleet
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     fleet_settings = SimulationSettings(workers=_WORKERS, capacity_tokens=_CAPACITY_TOKENS, page_size=_PAGE_SIZE)
-    async with live_fleet(fleet_settings, "kv-aware", MemoryTransport(MemoryLog())) as fleet:
-        async with running_server(create_app(fleet.consumer, settings), settings) as url:
-            for request in workload[:_WARM_REQUESTS]:
-                fleet.trial.step(request)
-                await asyncio.sleep(0)
-            await fleet.settle()
-            shown = workload[_WARM_REQUESTS - 1]
-            await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
-            if should_exit:
-                return
-            err.print(f"open [link]{url}/docs[/link], {url}/workers, {url}/metrics; Ctrl-C ends the demo")
-            for request in [*workload[_WARM_REQUESTS:], *workload * 1000]:
-                fleet.trial.step(request)
-                try:
-                    await asyncio.wait_for(stop.wait(), 1 / _SHOWN_RATE)
-                except TimeoutError:
-                    continue
-                return
+    log = MemoryLog()
+    consumer = create_consumer(IndexerSettings(kafka=None, log_dir=None, redis=None, snapshot_dir=None), log)
+    async with (
+        running_server(create_app(consumer, settings), settings) as url,
+        publishing_fleet(fleet_settings, "kv-aware", MemoryTransport(log), consumer) as fleet,
+    ):
+        for request in workload[:_WARM_REQUESTS]:
+            fleet.trial.step(request)
+            await asyncio.sleep(0)
+        await fleet.settle()
+        await _show_answer(url, fleet_settings.model_of("kv-aware"), workload[:_WARM_REQUESTS][-1])
+        if not should_exit:
+            err.print(f"open {url}/docs, {url}/workers, {url}/metrics; Ctrl-C ends the demo")
+            await _go_on(fleet, workload[_WARM_REQUESTS:], stop)
+
+
+async def _go_on(fleet: LiveFleet, workload: Sequence[Request], stop: asyncio.Event) -> None:
+    """Serve at a pace that people can follow, over and over, until told to stop."""
+    for request in cycle(workload):
+        fleet.trial.step(request)
+        try:
+            await asyncio.wait_for(stop.wait(), 1 / _SHOWN_RATE)
+        except TimeoutError:
+            continue
+        return
 
 
 async def _show_answer(url: str, model: str, request: Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,9 +40,9 @@ def serve(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
 
-    given = {"kafka": kafka, "log_dir": log, "redis": redis, "snapshot_dir": snapshots}
+    given: dict[str, Any] = {"kafka": kafka, "log_dir": log, "redis": redis, "snapshot_dir": snapshots}
     consumer = create_consumer(IndexerSettings(**{name: value for name, value in given.items() if value is not None}))
-    address = {"host": host, "port": port}
+    address: dict[str, Any] = {"host": host, "port": port}
     settings = ApiSettings(**{name: value for name, value in address.items() if value is not None})
     err.print(f"kvsight listens on http://{settings.host}:{settings.port} (docs at /docs)")
     run_server(create_app(consumer, settings), settings)

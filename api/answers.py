@@ -1,0 +1,130 @@
+"""Questions -> scores -> an answer in the asker's dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from api.problems import ProblemError
+from api.questions import Question, Weights
+from api.schemas import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
+from indexer.freshness import Freshness
+from indexer.namespaces import Namespace, Namespaces
+from indexer.scores import TierTokens, WorkerScore, score
+from indexer.views import ViewState
+from kv_events.errors import InvalidValueError
+
+_MOST_NAMES = 20
+_TRUST = tuple(ViewState).index
+
+_encoder = msgspec.json.Encoder()
+
+
+def answer(question: Question, namespaces: Namespaces, freshness: Freshness, now: float) -> bytes:
+    """The answer as JSON. now: seconds since 1970. Raises ProblemError."""
+    found = _namespaces_of(question, namespaces)
+    scores = _merged(
+        s for namespace in found for s in score(namespace, question.hashes(namespace.key.block_size), freshness)
+    )
+    if question.is_peer:
+        return _encoder.encode(_peer_answer(scores, question.weights, now))
+    return _encoder.encode(_rfc_answer(scores, question, now))
+
+
+def _namespaces_of(question: Question, namespaces: Namespaces) -> list[Namespace]:
+    """One for each block size that may be meant: the peer's dialect does not say which."""
+    found = namespaces.find(question.model, question.tenant)
+    if not found:
+        raise _unknown_model(question, namespaces)
+    if question.block_size is None:
+        return found
+    sizes = sorted(namespace.key.block_size for namespace in found)
+    if question.block_size not in sizes:
+        expected = f"{' or '.join(map(str, sizes))}, which the workers of {question.model} use"
+        raise ProblemError.of_value(InvalidValueError("block_size", question.block_size, expected), 400, "block-size")
+    return [namespace for namespace in found if namespace.key.block_size == question.block_size]
+
+
+def _unknown_model(question: Question, namespaces: Namespaces) -> ProblemError:
+    group, model = ("routing_group", "model_name") if question.is_peer else ("tenant_id", "model")
+    known = sorted({f"{n.key.model} ({group}={n.key.tenant})" for n in namespaces})
+    names = ", ".join(known[:_MOST_NAMES]) + (f" and {len(known) - _MOST_NAMES} more" if known[_MOST_NAMES:] else "")
+    detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
+    return ProblemError(404, "unknown-model", detail, model, question.model)
+
+
+def _merged(scores: Iterable[WorkerScore]) -> list[WorkerScore]:
+    """One score a worker, also where its ranks use different block sizes."""
+    by_worker: dict[str, WorkerScore] = {}
+    for new in scores:
+        old = by_worker.get(new.worker)
+        by_worker[new.worker] = new if old is None else _sum_up(old, new)
+    return list(by_worker.values())
+
+
+def _sum_up(a: WorkerScore, b: WorkerScore) -> WorkerScore:
+    return WorkerScore(
+        a.worker,
+        TierTokens(*map(max, a.tiers, b.tiers)),
+        a.ranks | b.ranks,
+        max(a.state, b.state, key=_TRUST),
+        min(a.heard_at, b.heard_at),
+    )
+
+
+def age_ms(heard_at: float, now: float) -> int:
+    """Age of a view in whole milliseconds; a clock that was set back makes nothing younger than new."""
+    return max(0, round((now - heard_at) * 1000))
+
+
+def _device_tokens(worker: WorkerScore) -> dict[int, int]:
+    return {rank: tiers.gpu for rank, tiers in worker.ranks.items()}
+
+
+def _weighted(worker: WorkerScore, weights: Weights | None) -> float | UnsetType:
+    return UNSET if weights is None else worker.weighted(weights)
+
+
+def _peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float) -> PeerAnswer:
+    instances = {
+        worker.worker: PeerInstance(
+            longest_matched=worker.longest_matched,
+            gpu=worker.tiers.gpu,
+            dp=_device_tokens(worker),
+            cpu=worker.tiers.cpu,
+            disk=worker.tiers.external,  # as the peer counts: disk or external
+            external=worker.tiers.external,
+            state=worker.state.value,
+            age_ms=age_ms(worker.heard_at, now),
+            weighted=_weighted(worker, weights),
+        )
+        for worker in scores
+    }
+    return PeerAnswer(scores=dict(_on_device(scores)), instances=instances)
+
+
+def _on_device(scores: list[WorkerScore]) -> Iterator[tuple[str, dict[int, int]]]:
+    for worker in scores:
+        if worker.tiers.gpu:
+            yield worker.worker, {rank: tokens for rank, tokens in _device_tokens(worker).items() if tokens}
+
+
+def _rfc_answer(scores: list[WorkerScore], question: Question, now: float) -> RfcAnswer:
+    instances = {
+        worker.worker: RfcInstance(
+            longest_matched=worker.longest_matched,
+            gpu=worker.tiers.gpu,
+            cpu=worker.tiers.cpu,
+            disk=worker.tiers.external,
+            external=worker.tiers.external,
+            dp=_device_tokens(worker),
+            state=worker.state.value,
+            age_ms=age_ms(worker.heard_at, now),
+            weighted=_weighted(worker, question.weights),
+        )
+        for worker in scores
+        if question.instance is None or worker.worker == question.instance
+    }
+    return {question.tenant: instances}

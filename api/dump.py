@@ -1,0 +1,118 @@
+"""GET /dump: everything the views hold, in the running peer's shape, as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter
+from starlette.responses import StreamingResponse
+
+from api.held_pages import held_pages, parents_first
+from indexer.consumer import Consumer
+from indexer.index import HeldPages
+from indexer.namespaces import Namespace, NamespaceKey
+from indexer.views import View
+
+STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
+"""The peer's words for the tiers, fastest first."""
+
+_EVENTS_PER_CHUNK = 500
+
+_EXAMPLE = {
+    "m:default": {
+        "block_size": 16,
+        "events": [
+            {
+                "worker_id": "worker-0",
+                "storage_tier": "device",
+                "residency_domain": "worker",
+                "event": {
+                    "event_id": 0,
+                    "data": {
+                        "stored": {
+                            "parent_hash": None,
+                            "start_position": None,
+                            "blocks": [{"block_hash": 101, "tokens_hash": None, "mm_extra_info": None}],
+                        }
+                    },
+                    "dp_rank": 0,
+                },
+            }
+        ],
+    }
+}
+
+
+def dump_routes(consumer: Consumer) -> APIRouter:
+    """The one route of this module."""
+    router = APIRouter(tags=["workers"])
+    example = {"content": {"application/json": {"schema": {"type": "object"}, "example": _EXAMPLE}}}
+
+    @router.get("/dump", response_class=StreamingResponse, responses={200: example})
+    async def dump() -> StreamingResponse:
+        """A stored event for each page, worker and tier; parents come before their children.
+
+        `block_hash` is the page's sequence hash, unsigned; `tokens_hash` is not known here. The views go on while the
+        dump is written: each is of one moment up to 65,536 pages, not all of them together.
+        """
+        return StreamingResponse(_dump(consumer), media_type="application/json")
+
+    return router
+
+
+async def _dump(consumer: Consumer) -> AsyncIterator[bytes]:
+    namespaces = list(consumer.namespaces)
+    names = Counter(_name(namespace.key) for namespace in namespaces)
+    yield b"{"
+    for number, namespace in enumerate(namespaces):
+        name = _name(namespace.key)
+        if names[name] > 1:
+            name = f"{name}:{namespace.key.block_size}"
+        yield (b"," if number else b"") + msgspec.json.encode(name)
+        yield b':{"block_size":%d,"events":[' % namespace.key.block_size
+        separator = b""
+        async for chunk in _chunks(consumer, namespace):
+            yield separator + chunk
+            separator = b","
+        yield b"]}"
+    yield b"}"
+
+
+def _name(key: NamespaceKey) -> str:
+    return f"{key.model}:{key.tenant}"
+
+
+async def _chunks(consumer: Consumer, namespace: Namespace) -> AsyncIterator[bytes]:
+    """Events of every view, some hundreds at a time, comma between them."""
+    for view in list(namespace.views.values()):
+        slices = [held async for held in held_pages(consumer, view)]
+        if not slices:
+            continue
+        held = HeldPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))
+        # sorting takes its time: not in the event loop
+        order = await asyncio.to_thread(parents_first, held.hashes, held.parents)
+        for start in range(0, len(order), _EVENTS_PER_CHUNK):
+            part = order[start : start + _EVENTS_PER_CHUNK]
+            events = _events(view, HeldPages(held.hashes[part], held.parents[part], held.tiers[part]))
+            yield msgspec.json.encode(list(events))[1:-1]
+            await asyncio.sleep(0)
+
+
+def _events(view: View, held: HeldPages) -> Iterator[object]:
+    rows = zip(held.hashes.tolist(), held.parents.tolist(), held.tiers.tolist(), strict=True)
+    for sequence_hash, parent, tiers in rows:
+        block = {"block_hash": sequence_hash, "tokens_hash": None, "mm_extra_info": None}
+        stored = {"parent_hash": parent or None, "start_position": None, "blocks": [block]}
+        event = {"event_id": 0, "data": {"stored": stored}, "dp_rank": view.stream.dp_rank}
+        for tier, name in enumerate(STORAGE_TIERS):
+            if tiers >> tier & 1:
+                yield {
+                    "worker_id": view.stream.worker,
+                    "storage_tier": name,
+                    "residency_domain": "worker",
+                    "event": event,
+                }

@@ -1,0 +1,47 @@
+"""A worker's pages, slice by slice, while the views go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import numpy.typing as npt
+
+from indexer.consumer import Consumer
+from indexer.index import HeldPages
+from indexer.views import View
+from kv_events.hashing import U64Array
+
+_LONGEST_CHAIN_BITS = 32
+
+
+async def held_pages(consumer: Consumer, view: View) -> AsyncIterator[HeldPages]:
+    """What a stream holds; between two slices others run. Ends early when the stream is forgotten meanwhile."""
+    for held in view.index.held_pages(view.number):
+        yield held
+        await asyncio.sleep(0)
+        if consumer.namespaces.view(view.stream) is not view:
+            return
+
+
+def parents_first(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.intp]:
+    """Order in which no page comes before its parent, as far as the parent is among the pages.
+
+    hashes: uint64[n], distinct. parents: uint64[n], 0 for none. Returns intp[n], indices. A loop of parents, which no
+    honest publisher names, comes out in any order.
+    """
+    by_hash = np.argsort(hashes)
+    places = np.minimum(np.searchsorted(hashes, parents, sorter=by_hash), max(0, len(hashes) - 1))
+    ancestor = by_hash[places]
+    ancestor[hashes[ancestor] != parents] = -1
+    # depth by doubling: after round k, `depth` counts up to 2**k ancestors, and `ancestor` is the one beyond them
+    depth = (ancestor >= 0).astype(np.int64)
+    for _ in range(_LONGEST_CHAIN_BITS):
+        open_ends = np.flatnonzero(ancestor >= 0)
+        if not len(open_ends):
+            break
+        beyond = ancestor[open_ends]
+        depth[open_ends] += depth[beyond]
+        ancestor[open_ends] = ancestor[beyond]
+    return np.argsort(depth, kind="stable")

@@ -1,0 +1,113 @@
+"""The hot routes, from bytes to bytes: read, decode, hash, score, encode. No model is built on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.answers import answer
+from api.decoding import Codec, codec_of, decode_batch, decode_query
+from api.problems import ProblemError
+from api.questions import BY_ANY, BY_HASH, BY_TOKENS, question_of
+from indexer.consumer import Consumer
+from kv_events.errors import InvalidValueError
+
+MAX_QUERIES_PER_BATCH = 1024
+_SLICE_S = 0.001
+
+Handler = Callable[[bytes, Codec], Awaitable[bytes]]
+
+
+class _ClientGoneError(Exception):
+    """The caller hung up before the whole body came."""
+
+
+class HotRoutes:
+    """What the three routes share."""
+
+    def __init__(self, consumer: Consumer, max_body_bytes: int) -> None:
+        self._consumer = consumer
+        self._max_body_bytes = max_body_bytes
+
+    def endpoints(self) -> dict[str, HotEndpoint]:
+        """Path -> ASGI application for POST."""
+        handlers = {"/query": self._query, "/query_by_hash": self._query_by_hash, "/query/batch": self._batch}
+        return {path: HotEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
+
+    async def _query(self, body: bytes, codec: Codec) -> bytes:
+        return self._answer(body, codec, BY_TOKENS)
+
+    async def _query_by_hash(self, body: bytes, codec: Codec) -> bytes:
+        return self._answer(body, codec, BY_HASH)
+
+    async def _batch(self, body: bytes, codec: Codec) -> bytes:
+        queries = decode_batch(body, codec)
+        if len(queries) > MAX_QUERIES_PER_BATCH:
+            fault = InvalidValueError("len(queries)", len(queries), f"at most {MAX_QUERIES_PER_BATCH}")
+            raise ProblemError.of_value(fault)
+        results = []
+        slice_began = time.perf_counter()
+        for query in queries:
+            results.append(self._answer_or_problem(query, codec))
+            if time.perf_counter() - slice_began > _SLICE_S:
+                await asyncio.sleep(0)  # let events and other callers through
+                slice_began = time.perf_counter()
+        return b'{"results":[' + b",".join(results) + b"]}"
+
+    def _answer(self, data: bytes | msgspec.Raw, codec: Codec, wanted: Collection[str]) -> bytes:
+        question = question_of(decode_query(data, codec), wanted)
+        return answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
+
+    def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
+        try:
+            return self._answer(data, codec, BY_ANY)
+        except ProblemError as problem:
+            return msgspec.json.encode(problem.document())
+
+
+class HotEndpoint:
+    """One route as a bare ASGI application."""
+
+    def __init__(self, handler: Handler, max_body_bytes: int) -> None:
+        self._handler = handler
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            codec = codec_of(headers.get("content-type"))
+            body = await read_body(receive, headers.get("content-length"), self._max_body_bytes)
+            response = Response(await self._handler(body, codec), media_type="application/json")
+        except ProblemError as problem:
+            response = problem.response()
+        except _ClientGoneError:
+            return
+        await response(scope, receive, send)
+
+
+async def read_body(receive: Receive, content_length: str | None, limit: int) -> bytes:
+    """The whole body, at most `limit` bytes, whatever the caller announced. Raises ProblemError (413)."""
+    if content_length is not None and content_length.isdecimal() and int(content_length) > limit:
+        raise _too_large(limit)
+    chunks, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientGoneError
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ProblemError:
+    return ProblemError(413, "body-too-large", f"body: more than {limit} bytes", "body")

@@ -1,0 +1,130 @@
+"""Problem documents after RFC 9457: what callers get for every fault of theirs.
+
+`error` repeats `detail`, because clients of the running peer look there.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from msgspec import UNSET, UnsetType
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kv_events.errors import InvalidValueError, KvsightError
+
+MEDIA_TYPE = "application/problem+json"
+_LONGEST_VALUE = 80
+
+TITLES = {
+    "malformed-body": "The body cannot be read",
+    "missing-field": "A field is missing",
+    "invalid-value": "A value is not acceptable",
+    "block-size": "Nobody keeps pages of this size",
+    "salt-with-local-hashes": "A salt cannot be applied to hashes",
+    "unknown-model": "Nobody serves this model",
+    "unknown-worker": "No such worker",
+    "ambiguous-worker": "Several streams fit",
+    "content-type": "The content type is not supported",
+    "body-too-large": "The body is too large",
+    "unauthorized": "A token is needed",
+    "unavailable": "The service is not available",
+}
+
+
+class ProblemDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong, for people (`detail`) and for programs (`type`, `field`, `value`)."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    field: str | UnsetType = UNSET
+    value: bool | int | float | str | UnsetType | None = UNSET
+    error: str
+
+
+class ProblemError(KvsightError):
+    """A request that gets a problem document for an answer.
+
+    kind: key of `TITLES`, or "" for what an HTTP status says alone. field, value: what was wrong, where there is one.
+    """
+
+    def __init__(self, status: int, kind: str, detail: str, field: str | None = None, value: object = UNSET) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.kind = kind
+        self.detail = detail
+        self.field = field
+        self.value = value
+
+    @classmethod
+    def of_value(cls, error: InvalidValueError, status: int = 422, kind: str = "invalid-value") -> ProblemError:
+        """A value that is not acceptable."""
+        return cls(status, kind, str(error), error.field, error.value)
+
+    def document(self) -> ProblemDocument:
+        """What the caller gets."""
+        return ProblemDocument(
+            type=f"urn:kvsight:problem:{self.kind}" if self.kind else "about:blank",
+            title=TITLES[self.kind] if self.kind else HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=self.detail,
+            field=UNSET if self.field is None else self.field,
+            value=_shortened(self.value),
+            error=self.detail,
+        )
+
+    def response(self) -> Response:
+        """The document as an answer."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else None
+        body = msgspec.json.encode(self.document())
+        return Response(body, self.status, headers, media_type=MEDIA_TYPE)
+
+
+def _shortened(value: object) -> bool | int | float | str | UnsetType | None:
+    if isinstance(value, bool | float | UnsetType) or value is None:
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**64:
+        return value
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the application's routes with a problem document."""
+    app.add_exception_handler(ProblemError, _on_problem)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
+
+
+async def _on_problem(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProblemError)
+    return error.response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        detail = f"no such path: {request.url.path[:_LONGEST_VALUE]}"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        detail = f"{request.method[:_LONGEST_VALUE]} is not supported here"
+    response = ProblemError(error.status_code, "", detail).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_bad_parameter(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = str(first["loc"][-1])
+    fault = InvalidValueError(field, first.get("input"), _lower_first(first["msg"]).removeprefix("input should be "))
+    return ProblemError.of_value(fault).response()
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

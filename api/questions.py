@@ -1,0 +1,144 @@
+"""Request structs -> one form of question for both dialects, numbers checked and packed into arrays."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import UNSET
+
+from api.decoding import ITEMS, Query
+from api.problems import ProblemError
+from api.schemas import PeerQuery, RfcQuery, TierWeights
+from kv_events.errors import InvalidValueError
+from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
+from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
+from kv_events.streams import DEFAULT_TENANT
+
+TIERS = ("gpu", "cpu", "disk", "external")
+_HIGHEST_WEIGHT = 1e6
+
+Weights = tuple[float, ...]
+
+
+class _Kind(NamedTuple):
+    typecode: str
+    """Of `array`: packs a list in C and refuses what does not fit."""
+    dtype: str
+    """Of the packed bytes."""
+    low: int
+    high: int
+    most: int
+
+
+_KINDS = {
+    "token_ids": _Kind("I", "<u4", 0, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY),
+    "seq_hashes": _Kind("Q", "<u8", 0, 2**64 - 1, MAX_HASHES_PER_QUERY),
+    "block_hashes": _Kind("q", "<u8", -(2**63), 2**63 - 1, MAX_HASHES_PER_QUERY),
+}
+BY_TOKENS = ("token_ids",)
+BY_HASH = ("seq_hashes", "block_hashes")
+BY_ANY = BY_TOKENS + BY_HASH
+
+
+class Question(NamedTuple):
+    """How much of a prompt is held, and by whom?"""
+
+    model: str
+    tenant: str
+    field: str
+    """Key of `_KINDS`: what `numbers` are."""
+    numbers: npt.NDArray[Any]
+    """uint32[n] tokens, or uint64[n] hashes."""
+    lora_name: str | None
+    cache_salt: str | None
+    weights: Weights | None
+    """[4], fastest tier first."""
+    is_peer: bool
+    """Asked in the running peer's dialect."""
+    block_size: int | None
+    """Tokens a page, as the RFC's dialect says."""
+    instance: str | None
+    """The only worker of interest."""
+
+    def hashes(self, block_size: int) -> U64Array:
+        """uint64[pages]: the prompt's sequence hashes in a namespace of this block size."""
+        if self.field == "seq_hashes":
+            return self.numbers
+        seed = namespace_seed(self.lora_name, self.cache_salt)
+        if self.field == "block_hashes":
+            return rolling_hashes(self.numbers, seed)
+        return sequence_hashes(self.numbers, block_size, seed)
+
+
+def question_of(query: Query, wanted: Collection[str]) -> Question:
+    """Check a request. wanted: the fields that this route takes a prompt from. Raises ProblemError."""
+    if isinstance(query, PeerQuery):
+        return _question(query, wanted, query.model_name, query.routing_group, query.cache_salt)
+    salt = query.cache_salt or query.additionalsalt or query.additional_salt
+    model = query.modelname if query.model is UNSET else query.model
+    assert isinstance(model, str)  # the decoder saw to it
+    instance = None if query.instance_id is None else str(query.instance_id)
+    question = _question(query, wanted, model, query.tenant_id, salt)
+    return question._replace(is_peer=False, block_size=query.block_size, instance=instance)
+
+
+def _question(
+    query: PeerQuery[Any] | RfcQuery[Any], wanted: Collection[str], model: str, tenant: str | None, salt: str | None
+) -> Question:
+    field = _prompt_field(query, wanted)
+    if field == "block_hashes" and salt:
+        detail = "cache_salt: not accepted with block_hashes; send seq_hashes that are rolled with it, or token_ids"
+        raise ProblemError(400, "salt-with-local-hashes", detail, "cache_salt")
+    try:
+        numbers = _numbers(field, getattr(query, field))
+        weights = None if query.tier_weights is None else _weights(query.tier_weights)
+    except InvalidValueError as error:
+        raise ProblemError.of_value(error) from None
+    return Question(model, tenant or DEFAULT_TENANT, field, numbers, query.lora_name, salt, weights, True, None, None)
+
+
+def _prompt_field(query: Query, wanted: Collection[str]) -> str:
+    given = [field for field in wanted if getattr(query, field) is not UNSET]
+    if not given:
+        names = " or ".join(wanted)
+        raise ProblemError(422, "missing-field", f"{names}: missing", "|".join(wanted))
+    if len(given) > 1:
+        raise ProblemError(422, "invalid-value", f"{' and '.join(given)}: only one of them may be given", given[1])
+    return given[0]
+
+
+def _numbers(field: str, value: list[int] | bytes) -> npt.NDArray[Any]:
+    """Raises InvalidValueError naming the first element that does not fit."""
+    kind = _KINDS[field]
+    dtype = np.dtype(kind.dtype)
+    packed = isinstance(value, bytes)
+    if packed and len(value) % dtype.itemsize:
+        raise InvalidValueError(field, f"{len(value)} bytes", f"a multiple of {dtype.itemsize} bytes")
+    count = len(value) // dtype.itemsize if packed else len(value)
+    if count > kind.most:
+        raise InvalidValueError(f"len({field})", count, f"at most {kind.most}")
+    try:
+        return np.frombuffer(value if isinstance(value, bytes) else array(kind.typecode, value), dtype)
+    except OverflowError:
+        position = next(i for i, number in enumerate(value) if not kind.low <= number <= kind.high)
+        raise InvalidValueError(f"{field}[{position}]", value[position], ITEMS[field]) from None
+
+
+def _weights(given: TierWeights) -> Weights:
+    """Weights in the order of the tiers; a tier that is not named counts nothing. Raises InvalidValueError."""
+    if isinstance(given, dict):
+        by_tier = {name.lower(): weight for name, weight in given.items()}
+        if unknown := by_tier.keys() - set(TIERS):
+            raise InvalidValueError("tier_weights", min(unknown), f"names among {', '.join(TIERS)}")
+        weights = tuple(by_tier.get(tier, 0.0) for tier in TIERS)
+    else:
+        weights = given
+    for tier, weight in zip(TIERS, weights, strict=True):
+        if not (math.isfinite(weight) and 0 <= weight <= _HIGHEST_WEIGHT):
+            raise InvalidValueError(f"tier_weights.{tier}", weight, ITEMS["tier_weights"])
+    return weights

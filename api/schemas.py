@@ -1,0 +1,107 @@
+"""Requests and answers of the hot routes, as msgspec structs. Fields that are not named here are ignored.
+
+Two dialects: a request with `model_name` speaks the running peer's, one with `model` or `modelname` the RFC's.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+Numbers = TypeVar("Numbers")
+"""How lists of numbers may come: `list[int]` in JSON; in msgpack also as little-endian bytes."""
+
+TierWeights: TypeAlias = tuple[float, float, float, float] | dict[str, float]
+
+
+class Prompt(msgspec.Struct, Generic[Numbers], frozen=True, kw_only=True):
+    """What both dialects share. One of the first three says what is asked for."""
+
+    token_ids: Numbers | UnsetType = UNSET
+    """u32; msgpack: also packed."""
+    seq_hashes: Numbers | UnsetType = UNSET
+    """Rolling hashes, u64; msgpack: also packed."""
+    block_hashes: Numbers | UnsetType = UNSET
+    """Local hashes, i64; msgpack: also packed. Rolled here."""
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    tier_weights: TierWeights | None = None
+    """Weights of gpu, cpu, disk, external, in this order or by name: asks for `weighted`."""
+
+
+class PeerQuery(Prompt[Numbers], Generic[Numbers], frozen=True, kw_only=True):
+    """A question in the running peer's dialect."""
+
+    model_name: str
+    routing_group: str | None = None
+
+
+class RfcQuery(Prompt[Numbers], Generic[Numbers], frozen=True, kw_only=True):
+    """A question in the RFC's dialect."""
+
+    model: str | UnsetType = UNSET
+    modelname: str | UnsetType = UNSET
+    block_size: int
+    tenant_id: str | None = None
+    instance_id: str | int | None = None
+    """Ask for this worker alone."""
+    additionalsalt: str | None = None
+    additional_salt: str | None = None
+    """The cache salt where `cache_salt` is absent, in either spelling."""
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Enough of a question to know its dialect."""
+
+    model_name: Raw | UnsetType = UNSET
+
+
+class BatchQuery(msgspec.Struct, frozen=True):
+    """Several questions, each in either dialect."""
+
+    queries: list[Raw]
+
+
+class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker holds of a prompt, in tokens, cumulative from the fastest tier on."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[int, int]
+    """DP rank -> tokens on its device."""
+    cpu: int
+    disk: int
+    external: int
+    state: str
+    age_ms: int
+    weighted: float | UnsetType = UNSET
+
+
+class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer in the running peer's dialect."""
+
+    scores: dict[str, dict[int, int]]
+    """Worker -> DP rank -> tokens on its device, where there are any."""
+    frequencies: list[int] = []
+    """Always empty, as the peer's."""
+    instances: dict[str, PeerInstance]
+
+
+class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker holds of a prompt, in tokens, cumulative from the fastest tier on."""
+
+    longest_matched: int
+    gpu: int = msgspec.field(name="GPU")
+    cpu: int = msgspec.field(name="CPU")
+    disk: int = msgspec.field(name="DISK")
+    external: int = msgspec.field(name="EXTERNAL")
+    dp: dict[int, int] = msgspec.field(name="DP")
+    state: str
+    age_ms: int
+    weighted: float | UnsetType = UNSET
+
+
+RfcAnswer: TypeAlias = dict[str, dict[str, RfcInstance]]
+"""Tenant -> worker -> what it holds."""

@@ -1,0 +1,54 @@
+"""Routes about this process: alive, ready, measured."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from api.metrics import HttpMetrics
+from api.problems import ProblemError
+from indexer.consumer import Consumer
+
+
+class Status(BaseModel):
+    """All is well."""
+
+    status: str
+
+
+def service_routes(consumer: Consumer, metrics: HttpMetrics) -> APIRouter:
+    """Probes and metrics; open to callers without a token."""
+    router = APIRouter(tags=["service"])
+
+    @router.get("/health")
+    async def health() -> Status:
+        """200 while the consumer lives, 503 once it has failed: then only a restart helps."""
+        if consumer.failure is not None:
+            detail = f"the consumer has failed: {type(consumer.failure).__name__}"
+            raise ProblemError(503, "unavailable", detail)
+        return Status(status="ok")
+
+    @router.get("/ready")
+    async def ready() -> Status:
+        """200 once everything that was in the log at the start has been applied."""
+        if not consumer.ready:
+            raise ProblemError(503, "unavailable", _why_not_ready(consumer))
+        return Status(status="ready")
+
+    @router.get("/metrics", response_class=Response)
+    async def metrics_text() -> Response:
+        """Prometheus' text format."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return router
+
+
+def _why_not_ready(consumer: Consumer) -> str:
+    if consumer.failure is not None:
+        return f"the consumer has failed: {type(consumer.failure).__name__}"
+    if consumer.source_error is not None:
+        return "the log cannot be read"
+    lag = consumer.lag()
+    return "the log is not opened yet" if lag is None else f"catching up: {lag} records of the log to apply"

@@ -1,0 +1,248 @@
+"""Routes about workers: the list, one radix view page by page, a resync on demand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+
+from api.answers import age_ms
+from api.held_pages import held_pages
+from api.problems import ProblemError
+from indexer.consumer import Consumer
+from indexer.namespaces import Namespace, NamespaceKey
+from indexer.views import View, ViewState
+from kv_events.digest import digest_bytes
+from kv_events.limits import MAX_DP_RANK
+from kv_events.schema import MEDIA
+
+MAX_PAGES_PER_ANSWER = 10_000
+_MOST_NAMES = 20
+
+
+class Listener(BaseModel):
+    """One DP rank's stream, as this process sees it."""
+
+    endpoint: str
+    """Key of the stream on the log: tenant/model/worker/rank."""
+    status: str
+    """`active`, or `failed` once expired."""
+    state: ViewState
+    stale_reason: str
+    """Why the view is stale; "" otherwise."""
+    age_ms: int
+    epoch: int
+    """Incarnation of the publisher; -1: none yet."""
+    seq: int
+    """Number of the newest batch applied; -1: none yet."""
+    pages: dict[str, int]
+    """By medium."""
+    digest: str
+    """Hex of the 64 bytes that the publisher's batches must equal."""
+    counters: dict[str, int]
+
+
+class Worker(BaseModel):
+    """One worker of a namespace, in the running peer's shape, with what is added here."""
+
+    instance_id: str
+    source: str = "log"
+    status: str
+    model_name: str
+    routing_group: str
+    block_size: int
+    endpoints: dict[str, str]
+    """By DP rank."""
+    listeners: dict[str, Listener]
+    """By DP rank."""
+    state: ViewState
+    """The least trustworthy among the ranks."""
+    age_ms: int
+    """The oldest among the ranks."""
+
+
+class HeldPage(BaseModel):
+    """One page of a radix view."""
+
+    sequence_hash: int
+    parent: int | None
+    """Sequence hash of the page before; None: directly below the root, or not known."""
+    media: list[str]
+
+
+class RadixView(BaseModel):
+    """A part of what one worker stream holds."""
+
+    model_name: str
+    routing_group: str
+    block_size: int
+    dp_rank: int
+    state: ViewState
+    age_ms: int
+    epoch: int
+    seq: int
+    """The view moves on between two calls; equal epoch and seq mean that it did not."""
+    num_pages: int
+    """Pages in `pages` of this answer."""
+    pages: list[HeldPage]
+    next_cursor: int | None
+    """`cursor` of the next call; None: this was the end."""
+
+
+class ResyncAccepted(BaseModel):
+    """Streams whose publishers will be asked to name everything again."""
+
+    status: str = "requested"
+    streams: list[str]
+
+
+RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
+
+
+def worker_routes(consumer: Consumer) -> APIRouter:
+    """Coroutines all of them: they read the views, so they have to run in the consumer's event loop."""
+    router = APIRouter(tags=["workers"])
+
+    @router.get("/workers")
+    async def workers(model_name: str | None = None, routing_group: str | None = None) -> list[Worker]:
+        """Every worker, with the state of each of its ranks; no match: an empty list."""
+        return list(_workers(consumer, model_name, routing_group))
+
+    # worker names may hold slashes
+    @router.get("/workers/{worker:path}/view")
+    async def view(
+        worker: str,
+        dp_rank: RankFilter = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGES_PER_ANSWER)] = 1000,
+        cursor: Annotated[int, Query(ge=0, le=2**31)] = 0,
+    ) -> RadixView:
+        """What a worker stream holds, `limit` pages at a time, in no particular order."""
+        found = _one(_streams(consumer, worker, dp_rank, model, tenant), worker)
+        return await _radix_view(consumer, found, limit, cursor)
+
+    @router.post("/workers/{worker:path}/resync", status_code=202)
+    async def resync(
+        worker: str, dp_rank: RankFilter = None, model: str | None = None, tenant: str | None = None
+    ) -> ResyncAccepted:
+        """Ask a worker's publishers to name everything they hold again, at the next opportunity."""
+        views = _streams(consumer, worker, dp_rank, model, tenant)
+        for each in views:
+            consumer.demand_resync(each)
+        return ResyncAccepted(streams=[each.stream.key for each in views])
+
+    return router
+
+
+def _workers(consumer: Consumer, model: str | None, tenant: str | None) -> Iterator[Worker]:
+    now = time.time()
+    for namespace in consumer.namespaces:
+        if model in (None, namespace.key.model) and tenant in (None, namespace.key.tenant):
+            for name, views in _by_worker(namespace).items():
+                listeners = {str(view.stream.dp_rank): _listener(consumer, view, now) for view in views}
+                yield _worker(name, namespace.key, listeners)
+
+
+def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
+    by_worker: dict[str, list[View]] = {}
+    for view in sorted(namespace.views.values(), key=lambda view: view.stream):
+        by_worker.setdefault(view.stream.worker, []).append(view)
+    return by_worker
+
+
+def _worker(name: str, key: NamespaceKey, listeners: dict[str, Listener]) -> Worker:
+    return Worker(
+        instance_id=name,
+        status="active" if any(each.status == "active" for each in listeners.values()) else "failed",
+        model_name=key.model,
+        routing_group=key.tenant,
+        block_size=key.block_size,
+        endpoints={rank: each.endpoint for rank, each in listeners.items()},
+        listeners=listeners,
+        state=max((each.state for each in listeners.values()), key=tuple(ViewState).index),
+        age_ms=max(each.age_ms for each in listeners.values()),
+    )
+
+
+def _listener(consumer: Consumer, view: View, now: float) -> Listener:
+    state = consumer.freshness.state(view)
+    return Listener(
+        endpoint=view.stream.key,
+        status="failed" if state is ViewState.EXPIRED else "active",
+        state=state,
+        stale_reason=view.stale_reason,
+        age_ms=age_ms(view.heard_at, now),
+        epoch=view.epoch,
+        seq=view.next_seq - 1,
+        pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+        digest=digest_bytes(view.index.digest(view.number)).hex(),
+        counters=asdict(view.counters),
+    )
+
+
+def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:
+    """The views that a caller means. Raises ProblemError (404) when there is none."""
+    found = [
+        view
+        for view in consumer.namespaces.views
+        if view.stream.worker == worker
+        and dp_rank in (None, view.stream.dp_rank)
+        and model in (None, view.stream.model)
+        and tenant in (None, view.stream.tenant)
+    ]
+    if found:
+        return found
+    known = sorted({view.stream.key for view in consumer.namespaces.views})
+    detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_few(known)}"
+    raise ProblemError(404, "unknown-worker", detail, "worker", worker)
+
+
+def _one(views: list[View], worker: str) -> View:
+    if len(views) == 1:
+        return views[0]
+    names = _few([view.stream.key for view in views])
+    detail = f"worker {worker[:80]!r} has {len(views)} streams ({names}): say dp_rank, model or tenant"
+    raise ProblemError(400, "ambiguous-worker", detail, "worker", worker)
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (", ".join(names[:_MOST_NAMES]) or "none") + more
+
+
+async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -> RadixView:
+    pages: list[HeldPage] = []
+    next_cursor = None
+    passed = 0
+    async for held in held_pages(consumer, view):
+        start = max(0, cursor - passed)
+        part = slice(start, start + limit - len(pages))
+        columns = (held.hashes[part].tolist(), held.parents[part].tolist(), held.tiers[part].tolist())
+        pages += [_held_page(*row) for row in zip(*columns, strict=True)]
+        passed += len(held.hashes)
+        if len(pages) == limit and passed > cursor + limit:
+            next_cursor = cursor + limit
+            break
+    return RadixView(
+        model_name=view.stream.model,
+        routing_group=view.stream.tenant,
+        block_size=consumer.namespaces.block_size(view.stream),
+        dp_rank=view.stream.dp_rank,
+        state=consumer.freshness.state(view),
+        age_ms=age_ms(view.heard_at, time.time()),
+        epoch=view.epoch,
+        seq=view.next_seq - 1,
+        num_pages=len(pages),
+        pages=pages,
+        next_cursor=next_cursor,
+    )
+
+
+def _held_page(sequence_hash: int, parent: int, tiers: int) -> HeldPage:
+    media = [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]
+    return HeldPage(sequence_hash=sequence_hash, parent=parent or None, media=media)

@@ -1,0 +1,71 @@
+"""Events go from the publishers straight into the index, in simulated time: deterministic, one thread, no waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from indexer.applier import Applier
+from indexer.dead_letters import DeadLetters
+from indexer.freshness import Freshness
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from kv_events.event_log import EventLogWriter
+from kv_events.memory_log import MemoryLog
+from kv_events.records import LogRecord
+from publisher import EventPublisher
+from publisher.sinks.memory import MemorySink
+from simulation.report import PolicyReport
+from simulation.requests import Requests
+from simulation.settings import SimulationSettings
+from simulation.trial import Progress, Trial, publisher_settings
+
+
+def run_direct(
+    requests: Requests, settings: SimulationSettings, policy: str, progress: Progress | None = None
+) -> PolicyReport:
+    """One policy over the whole workload. Raises what `Trial` and the event log raise."""
+    began = time.perf_counter()
+    with contextlib.ExitStack() as closing:
+        log = None
+        if settings.log_folder is not None:
+            log = closing.enter_context(EventLogWriter(settings.log_folder / policy))
+        fleet = DirectFleet(settings, policy, log)
+        for request in requests:
+            fleet.advance(request.arrival_s)
+            chosen = fleet.trial.step(request)
+            fleet.deliver(chosen)
+            fleet.trial.show(progress, len(requests))
+    return fleet.trial.report(time.perf_counter() - began)
+
+
+class DirectFleet:
+    """Publishers that were never started, asked for their records; and a clock that stands still between arrivals."""
+
+    def __init__(self, settings: SimulationSettings, policy: str, log: EventLogWriter | None) -> None:
+        unused = MemorySink(MemoryLog())  # nobody starts these publishers, so nothing is ever sent
+        self._publishers = [EventPublisher(each, unused) for each in publisher_settings(settings, policy)]
+        self._applier = Applier(Namespaces(IndexerSettings()), DeadLetters())
+        self._log = log
+        self._began_at = self._now = time.time()
+        self._freshness = Freshness(IndexerSettings().worker_ttl_s, self._now)
+        self.trial = Trial(policy, settings, self._publishers, self._applier.namespaces, self._freshness)
+
+    def advance(self, arrival_s: float) -> None:
+        """Move the clock and send what is due: heartbeats, mostly."""
+        self._now = self._began_at + arrival_s
+        for publisher in self._publishers:
+            self._apply(publisher, force=False)
+        self._freshness.log_is_alive(self._now)
+
+    def deliver(self, worker: int) -> None:
+        """Apply everything that a worker has published."""
+        self._apply(self._publishers[worker], force=True)
+
+    def _apply(self, publisher: EventPublisher, *, force: bool) -> None:
+        for out in publisher.take_records(self._now, force=force):
+            record = LogRecord(0, self._applier.records, out.timestamp_ms, out.key, out.payload)
+            if self._log is not None:
+                self._log.append(record)
+            for _ in self._applier.apply(record, self._now):
+                pass

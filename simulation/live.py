@@ -1,0 +1,162 @@
+"""The real way: running publishers, a log, and a consumer, all in one event loop and in real time.
+
+The router sees events a little later than they happen, as routers do, so two runs differ slightly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+from indexer.applier import Applier
+from indexer.consumer import Consumer
+from indexer.dead_letters import DeadLetters
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from indexer.sources.base import Source
+from indexer.sources.memory import MemorySource
+from indexer.views import ViewState
+from kv_events.memory_log import MemoryLog
+from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
+from publisher import EventPublisher, PublisherSettings, Sink
+from publisher.sinks.memory import MemorySink
+from simulation.errors import SimulationError
+from simulation.report import PolicyReport
+from simulation.requests import Requests
+from simulation.settings import SimulationSettings
+from simulation.trial import Progress, Trial, publisher_settings
+
+_SETTLE_S = 60.0
+_POLL_S = 0.01
+
+
+class Transport(Protocol):
+    """A log that a fleet writes and a router reads."""
+
+    def sink(self, settings: PublisherSettings) -> Sink:
+        """The writing end, for one publisher."""
+        ...
+
+    def source(self) -> Source:
+        """A reading end."""
+        ...
+
+
+class MemoryTransport:
+    """A log of this process."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self._log = log
+
+    def sink(self, settings: PublisherSettings) -> Sink:
+        """See `Transport`."""
+        return MemorySink(self._log)
+
+    def source(self) -> Source:
+        """See `Transport`."""
+        return MemorySource(self._log)
+
+
+class KafkaTransport:
+    """Topics of a broker."""
+
+    def __init__(self, bootstrap: str, events_topic: str = EVENTS_TOPIC, control_topic: str = CONTROL_TOPIC) -> None:
+        self._bootstrap = bootstrap
+        self._events_topic = events_topic
+        self._control_topic = control_topic
+
+    def sink(self, settings: PublisherSettings) -> Sink:
+        """See `Transport`."""
+        from publisher.sinks.kafka import KafkaSink
+
+        topics = {"events_topic": self._events_topic, "control_topic": self._control_topic}
+        return KafkaSink(settings.model_copy(update={"kafka": self._bootstrap, **topics}))
+
+    def source(self) -> Source:
+        """See `Transport`."""
+        from indexer.sources.kafka import KafkaSource
+
+        return KafkaSource(self._bootstrap, self._events_topic, self._control_topic)
+
+
+class LiveFleet:
+    """Workers with running publishers, and the consumer that watches them."""
+
+    def __init__(self, trial: Trial, consumer: Consumer) -> None:
+        self.trial = trial
+        self.consumer = consumer
+
+    async def settle(self, deadline_s: float = _SETTLE_S) -> None:
+        """Wait until every view is as new as its worker. Raises SimulationError."""
+        give_up_at = time.monotonic() + deadline_s
+        while late := [worker.publisher for worker in self.trial.workers if not self._is_seen(worker.publisher)]:
+            self._check_alive(late)
+            if time.monotonic() > give_up_at:
+                stats = late[0].stats()
+                waited = f"{len(late)} views are not up to date after {deadline_s:.0f} s"
+                raise SimulationError(f"{waited}; {late[0].stream.key}: {stats}, source: {self.consumer.source_error}")
+            await asyncio.sleep(_POLL_S)
+
+    def _is_seen(self, publisher: EventPublisher) -> bool:
+        view = self.consumer.namespaces.view(publisher.stream)
+        stats = publisher.stats()
+        if view is None or stats.queue.queued or stats.queue.in_flight:
+            return False
+        return (view.epoch, view.next_seq, view.state) == (publisher.epoch, stats.next_seq, ViewState.LIVE)
+
+    def _check_alive(self, publishers: list[EventPublisher]) -> None:
+        if self.consumer.failure is not None:
+            raise SimulationError(f"the consumer has ended: {self.consumer.failure!r}")
+        for publisher in publishers:
+            failure = publisher.stats().failure
+            if failure is not None:
+                raise SimulationError(f"publisher {publisher.stream.key} has ended: {failure}")
+
+
+@asynccontextmanager
+async def live_fleet(settings: SimulationSettings, policy: str, transport: Transport) -> AsyncIterator[LiveFleet]:
+    """A fleet and its router that run inside the block. See `publishing_fleet`."""
+    indexer = IndexerSettings()
+    consumer = Consumer(transport.source(), Applier(Namespaces(indexer), DeadLetters()), indexer)
+    async with consumer.running(), publishing_fleet(settings, policy, transport, consumer) as fleet:
+        yield fleet
+
+
+@asynccontextmanager
+async def publishing_fleet(
+    settings: SimulationSettings, policy: str, transport: Transport, consumer: Consumer
+) -> AsyncIterator[LiveFleet]:
+    """A fleet that publishes inside the block, for a running consumer, every view up to date at its beginning.
+
+    Raises SimulationError.
+    """
+    async with AsyncExitStack() as running:
+        publishers = [
+            await running.enter_async_context(EventPublisher(each, transport.sink(each)))
+            for each in publisher_settings(settings, policy)
+        ]
+        trial = Trial(policy, settings, publishers, consumer.namespaces, consumer.freshness)
+        fleet = LiveFleet(trial, consumer)
+        await fleet.settle()
+        yield fleet
+
+
+async def run_live(
+    requests: Requests,
+    settings: SimulationSettings,
+    policy: str,
+    transport: Transport,
+    progress: Progress | None = None,
+) -> PolicyReport:
+    """One policy over the whole workload, as fast as it goes. Raises InvalidValueError or SimulationError."""
+    began = time.perf_counter()
+    async with live_fleet(settings, policy, transport) as fleet:
+        for request in requests:
+            fleet.trial.step(request)
+            fleet.trial.show(progress, len(requests))
+            await asyncio.sleep(0)  # publishers and consumer do their part
+        await fleet.settle()
+        return fleet.trial.report(time.perf_counter() - began)

@@ -1,0 +1,116 @@
+"""What a run says about a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+_COLUMNS = (
+    "found",
+    "requests each",
+    "Mtokens computed",
+    "queries",
+    "divergent",
+    "seconds",
+)
+
+
+@dataclass(slots=True)
+class WorkerLoad:
+    """What one worker got to do."""
+
+    worker: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    """Tokens of its prompts that were in its cache; the others had to be computed."""
+    cut_requests: int = 0
+    """Requests longer than the cache, of which only the beginning was kept."""
+    divergent_pages: int = 0
+    """Pages at the end that its cache or the router's view of it held, but not both."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of its prompts that were not in cache."""
+        return self.prompt_tokens - self.found_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyReport:
+    """One policy, one fleet, one workload. Deterministic but for `seconds`, unless the run was live."""
+
+    policy: str
+    workers: tuple[WorkerLoad, ...]
+    queries: int
+    """Questions that the policy asked the index."""
+    seconds: float
+    """Wall-clock time of the whole run."""
+
+    @property
+    def requests(self) -> int:
+        """Requests served."""
+        return sum(load.requests for load in self.workers)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(load.prompt_tokens for load in self.workers)
+
+    @property
+    def found_tokens(self) -> int:
+        """Tokens of all prompts that were in the cache of the worker that got them."""
+        return sum(load.found_tokens for load in self.workers)
+
+    @property
+    def found_share(self) -> float:
+        """`found_tokens / prompt_tokens`; 0 without any."""
+        return self.found_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def imbalance(self) -> float:
+        """Requests of the busiest worker over the mean: 1 is even."""
+        return max(load.requests for load in self.workers) * len(self.workers) / max(1, self.requests)
+
+    @property
+    def divergent_pages(self) -> int:
+        """Over all workers; 0 means that every view equalled its cache."""
+        return sum(load.divergent_pages for load in self.workers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        summary = {
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "found_tokens": self.found_tokens,
+            "found_share": self.found_share,
+            "imbalance": self.imbalance,
+            "divergent_pages": self.divergent_pages,
+        }
+        return {**asdict(self), **summary, "workers": [asdict(load) for load in self.workers]}
+
+
+def reports_table(reports: Sequence[PolicyReport]) -> Table:
+    """A row for each policy, at most 80 columns wide; load is min / mean / max over the workers."""
+    table = Table(title="Routing policies", box=SIMPLE, show_edge=False, padding=0)
+    table.add_column("policy", no_wrap=True)
+    for title in _COLUMNS:
+        table.add_column(title, justify="right", no_wrap=True)
+    for report in reports:
+        table.add_row(
+            report.policy,
+            f"{report.found_share:.1%}",
+            _spread([load.requests for load in report.workers], "{:.0f}"),
+            _spread([load.computed_tokens / 1e6 for load in report.workers], "{:.1f}"),
+            f"{report.queries}",
+            f"{report.divergent_pages}",
+            f"{report.seconds:.1f}",
+        )
+    return table
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return "/".join(form.format(value) for value in (min(values), sum(values) / len(values), max(values)))

@@ -1,0 +1,45 @@
+"""What one simulation is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kv_events.errors import InvalidValueError
+from kv_events.limits import MAX_BLOCK_SIZE
+
+MAX_WORKERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSettings:
+    """Raises InvalidValueError naming the field of a bad value."""
+
+    workers: int = 8
+    capacity_tokens: int = 2**20
+    """Tokens that a worker's cache holds: a whole number of pages."""
+    page_size: int = 64
+    """Tokens a page."""
+    seed: int = 0
+    """Of the policies that draw."""
+    model: str = "simulation"
+    """Each policy's fleet serves the model `<model>-<policy>`, so that fleets on one log are kept apart."""
+    log_folder: Path | None = None
+    """Record every policy's run as an event log in `<log_folder>/<policy>`."""
+    kafka: str | None = None
+    """Bootstrap servers: events go through this broker. None: straight into the index, which is deterministic."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise InvalidValueError("workers", self.workers, f"1 .. {MAX_WORKERS}")
+        if not 1 <= self.page_size <= MAX_BLOCK_SIZE:
+            raise InvalidValueError("page_size", self.page_size, f"1 .. {MAX_BLOCK_SIZE}")
+        if self.capacity_tokens < self.page_size or self.capacity_tokens % self.page_size:
+            expected = f"a positive multiple of the page size {self.page_size}"
+            raise InvalidValueError("capacity_tokens", self.capacity_tokens, expected)
+        if self.kafka is not None and self.log_folder is not None:
+            raise InvalidValueError("log_folder", str(self.log_folder), "none with kafka: the topic is the recording")
+
+    def model_of(self, policy: str) -> str:
+        """Model name of a policy's fleet."""
+        return f"{self.model}-{policy}"

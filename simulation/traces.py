@@ -1,0 +1,131 @@
+"""Mooncake traces: real arrival times and prompt lengths, contents known by block only.
+
+One JSON object a line: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, `hash_ids`, of which
+each stands for a block of 512 tokens and everything before it. Equal ids become equal tokens, different ids different
+ones, so prefixes are shared exactly where they were.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.errors import InvalidValueError
+from kv_events.hashing import U32Array
+from simulation.requests import Request
+
+BLOCK_TOKENS = 512
+MAX_HASH_ID = 2**53 - 1
+"""Largest integer that every JSON reader keeps exactly."""
+
+_TOKEN_BITS = 17  # a vocabulary of 131,072
+_POSITIONS = np.arange(BLOCK_TOKENS, dtype=np.uint64)
+
+
+class _Row(NamedTuple):
+    arrival_s: float
+    input_length: int
+    hash_ids: npt.NDArray[np.uint64]
+
+
+class MooncakeTrace:
+    """The requests of a trace, in order of arrival. Tokens are made anew on every pass: cheaper than keeping them.
+
+    path: `.jsonl`, or gzip of it. The whole file is checked at once; raises InvalidValueError naming the file, the
+    line, the field and its value. Outputs are unknown, so requests have none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        rows = [_row(line, f"{path}, line {number}") for number, line in _lines(path)]
+        if not rows:
+            raise InvalidValueError("trace", str(path), "at least one request")
+        self._rows = sorted(rows, key=lambda row: row.arrival_s)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Request]:
+        for number, row in enumerate(self._rows):
+            tokens = block_tokens(row.hash_ids)[: row.input_length]
+            yield Request(row.arrival_s, tokens, session=f"request-{number}")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts together."""
+        return sum(row.input_length for row in self._rows)
+
+
+def block_tokens(hash_ids: npt.NDArray[np.uint64]) -> U32Array:
+    """uint32[512 * n]: the tokens that n blocks stand for. hash_ids: uint64[n], at most `MAX_HASH_ID`."""
+    # splitmix64 of (id, position): a bijection on 64 bits, so that two blocks agree in 64 tokens by no chance at all
+    mixed = (hash_ids[:, None] * np.uint64(BLOCK_TOKENS) + _POSITIONS).reshape(-1)
+    mixed += np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    return (mixed >> np.uint64(64 - _TOKEN_BITS)).astype(np.uint32)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers from 1 and lines that are not blank."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidValueError("trace", str(path), f"a readable .jsonl or .jsonl.gz file ({error})") from error
+
+
+def _row(line: bytes, where: str) -> _Row:
+    try:
+        fields = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise InvalidValueError(where, line.decode(errors="replace"), f"a JSON object ({error})") from None
+    if not isinstance(fields, dict):
+        raise InvalidValueError(where, fields, "a JSON object")
+    arrival_ms = _number(fields, "timestamp", where)
+    input_length = _natural(fields, "input_length", where)
+    _natural(fields, "output_length", where)
+    hash_ids = _hash_ids(fields, where)
+    if not 1 <= input_length <= len(hash_ids) * BLOCK_TOKENS:
+        expected = f"1 .. {len(hash_ids) * BLOCK_TOKENS}: {len(hash_ids)} hash_ids of {BLOCK_TOKENS} tokens"
+        raise InvalidValueError(f"{where}: input_length", input_length, expected)
+    return _Row(arrival_ms / 1000, input_length, np.array(hash_ids, np.uint64))
+
+
+def _number(fields: dict[str, object], name: str, where: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
+        _refuse(fields, name, where, "milliseconds, not negative")
+    return value
+
+
+def _natural(fields: dict[str, object], name: str, where: str) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        _refuse(fields, name, where, "an integer, not negative")
+    return value
+
+
+def _hash_ids(fields: dict[str, object], where: str) -> list[int]:
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list):
+        _refuse(fields, "hash_ids", where, "a list of integers")
+    for position, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_HASH_ID:
+            raise InvalidValueError(f"{where}: hash_ids[{position}]", value, f"an integer in 0 .. {MAX_HASH_ID}")
+    return ids
+
+
+def _refuse(fields: dict[str, object], name: str, where: str, expected: str) -> NoReturn:
+    raise InvalidValueError(f"{where}: {name}", fields.get(name, "nothing"), expected)

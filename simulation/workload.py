@@ -1,0 +1,109 @@
+"""Generated workloads: conversations that share system prompts, agent loops, bursts.
+
+chat    system prompt | user | answer | user | answer ...            people think between turns
+agent   system prompt | task | call | tool result | call ...         the context grows fast, pauses are short
+burst   many sessions begin at one moment with one system prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kv_events.errors import InvalidValueError
+from kv_events.hashing import U32Array
+from simulation.requests import Request
+
+_VOCABULARY = 128_000
+_SECONDS_PER_OUTPUT_TOKEN = 0.02
+_BURST_SPREAD_S = 0.5
+_MEAN_SYSTEM_TOKENS = 1200
+_LENGTH_SIGMA = 0.6  # spread of the log-normal lengths
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSettings:
+    """Raises InvalidValueError naming the field of a bad value."""
+
+    num_requests: int = 2000
+    seed: int = 0
+    num_system_prompts: int = 12
+    """Their popularity falls as 1 / rank."""
+    sessions_per_s: float = 2.0
+    """Rate at which sessions, or bursts of them, begin."""
+    agent_share: float = 0.3
+    """Probability that a session is an agent loop."""
+    burst_share: float = 0.05
+    """Probability that a session brings `burst_sessions` along."""
+    burst_sessions: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "num_system_prompts", "burst_sessions"):
+            if getattr(self, name) < 1:
+                raise InvalidValueError(name, getattr(self, name), "a positive integer")
+        for name in ("agent_share", "burst_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidValueError(name, getattr(self, name), "0 .. 1")
+        if self.seed < 0:
+            raise InvalidValueError("seed", self.seed, "an integer, not negative")
+        if not self.sessions_per_s > 0:
+            raise InvalidValueError("sessions_per_s", self.sessions_per_s, "more than 0")
+
+
+class _Kind(NamedTuple):
+    """Means of a kind of session."""
+
+    name: str
+    turns: float
+    input_tokens: float
+    output_tokens: float
+    pause_s: float
+
+
+_CHAT = _Kind("chat", turns=5, input_tokens=150, output_tokens=300, pause_s=15)
+_AGENT = _Kind("agent", turns=12, input_tokens=700, output_tokens=120, pause_s=1)
+
+
+def generate(settings: WorkloadSettings) -> list[Request]:
+    """`num_requests` requests in order of arrival; equal settings give equal requests."""
+    return _Generator(settings).requests()
+
+
+class _Generator:
+    def __init__(self, settings: WorkloadSettings) -> None:
+        self._settings = settings
+        self._random = np.random.default_rng(settings.seed)
+        self._system_prompts = [self._tokens(_MEAN_SYSTEM_TOKENS) for _ in range(settings.num_system_prompts)]
+        weights = 1 / np.arange(1, settings.num_system_prompts + 1)
+        self._popularity = weights / weights.sum()
+        self._num_sessions = 0
+
+    def requests(self) -> list[Request]:
+        settings, found, now_s = self._settings, list[Request](), 0.0
+        while len(found) < settings.num_requests:
+            now_s += self._random.exponential(1 / settings.sessions_per_s)
+            system = self._system_prompts[self._random.choice(settings.num_system_prompts, p=self._popularity)]
+            is_burst = self._random.random() < settings.burst_share
+            for _ in range(settings.burst_sessions if is_burst else 1):
+                found.extend(self._session(now_s + self._random.uniform(0, _BURST_SPREAD_S), system))
+        found.sort(key=lambda request: request.arrival_s)
+        return found[: settings.num_requests]
+
+    def _session(self, now_s: float, context: U32Array) -> Iterator[Request]:
+        """Every prompt is the one before it, its answer, and something new."""
+        kind = _AGENT if self._random.random() < self._settings.agent_share else _CHAT
+        self._num_sessions += 1
+        session = f"{kind.name}-{self._num_sessions}"
+        for _ in range(self._random.geometric(1 / kind.turns)):
+            context = np.concatenate((context, self._tokens(kind.input_tokens)))
+            output = self._tokens(kind.output_tokens)
+            yield Request(now_s, context, output, session)
+            context = np.concatenate((context, output))
+            now_s += len(output) * _SECONDS_PER_OUTPUT_TOKEN + self._random.exponential(kind.pause_s)
+
+    def _tokens(self, mean_length: float) -> U32Array:
+        length = self._random.lognormal(np.log(mean_length) - _LENGTH_SIGMA**2 / 2, _LENGTH_SIGMA)
+        return self._random.integers(0, _VOCABULARY, 1 + int(length), dtype=np.uint32)

@@ -1,0 +1,19 @@
+"""What every problem document must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+
+def check_problem(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The document of a response that is one."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    document: dict[str, Any] = response.json()
+    assert document["status"] == status
+    assert document["error"] == document["detail"]
+    assert document["type"]
+    assert document["title"]
+    return document

@@ -1,0 +1,130 @@
+"""The API behind real uvicorn and uvloop on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from hand_fed import HandFed
+from waiting import wait_until
+from wire import Stream
+
+from api.app import create_app
+from api.errors import CannotListenError, PortInUseError
+from api.server import run_server, running_server
+from api.settings import ApiSettings
+
+TOKENS = list(range(1, 17))
+QUERY = {"model_name": "m", "token_ids": TOKENS}
+
+
+def under_uvloop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def test_a_query_is_answered_over_a_real_connection() -> None:
+    async def main() -> None:
+        fed = HandFed()
+        settings = ApiSettings(port=0)
+        async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+            await fed.hold(Stream("1"), TOKENS)
+            answer = (await client.post(f"{url}/query", json=QUERY)).json()
+            assert answer["scores"] == {"1": {"0": 16}}
+            assert len((await client.get(f"{url}/dump")).json()["m:default"]["events"]) == 4
+        with pytest.raises(OSError, match="onnect"):
+            await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+
+    under_uvloop(main)
+
+
+def test_many_callers_at_once_get_their_own_answers() -> None:
+    async def main() -> None:
+        fed = HandFed()
+        settings = ApiSettings(port=0)
+        async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+            await fed.hold(Stream("1"), TOKENS)
+            lengths = [n % 17 for n in range(100)]
+            bodies = [{"model_name": "m", "token_ids": TOKENS[:n]} for n in lengths]
+            answers = await asyncio.gather(*(client.post(f"{url}/query", json=body) for body in bodies))
+            found = [answer.json()["scores"].get("1", {"0": 0})["0"] for answer in answers]
+            assert found == [n // 4 * 4 for n in lengths]
+
+    under_uvloop(main)
+
+
+def test_a_body_over_the_limit_gets_a_413_from_a_real_server() -> None:
+    async def main() -> None:
+        settings = ApiSettings(port=0, max_body_bytes=1024)
+        async with running_server(create_app(HandFed().consumer, settings), settings) as url:
+            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            headers = "host: t\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(
+                f"POST /query HTTP/1.1\r\n{headers}".encode()
+                + b"400\r\n"
+                + b" " * 1024
+                + b"\r\n400\r\n"
+                + b" " * 1024
+                + b"\r\n"
+            )
+            assert await reader.readline() == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+            writer.close()
+
+    under_uvloop(main)
+
+
+def test_a_port_in_use_is_an_error_of_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = ApiSettings(port=taken.getsockname()[1])
+        with pytest.raises(PortInUseError, match=f"port {settings.port}: the port is in use"):
+            run_server(create_app(HandFed().consumer, settings), settings)
+
+
+def test_an_unknown_host_is_named() -> None:
+    settings = ApiSettings(host="no.such.host.invalid")
+    with pytest.raises(CannotListenError, match=r"no\.such\.host\.invalid"):
+        run_server(create_app(HandFed().consumer, settings), settings)
+
+
+_SERVER = """
+from hand_fed import HandFed
+from api.app import create_app
+from api.server import run_server
+from api.settings import ApiSettings
+settings = ApiSettings()
+run_server(create_app(HandFed().consumer, settings), settings)
+"""
+
+
+def test_a_signal_ends_the_server_gracefully() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    env = {**os.environ, "KVSIGHT_PORT": str(port), "PYTHONPATH": path}
+    server = subprocess.Popen([sys.executable, "-c", _SERVER], env=env, stderr=subprocess.PIPE)
+    try:
+        wait_until(lambda: _answers(port), deadline_s=60, what="server up")
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=20)
+    finally:
+        server.kill()
+    assert b"Traceback" not in errors
+    assert server.returncode in (0, -signal.SIGTERM)
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,236 @@
+"""The command as people run it: a process, its streams, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from waiting import wait_until
+from wire import Stream, stored
+
+from kv_events.event_log import EventLogWriter
+from kv_events.hashing import sequence_hashes, token_array
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+TOKENS = list(range(1, 33))
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
+
+
+def kvsight(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvsight", *[str(argument) for argument in arguments]]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=100, env=ENVIRONMENT)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """An event log in which two workers store a prompt's pages, and one of them removes its last page again."""
+    hashes = sequence_hashes(token_array(TOKENS), 4).tolist()
+    one, two = Stream("one"), Stream("two")
+    records = [
+        one.batch(stored((0, hashes)), now=1000.0),
+        two.batch(stored((0, hashes[:2]), tier=1), now=1001.0),
+        one.batch(now=1002.0),
+        one.batch(stored((hashes[-1], [77])), now=1003.0),
+    ]
+    with EventLogWriter(tmp_path / "log") as writer:
+        for record in records:
+            writer.append(record)
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps({"model_name": "m", "token_ids": TOKENS}))
+    return file
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_help_teaches_every_command() -> None:
+    done = kvsight("--help")
+    assert done.returncode == 0
+    for command in ("demo", "serve", "query", "simulate", "engine", "record", "replay", "version"):
+        assert command in done.stdout
+        assert kvsight(command, "--help").returncode == 0
+
+
+def test_version_prints_nothing_but_json_when_asked() -> None:
+    assert "kvsight" in json.loads(kvsight("version", "--json").stdout)
+
+
+def test_a_simulation_prints_nothing_but_json_when_asked() -> None:
+    done = kvsight("simulate", "--requests", 60, "--workers", 2, "--policy", "kv-aware", "--json")
+    (report,) = json.loads(done.stdout)
+    assert (report["policy"], report["requests"], report["divergent_pages"]) == ("kv-aware", 60, 0)
+
+
+def test_a_replay_shows_scores_as_they_were(recorded: Path, prompt: Path) -> None:
+    def at(moment: str) -> dict[str, list[object]]:
+        rows = json.loads(kvsight("replay", recorded, "--at", moment, "--query", prompt, "--json").stdout)
+        return {row["worker"]: [row[tier] for tier in ("gpu", "cpu", "disk", "external")] for row in rows}
+
+    assert at("1") == {"one": [32, 32, 32, 32]}
+    assert at("@1000.5") == {"one": [32, 32, 32, 32]}
+    assert at("1970-01-01T00:16:41Z") == at("2") == {"one": [32, 32, 32, 32], "two": [0, 8, 8, 8]}
+
+
+def test_a_replay_without_a_question_shows_the_views(recorded: Path) -> None:
+    views = json.loads(kvsight("replay", recorded, "--json").stdout)
+    assert [(view["worker"], view["GPU"], view["CPU_PINNED"]) for view in views] == [("one", 9, 0), ("two", 0, 2)]
+    assert "one" in kvsight("replay", recorded).stdout
+
+
+@pytest.mark.parametrize("moment", ["soon", "-1", "@x", "1.5.2"])
+def test_a_moment_that_is_none_is_one_clear_line(recorded: Path, moment: str) -> None:
+    assert_one_clear_line(kvsight("replay", recorded, f"--at={moment}"), moment)
+
+
+def test_unknown_paths_are_one_clear_line(tmp_path: Path, recorded: Path) -> None:
+    assert_one_clear_line(kvsight("replay", tmp_path / "nowhere"), "nowhere")
+    assert_one_clear_line(kvsight("replay", recorded, "--query", tmp_path / "no.json"), "no.json")
+    assert_one_clear_line(kvsight("query", tmp_path / "no.json"), "no.json")
+    assert_one_clear_line(kvsight("simulate", "--trace", tmp_path / "no.jsonl"), "no.jsonl")
+
+
+def test_bad_json_is_one_clear_line_with_its_place(tmp_path: Path) -> None:
+    assert_one_clear_line(kvsight("query", "-", stdin='{\n "model_name": oops}'), "line 2")
+    assert_one_clear_line(kvsight("query", "-", stdin="[1, 2]"), "object")
+    trace = tmp_path / "bad.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n{"timestamp": -1}\n')
+    assert_one_clear_line(kvsight("simulate", "--trace", trace), "line 2")
+
+
+def test_an_unknown_model_is_one_clear_line_with_the_known_ones(recorded: Path) -> None:
+    done = kvsight("replay", recorded, "--query", "-", stdin='{"model_name": "other", "token_ids": []}')
+    assert_one_clear_line(done, "other", "'m'")
+
+
+def test_a_bad_setting_names_its_variable() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsight", "serve"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**ENVIRONMENT, "KVSIGHT_WORKER_TTL_S": "-3"},
+    )
+    assert done.returncode == 2
+    assert "KVSIGHT_WORKER_TTL_S: got '-3'" in done.stderr
+
+
+def test_nobody_at_the_address_is_one_clear_line(prompt: Path, free_port: int) -> None:
+    assert_one_clear_line(kvsight("query", prompt, "--url", f"http://127.0.0.1:{free_port}"), str(free_port))
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = kvsight("serve", "--port", taken.getsockname()[1])
+    assert done.returncode == 2
+    assert str(taken.family and done.stderr.strip().splitlines()[-1]).startswith("kvsight: ")
+
+
+@pytest.fixture
+def server(recorded: Path, free_port: int, tmp_path: Path) -> Iterator[str]:
+    """`kvsight serve` following the recorded log, with snapshots in a folder."""
+    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port), "--log", str(recorded)]
+    settings = {"KVSIGHT_WORKER_TTL_S": "1000000000000", "KVSIGHT_FORGET_AFTER_S": "1000000000000"}
+    process = subprocess.Popen(
+        [*command, "--snapshots", str(tmp_path / "snapshots")], env=ENVIRONMENT | settings, stderr=subprocess.PIPE
+    )
+    url = f"http://127.0.0.1:{free_port}"
+
+    def ready() -> bool:
+        assert process.poll() is None, process.communicate()
+        try:
+            return httpx.get(f"{url}/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(ready, deadline_s=60, what="kvsight serve to be ready")
+    yield url
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode in (0, 130), errors
+    assert b"Traceback" not in errors
+    assert (tmp_path / "snapshots" / "views.kvsnap").is_file()
+
+
+def test_a_served_log_answers_queries(server: str, prompt: Path) -> None:
+    answer = json.loads(kvsight("query", prompt, "--url", server, "--json").stdout)
+    assert answer["instances"]["one"]["gpu"] == 32
+    assert answer["instances"]["two"]["cpu"] == 8
+    table = kvsight("query", prompt, "--url", server).stdout
+    assert "one" in table
+    assert "two" in table
+    unknown = kvsight("query", "-", "--url", server, stdin='{"model_name": "x", "token_ids": [1]}')
+    assert_one_clear_line(unknown, "x")
+
+
+def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer(free_port: int) -> None:
+    done = kvsight("demo", "--exit", "--port", free_port, "--requests", 320)
+    assert done.returncode == 0, done.stderr
+    for word in ("kv-aware", "round-robin", "random", "/query", "worker-", "live", f"127.0.0.1:{free_port}"):
+        assert word in done.stdout + done.stderr
+
+
+def test_the_demo_ends_cleanly_on_ctrl_c(free_port: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvsight", "demo", "--port", str(free_port), "--requests", "320"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    line = ""
+    while "Ctrl-C" not in line:
+        line = process.stderr.readline()
+        assert line, process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+
+
+def test_a_topic_is_recorded_and_the_recording_goes_on(kafka_bootstrap: str, tmp_path: Path) -> None:
+    simulate = ["simulate", "--requests", 40, "--workers", 2, "--policy", "random", "--kafka", kafka_bootstrap]
+    log = tmp_path / "log"
+    assert kvsight(*simulate).returncode == 0
+    assert kvsight("record", log, "--kafka", kafka_bootstrap, "--once").returncode == 0
+    first = json.loads(kvsight("replay", log, "--json").stdout)
+    assert kvsight(*simulate).returncode == 0
+    assert kvsight("record", log, "--kafka", kafka_bootstrap, "--once").returncode == 0
+    second = json.loads(kvsight("replay", log, "--json").stdout)
+    assert {view["state"] for view in first + second} <= {"live", "expired"}
+    by_worker = {view["worker"]: view["epoch"] for view in first}
+    assert all(view["epoch"] > by_worker[view["worker"]] for view in second)
+
+
+def test_kafka_away_is_one_clear_line_for_a_recording(free_port: int, tmp_path: Path) -> None:
+    done = kvsight("record", tmp_path / "log", "--kafka", f"127.0.0.1:{free_port}", "--once")
+    assert done.returncode == 2
+    assert str(free_port) in done.stderr

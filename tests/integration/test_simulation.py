@@ -1,0 +1,174 @@
+"""Whole runs: caches, publishers, logs, index and policies together."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexer.replay import Replay, Until, log_records
+from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.memory_log import MemoryLog
+from kv_events.records import LogRecord
+from kv_events.schema import AllBlocksCleared, StorageMedium
+from publisher.sinks import OutRecord
+from publisher.sinks.memory import MemorySink
+from simulation import (
+    POLICIES,
+    MooncakeTrace,
+    PolicyReport,
+    Request,
+    SimulationSettings,
+    WorkloadSettings,
+    generate,
+    simulate,
+)
+from simulation.direct import DirectFleet
+from simulation.errors import SimulationError
+from simulation.live import KafkaTransport, MemoryTransport, live_fleet, run_live
+
+SMALL = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Enough for every worker to evict."""
+    return generate(WorkloadSettings(num_requests=200, seed=1))
+
+
+def _facts(report: PolicyReport) -> dict[str, object]:
+    return {name: value for name, value in report.to_dict().items() if name != "seconds"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_view_equals_its_cache_at_the_end(policy: str, requests: list[Request]) -> None:
+    (report,) = simulate(requests, SMALL, [policy])
+    assert report.divergent_pages == 0
+    assert report.requests == len(requests)
+    assert report.prompt_tokens == sum(len(request.token_ids) for request in requests)
+
+
+def test_a_run_is_deterministic(requests: list[Request]) -> None:
+    assert _facts(*simulate(requests, SMALL, ["kv-aware"])) == _facts(*simulate(requests, SMALL, ["kv-aware"]))
+
+
+def test_kv_aware_finds_more_than_blind_policies_and_keeps_the_load_even(requests: list[Request]) -> None:
+    blind, other_blind, aware = simulate(requests, SMALL, list(POLICIES))
+    assert aware.found_share > 1.2 * max(blind.found_share, other_blind.found_share)
+    assert aware.imbalance < 1.6
+    assert (blind.queries, other_blind.queries, aware.queries) == (0, 0, len(requests))
+
+
+def test_progress_rises_to_the_whole_for_each_policy(requests: list[Request]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    simulate(requests, SMALL, ["random", "round-robin"], lambda *step: seen.append(step))
+    for policy in ("random", "round-robin"):
+        done = [step[1] for step in seen if step[0] == policy]
+        assert done == sorted(done)
+        assert done[-1] == len(requests)
+
+
+def test_the_real_trace_does_not_diverge_and_prefixes_are_found(trace_path: Path) -> None:
+    trace = list(islice(MooncakeTrace(trace_path), 1500))
+    settings = SimulationSettings(workers=8, capacity_tokens=2**18, page_size=64)
+    blind, aware = simulate(trace, settings, ["round-robin", "kv-aware"])
+    assert blind.divergent_pages == aware.divergent_pages == 0
+    assert aware.found_share > 1.5 * blind.found_share
+    assert aware.imbalance < 1.3
+
+
+# --- a recorded run -------------------------------------------------------------------------------------------------
+
+
+def _views_by_model(records: Sequence[LogRecord]) -> dict[str, set[int]]:
+    """What each worker holds, by sets instead of an index."""
+    held: dict[str, set[int]] = {}
+    for record in records:
+        batch = decode_batch(record.payload)
+        pages = held.setdefault(batch.stream.worker, set())
+        for step in batch.steps:
+            match step:
+                case StoredPages():
+                    pages.update(step.hashes.tolist())
+                case RemovedPages():
+                    pages.difference_update(step.hashes.tolist())
+                case AllBlocksCleared():
+                    pages.clear()
+    return held
+
+
+def _views(replay: Replay) -> dict[str, set[int]]:
+    return {
+        view.stream.worker: {page for held in view.index.held_pages(view.number) for page in held.hashes.tolist()}
+        for view in replay.namespaces.views
+    }
+
+
+def test_a_recorded_run_replays_to_the_same_views_at_any_offset(tmp_path: Path, requests: list[Request]) -> None:
+    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, log_folder=tmp_path)
+    simulate(requests, settings, ["kv-aware"])
+    records = list(log_records(tmp_path / "kv-aware"))
+    for offset in (*np.linspace(1, len(records) - 1, 5).astype(int).tolist(), len(records)):
+        replay = Replay().apply_all(records, Until(offset=offset))
+        assert _views(replay) == _views_by_model(records[:offset])
+
+
+def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests: list[Request]) -> None:
+    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, log_folder=tmp_path)
+    recorded = simulate(requests, settings, ["round-robin"])
+    assert _facts(*recorded) == _facts(*simulate(requests, SMALL, ["round-robin"]))
+    replay = Replay().apply_all(log_records(tmp_path / "round-robin"))
+    fleet = DirectFleet(SMALL, "round-robin", None)
+    for request in requests:
+        fleet.advance(request.arrival_s)
+        fleet.deliver(fleet.trial.step(request))
+    caches = {
+        worker.publisher.stream.worker: {page.sequence_hash for page in worker.cache.iter_resident(StorageMedium.GPU)}
+        for worker in fleet.trial.workers
+    }
+    assert _views(replay) == caches
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_live_run_does_not_diverge(requests: list[Request]) -> None:
+    report = await run_live(requests, SMALL, "kv-aware", MemoryTransport(MemoryLog()))
+    assert report.divergent_pages == 0
+    assert report.requests == len(requests)
+
+
+async def test_a_log_too_small_to_keep_what_was_written_is_made_up_for(requests: list[Request]) -> None:
+    async with live_fleet(SMALL, "round-robin", MemoryTransport(MemoryLog(capacity_bytes=2000))) as fleet:
+        for request in requests:  # at once: the consumer has no chance to keep up
+            fleet.trial.step(request)
+        await fleet.settle()
+        assert all(view.counters.gaps for view in fleet.consumer.namespaces.views)
+        assert fleet.trial.report(0.0).divergent_pages == 0
+
+
+async def test_a_publisher_that_dies_ends_a_live_run_with_its_name() -> None:
+    class DyingSink(MemorySink):
+        async def send(self, records: Sequence[OutRecord]) -> None:
+            raise RuntimeError("broken for good")
+
+    class DyingTransport(MemoryTransport):
+        def sink(self, settings: object) -> MemorySink:
+            return DyingSink(MemoryLog())
+
+    with pytest.raises(SimulationError, match=r"worker-0.*broken for good"):
+        async with live_fleet(SMALL, "random", DyingTransport(MemoryLog())):
+            pass
+
+
+async def test_a_run_through_kafka_does_not_diverge(kafka_bootstrap: str, requests: list[Request]) -> None:
+    suffix = uuid.uuid4().hex
+    transport = KafkaTransport(kafka_bootstrap, f"events-{suffix}", f"control-{suffix}")
+    for policy in POLICIES:
+        report = await run_live(requests, SMALL, policy, transport)
+        assert report.divergent_pages == 0
+        assert report.requests == len(requests)

@@ -1,0 +1,31 @@
+"""An application on a consumer that reads records made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hand_fed import HandFed
+
+from api.app import create_app
+from api.settings import ApiSettings
+
+Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
+
+
+@pytest.fixture
+def serving() -> Serving:
+    """`async with serving(**settings) as (client, fed)`: the application, without a server, and what feeds it."""
+
+    @asynccontextmanager
+    async def serve(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:
+        fed = HandFed()
+        app = create_app(fed.consumer, ApiSettings(**settings))
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as c:
+            yield c, fed
+
+    return serve

@@ -1,0 +1,170 @@
+"""Probes, metrics, the token, the documentation, settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hand_fed import HandFed
+from http_checks import check_problem
+from prometheus_client.parser import text_string_to_metric_families
+from waiting import async_wait_until
+from wire import Stream, removed
+
+from api.app import create_app
+from api.settings import ApiSettings
+from kv_events.errors import InvalidValueError
+from kv_events.records import LogRecord
+
+TOKENS = list(range(1, 17))
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """(name, label values in the order of the label names) -> value"""
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def test_health_and_readiness_of_a_running_consumer(serving: Any) -> None:
+    async with serving() as (client, fed):
+        assert (await client.get("/health")).status_code == 200
+        await async_wait_until(lambda: fed.consumer.ready, what="ready")
+        assert (await client.get("/ready")).json() == {"status": "ready"}
+
+
+async def test_a_consumer_that_is_not_ready_says_why(serving: Any) -> None:
+    async with serving() as (client, fed):
+        fed.consumer.ready = False
+        assert "log" in check_problem(await client.get("/ready"), 503)["detail"]
+
+
+async def test_a_failed_consumer_fails_both_probes_and_nothing_of_it_leaks(serving: Any) -> None:
+    async with serving() as (client, fed):
+        fed.consumer.failure, fed.consumer.ready = RuntimeError("password=secret"), False
+        for path in ("/health", "/ready"):
+            problem = check_problem(await client.get(path), 503)
+            assert "RuntimeError" in problem["detail"]
+            assert "secret" not in problem["detail"]
+
+
+async def test_metrics_count_what_happened(serving: Any) -> None:
+    async with serving() as (client, fed):
+        stream, broken = Stream("1"), Stream("2")
+        hashes = await fed.hold(stream, TOKENS, {0: range(4), 1: range(2)})
+        await fed.feed(stream.batch(removed(hashes[3:])), broken.batch(), LogRecord(0, 0, 0, b"k", b"\xc1"))
+        broken.seq += 1
+        await fed.feed(broken.batch(digest=b"\1" * 64))
+        await client.post("/query", json={"model_name": "m", "token_ids": TOKENS})
+        await client.post("/query", json={"model_name": "m"})
+        found = samples((await client.get("/metrics")).text)
+    key = ("4", "m", "default")
+    expected = {
+        ("kvsight_records_total",): 5,
+        ("kvsight_batches_applied_total",): 4,
+        ("kvsight_pages_stored_total",): 6,
+        ("kvsight_pages_removed_total",): 1,
+        ("kvsight_gaps_total",): 1,
+        ("kvsight_digest_mismatches_total",): 1,
+        ("kvsight_records_rejected_total", "msgpack"): 1,
+        ("kvsight_workers", "live"): 1,
+        ("kvsight_workers", "stale"): 1,
+        ("kvsight_workers", "expired"): 0,
+        ("kvsight_index_pages", *key): 3,
+        ("kvsight_pages", "4", "GPU", "m", "default"): 3,
+        ("kvsight_pages", "4", "CPU_PINNED", "m", "default"): 2,
+        ("kvsight_queries_total", "/query"): 2,
+        ("kvsight_query_seconds_count", "/query"): 2,
+        ("kvsight_http_errors_total", "4xx"): 1,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["kvsight_index_bytes", *key] > 0
+    assert 0 <= found["kvsight_view_age_seconds",] < 60
+
+
+async def test_counters_do_not_fall_when_a_worker_is_forgotten(serving: Any) -> None:
+    async with serving() as (client, fed):
+        stream = Stream("1")
+        await fed.hold(stream, TOKENS)
+        before = samples((await client.get("/metrics")).text)
+        for _ in fed.consumer.namespaces.forget(stream.id):
+            pass
+        forgotten = samples((await client.get("/metrics")).text)
+        stream.restart()
+        await fed.hold(stream, TOKENS[:8])
+        after = samples((await client.get("/metrics")).text)
+    assert [each["kvsight_pages_stored_total",] for each in (before, forgotten, after)] == [4, 4, 6]
+
+
+async def test_two_applications_count_apart(serving: Any) -> None:
+    async with serving() as (one, _), serving() as (other, _):
+        await one.post("/query", content=b"")
+        found = samples((await other.get("/metrics")).text)
+    assert found["kvsight_queries_total", "/query"] == 0
+
+
+async def test_a_token_guards_all_but_probes_and_metrics(serving: Any) -> None:
+    async with serving(api_token="s3cret") as (client, _):
+        for path in ("/health", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}, {"authorization": "é"}):
+            encoded = {name: value.encode() for name, value in headers.items()}
+            response = await client.get("/workers", headers=encoded)
+            assert "s3cret" not in str(check_problem(response, 401))
+            assert response.headers["www-authenticate"] == "Bearer"
+            check_problem(await client.post("/query", json={}, headers=encoded), 401)
+        assert (await client.get("/workers", headers={"authorization": "Bearer s3cret"})).json() == []
+
+
+async def test_the_documentation_names_every_route(serving: Any) -> None:
+    async with serving() as (client, _):
+        document = (await client.get("/openapi.json")).json()
+        assert (await client.get("/docs")).status_code == 200
+    assert set(document["paths"]) == {
+        "/query",
+        "/query_by_hash",
+        "/query/batch",
+        "/workers",
+        "/workers/{worker}/view",
+        "/workers/{worker}/resync",
+        "/dump",
+        "/health",
+        "/ready",
+        "/metrics",
+    }
+    assert "model_name" in str(document["components"]["schemas"])
+
+
+async def test_every_reference_of_the_documentation_leads_somewhere(serving: Any) -> None:
+    async with serving() as (client, _):
+        document = (await client.get("/openapi.json")).json()
+    schemas = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert set(_references(document)) <= schemas
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+        return own + [ref for value in node.values() for ref in _references(value)]
+    return [ref for value in node for ref in _references(value)] if isinstance(node, list) else []
+
+
+def test_settings_come_from_the_environment_and_hide_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSIGHT_PORT", "8123")
+    monkeypatch.setenv("KVSIGHT_API_TOKEN", "s3cret")
+    settings = ApiSettings()
+    assert (settings.port, settings.host) == (8123, "127.0.0.1")
+    assert "s3cret" not in repr(settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("port", 70_000), ("max_body_bytes", 5), ("api_token", "")])
+def test_a_bad_setting_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InvalidValueError, match=f"KVSIGHT_{name.upper()}"):
+        ApiSettings(**{name: value})
+
+
+def test_an_application_can_be_made_outside_an_event_loop(serving: Any) -> None:
+    assert create_app(HandFed().consumer, ApiSettings()).title == "kvsight"

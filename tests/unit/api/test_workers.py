@@ -1,0 +1,137 @@
+"""/workers, a worker's radix view, a resync on demand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from http_checks import check_problem
+from waiting import async_wait_until
+from wire import Stream, digest_of, stored
+
+from kv_events.schema import ResyncRequest
+
+TOKENS = list(range(1, 17))
+
+
+async def test_workers_have_the_peers_shape_and_more(serving: Any) -> None:
+    async with serving() as (client, fed):
+        stream = Stream("1")
+        await fed.hold(stream, TOKENS, {0: range(4), 2: range(1)})
+        await fed.hold(Stream("1", dp_rank=1), TOKENS[:4])
+        (worker,) = (await client.get("/workers")).json()
+    listeners = worker.pop("listeners")
+    assert worker.pop("age_ms") >= 0
+    assert worker == {
+        "instance_id": "1",
+        "source": "log",
+        "status": "active",
+        "model_name": "m",
+        "routing_group": "default",
+        "block_size": 4,
+        "endpoints": {"0": "default/m/1/0", "1": "default/m/1/1"},
+        "state": "live",
+    }
+    assert listeners["0"]["pages"] == {"GPU": 4, "CPU_PINNED": 0, "DISK": 1, "EXTERNAL": 0}
+    assert listeners["0"]["digest"] == digest_of(stream.held).hex()
+    assert (listeners["0"]["epoch"], listeners["0"]["seq"], listeners["0"]["status"]) == (1, 0, "active")
+    assert listeners["0"]["counters"]["pages_stored"] == 5
+
+
+async def test_a_stale_rank_shows_why_and_makes_the_worker_stale(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        broken = Stream("1", dp_rank=1)
+        await fed.feed(broken.batch(stored((0, [5])), digest=bytes(64)))
+        (worker,) = (await client.get("/workers")).json()
+    assert worker["state"] == "stale"
+    assert {rank: each["stale_reason"] for rank, each in worker["listeners"].items()} == {"0": "", "1": "new"}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, ["a", "b"]),
+        ({"model_name": "m"}, ["a"]),
+        ({"routing_group": "t"}, ["b"]),
+        ({"model_name": "m", "routing_group": "t"}, []),
+        ({"model_name": "nope"}, []),
+    ],
+)
+async def test_workers_are_filtered(serving: Any, params: dict[str, str], expected: list[str]) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("a"), TOKENS)
+        await fed.hold(Stream("b", model="m2", tenant="t"), TOKENS)
+        answer = (await client.get("/workers", params=params)).json()
+    assert [each["instance_id"] for each in answer] == expected
+
+
+async def test_a_radix_view_names_every_page_once(serving: Any) -> None:
+    async with serving() as (client, fed):
+        hashes = await fed.hold(Stream("pod/1"), list(range(400)), {0: range(100), 3: range(50)})
+        await fed.hold(Stream("other"), list(range(4000, 4100)))
+        pages, cursor, calls = [], 0, 0
+        while cursor is not None:
+            answer = (await client.get("/workers/pod/1/view", params={"limit": 30, "cursor": cursor})).json()
+            assert answer["num_pages"] == len(answer["pages"]) <= 30
+            pages += answer["pages"]
+            cursor, calls = answer["next_cursor"], calls + 1
+    assert calls == 4
+    assert (answer["epoch"], answer["seq"], answer["state"], answer["block_size"]) == (1, 0, "live", 4)
+    media = {hashes[i]: ["GPU", "EXTERNAL"] if i < 50 else ["GPU"] for i in range(100)}
+    assert {page["sequence_hash"]: page["media"] for page in pages} == media
+    parents = {page["sequence_hash"]: page["parent"] for page in pages}
+    assert parents == dict(zip(hashes, [None, *hashes], strict=False))
+
+
+async def test_a_last_page_that_is_full_has_no_next_cursor(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        answer = (await client.get("/workers/1/view", params={"limit": 4})).json()
+    assert (answer["num_pages"], answer["next_cursor"]) == (4, None)
+
+
+async def test_an_unknown_worker_is_a_404_that_names_the_known(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        for response in (await client.get("/workers/9/view"), await client.post("/workers/9/resync")):
+            problem = check_problem(response, 404)
+            assert "default/m/1/0" in problem["detail"]
+            assert (problem["field"], problem["value"]) == ("worker", "9")
+
+
+async def test_a_worker_with_several_streams_needs_a_rank(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        await fed.hold(Stream("1", dp_rank=1), TOKENS[:4])
+        assert "default/m/1/1" in check_problem(await client.get("/workers/1/view"), 400)["detail"]
+        answer = (await client.get("/workers/1/view", params={"dp_rank": 1})).json()
+    assert (answer["dp_rank"], answer["num_pages"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"dp_rank": "x"}, "dp_rank"),
+        ({"limit": 0}, "limit"),
+        ({"cursor": -1}, "cursor"),
+        ({"cursor": 10**30}, "cursor"),
+    ],
+)
+async def test_a_bad_parameter_is_named(serving: Any, params: dict[str, Any], field: str) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        problem = check_problem(await client.get("/workers/1/view", params=params), 422)
+    assert problem["field"] == field
+    assert f"{field}: got '{params[field]}', expected" in problem["detail"]
+
+
+async def test_a_resync_on_demand_reaches_the_publisher(serving: Any) -> None:
+    requests: list[ResyncRequest] = []
+    async with serving() as (client, fed):
+        fed.log.listen(requests.append)
+        await fed.hold(Stream("1"), TOKENS)
+        response = await client.post("/workers/1/resync")
+        await async_wait_until(lambda: requests, what="a resync request")
+    assert (response.status_code, response.json()) == (202, {"status": "requested", "streams": ["default/m/1/0"]})
+    assert (requests[0].stream, requests[0].reason) == ("default/m/1/0", "operator")

@@ -1,0 +1,46 @@
+"""Workers that were not started, and an index that hears them when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from simulation import Request, SimulationSettings
+from simulation.direct import DirectFleet
+
+MakeFleet = Callable[..., DirectFleet]
+
+
+@pytest.fixture
+def make_fleet() -> MakeFleet:
+    """A fleet of `workers` with pages of 16 and room for 64 of them, if not said otherwise."""
+
+    def make(policy: str = "kv-aware", **changes: int) -> DirectFleet:
+        values = {"workers": 3, "capacity_tokens": 1024, "page_size": 16} | changes
+        return DirectFleet(SimulationSettings(**values), policy, None)  # type: ignore[arg-type]
+
+    return make
+
+
+@dataclass
+class Prompts:
+    """Random prompts that share nothing but what a test joins."""
+
+    random: np.random.Generator
+
+    def tokens(self, length: int) -> np.ndarray:
+        """uint32[length]."""
+        return self.random.integers(0, 1000, length, dtype=np.uint32)
+
+    def request(self, length: int, arrival_s: float = 0.0) -> Request:
+        """A request without output."""
+        return Request(arrival_s, self.tokens(length))
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    """Seeded."""
+    return Prompts(np.random.default_rng(5))
