@@ -127,7 +127,7 @@ class Consumer:
     async def _start_source(self) -> None:
         while True:
             try:
-                await self._source.start(self._positions)
+                self._positions = {**self._positions, **await self._source.start(self._positions)}
                 self._goal = await self._source.ends()
             except SourceUnavailableError as error:
                 self._source_is_away(error)

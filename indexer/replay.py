@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,18 +18,22 @@ from kv_events.records import LogRecord
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Where a replay stops: before the first record that is at or beyond any of the given bounds."""
+    """Which records a replay takes: those before all of the given bounds."""
 
     offset: int | None = None
     """Index in an event log; offset in every partition of a topic."""
+    positions: Mapping[int, int] | None = None
+    """Partition -> offset, as a consumer's `positions`; partitions that it does not name are left out."""
     time_s: float | None = None
     """Seconds since 1970; records of exactly that time are still applied."""
 
-    def reached(self, record: LogRecord) -> bool:
-        """Whether a record is beyond the end."""
+    def takes(self, record: LogRecord) -> bool:
+        """Whether a record is to be applied."""
         if self.offset is not None and record.offset >= self.offset:
-            return True
-        return self.time_s is not None and record.timestamp_ms > self.time_s * 1000
+            return False
+        if self.positions is not None and record.offset >= self.positions.get(record.partition, 0):
+            return False
+        return self.time_s is None or record.timestamp_ms <= self.time_s * 1000
 
 
 @dataclass
@@ -57,34 +61,42 @@ class Replay:
             pass
 
     def apply_all(self, records: Iterable[LogRecord], until: Until | None = None) -> Replay:
-        """Apply records until the end, or until `until` is reached. Returns itself."""
+        """Apply the records that `until` takes. Returns itself.
+
+        Goes through all of them: a log of several partitions is not in order of time.
+        """
         for record in records:
-            if until is not None and until.reached(record):
-                break
-            self.apply(record)
+            if until is None or until.takes(record):
+                self.apply(record)
         return self
 
 
-def log_records(folder: Path) -> Iterable[LogRecord]:
-    """The records of an event log; their offsets are their indices in it. Raises EventLogError."""
-    for index, record in EventLogReader(folder).read(EventLogReader(folder).first_index):
+def log_records(folder: Path, stop: int | None = None) -> Iterator[LogRecord]:
+    """The records of an event log, up to before index `stop`; their offsets are their indices in it.
+
+    Raises EventLogError.
+    """
+    reader = EventLogReader(folder)
+    for index, record in reader.read(reader.first_index, stop):
         yield record._replace(offset=index)
 
 
-async def topic_records(source: Source, start: Mapping[int, int] | None = None) -> AsyncIterator[LogRecord]:
-    """The records of a live log from `start` (or its beginning) up to where it ends now. Raises SourceUnavailableError.
+async def replay_topic(
+    source: Source, until: Until, start: Mapping[int, int] | None = None, settings: IndexerSettings | None = None
+) -> Replay:
+    """Views from a live log: what it holds now from `start` (partition -> offset; or its beginning) up to `until`.
 
-    Records of one partition come in order; a partition that is passed by `until` does not end the others, so the
-    caller filters.
+    Views whose streams began before `start` are stale, as they were for a router that joined there. Raises
+    SourceUnavailableError.
     """
-    await source.start(start or {})
+    replay = Replay(settings or IndexerSettings())
     try:
-        ends = dict(await source.ends())
-        reached = {partition: (start or {}).get(partition, 0) for partition in ends}
-        while any(reached[partition] < end for partition, end in ends.items()):
-            for record in await source.fetch():
-                if record.offset < ends.get(record.partition, 0):
-                    yield record
-                reached[record.partition] = record.offset + 1
+        reached = dict(await source.start(start or {}))
+        ends = await source.ends()
+        while any(reached.get(partition, 0) < end for partition, end in ends.items()):
+            records = await source.fetch()
+            replay.apply_all(records, until)
+            reached.update({record.partition: record.offset + 1 for record in records})
     finally:
         await source.stop()
+    return replay

@@ -19,11 +19,11 @@ class SourceUnavailableError(KvsightError):
 class Source(Protocol):
     """A log that one consumer reads, and the way back to its publishers. Belongs to one event loop."""
 
-    async def start(self, positions: Mapping[int, int]) -> None:
+    async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         """Begin to read. positions: partition -> offset of the first record wanted; others begin at the oldest.
 
-        An offset that the log no longer keeps begins at the oldest, too: the views find the gap by themselves.
-        Raises SourceUnavailableError.
+        Returns where each partition that there is really begins. An offset that the log no longer keeps becomes the
+        oldest, too: the views find the gap by themselves. Raises SourceUnavailableError.
         """
 
     async def fetch(self) -> Sequence[LogRecord]:

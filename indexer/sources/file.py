@@ -24,12 +24,13 @@ class FileSource:
         self._reader: EventLogReader | None = None
         self._next = 0
 
-    async def start(self, positions: Mapping[int, int]) -> None:
+    async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         try:
             self._reader = EventLogReader(self._folder)
         except EventLogError as error:
             raise SourceUnavailableError(str(error)) from error
         self._next = max(positions.get(0, 0), self._reader.first_index)
+        return {0: self._next}
 
     async def fetch(self) -> Sequence[LogRecord]:
         records = self._read()

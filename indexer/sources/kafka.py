@@ -33,11 +33,11 @@ class KafkaSource:
         self._assigned: set[TopicPartition] = set()
         self._clients = AsyncExitStack()
 
-    async def start(self, positions: Mapping[int, int]) -> None:
+    async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         self._assigned = set()
         try:
             await self._open_clients()
-            await self._assign_new(positions)
+            return await self._assign_new(positions)
         except KafkaError as error:
             await self._clients.aclose()
             raise SourceUnavailableError(f"Kafka at {self._bootstrap}: {error}") from error
@@ -96,13 +96,16 @@ class KafkaSource:
         self._clients.push_async_callback(self._admin.close)
         await self._admin.start()
 
-    async def _assign_new(self, positions: Mapping[int, int]) -> None:
-        """Read the partitions that are not read yet; a topic that nobody wrote to appears with its first publisher."""
+    async def _assign_new(self, positions: Mapping[int, int]) -> Mapping[int, int]:
+        """Read the partitions that are not read yet; a topic that nobody wrote to appears with its first publisher.
+
+        Returns where the new ones begin.
+        """
         described = await self._admin.describe_topics([self._topic])
         found = {TopicPartition(self._topic, p["partition"]) for topic in described for p in topic["partitions"]}
         new = found - self._assigned
         if not new:
-            return
+            return {}
         kept = {tp: await self._consumer.position(tp) for tp in self._assigned}
         self._assigned = self._assigned | new
         self._consumer.assign(sorted(self._assigned))
@@ -111,6 +114,7 @@ class KafkaSource:
             kept[tp] = max(positions.get(tp.partition, 0), oldest[tp])
         for tp, offset in kept.items():
             self._consumer.seek(tp, offset)
+        return {tp.partition: kept[tp] for tp in new}
 
 
 async def _stop_client(stop: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> None:

@@ -19,9 +19,10 @@ class MemorySource:
         self._offset = 0
         self._watch: LogWatch | None = None
 
-    async def start(self, positions: Mapping[int, int]) -> None:
-        self._offset = positions.get(0, self._log.first_offset)
+    async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
+        self._offset = max(positions.get(0, 0), self._log.first_offset)
         self._watch = self._log.watch()
+        return {0: self._offset}
 
     async def fetch(self) -> Sequence[LogRecord]:
         records = self._read()

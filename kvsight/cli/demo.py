@@ -82,8 +82,9 @@ async def _run_live(workload: Sequence[Request], settings: ApiSettings, should_e
             await asyncio.sleep(0)
         await fleet.settle()
         await _show_answer(url, fleet_settings.model_of("kv-aware"), workload[:_WARM_REQUESTS][-1])
+        out.print(f"Open {url}/docs, {url}/workers or {url}/metrics while it runs.")
         if not should_exit:
-            err.print(f"open {url}/docs, {url}/workers, {url}/metrics; Ctrl-C ends the demo")
+            err.print("Ctrl-C ends the demo")
             await _go_on(fleet, workload[_WARM_REQUESTS:], stop)
 
 

@@ -56,7 +56,7 @@ def answer_table(answer: dict[str, Any]) -> Table:
     instances = answer.get("instances")
     if instances is None:  # {tenant: {instance: ...}}
         instances = {name: tiers for tenant in answer.values() for name, tiers in tenant.items()}
-    table = Table(title="tokens of this prompt held, per tier or a faster one")
+    table = Table(title="tokens held, on a tier or a faster one")
     table.add_column("worker")
     for column in ("gpu", "cpu", "disk", "external"):
         table.add_column(column, justify="right")

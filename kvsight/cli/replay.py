@@ -57,7 +57,7 @@ def _replay(folder: Path, until: Until) -> Replay:
                     bar.update(task, completed=record.offset)
                 yield record
 
-        return Replay().apply_all(shown(log_records(folder)), until)
+        return Replay().apply_all(shown(log_records(folder, until.offset)), until)
 
 
 def _until(at: str | None) -> Until:

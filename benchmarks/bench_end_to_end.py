@@ -1,0 +1,138 @@
+"""From `publish()` to `/query` through a real broker. `python -m benchmarks.bench_end_to_end [--json FILE]`
+
+A publisher sends 5,000 pages/s to Kafka; `kvsight serve` in a process of its own reads them; a router asks by HTTP for
+the newest event until all its pages are found. The broker is the one named by KVSIGHT_KAFKA, or one started for this.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from benchmarks.report import Figure, figure, main
+from kv_events.schema import BlockStored, StorageMedium
+from publisher import EventPublisher, PublisherSettings
+from publisher.sinks.kafka import KafkaSink
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+PAGES_PER_S, EVENT_PAGES, BLOCK_SIZE = 5000, 50, 16
+SECONDS, PORT = 30.0, 18_765
+_MODEL = f"bench-{time.time_ns()}"  # a topic may hold older runs
+
+
+@contextmanager
+def broker() -> Iterator[str]:
+    """Bootstrap servers."""
+    running = os.environ.get("KVSIGHT_KAFKA")
+    if running:
+        yield running
+        return
+    from kafka_broker import KafkaBroker
+
+    with tempfile.TemporaryDirectory() as folder:
+        started = KafkaBroker(Path(folder))
+        started.restart()
+        yield started.bootstrap
+        started.kill()
+
+
+@contextmanager
+def indexer(kafka: str) -> Iterator[httpx.Client]:
+    """A client of `kvsight serve`, ready."""
+    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(PORT), "--kafka", kafka]
+    process = subprocess.Popen(command)
+    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}") as client:
+        try:
+            while not _is_ready(client):
+                time.sleep(0.05)
+            yield client
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").is_success
+    except httpx.TransportError:
+        return False
+
+
+class Load(threading.Thread):
+    """Publishes chains of new pages at a steady rate."""
+
+    def __init__(self, publisher: EventPublisher) -> None:
+        super().__init__(daemon=True)
+        self._publisher = publisher
+        self._random = np.random.default_rng(1)
+        self.newest: tuple[float, list[int]] = (0.0, [])
+        """When the newest event was published, and its sequence hashes."""
+        self.costs: list[float] = []
+        self.running = True
+
+    def run(self) -> None:
+        due = time.perf_counter()
+        while self.running:
+            hashes = self._random.integers(1, 2**63, EVENT_PAGES, dtype=np.uint64)
+            event = BlockStored(
+                hashes.tolist(), None, [], BLOCK_SIZE, None, StorageMedium.GPU, None, hashes.astype("<u8").tobytes()
+            )
+            published_at = time.perf_counter()
+            self._publisher.publish([event])
+            self.costs.append(time.perf_counter() - published_at)
+            self.newest = (published_at, hashes.tolist())
+            due += EVENT_PAGES / PAGES_PER_S
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+
+def seconds_until_visible(client: httpx.Client, hashes: list[int], published_at: float) -> float:
+    """Ask until the whole event is found."""
+    body = {"model_name": _MODEL, "seq_hashes": hashes}
+    while True:
+        answer = client.post("/query_by_hash", json=body).json()
+        held = answer.get("instances", {}).get("engine-0", {}).get("gpu", 0)
+        if held == len(hashes) * BLOCK_SIZE:
+            return time.perf_counter() - published_at
+
+
+def run() -> list[Figure]:
+    """Latencies of some thousand events."""
+    latencies: list[float] = []
+    with broker() as kafka, indexer(kafka) as client:
+        settings = PublisherSettings(model=_MODEL, worker="engine-0", block_size=BLOCK_SIZE, kafka=kafka)
+        with EventPublisher(settings, KafkaSink(settings)) as publisher:
+            load = Load(publisher)
+            load.start()
+            asked = 0.0
+            until = time.perf_counter() + SECONDS
+            while time.perf_counter() < until:
+                published_at, hashes = load.newest
+                if published_at > asked:
+                    asked = published_at
+                    latencies.append(seconds_until_visible(client, hashes, published_at) * 1e3)
+            load.running = False
+            load.join()
+    latencies.sort()
+    p99 = latencies[int(0.99 * len(latencies))]
+    within = 100 * sum(latency <= 50 for latency in latencies) / len(latencies)
+    return [
+        figure(f"visible in /query at {PAGES_PER_S} pages/s, {len(latencies)} events", "ms", latencies),
+        figure("the same, 99th percentile", "ms", [p99], "<= 50"),
+        figure("visible within 50 ms", "%", [within], ">= 99"),
+        figure(f"publish() of {EVENT_PAGES} pages meanwhile", "us", [cost * 1e6 for cost in load.costs]),
+    ]
+
+
+if __name__ == "__main__":
+    main("end to end through Kafka", run)
