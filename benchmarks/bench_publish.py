@@ -1,24 +1,19 @@
 """What publishing costs: on the engine's thread, in memory, and per page encoded.
 
-python benchmarks/bench_publish.py [--json FILE]
+`python -m benchmarks.bench_publish [--json FILE]`
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
+import subprocess
+import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import psutil
 
+from benchmarks.report import Figure, figure, main, timed
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import BlockRemoved, BlockStored, EngineEvent, StorageMedium
 from publisher import EventPublisher, PublisherSettings
@@ -27,18 +22,6 @@ from publisher.sinks import MemorySink
 SEED = 1
 BLOCK_SIZE = 16
 QUEUE_PAGES = 1_000_000
-
-
-class Figure(NamedTuple):
-    """One line of the table."""
-
-    name: str
-    median: float
-    spread: float
-    """90th percentile, or the median again where there is one value only."""
-    unit: str
-    target: float | None
-    """At most this (pages/s: at least)."""
 
 
 def make_publisher() -> EventPublisher:
@@ -69,14 +52,9 @@ class Prompts:
         return events
 
 
-def timed_us(step: Callable[[list[EngineEvent]], object], calls: list[list[EngineEvent]]) -> tuple[float, float]:
-    """Median and 90th percentile of one call, in microseconds."""
-    times = []
-    for events in calls:
-        start = time.perf_counter_ns()
-        step(events)
-        times.append((time.perf_counter_ns() - start) / 1000)
-    return statistics.median(times), statistics.quantiles(times, n=10)[-1]
+def times_us(step: Callable[[list[EngineEvent]], object], calls: list[list[EngineEvent]]) -> list[float]:
+    """Microseconds of each call."""
+    return [timed(lambda e=events: step(e)) * 1e6 for events in calls]
 
 
 def publish_figures() -> Iterator[Figure]:
@@ -84,75 +62,57 @@ def publish_figures() -> Iterator[Figure]:
     prompts = Prompts()
     publisher = make_publisher()
     chains: list[list[EngineEvent]] = [[prompts.event(64)] for _ in range(2000)]
-    yield Figure("publish, 1 event of 64 new pages", *timed_us(publisher.publish, chains), "us", 60)
-    yield Figure("publish, 1 event of 64 known pages", *timed_us(publisher.publish, chains), "us", 60)
+    yield figure("publish, 1 event of 64 new pages", "us", times_us(publisher.publish, chains), "<= 60")
+    yield figure("publish, 1 event of 64 known pages", "us", times_us(publisher.publish, chains), "<= 60")
     removals: list[list[EngineEvent]] = [[BlockRemoved(call[0].block_hashes)] for call in chains]
-    yield Figure("publish, 1 removal of 64 pages", *timed_us(publisher.publish, removals), "us", 60)
+    yield figure("publish, 1 removal of 64 pages", "us", times_us(publisher.publish, removals), "<= 60")
     singles: list[list[EngineEvent]] = [[*prompts.single_pages(256)] for _ in range(100)]
-    yield Figure("publish, 256 events of 1 page", *timed_us(publisher.publish, singles), "us", 256)
+    yield figure("publish, 256 events of 1 page", "us", times_us(publisher.publish, singles))
     single: list[list[EngineEvent]] = [[prompts.event(1)] for _ in range(2000)]
-    yield Figure("publish, 1 event of 1 page", *timed_us(publisher.publish, single), "us", None)
+    yield figure("publish, 1 event of 1 page", "us", times_us(publisher.publish, single))
 
 
 def queue_figures() -> Iterator[Figure]:
     """A full queue, and emptying it."""
     prompts = Prompts()
-    calls = [[prompts.event(64)] for _ in range(QUEUE_PAGES // 64)]
-    tracemalloc.start()
     publisher = make_publisher()
     publisher.take_records(time.time())
-    for events in calls:
-        publisher.publish(events)
-    mebibytes = tracemalloc.get_traced_memory()[0] / 2**20
-    tracemalloc.stop()
+    for _ in range(QUEUE_PAGES // 64):
+        publisher.publish([prompts.event(64)])
     queued = publisher.stats().queue.queued
-    yield Figure(f"reserved for {queued:,} queued pages, ledger of 4M included", mebibytes, mebibytes, "MiB", None)
-    start = time.perf_counter()
+    began = time.perf_counter()
     records = publisher.take_records(time.time(), force=True)
-    rate = queued / (time.perf_counter() - start)
-    yield Figure("encode, pages/s", rate, rate, "pages/s", None)
+    seconds = time.perf_counter() - began
+    yield figure("encode", "Mpages/s", [queued / seconds / 1e6])
     size = sum(len(record.payload) for record in records) / queued
-    yield Figure("bytes a page on the wire, chains of 64", size, size, "bytes", 24)
-    start = time.perf_counter()
+    yield figure("a page on the wire, chains of 64", "bytes", [size], "<= 24")
     publisher.request_resync("benchmark")
-    publisher.take_records(time.time(), force=True)
-    elapsed_ms = (time.perf_counter() - start) * 1000
-    yield Figure(f"snapshot of {queued:,} pages", elapsed_ms, elapsed_ms, "ms", None)
+    snapshot = timed(lambda: publisher.take_records(time.time(), force=True))
+    yield figure(f"snapshot of {queued:,} pages", "ms", [snapshot * 1e3])
 
 
-def resident_figure() -> Figure:
-    """Resident memory that a full queue of single-page calls adds, the worst case, and its ledger."""
+def queue_memory() -> float:
+    """MB of resident memory that a full queue of single-page calls adds, the worst case, and its ledger."""
     publisher = make_publisher()
     prompts = Prompts()
-    before = _resident_bytes()
+    publisher.publish([prompts.event(1)])
+    before = psutil.Process().memory_info().rss
     for _ in range(QUEUE_PAGES // 1000):
         for event in prompts.single_pages(1000):
             publisher.publish([event])
-    mebibytes = (_resident_bytes() - before) / 2**20
-    return Figure(f"resident, {QUEUE_PAGES:,} single pages queued and held", mebibytes, mebibytes, "MiB", 200)
+    return float(psutil.Process().memory_info().rss - before) / 1e6
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    arguments = parser.parse_args()
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}, seed {SEED}"
-    date = datetime.now(UTC).date().isoformat()
-    figures = [resident_figure(), *publish_figures(), *queue_figures()]
-    print(f"{machine}, {date}")
-    for figure in figures:
-        target = "" if figure.target is None else f"{figure.target:>10,.0f}"
-        print(f"{figure.name:<62}{figure.median:>14,.1f}{figure.spread:>14,.1f} {figure.unit:<8}{target}")
-    if arguments.json is not None:
-        content = {"machine": machine, "date": date, "figures": [figure._asdict() for figure in figures]}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+def run() -> list[Figure]:
+    """Every figure. Memory is measured in a process of its own, which has never freed anything."""
+    command = [sys.executable, "-m", "benchmarks.bench_publish", "--memory"]
+    memory = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    name = f"{QUEUE_PAGES:,} single pages queued, and in the ledger"
+    return [*publish_figures(), *queue_figures(), figure(name, "MB", [float(memory)], "<= 200")]
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--memory"]:
+        sys.stdout.write(f"{queue_memory()}\n")
+    else:
+        main("publisher", run)

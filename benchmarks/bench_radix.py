@@ -1,4 +1,4 @@
-"""What a RadixCache costs its engine: `python benchmarks/bench_radix.py [--json FILE]`.
+"""What a RadixCache costs its engine: `python -m benchmarks.bench_radix [--json FILE]`.
 
 Inserts with events on and off are compared with hashing in both: "off, hashed" inserts with events off and then
 computes the new node's block and sequence hashes, so the ratio is the cost of the events alone. Rounds of all kinds
@@ -7,21 +7,13 @@ take turns, so that a busy moment of the machine hits them alike; queues are dra
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
-import platform
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Figure, figure, main, timed
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
 from engine_cache.node import compute_node_hash_values, compute_node_sequence_hashes
 from kv_events.hashing import SEED
@@ -75,7 +67,7 @@ def bench_insert() -> dict[str, list[float]]:
         for kind, (cache, run) in kinds.items():
             for _ in range(PER_ROUND):
                 key = RadixKey(tokens(PROMPT))
-                figures[kind].append(timed(lambda c=cache, k=key, r=run: r(c, k, rows)))
+                figures[kind].append(1e6 * timed(lambda c=cache, k=key, r=run: r(c, k, rows)))
                 cache.take_events()
     return figures
 
@@ -92,78 +84,37 @@ def bench_cached() -> list[float]:
         match = cache.match_prefix(MatchPrefixParams(key))
         cache.insert(InsertParams(key, match.device_indices))
 
-    return [timed(again) for _ in range(ROUNDS * PER_ROUND)]
+    return [1e6 * timed(again) for _ in range(ROUNDS * PER_ROUND)]
 
 
 def bench_evict() -> list[float]:
     """Microseconds of one eviction of one leaf out of some thousand."""
     cache = filled_cache(events=False)
-    return [timed(lambda: cache.evict(EvictParams(OWN))) for _ in range(PER_ROUND)]
+    return [1e6 * timed(lambda: cache.evict(EvictParams(OWN))) for _ in range(PER_ROUND)]
 
 
-def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e6
+def ratio(name: str, on: list[float], off: list[float]) -> Figure:
+    """Of the medians."""
+    return figure(name, "", [median(on) / median(off)], "<= 1.5")
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    low, _, high = quantiles(values, n=4)
-    return {"median_us": round(median(values), 1), "q1_us": round(low, 1), "q3_us": round(high, 1)}
-
-
-def measure() -> dict[str, object]:
-    figures = {kind: summary(values) for kind, values in bench_insert().items()}
+def run() -> list[Figure]:
+    """Every figure. Inserts are measured once more with the garbage collector paused, whose turn is anybody's guess."""
+    kinds = bench_insert()
     gc.freeze()
     gc.disable()
-    paused = {kind: summary(values) for kind, values in bench_insert().items()}
+    paused = bench_insert()
     gc.enable()
     gc.unfreeze()
-    figures["insert, events on, collector paused"] = paused["insert, events on"]
-    figures["insert, events off, hashed, collector paused"] = paused["insert, events off, hashed"]
-    figures[f"match + insert, {LONG_PROMPT} cached tokens, page {LONG_PAGE}"] = summary(bench_cached())
-    figures[f"evict one of {TREE_PROMPTS} leaves"] = summary(bench_evict())
-    return {
-        "machine": {"cores": os.cpu_count(), "cpu": platform.machine(), "python": platform.python_version()},
-        "date": datetime.now(UTC).date().isoformat(),
-        "seed": SEED_OF_TOKENS,
-        "prompt_tokens": PROMPT,
-        "page_size": PAGE,
-        "figures": figures,
-        "on_to_off_hashed": ratio(figures, ""),
-        "on_to_off_hashed_collector_paused": ratio(figures, ", collector paused"),
-    }
-
-
-def ratio(figures: dict[str, dict[str, float]], suffix: str) -> float:
-    on, off = figures[f"insert, events on{suffix}"], figures[f"insert, events off, hashed{suffix}"]
-    return round(on["median_us"] / off["median_us"], 2)
-
-
-def show(report: dict[str, object]) -> None:
-    table = Table(title=f"RadixCache, microseconds; inserts are of {PROMPT} new tokens, page {PAGE}")
-    for column in ("what", "median", "quartiles"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for name, figure in report["figures"].items():  # type: ignore[attr-defined]
-        table.add_row(name, f"{figure['median_us']:.1f}", f"{figure['q1_us']:.1f} .. {figure['q3_us']:.1f}")
-    console = Console()
-    console.print(table)
-    console.print(
-        f"events on / off, hashing in both: {report['on_to_off_hashed']} "
-        f"(collector paused: {report['on_to_off_hashed_collector_paused']})"
-    )
-    console.print(f"{report['machine']}, {report['date']}, seed {report['seed']}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    arguments = parser.parse_args()
-    report = measure()
-    show(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    on, off = "insert, events on", "insert, events off, hashed"
+    return [
+        *[figure(kind, "us", values) for kind, values in kinds.items()],
+        ratio("events on / off, hashing in both", kinds[on], kinds[off]),
+        ratio("the same, collector paused", paused[on], paused[off]),
+        figure(f"match + insert, {LONG_PROMPT} cached tokens, page {LONG_PAGE}", "us", bench_cached()),
+        figure(f"evict one of {TREE_PROMPTS} leaves", "us", bench_evict()),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    main(f"RadixCache, inserts of {PROMPT} new tokens, page {PAGE}", run)

@@ -1,0 +1,32 @@
+"""Every benchmark, one after the other: `python -m benchmarks [--json FILE] [NAME ...]`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.report import Figure, as_json, show
+
+NAMES = ("index", "publish", "radix", "http", "end_to_end", "simulation")
+
+
+def main() -> None:
+    """Run what was asked for, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write all figures to this file, too")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NAMES)}")
+    arguments = parser.parse_args()
+    figures: dict[str, list[Figure]] = {}
+    for name in arguments.names or NAMES:
+        if name not in NAMES:
+            parser.error(f"NAME: got {name!r}, expected some of {', '.join(NAMES)}")
+        figures[name] = import_module(f"benchmarks.bench_{name}").run()
+        show(name, figures[name])
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_json(figures), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
