@@ -190,11 +190,13 @@ class OverlapIndex:
         """A copy of everything, for a snapshot."""
         used = page_table.high_water(self._pages.table)
         live = np.flatnonzero(self._pages.holders[:used])
-        ids, holders = np.unique(self._pages.holders[live], return_inverse=True)
+        ids = np.flatnonzero(self._pages.sets.users)
+        row_of_id = np.zeros(len(self._pages.sets.users), np.uint32)
+        row_of_id[ids] = np.arange(len(ids))
         return IndexImage(
             self._pages.table.keys[live],
             self._pages.parents[live],
-            holders.astype(np.uint32),
+            row_of_id[self._pages.holders[live]],
             self._pages.sets.words[ids],
             {stream: digest.copy() for stream, digest in enumerate(self._digests) if digest is not None},
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from indexer.index import IndexImage
-from indexer.namespaces import Namespaces
+from indexer.namespaces import NamespaceKey, Namespaces
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
 from indexer.views import View, ViewCounters, ViewState
@@ -71,11 +72,25 @@ class Snapshot(NamedTuple):
 class SnapshotParts(NamedTuple):
     """Everything that goes into a snapshot, copied out of the live views in one go; `pack` may run on any thread."""
 
-    image: _Image
+    taken_at: float
+    positions: dict[int, int]
+    namespaces: list[tuple[NamespaceKey, list[_ViewImage], IndexImage]]
 
     def pack(self) -> bytes:
         """The snapshot's bytes."""
-        body = _encoder.encode(self.image)
+        namespaces = [
+            _NamespaceImage(
+                *key,
+                views,
+                index.hashes.tobytes(),
+                index.parents.tobytes(),
+                index.holders.tobytes(),
+                index.sets.tobytes(),
+                index.sets.shape[1],
+            )
+            for key, views, index in self.namespaces
+        ]
+        body = _encoder.encode(_Image(self.taken_at, self.positions, namespaces))
         return b"".join((_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
 
 
@@ -85,22 +100,11 @@ _decoder = msgspec.msgpack.Decoder(_Image)
 
 def take(namespaces: Namespaces, positions: Mapping[int, int], now: float) -> SnapshotParts:
     """Copy everything out of the views. Between two records only; a resync under way is saved as a stale view."""
-    images = []
-    for namespace in namespaces:
-        image = namespace.index.image()
-        views = [_view_image(view) for view in namespace.views.values()]
-        images.append(
-            _NamespaceImage(
-                *namespace.key,
-                views,
-                image.hashes.tobytes(),
-                image.parents.tobytes(),
-                image.holders.tobytes(),
-                image.sets.tobytes(),
-                image.sets.shape[1],
-            )
-        )
-    return SnapshotParts(_Image(now, dict(positions), images))
+    images = [
+        (namespace.key, [_view_image(view) for view in namespace.views.values()], namespace.index.image())
+        for namespace in namespaces
+    ]
+    return SnapshotParts(now, dict(positions), images)
 
 
 def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
@@ -134,7 +138,7 @@ def _view_image(view: View) -> _ViewImage:
         view.heard_at,
         state,
         reason,
-        view.counters,
+        replace(view.counters),
         digest_bytes(view.index.digest(view.number)),
     )
 
