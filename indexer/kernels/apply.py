@@ -54,19 +54,8 @@ def flat(pages: Pages) -> tuple[npt.NDArray[np.generic], ...]:
 
 @array_helper
 def bundle(
-    keys,
-    directory,
-    slots,
-    segments,
-    table_meta,
-    parents_of,
-    holders,
-    words,
-    set_hashes,
-    users,
-    buckets,
-    set_meta,
-):
+    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+):  # fmt: skip
     """The inverse of `flat`, inside a kernel, at no cost."""
     return Pages(
         Table(keys, directory, slots, segments, table_meta),
@@ -118,19 +107,8 @@ def store(
     Returns (pages that were there already, pages refused because the index is full).
     """
     pages = bundle(
-        keys,
-        directory,
-        slots,
-        segments,
-        table_meta,
-        parents_of,
-        holders,
-        words,
-        set_hashes,
-        users,
-        buckets,
-        set_meta,
-    )
+        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    )  # fmt: skip
     known = refused = 0
     chain = -1
     for i in range(start):
@@ -176,19 +154,8 @@ def remove(
     Returns the number of pages that the stream did not hold there.
     """
     pages = bundle(
-        keys,
-        directory,
-        slots,
-        segments,
-        table_meta,
-        parents_of,
-        holders,
-        words,
-        set_hashes,
-        users,
-        buckets,
-        set_meta,
-    )
+        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    )  # fmt: skip
     unknown = 0
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
@@ -222,19 +189,8 @@ def sweep(
     Returns the number of removed (page, tier) pairs. Arguments as in `store`.
     """
     pages = bundle(
-        keys,
-        directory,
-        slots,
-        segments,
-        table_meta,
-        parents_of,
-        holders,
-        words,
-        set_hashes,
-        users,
-        buckets,
-        set_meta,
-    )
+        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    )  # fmt: skip
     removed = 0
     for entry in range(start, stop):
         old = np.int64(pages.holders[entry])
@@ -264,19 +220,8 @@ def collect(
     entries: int64, tiers: uint8, both at least stop - start long.
     """
     pages = bundle(
-        keys,
-        directory,
-        slots,
-        segments,
-        table_meta,
-        parents_of,
-        holders,
-        words,
-        set_hashes,
-        users,
-        buckets,
-        set_meta,
-    )
+        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    )  # fmt: skip
     found = 0
     for entry in range(start, stop):
         held = np.int64(pages.holders[entry])

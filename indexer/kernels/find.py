@@ -94,19 +94,8 @@ def find(
     number of streams found.
     """
     pages = bundle(
-        keys,
-        directory,
-        slots,
-        segments,
-        table_meta,
-        parents_of,
-        holders,
-        words,
-        set_hashes,
-        users,
-        buckets,
-        set_meta,
-    )
+        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    )  # fmt: skip
     n = hashes.shape[0]
     if n == 0:
         return 0
