@@ -1,0 +1,48 @@
+"""Compiled kernels are kept, and never outlive a change of what they call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_CALLEE = """
+from kv_events.kernels import array_function
+@array_function
+def answer():
+    return {value}
+"""
+_ENTRY = """
+from numba import types
+from callee import answer
+from kv_events.kernels import array_kernel
+@array_kernel(types.int64())
+def ask():
+    return answer()
+print(ask(), sum(ask.stats.cache_hits.values()))
+"""
+
+
+def run(folder: Path, cache: Path) -> list[str]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(folder)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    command = [sys.executable, "-c", "import entry"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_a_kernel_is_loaded_from_disk_until_a_function_it_calls_changes(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "kernels", tmp_path / "cache"
+    folder.mkdir()
+    (folder / "entry.py").write_text(_ENTRY)
+    (folder / "callee.py").write_text(_CALLEE.format(value=41))
+    assert run(folder, cache) == ["41", "0"]
+    assert run(folder, cache) == ["41", "1"]
+    (folder / "callee.py").write_text(_CALLEE.format(value=42))
+    assert run(folder, cache) == ["42", "0"]
+
+
+def test_without_a_place_to_write_kernels_work_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "entry.py").write_text(_ENTRY)
+    (tmp_path / "callee.py").write_text(_CALLEE.format(value=7))
+    assert run(tmp_path, Path("/proc/nowhere"))[0] == "7"
