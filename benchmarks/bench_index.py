@@ -61,16 +61,48 @@ def apply_rates(prompts: list[np.ndarray]) -> tuple[OverlapIndex, list[Figure]]:
     ]
 
 
-def query_times(index: OverlapIndex, prompts: list[np.ndarray]) -> Iterator[Figure]:
-    """Queries of known pages, hashes given; then with hashing."""
+def mixed_index(prompts: list[np.ndarray]) -> OverlapIndex:
+    """Every worker holds every prompt to a depth of its own, on a tier of its own; one of them to the end."""
+    random = np.random.default_rng(_RANDOM_SEED)
+    index = OverlapIndex()
+    streams = [index.add_stream() for _ in range(WORKERS)]
+    for number, chain in enumerate(prompts):
+        for stream in streams:
+            depth = len(chain) if stream == number % WORKERS else int(random.integers(1, len(chain)))
+            for event in batches(chain[:depth], (stream + number) % 4):
+                index.store(stream, event, 0, len(event.hashes))
+    return index
+
+
+def query_times(index: OverlapIndex, prompts: list[np.ndarray], what: str) -> Iterator[Figure]:
+    """Queries of known pages, hashes given."""
     goals = {8: "<= 3", 64: "<= 3", 1000: "<= 12", 8192: "<= 150"}
     random = np.random.default_rng(_RANDOM_SEED)
     for length, goal in goals.items():
         asked = [np.ascontiguousarray(prompts[i][:length]) for i in random.integers(0, len(prompts) - 1, 2000)]
-        yield figure(f"query {length} known pages", "us", [timed(lambda h=h: index.find(h)) * 1e6 for h in asked], goal)
+        times = [timed(lambda h=h: index.find(h)) * 1e6 for h in asked]
+        yield figure(f"query {length} known pages, {what}", "us", times, goal)
+
+
+def hashing_time() -> Figure:
+    """What a prompt's tokens cost on top."""
+    random = np.random.default_rng(_RANDOM_SEED)
     tokens = random.integers(0, 128_000, (200, 1000 * PAGE_TOKENS), dtype=np.uint32)
     hashing = [timed(lambda t=t: sequence_hashes(t, PAGE_TOKENS)) * 1e6 for t in tokens]
-    yield figure("hash 1000 pages of 16 tokens", "us", hashing, "<= 100")
+    return figure("hash 1000 pages of 16 tokens", "us", hashing, "<= 100")
+
+
+def scattered_index(prompts: list[np.ndarray]) -> tuple[OverlapIndex, float]:
+    """The worst case for holder sets: each page with random holders, a tenth of the workers. And the longest slice."""
+    random = np.random.default_rng(_RANDOM_SEED)
+    index, longest = OverlapIndex(), 0.0
+    for _ in range(WORKERS):
+        stream = index.add_stream()
+        for chain in prompts:
+            part = np.ascontiguousarray(chain[random.random(len(chain)) < 0.1])
+            for event in batches(part, 0):
+                longest = max(longest, timed(lambda e=event, s=stream: index.store(s, e, 0, len(e.hashes))))
+    return index, longest
 
 
 def memory(prompts: list[np.ndarray], num_workers: int) -> Iterator[Figure]:
@@ -98,7 +130,13 @@ def run() -> list[Figure]:
     """Every figure. Memory is measured in processes of their own, which have never freed anything."""
     prompts = chains()
     index, figures = apply_rates(prompts)
-    figures.extend(query_times(index, prompts))
+    figures.extend(query_times(index, prompts, "all workers hold all"))
+    figures.extend(query_times(mixed_index(prompts), prompts, "each worker another depth and tier"))
+    figures.append(hashing_time())
+    scattered, longest = scattered_index(prompts)
+    name = "random tenth of the workers on each page"
+    figures.append(figure(f"memory a page, {name}", "bytes", [scattered.bytes_used / scattered.num_pages]))
+    figures.append(figure(f"longest store of 64 pages, {name}", "ms", [longest * 1e3]))
     for num_workers in (1, WORKERS):
         command = [sys.executable, "-m", "benchmarks.bench_index", "--memory", str(num_workers)]
         for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines():

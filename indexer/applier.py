@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from indexer.dead_letters import DeadLetters
 from indexer.errors import IndexFullError
 from indexer.namespaces import Namespaces
-from kv_events.codec import decode_batch
+from indexer.views import View
+from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.records import LogRecord
 
@@ -15,28 +16,48 @@ from kv_events.records import LogRecord
 class Applier:
     """Turns records into views."""
 
-    def __init__(self, namespaces: Namespaces, dead_letters: DeadLetters) -> None:
+    def __init__(
+        self, namespaces: Namespaces, dead_letters: DeadLetters, is_expired: Callable[[View], bool] = lambda _: False
+    ) -> None:
+        """is_expired: whether nothing was heard of a view for its time-to-live."""
         self.namespaces = namespaces
         self.dead_letters = dead_letters
+        self.is_expired = is_expired
         self.records = 0
         """Records seen."""
 
-    def apply(self, record: LogRecord, heard_at: float) -> Iterator[None]:
+    def apply(self, record: LogRecord, heard_at: float, heard_tick: float | None = None) -> Iterator[None]:
         """Apply one record, slice by slice; a record that breaks the contract becomes a dead letter.
 
-        heard_at: seconds since 1970, when the record was heard of.
+        heard_at: seconds since 1970, when the record was heard of; heard_tick: the same moment on the clock of
+        `Freshness` (default: the same number).
         """
         self.records += 1
+        tick = heard_at if heard_tick is None else heard_tick
         try:
-            batch = decode_batch(record.payload)
-            view = self.namespaces.view_of(batch)
+            yield from self._apply(decode_batch(record.payload), heard_at, tick)
         except RecordRejectedError as error:
             self.dead_letters.put(record, error)
-            return
         except IndexFullError as error:
             self.dead_letters.put(record, RecordRejectedError("index_full", str(error)))
-            return
-        if view.admit(batch):
-            view.heard_at = max(view.heard_at, heard_at)
+
+    def _apply(self, batch: DecodedBatch, heard_at: float, heard_tick: float) -> Iterator[None]:
+        view = self.namespaces.view(batch.stream)
+        if view is not None and self.namespaces.block_size(batch.stream) != batch.block_size:
+            if batch.epoch <= view.epoch:
+                raise RecordRejectedError("block_size", _other_block_size(batch, self.namespaces))
+            yield from self.namespaces.forget(batch.stream)  # a new incarnation with another page size
+            view = self.namespaces.view(batch.stream)
+            if view is not None:
+                raise IndexFullError("holder sets, so that the old pages stay", 0)
+        if view is None:
+            view = self.namespaces.add_view(batch.stream, batch.block_size)
+        if view.admit(batch, self.is_expired(view)):
+            view.heard_at, view.heard_tick = heard_at, max(view.heard_tick, heard_tick)
             yield from view.apply(batch)
             view.confirm(batch)
+
+
+def _other_block_size(batch: DecodedBatch, namespaces: Namespaces) -> str:
+    known = namespaces.block_size(batch.stream)
+    return f"block_size: got {batch.block_size}, {batch.stream.key} has {known} since a later or the same epoch"

@@ -14,9 +14,9 @@ from indexer.namespaces import Namespaces
 from indexer.resync import ResyncPlanner
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError, SnapshotStore, SnapshotStoreError
-from indexer.snapshots.image import take, unpack
+from indexer.snapshots.image import SnapshotParts, take, unpack
 from indexer.sources.base import Source, SourceUnavailableError
-from indexer.views import View
+from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ _SLICE_S = 0.001
 _RETRY_S = 0.5
 _PLAN_S = 0.1
 _PROBE_S = 1.0
+_STOP_S = 5.0
 
 
 class Consumer:
@@ -52,9 +53,12 @@ class Consumer:
         self._planner = ResyncPlanner(settings)
         self._slice_began = 0.0
         self._next_probe = self._next_plan = 0.0
-        self._next_snapshot = clock() + settings.snapshot_interval_s
+        self._next_snapshot = time.monotonic() + settings.snapshot_interval_s
         self._saving: asyncio.Task[None] | None = None
-        self.freshness = Freshness(settings.worker_ttl_s, clock())
+        self._requesting: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.freshness = Freshness(settings.worker_ttl_s, time.monotonic())
+        applier.is_expired = lambda view: self.freshness.state(view) is ViewState.EXPIRED
         self.ready = False
         """Whether everything that was in the log at the start has been applied."""
         self.failure: BaseException | None = None
@@ -92,7 +96,7 @@ class Consumer:
 
     def demand_resync(self, view: View) -> None:
         """Ask the view's publisher to name everything again, at the next opportunity."""
-        self._planner.demand(view, self._clock())
+        self._planner.demand(view)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -102,12 +106,14 @@ class Consumer:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            self._stopping = True
+            await asyncio.wait({task}, timeout=_STOP_S)
+            is_between_records = task.done() and self.failure is None
+            await _cancelled(task, self._requesting)
             if self._saving is not None:
                 await self._saving
-            if self._goal is not None:
-                await self._save()
+            if is_between_records and self._goal is not None:
+                await self._save(await self._copied())
             await self._source.stop()
             if self._store is not None:
                 await self._store.close()
@@ -116,16 +122,18 @@ class Consumer:
     async def _run(self) -> None:
         await self._load()
         await self._start_source()
-        while True:
+        while not self._stopping:
             records = await self._fetch()
             for record in records:
                 await self._apply(record)
+                if self._stopping:
+                    return
             await self._between_records()
 
     # --- records ---
 
     async def _start_source(self) -> None:
-        while True:
+        while not self._stopping:
             try:
                 self._positions = {**self._positions, **await self._source.start(self._positions)}
                 self._goal = await self._source.ends()
@@ -150,8 +158,8 @@ class Consumer:
         if record.offset < self._positions.get(record.partition, 0):
             return
         now = self._clock()
-        heard_at = now if self.ready else min(now, record.timestamp_ms / 1000)
-        for _ in self._applier.apply(record, heard_at):
+        late_s = 0.0 if self.ready else max(0.0, now - record.timestamp_ms / 1000)
+        for _ in self._applier.apply(record, now - late_s, time.monotonic() - late_s):
             await self._breathe()
         self._positions[record.partition] = record.offset + 1
         await self._breathe()
@@ -169,22 +177,22 @@ class Consumer:
 
     def _source_is_back(self) -> None:
         self.source_error = None
-        self.freshness.log_is_alive(self._clock())
+        self.freshness.log_is_alive(time.monotonic())
 
     # --- between records ---
 
     async def _between_records(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if not self.ready or now >= self._next_probe:
             self._next_probe = now + _PROBE_S
             await self._probe()
-        if self.ready and now >= self._next_plan:
+        if self.ready and now >= self._next_plan and (self._requesting is None or self._requesting.done()):
             self._next_plan = now + _PLAN_S
-            await self._request_resyncs(now)
+            self._requesting = asyncio.create_task(self._request_resyncs(now), name="resync-requests")
             await self._forget_silent()
-        if now >= self._next_snapshot and (self._saving is None or self._saving.done()):
+        if now >= self._next_snapshot and self._store is not None and (self._saving is None or self._saving.done()):
             self._next_snapshot = now + self._settings.snapshot_interval_s
-            self._saving = asyncio.create_task(self._save(), name="snapshot")
+            self._saving = asyncio.create_task(self._save(await self._copied()), name="snapshot")
 
     async def _probe(self) -> None:
         if not self.ready and self.lag() == 0:
@@ -231,11 +239,20 @@ class Consumer:
         self._positions = snapshot.positions
         log.info("snapshot of %d views loaded", len(snapshot.namespaces.views))
 
-    async def _save(self) -> None:
-        """Write a snapshot; the views are copied before the first pause, so they are of one moment."""
+    async def _copied(self) -> SnapshotParts:
+        """Copy the views, which nobody else changes, letting queries through."""
+        copying = take(self.namespaces, self._positions, self._clock())
+        while True:
+            try:
+                next(copying)
+            except StopIteration as end:
+                parts: SnapshotParts = end.value
+                return parts
+            await self._breathe()
+
+    async def _save(self, parts: SnapshotParts) -> None:
         if self._store is None:
             return
-        parts = take(self.namespaces, self._positions, self._clock())
         try:
             await self._store.save(await asyncio.to_thread(parts.pack))
         except SnapshotStoreError as error:
@@ -248,3 +265,11 @@ class Consumer:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failure, self.ready = error, False
             log.error("the consumer has ended", exc_info=error)
+
+
+async def _cancelled(*tasks: asyncio.Task[None] | None) -> None:
+    """Cancel what still runs, and wait for its end."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -7,13 +7,15 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
-from kv_events.errors import RecordRejectedError
+from kv_events.errors import KvsightError, RecordRejectedError
 from kv_events.event_log import EventLogWriter
+from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.records import LogRecord
 
 log = logging.getLogger(__name__)
 
 _KEPT_IN_MEMORY = 100
+_SHOWN = 200
 _MAX_FOLDER_BYTES = 64 * 2**20
 
 
@@ -36,20 +38,38 @@ class DeadLetters:
     def __init__(self, folder: Path | None = None) -> None:
         self.counts: Counter[str] = Counter()
         self.newest: deque[DeadLetter] = deque(maxlen=_KEPT_IN_MEMORY)
+        self.not_kept = 0
+        """Letters that did not get into the folder: it is full, or cannot be written."""
         self._writer = EventLogWriter(folder) if folder is not None else None
-        self._room = _MAX_FOLDER_BYTES
+        self._room = _MAX_FOLDER_BYTES - (sum(f.stat().st_size for f in folder.iterdir()) if folder is not None else 0)
 
     def put(self, record: LogRecord, error: RecordRejectedError) -> None:
         """Take a record that was rejected."""
         self.counts[error.reason] += 1
-        key = record.key.decode(errors="replace")
-        self.newest.append(DeadLetter(record.partition, record.offset, key, error.reason, error.detail))
+        key = record.key[:_SHOWN].decode(errors="replace")
+        detail = error.detail[:_SHOWN]
+        self.newest.append(DeadLetter(record.partition, record.offset, key, error.reason, detail))
         if self.counts[error.reason] == 1:
-            log.warning("record %d/%d of %s rejected: %s", record.partition, record.offset, key, error)
-        if self._writer is not None and self._room > 0:
-            self._room -= len(record.payload)
-            self._writer.append(record)
-            self._writer.flush(sync=False)
+            log.warning(
+                "record %d/%d rejected: %s: %s (%s)", record.partition, record.offset, error.reason, detail, key
+            )
+        if self._writer is not None:
+            self._keep(self._writer, record)
+
+    def _keep(self, writer: EventLogWriter, record: LogRecord) -> None:
+        """What is too large for an event log is kept as far as it fits; keeping never stops the reading."""
+        kept = record._replace(key=record.key[:_SHOWN], payload=record.payload[:MAX_RECORD_BYTES])
+        if self._room < len(kept.payload):
+            self.not_kept += 1
+            return
+        try:
+            writer.append(kept)
+            writer.flush(sync=False)
+        except (KvsightError, OSError) as error:
+            self.not_kept += 1
+            log.warning("dead letter not kept: %s", error)
+        else:
+            self._room -= len(kept.payload)
 
     def close(self) -> None:
         """Close the folder's log."""

@@ -8,19 +8,15 @@ from indexer.views import View, ViewState
 class Freshness:
     """Judges ages by the time up to which the log was readable.
 
-    While the log is away nobody can be heard, so nobody expires; when it comes back, everybody gets a whole
-    time-to-live again to be heard.
+    Its clock is any that never goes back: a monotonic one for live views, the records' own time for a replay. While
+    the log is away nobody can be heard, so nobody expires; when it comes back, everybody gets a
+    whole time-to-live again to be heard.
     """
 
     def __init__(self, ttl_s: float, now: float) -> None:
         self._ttl_s = ttl_s
         self._alive_at = now
         self._resumed_at = now
-
-    @property
-    def log_alive_at(self) -> float:
-        """Seconds since 1970: when the log was last known to be readable."""
-        return self._alive_at
 
     def log_is_alive(self, now: float) -> None:
         """The log was readable just now."""
@@ -30,7 +26,7 @@ class Freshness:
 
     def silence_s(self, view: View) -> float:
         """Seconds during which a worker could have been heard and was not."""
-        return self._alive_at - max(view.heard_at, self._resumed_at)
+        return self._alive_at - max(view.heard_tick, self._resumed_at)
 
     def state(self, view: View) -> ViewState:
         """The state to show and to act on."""

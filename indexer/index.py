@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,14 +22,15 @@ from kv_events.schema import NUM_MEDIA
 SLICE_PAGES = 4096
 """Pages that one kernel call touches at most: well under a millisecond, so that queries never wait long."""
 
-_SWEEP_ENTRIES = 65_536
-_MIN_SETS = 1024
+_SCAN_ENTRIES = 65_536
+_STORES_STOP_AT = 7 / 8  # of the holder sets: removals may need new ones, too, and must go on
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 _NO_MARKS = np.zeros(0, np.uint8)
 
 Marks = npt.NDArray[np.uint8]
 
 
-class Matches(NamedTuple):
+class Matches(msgspec.Struct, frozen=True, gc=False):
     """Answer of `OverlapIndex.find`."""
 
     streams: npt.NDArray[np.int32]
@@ -49,13 +51,13 @@ class HeldPages(NamedTuple):
 
 
 class IndexImage(NamedTuple):
-    """Everything an index knows, detached from it."""
+    """Everything an index knows, detached from it; the columns of the pages in parts."""
 
-    hashes: U64Array
+    hashes: list[U64Array]
     """[n] sequence hashes."""
-    parents: U64Array
+    parents: list[U64Array]
     """[n]"""
-    holders: npt.NDArray[np.uint32]
+    holders: list[npt.NDArray[np.uint32]]
     """[n] row of `sets`."""
     sets: U64Array
     """[s, 4 * width] distinct holder sets, plane after plane; see `kernels.holder_sets`."""
@@ -66,23 +68,25 @@ class IndexImage(NamedTuple):
 class OverlapIndex:
     """One index of all worker streams of a namespace. One thread writes and reads; a call never blocks.
 
-    Costs about 37 bytes a page, whatever the number of streams that hold it, and one holder set for each distinct
-    combination of (stream, tier) holders. Memory is bounded by `max_pages`: stores beyond it are refused and counted
-    in the result, removals and queries go on.
+    Costs about 37 bytes a page, whatever the number of streams that hold it, and 60 bytes (for up to 64 streams) a
+    holder set, of which there is one for each distinct combination of holders. Memory is bounded by `max_pages` and
+    `max_set_bytes`: stores beyond them are refused and counted, removals and queries go on.
     """
 
-    def __init__(self, max_pages: int = 2**24, max_streams: int = 4096) -> None:
-        """max_pages: bound on distinct pages; reserves address space only. max_streams: bound on worker streams."""
-        table = page_table.make_table(max_pages)
+    def __init__(self, max_pages: int = 2**24, max_streams: int = 4096, max_set_bytes: int = 2**30) -> None:
+        """max_pages: bound on distinct pages; max_set_bytes: bound on the memory of holder sets. Both reserve address
+        space only. max_streams: bound on worker streams.
+        """
         self._max_streams = max_streams
+        self._max_set_bytes = max_set_bytes
         self._width = 1
         self._alive = np.zeros((NUM_MEDIA, 1), np.uint64)  # scratch of find()
         self._set_pages(
             apply.Pages(
-                table=table,
+                table=page_table.make_table(max_pages),
                 parents=np.zeros(max_pages + 1, np.uint64),
                 holders=np.zeros(max_pages + 1, np.uint32),
-                sets=holder_sets.make_holder_sets(_MIN_SETS, self._width),
+                sets=holder_sets.make_holder_sets(self._set_capacity(max_pages, 1), 1),
             )
         )
         self._digests: list[Digest | None] = []
@@ -100,7 +104,7 @@ class OverlapIndex:
             raise IndexFullError("worker streams", self._max_streams)
         self._digests.append(empty_digest())
         if stream >= 64 * self._width:
-            self._resize_sets(len(self._pages.sets.users), 2 * self._width)
+            self._widen(2 * self._width)
         return stream
 
     def drop_stream(self, stream: int) -> None:
@@ -126,7 +130,8 @@ class OverlapIndex:
         self, stream: int, event: StoredPages, start: int, stop: int, marks: Marks | None = None
     ) -> tuple[int, int]:
         """Store pages [start, stop) of an event. Returns (pages held already, pages refused: index full)."""
-        self._make_room(stop - start)
+        if not self._has_sets:
+            return 0, stop - start
         known, refused = apply.store(
             *self._arrays,
             self.digest(stream),
@@ -141,10 +146,15 @@ class OverlapIndex:
         )
         return known, refused
 
-    def remove(self, stream: int, event: RemovedPages, start: int, stop: int, marks: Marks | None = None) -> int:
-        """Remove pages [start, stop) of an event. Returns how many of them the stream did not hold there."""
-        self._make_room(stop - start)
-        unknown: int = apply.remove(
+    def remove(
+        self, stream: int, event: RemovedPages, start: int, stop: int, marks: Marks | None = None
+    ) -> tuple[int, int]:
+        """Remove pages [start, stop) of an event.
+
+        Returns (pages that the stream did not hold there, pages that stay: not even the room kept for removals was
+        enough).
+        """
+        unknown, refused = apply.remove(
             *self._arrays,
             self.digest(stream),
             _NO_MARKS if marks is None else marks,
@@ -154,14 +164,13 @@ class OverlapIndex:
             start,
             stop,
         )
-        return unknown
+        return unknown, refused
 
     def sweep(self, stream: int, marks: Marks | None = None) -> Iterator[int]:
         """Remove all that a stream holds, but for marked pages, slice by slice. Yields pages removed by each slice."""
         for start, stop in self._entry_ranges(SLICE_PAGES):
             if not self.digest(stream)[:NUM_MEDIA].any():
                 return
-            self._make_room(stop - start)
             yield apply.sweep(
                 *self._arrays, self.digest(stream), _NO_MARKS if marks is None else marks, stream, start, stop
             )
@@ -170,52 +179,73 @@ class OverlapIndex:
 
     def find(self, hashes: U64Array) -> Matches:
         """How far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from the first page on."""
-        streams = np.empty(64 * self._width, np.int32)
-        pages = np.empty((64 * self._width, NUM_MEDIA), np.uint32)
-        found = find(*self._arrays, hashes, self._alive, streams, pages)
+        streams = np.empty(64 * self._width, _INT32)
+        pages = np.empty((64 * self._width, NUM_MEDIA), _UINT32)
+        found = find(*self._asked, hashes, self._alive, streams, pages)
         return Matches(streams[:found], pages)
 
     def held_pages(self, stream: int) -> Iterator[HeldPages]:
         """Everything a stream holds, slice by slice, in no particular order."""
         self.digest(stream)
-        entries = np.empty(_SWEEP_ENTRIES, np.int64)
-        tiers = np.empty(_SWEEP_ENTRIES, np.uint8)
-        for start, stop in self._entry_ranges(_SWEEP_ENTRIES):
+        entries = np.empty(_SCAN_ENTRIES, np.int64)
+        tiers = np.empty(_SCAN_ENTRIES, np.uint8)
+        for start, stop in self._entry_ranges(_SCAN_ENTRIES):
             found = apply.collect(*self._arrays, stream, start, stop, entries, tiers)
             if found:
                 held = entries[:found]
                 yield HeldPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
 
-    def image(self) -> IndexImage:
-        """A copy of everything, for a snapshot."""
-        used = page_table.high_water(self._pages.table)
-        live = np.flatnonzero(self._pages.holders[:used])
-        ids = np.flatnonzero(self._pages.sets.users)
-        row_of_id = np.zeros(len(self._pages.sets.users), np.uint32)
+    def image(self) -> Generator[None, None, IndexImage]:
+        """A copy of everything, for a snapshot, slice by slice; nothing may be changed before its end."""
+        sets = self._pages.sets
+        ids = np.flatnonzero(sets.users)
+        row_of_id = np.zeros(len(sets.users), np.uint32)
         row_of_id[ids] = np.arange(len(ids))
-        return IndexImage(
-            self._pages.table.keys[live],
-            self._pages.parents[live],
-            row_of_id[self._pages.holders[live]],
-            self._pages.sets.words[ids],
-            {stream: digest.copy() for stream, digest in enumerate(self._digests) if digest is not None},
+        image = IndexImage(
+            [],
+            [],
+            [],
+            sets.words[ids],
+            {s: digest.copy() for s, digest in enumerate(self._digests) if digest is not None},
         )
+        yield
+        for start, stop in self._entry_ranges(_SCAN_ENTRIES):
+            live = start + np.flatnonzero(self._pages.holders[start:stop])
+            image.hashes.append(self._pages.table.keys[live])
+            image.parents.append(self._pages.parents[live])
+            image.holders.append(row_of_id[self._pages.holders[live]])
+            yield
+        return image
 
     def restore(self, image: IndexImage) -> None:
         """Take over an image into this new, empty index. Raises InvalidValueError when it does not fit together."""
         num_sets, words_per_set = image.sets.shape
-        if len(image.hashes) > self.max_pages or max(image.digests, default=0) >= self._max_streams:
-            raise InvalidValueError("image", len(image.hashes), f"at most {self.max_pages} pages")
-        if not (len(image.hashes) == len(image.parents) == len(image.holders)) or words_per_set % NUM_MEDIA:
-            raise InvalidValueError("image", len(image.hashes), "columns of equal length")
-        if len(image.holders) and int(image.holders.max()) >= num_sets:
-            raise InvalidValueError("image.holders", int(image.holders.max()), f"less than {num_sets}")
-        self._resize_sets(max(_MIN_SETS, 1 << (num_sets + 1).bit_length()), words_per_set // NUM_MEDIA)
+        if max(image.digests, default=0) >= self._max_streams or not words_per_set or words_per_set % NUM_MEDIA:
+            raise InvalidValueError("image", words_per_set, f"at most {self._max_streams} streams")
+        self._widen(words_per_set // NUM_MEDIA)
         ids = np.empty(num_sets, np.uint32)
-        whole = apply.restore(*self._arrays, image.hashes, image.parents, image.holders, image.sets, ids)
-        if not whole:
-            raise InvalidValueError("image.hashes", len(image.hashes), "distinct hashes")
+        for hashes, parents, holders in zip(image.hashes, image.parents, image.holders, strict=True):
+            if not len(hashes) == len(parents) == len(holders):
+                raise InvalidValueError("image", len(hashes), "columns of equal length")
+            if len(holders) and int(holders.max()) >= num_sets:
+                raise InvalidValueError("image.holders", int(holders.max()), f"less than {num_sets}")
+        if not apply.restore_sets(*self._arrays, image.sets, ids):
+            raise InvalidValueError("image.sets", num_sets, "distinct sets, within the bounds of this index")
+        for columns in zip(image.hashes, image.parents, image.holders, strict=True):
+            if not apply.restore_pages(*self._arrays, *columns, ids):
+                raise InvalidValueError(
+                    "image.hashes", len(columns[0]), "distinct pages, within the bounds of this index"
+                )
         self._digests = [image.digests.get(stream) for stream in range(max(image.digests, default=-1) + 1)]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a resync of a refused worker has a chance: a twentieth of the pages is free, and so are some sets."""
+        return self.num_pages < 0.95 * self.max_pages and self._has_sets
+
+    @property
+    def _has_sets(self) -> bool:
+        return self.num_sets <= _STORES_STOP_AT * holder_sets.capacity_of(self._pages.sets)
 
     @property
     def num_pages(self) -> int:
@@ -256,18 +286,19 @@ class OverlapIndex:
             yield start, min(start + step, used)
             start += step
 
-    def _make_room(self, num_pages: int) -> None:
-        """Every page touched may need one new holder set, and one more for a moment."""
-        needed = num_pages + 1 - holder_sets.room(self._pages.sets)
-        if needed > 0:
-            wanted = len(self._pages.sets.users) + needed
-            self._resize_sets(1 << (wanted - 1).bit_length(), self._width)
+    def _set_capacity(self, max_pages: int, width: int) -> int:
+        """No more sets than pages are ever needed, but for the empty one and the room that removals keep."""
+        bytes_per_set = NUM_MEDIA * width * 8
+        return max(64, min(2 * max_pages + 64, self._max_set_bytes // bytes_per_set))
 
-    def _resize_sets(self, capacity: int, width: int) -> None:
-        self._set_pages(self._pages._replace(sets=holder_sets.grown(self._pages.sets, capacity, width)))
-        self._width = width
-        self._alive = np.zeros((NUM_MEDIA, width), np.uint64)
+    def _widen(self, width: int) -> None:
+        if width != self._width:
+            capacity = self._set_capacity(self.max_pages, width)
+            self._set_pages(self._pages._replace(sets=holder_sets.widened(self._pages.sets, capacity, width)))
+            self._width = width
+            self._alive = np.zeros((NUM_MEDIA, width), np.uint64)
 
     def _set_pages(self, pages: apply.Pages) -> None:
         self._pages = pages
         self._arrays = apply.flat(pages)
+        self._asked = (*pages.table, pages.holders, pages.sets.words)

@@ -10,7 +10,6 @@ from indexer.errors import IndexFullError
 from indexer.index import OverlapIndex
 from indexer.settings import IndexerSettings
 from indexer.views import View
-from kv_events.codec import DecodedBatch
 from kv_events.streams import StreamId
 
 
@@ -61,17 +60,6 @@ class Namespaces:
         """The namespaces of a model and tenant, one for each block size that workers use."""
         return [n for n in self._namespaces.values() if n.key.model == model and n.key.tenant == tenant]
 
-    def view_of(self, batch: DecodedBatch) -> View:
-        """The view of a batch's stream, made when it is new. A stream that changed its block size starts anew.
-
-        Raises IndexFullError when a bound of the settings is met.
-        """
-        home = self._homes.get(batch.stream)
-        if home is not None and home.key.block_size != batch.block_size:
-            for _ in self.forget(batch.stream):
-                pass
-        return self._views.get(batch.stream) or self.add_view(batch.stream, batch.block_size)
-
     def add_view(self, stream: StreamId, block_size: int) -> View:
         """A new, empty view. Raises IndexFullError when a bound of the settings is met."""
         namespace = self.add_namespace(stream.model, stream.tenant, block_size)
@@ -91,14 +79,19 @@ class Namespaces:
         if namespace is None:
             if len(self._namespaces) == self._settings.max_namespaces:
                 raise IndexFullError("namespaces", self._settings.max_namespaces)
-            index = OverlapIndex(self._settings.max_pages, self._settings.max_streams)
+            index = OverlapIndex(self._settings.max_pages, self._settings.max_streams, self._settings.max_set_bytes)
             namespace = self._namespaces[key] = Namespace(key, index)
         return namespace
 
     def forget(self, stream: StreamId) -> Iterator[None]:
-        """Drop a view and its pages, slice by slice; a namespace without views goes too."""
+        """Drop a view and its pages, slice by slice; a namespace without views goes too.
+
+        A view of which something stays (see `OverlapIndex.remove`) stays itself, and can be forgotten later.
+        """
         namespace, view = self._homes[stream], self._views[stream]
         yield from view.clear()
+        if any(view.num_pages):
+            return
         namespace.index.drop_stream(view.number)
         del namespace.views[view.number], self._homes[stream], self._views[stream]
         if not namespace.views:

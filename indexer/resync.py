@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.views import View, ViewState
+from indexer.views import INDEX_FULL, View, ViewState
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 
@@ -31,15 +31,15 @@ class ResyncPlanner:
         self._settings = settings
         self._random = random.Random(seed)  # noqa: S311  (jitter, not secrets)
         self._wishes: dict[StreamId, _Wish] = {}
+        self._demanded: set[StreamId] = set()
         self._budget = 1.0
         self._last_plan: float | None = None
         self.requested = 0
         """Requests planned so far."""
 
-    def demand(self, view: View, now: float) -> None:
-        """An operator wants this view resynchronised at the next plan."""
-        view.mark_stale("operator")
-        self._wishes[view.stream] = _Wish(now, self._settings.resync_retry_s)
+    def demand(self, view: View) -> None:
+        """An operator wants this view resynchronised at the next plan, whatever its state."""
+        self._demanded.add(view.stream)
 
     def plan(self, namespaces: Namespaces, now: float) -> list[ResyncRequest]:
         """The requests to send now."""
@@ -47,9 +47,9 @@ class ResyncPlanner:
         elapsed = 0.0 if self._last_plan is None else now - self._last_plan
         self._last_plan = now
         self._budget = min(max(1.0, rate), self._budget + elapsed * rate)
-        stale = {view.stream: view for view in namespaces.views if view.state is ViewState.STALE}
+        requests = self._demanded_requests(namespaces)
+        stale = {view.stream: view for view in namespaces.views if _can_be_mended(view)}
         self._wishes = {stream: wish for stream, wish in self._wishes.items() if stream in stale}
-        requests = []
         for stream, view in stale.items():
             wish = self._wishes.setdefault(stream, self._first_wish(now))
             if wish.due_at <= now and self._budget >= 1.0:
@@ -60,6 +60,23 @@ class ResyncPlanner:
         self.requested += len(requests)
         return requests
 
+    def _demanded_requests(self, namespaces: Namespaces) -> list[ResyncRequest]:
+        requests = []
+        for stream in list(self._demanded):
+            if self._budget < 1.0:
+                break
+            self._demanded.remove(stream)
+            view = namespaces.view(stream)
+            if view is not None:
+                self._budget -= 1.0
+                requests.append(ResyncRequest(stream.key, view.epoch, "operator"))
+        return requests
+
     def _first_wish(self, now: float) -> _Wish:
         # the heartbeat after a gap may already prove that only heartbeats were lost
         return _Wish(now + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
+
+
+def _can_be_mended(view: View) -> bool:
+    """A view whose pages did not fit would ask for ever."""
+    return view.state is ViewState.STALE and (view.stale_reason != INDEX_FULL or view.index.has_room)

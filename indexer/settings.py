@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from kv_events.settings import KvsightSettings
+from kv_events.errors import InvalidValueError
+from kv_events.settings import KvsightSettings, variable
+
+_CREDENTIALS = re.compile("//.*@")
 
 
 class IndexerSettings(KvsightSettings):
@@ -17,7 +21,7 @@ class IndexerSettings(KvsightSettings):
     log_dir: Path | None = None
     """Event log to follow where there is no Kafka. Neither: a log in memory."""
     redis: str | None = None
-    """URL of the Redis that keeps snapshots. None: a folder."""
+    """URL of the Redis that keeps snapshots: redis://HOST:PORT/DB, rediss://... or unix://... None: a folder."""
     snapshot_dir: Path | None = None
     """Folder of snapshots where there is no Redis. Neither: no snapshots, every start replays the log."""
     snapshot_interval_s: float = Field(30.0, gt=0)
@@ -25,6 +29,8 @@ class IndexerSettings(KvsightSettings):
     """Event log of the records that could not be decoded. None: they are only counted."""
     max_pages: int = Field(2**24, ge=1, le=2**31)
     """Bound on distinct pages of one namespace."""
+    max_set_bytes: int = Field(2**30, ge=2**16)
+    """Bound on the memory of one namespace's holder sets: one for each distinct combination of holders."""
     max_streams: int = Field(4096, ge=1, le=65_536)
     """Bound on worker streams of one namespace."""
     max_namespaces: int = Field(64, ge=1, le=4096)
@@ -36,3 +42,16 @@ class IndexerSettings(KvsightSettings):
     """Resync requests a second, over all workers together."""
     resync_retry_s: float = Field(2.0, gt=0)
     """First pause before a resync of the same worker is asked for again; it doubles up to a minute."""
+
+    @field_validator("redis")
+    @classmethod
+    def _redis_can_be_parsed(cls, url: str | None) -> str | None:
+        if url is not None:
+            from redis.asyncio.connection import parse_url
+
+            try:
+                parse_url(url)
+            except ValueError:
+                shown = _CREDENTIALS.sub("//...@", url)
+                raise InvalidValueError(variable("redis"), shown, "a URL such as redis://HOST:PORT/DB") from None
+        return url

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,9 @@ from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import page_counts
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
+
+INDEX_FULL = "index full"
+"""Why a view is stale whose pages did not all fit: a resync helps only when there is room again."""
 
 
 class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the storage media)
@@ -59,23 +63,31 @@ class View:
     next_seq: int = 0
     heard_at: float = 0.0
     """Seconds since 1970: when the newest batch was heard of, by the reader's clock."""
+    heard_tick: float = -math.inf
+    """The same moment on the clock of `Freshness`."""
     state: ViewState = ViewState.STALE
     """LIVE, STALE or SYNCING; expiry depends on the clock, see `freshness`."""
     stale_reason: str = "new"
     counters: ViewCounters = field(default_factory=ViewCounters)
     _marks: Marks | None = None
+    _refused_now: int = 0
+    """Pages refused since everything was named the last time: until then the digest cannot fit."""
 
     @property
     def num_pages(self) -> list[int]:
         """Pages held per medium, in the order of `schema.MEDIA`."""
         return page_counts(self.index.digest(self.number))
 
-    def admit(self, batch: DecodedBatch) -> bool:
-        """Whether a batch is to be applied: (epoch, seq) decide, so that applying twice changes nothing."""
-        if batch.epoch < self.epoch:
+    def admit(self, batch: DecodedBatch, is_expired: bool = False) -> bool:
+        """Whether a batch is to be applied: (epoch, seq) decide, so that applying twice changes nothing.
+
+        A publisher whose clock was set back begins with a smaller epoch; that is believed once nothing was heard of
+        the larger one for the time-to-live.
+        """
+        if batch.epoch < self.epoch and not (is_expired and batch.seq == 0):
             self.counters.old_epoch_batches += 1
             return False
-        if batch.epoch > self.epoch:
+        if batch.epoch != self.epoch:
             self._begin_epoch(batch)
         elif batch.seq < self.next_seq:
             self.counters.duplicate_batches += 1
@@ -100,7 +112,9 @@ class View:
             self.state, self.stale_reason = ViewState.LIVE, ""
             return
         self.counters.digest_mismatches += 1
-        if self.state is ViewState.LIVE:
+        if self._refused_now:
+            self.mark_stale(INDEX_FULL)
+        elif self.state is ViewState.LIVE:
             self.mark_stale("digest")
 
     def clear(self) -> Iterator[None]:
@@ -130,8 +144,10 @@ class View:
                 yield from self._remove(step)
             case AllBlocksCleared():
                 self.counters.clears += 1
+                self._refused_now = 0
                 yield from self.clear()
             case SnapshotBegin():
+                self._refused_now = 0
                 self._marks = self.index.new_marks()
                 self.state = ViewState.SYNCING
             case SnapshotEnd():
@@ -141,16 +157,21 @@ class View:
         for start, stop in _slices(len(event.hashes)):
             known, refused = self.index.store(self.number, event, start, stop, self._marks)
             self.counters.known_stores += known
-            self.counters.refused_pages += refused
+            self._count_refused(refused)
             self.counters.pages_stored += stop - start - known - refused
             yield
 
     def _remove(self, event: RemovedPages) -> Iterator[None]:
         for start, stop in _slices(len(event.hashes)):
-            unknown = self.index.remove(self.number, event, start, stop, self._marks)
+            unknown, refused = self.index.remove(self.number, event, start, stop, self._marks)
             self.counters.unknown_removals += unknown
-            self.counters.pages_removed += stop - start - unknown
+            self._count_refused(refused)
+            self.counters.pages_removed += stop - start - unknown - refused
             yield
+
+    def _count_refused(self, num_pages: int) -> None:
+        self.counters.refused_pages += num_pages
+        self._refused_now += num_pages
 
     def _end_snapshot(self) -> Iterator[None]:
         if self._marks is None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import ClassVar
+
+_MOST_ELEMENTS = 16
+"""Of a container, or characters of an element, that a message still shows."""
 
 
 class KvsightError(Exception):
@@ -18,7 +22,7 @@ class InvalidValueError(KvsightError, ValueError):
     """A value from outside is not acceptable. Names the field and the value."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(f"{field}: got {_shorten(value)}, expected {expected}")
+        super().__init__(f"{field}: got {shorten(value)}, expected {expected}")
         self.field = field
         self.value = value
         self.expected = expected
@@ -36,6 +40,27 @@ class RecordRejectedError(KvsightError):
         self.detail = detail
 
 
-def _shorten(value: object, limit: int = 80) -> str:
-    text = repr(value)
+def shorten(value: object, limit: int = 80) -> str:
+    """A value as a message may show it, at a bounded cost, whatever it is.
+
+    Long text is cut at `limit` characters; a container that is large or nested is only named, with its length.
+    """
+    if isinstance(value, str | bytes | bytearray) and len(value) > limit:
+        return f"{value[:limit]!r}... (length {len(value)})"
+    if isinstance(value, list | tuple | dict | set | frozenset) and not _is_small(value):
+        return f"{type(value).__name__} of length {len(value)}"
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested objects; integers of thousands of digits
+        return type(value).__name__
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _is_small(values: Collection[object]) -> bool:
+    if len(values) > _MOST_ELEMENTS:
+        return False
+    elements = [*values, *values.values()] if isinstance(values, dict) else values
+    return all(
+        len(element) <= _MOST_ELEMENTS if isinstance(element, str | bytes) else not isinstance(element, Iterable)
+        for element in elements
+    )

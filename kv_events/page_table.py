@@ -102,6 +102,11 @@ def capacity(table: Table) -> int:
     return int(table.meta[_CAPACITY])
 
 
+def limit(table: Table, capacity: int) -> None:
+    """Lower the largest number of live entries for good; the ones that are there stay."""
+    table.meta[_CAPACITY] = min(capacity, table.meta[_CAPACITY])
+
+
 def bytes_used(table: Table) -> int:
     """Bytes of the arrays' used parts."""
     segments = int(table.meta[_NUM_SEGMENTS])

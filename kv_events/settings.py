@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -22,6 +22,13 @@ class KvsightSettings(BaseSettings):
             super().__init__(**values)
         except ValidationError as error:
             raise _first_error(error) from None
+
+    @classmethod
+    def ignoring_environment(cls, **values: Any) -> Self:
+        """Settings from the arguments and the defaults alone."""
+        fields = cls.model_fields.items()
+        defaults = {name: field.default for name, field in fields if not field.is_required()}
+        return cls(**{**defaults, **values})
 
 
 def variable(field: str) -> str:

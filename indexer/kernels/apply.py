@@ -24,6 +24,7 @@ _U8_IN = types.Array(types.uint8, 1, "C", readonly=True)
 _U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
 _U64_2D_IN = types.Array(types.uint64, 2, "C", readonly=True)
 _U8 = types.Array(types.uint8, 1, "C")
+_U32 = types.Array(types.uint32, 1, "C")
 _DIGEST = types.Array(types.uint64, 1, "C")
 
 
@@ -48,20 +49,21 @@ PAGE_ARRAYS = (
 
 
 def flat(pages: Pages) -> tuple[npt.NDArray[np.generic], ...]:
-    """All arrays of a `Pages` in a row: the first twelve arguments of every kernel."""
-    return (*pages.table, pages.parents, pages.holders, *pages.sets)
+    """All arrays of a `Pages` in a row: the first fourteen arguments of every kernel."""
+    return (*pages.table, pages.parents, pages.holders, *pages.sets.table, pages.sets.words, pages.sets.users)
 
 
 @array_helper
 def bundle(
-    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    keys, directory, slots, segments, meta, parents_of, holders,
+    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
 ):  # fmt: skip
     """The inverse of `flat`, inside a kernel, at no cost."""
     return Pages(
-        Table(keys, directory, slots, segments, table_meta),
+        Table(keys, directory, slots, segments, meta),
         parents_of,
         holders,
-        HolderSets(words, set_hashes, users, buckets, set_meta),
+        HolderSets(Table(set_keys, set_directory, set_slots, set_segments, set_meta), words, users),
     )
 
 
@@ -97,17 +99,19 @@ def _starts_chain(bitmap, i):
     )
 )
 def store(
-    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    keys, directory, slots, segments, meta, parents_of, holders,
+    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     digest, marks, hashes, chain_starts, parents, stream, tier, start, stop,
 ):  # fmt: skip
     """Store pages [start, stop) of an event for one stream on one tier.
 
     digest: uint64[8], kept up. marks: uint8[capacity] or empty; bit `tier` of each named page is set.
     hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
-    Returns (pages that were there already, pages refused because the index is full).
+    Returns (pages that were there already, pages refused because there is no room for them or for their set).
     """
     pages = bundle(
-        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+        keys, directory, slots, segments, meta, parents_of, holders,
+        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     )  # fmt: skip
     known = refused = 0
     chain = -1
@@ -133,6 +137,12 @@ def store(
         if old != last_from:
             last_from = old
             last_to = old if holds(pages.sets, old, stream, tier) else flipped(pages.sets, old, stream, tier)
+        if last_to < 0:
+            refused += 1
+            last_from = np.int64(-1)
+            if old == 0:
+                page_table.remove(pages.table, entry)
+            continue
         if last_to == old:
             known += 1
         else:
@@ -144,19 +154,25 @@ def store(
     return known, refused
 
 
-@array_kernel(types.int64(*PAGE_ARRAYS, _DIGEST, _U8, U64_IN, types.int64, types.int64, types.int64, types.int64))
+@array_kernel(
+    types.UniTuple(types.int64, 2)(
+        *PAGE_ARRAYS, _DIGEST, _U8, U64_IN, types.int64, types.int64, types.int64, types.int64
+    )
+)
 def remove(
-    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    keys, directory, slots, segments, meta, parents_of, holders,
+    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     digest, marks, hashes, stream, tier, start, stop,
 ):  # fmt: skip
     """Remove pages [start, stop) of an event from one stream's tier. Arguments as in `store`.
 
-    Returns the number of pages that the stream did not hold there.
+    Returns (pages that the stream did not hold there, pages that stay because there is no room for their new set).
     """
     pages = bundle(
-        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+        keys, directory, slots, segments, meta, parents_of, holders,
+        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     )  # fmt: skip
-    unknown = 0
+    unknown = refused = 0
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
     for i in range(start, stop):
@@ -169,6 +185,10 @@ def remove(
         if old != last_from:
             last_from = old
             last_to = flipped(pages.sets, old, stream, tier) if holds(pages.sets, old, stream, tier) else old
+        if last_to < 0:
+            refused += 1
+            last_from = np.int64(-1)
+            continue
         if last_to == old:
             unknown += 1
             continue
@@ -176,12 +196,13 @@ def remove(
         remove_page(digest, tier, key)
         if marks.shape[0] > 0:
             marks[entry] &= ~np.uint8(1 << tier)
-    return unknown
+    return unknown, refused
 
 
 @array_kernel(types.int64(*PAGE_ARRAYS, _DIGEST, _U8, types.int64, types.int64, types.int64))
 def sweep(
-    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    keys, directory, slots, segments, meta, parents_of, holders,
+    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     digest, marks, stream, start, stop,
 ):  # fmt: skip
     """Remove a stream from all entries [start, stop) but where `marks` (if not empty) names the tier.
@@ -189,7 +210,8 @@ def sweep(
     Returns the number of removed (page, tier) pairs. Arguments as in `store`.
     """
     pages = bundle(
-        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+        keys, directory, slots, segments, meta, parents_of, holders,
+        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     )  # fmt: skip
     removed = 0
     for entry in range(start, stop):
@@ -200,6 +222,8 @@ def sweep(
         for tier in range(NUM_MEDIA):
             if (keep >> np.uint8(tier)) & np.uint8(1) == 0 and holds(pages.sets, old, stream, tier):
                 new = flipped(pages.sets, old, stream, tier)
+                if new < 0:
+                    continue
                 key = pages.table.keys[entry]
                 _give_up(pages, entry, old, new)
                 remove_page(digest, tier, key)
@@ -212,7 +236,8 @@ def sweep(
 
 @array_kernel(types.int64(*PAGE_ARRAYS, types.int64, types.int64, types.int64, types.int64[::1], _U8))
 def collect(
-    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    keys, directory, slots, segments, meta, parents_of, holders,
+    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     stream, start, stop, entries, tiers,
 ):  # fmt: skip
     """Entries [start, stop) that a stream holds, with a bitmask of tiers each. Returns their number.
@@ -220,7 +245,8 @@ def collect(
     entries: int64, tiers: uint8, both at least stop - start long.
     """
     pages = bundle(
-        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+        keys, directory, slots, segments, meta, parents_of, holders,
+        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     )  # fmt: skip
     found = 0
     for entry in range(start, stop):
@@ -237,21 +263,42 @@ def collect(
     return found
 
 
-@array_kernel(types.boolean(*PAGE_ARRAYS, U64_IN, U64_IN, _U32_IN, _U64_2D_IN, types.Array(types.uint32, 1, "C")))
-def restore(
-    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
-    hashes, saved_parents, rows_of_pages, rows, ids,
+@array_kernel(types.boolean(*PAGE_ARRAYS, _U64_2D_IN, _U32))
+def restore_sets(
+    keys, directory, slots, segments, meta, parents_of, holders,
+    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
+    rows, ids,
 ):  # fmt: skip
-    """Fill an empty index. Page i has hashes[i], saved_parents[i] and the holder set rows[rows_of_pages[i]].
+    """Intern distinct holder sets. rows: uint64[s, 4 * width]; ids: uint32[s], written: the set of each row.
 
-    ids: scratch, uint32[len(rows)]. Returns False, with the index half filled, when a hash comes twice or there is no
-    room.
+    Returns False, with a part interned, when two rows are equal, one is empty, or there is no room.
     """
     pages = bundle(
-        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta
-    )
+        keys, directory, slots, segments, meta, parents_of, holders,
+        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
+    )  # fmt: skip
     for row in range(rows.shape[0]):
-        ids[row] = np.uint32(adopt(pages.sets, rows, row))
+        holder_set = adopt(pages.sets, rows, row)
+        if holder_set < 0:
+            return False
+        ids[row] = np.uint32(holder_set)
+    return True
+
+
+@array_kernel(types.boolean(*PAGE_ARRAYS, U64_IN, U64_IN, _U32_IN, _U32))
+def restore_pages(
+    keys, directory, slots, segments, meta, parents_of, holders,
+    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
+    hashes, saved_parents, rows_of_pages, ids,
+):  # fmt: skip
+    """Add new pages: page i has hashes[i], saved_parents[i] and the holder set ids[rows_of_pages[i]].
+
+    Returns False, with a part added, when a hash is there already or there is no room.
+    """
+    pages = bundle(
+        keys, directory, slots, segments, meta, parents_of, holders,
+        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
+    )  # fmt: skip
     for i in range(hashes.shape[0]):
         if page_table.find(pages.table, hashes[i]) >= 0:
             return False

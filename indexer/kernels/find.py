@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from indexer.kernels.apply import PAGE_ARRAYS, bundle, look_up
+from indexer.kernels.apply import look_up
 from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.page_table import TABLE_ARRAYS, Table
 from kv_events.schema import NUM_MEDIA
 from kv_events.xxh3 import U64_IN
 
@@ -23,6 +25,14 @@ def _lowest_bit(_typing: Any, word: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), codegen
+
+
+class Asked(NamedTuple):
+    """The part of `apply.Pages` that a query reads."""
+
+    table: Table
+    holders: npt.NDArray[np.uint32]
+    words: npt.NDArray[np.uint64]
 
 
 @array_helper
@@ -44,7 +54,7 @@ def _narrow(pages, held, alive, num_pages, out_pages):
     for word in range(width):
         held_so_far = np.uint64(0)
         for tier in range(NUM_MEDIA):
-            held_so_far |= pages.sets.words[held, tier * width + word]
+            held_so_far |= pages.words[held, tier * width + word]
             dropped = alive[tier, word] & ~held_so_far
             if dropped != np.uint64(0):
                 _record(dropped, word, tier, num_pages, out_pages)
@@ -61,7 +71,7 @@ def _begin(pages, held, alive, out_streams, out_pages):
     for word in range(width):
         held_so_far = np.uint64(0)
         for tier in range(NUM_MEDIA):
-            held_so_far |= pages.sets.words[held, tier * width + word]
+            held_so_far |= pages.words[held, tier * width + word]
             alive[tier, word] = held_so_far
         while held_so_far != np.uint64(0):
             stream = word * 64 + np.int64(_lowest_bit(held_so_far))
@@ -75,7 +85,9 @@ def _begin(pages, held, alive, out_streams, out_pages):
 
 @array_kernel(
     types.int64(
-        *PAGE_ARRAYS,
+        *TABLE_ARRAYS,
+        types.Array(types.uint32, 1, "C"),
+        types.Array(types.uint64, 2, "C"),
         U64_IN,
         types.Array(types.uint64, 2, "C"),
         types.Array(types.int32, 1, "C"),
@@ -83,26 +95,25 @@ def _begin(pages, held, alive, out_streams, out_pages):
     )
 )
 def find(
-    keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
+    keys, directory, slots, segments, meta, holders, words,
     hashes, alive, out_streams, out_pages,
 ):  # fmt: skip
     """Longest held prefix of a prompt, for every stream that holds its first page on any tier.
 
+    Takes the arrays of `Asked`, one by one: each argument costs 35 ns of the two microseconds that a short query takes.
     hashes: uint64[n], sequence hashes. alive: scratch, uint64[4, width]. out_streams: int32[64 * width], the streams
     found, in ascending order. out_pages: uint32[64 * width, 4]; out_pages[stream, t] = leading pages that the stream
     holds on tier t or a faster one, page by page; rows of streams that were not found are not written. Returns the
     number of streams found.
     """
-    pages = bundle(
-        keys, directory, slots, segments, table_meta, parents_of, holders, words, set_hashes, users, buckets, set_meta,
-    )  # fmt: skip
+    pages = Asked(Table(keys, directory, slots, segments, meta), holders, words)
     n = hashes.shape[0]
     if n == 0:
         return 0
     entry = look_up(pages, np.int64(-1), hashes[0])
     if entry < 0:
         return 0
-    width = pages.sets.words.shape[1] // NUM_MEDIA
+    width = pages.words.shape[1] // NUM_MEDIA
     held = pages.holders[entry]
     found = _begin(pages, np.int64(held), alive, out_streams, out_pages)
     last = n

@@ -7,7 +7,7 @@ declared by `_Image`; columns are little-endian arrays as bytes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class Snapshot(NamedTuple):
 
 
 class SnapshotParts(NamedTuple):
-    """Everything that goes into a snapshot, copied out of the live views in one go; `pack` may run on any thread."""
+    """Everything that goes into a snapshot, copied out of the live views; `pack` may run on any thread."""
 
     taken_at: float
     positions: dict[int, int]
@@ -82,9 +82,9 @@ class SnapshotParts(NamedTuple):
             _NamespaceImage(
                 *key,
                 views,
-                index.hashes.tobytes(),
-                index.parents.tobytes(),
-                index.holders.tobytes(),
+                b"".join(part.tobytes() for part in index.hashes),
+                b"".join(part.tobytes() for part in index.parents),
+                b"".join(part.tobytes() for part in index.holders),
                 index.sets.tobytes(),
                 index.sets.shape[1],
             )
@@ -98,12 +98,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Image)
 
 
-def take(namespaces: Namespaces, positions: Mapping[int, int], now: float) -> SnapshotParts:
-    """Copy everything out of the views. Between two records only; a resync under way is saved as a stale view."""
-    images = [
-        (namespace.key, [_view_image(view) for view in namespace.views.values()], namespace.index.image())
-        for namespace in namespaces
-    ]
+def take(namespaces: Namespaces, positions: Mapping[int, int], now: float) -> Generator[None, None, SnapshotParts]:
+    """Copy everything out of the views, slice by slice.
+
+    Begin between two records, and apply none before the end. A resync under way is saved as a stale view.
+    """
+    images = []
+    for namespace in namespaces:
+        index = yield from namespace.index.image()
+        images.append((namespace.key, [_view_image(view) for view in namespace.views.values()], index))
     return SnapshotParts(now, dict(positions), images)
 
 
@@ -149,9 +152,9 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
     namespace = namespaces.add_namespace(part.model, part.tenant, part.block_size)
     namespace.index.restore(
         IndexImage(
-            np.frombuffer(part.hashes, "<u8"),
-            np.frombuffer(part.parents, "<u8"),
-            np.frombuffer(part.holders, "<u4"),
+            [np.frombuffer(part.hashes, "<u8")],
+            [np.frombuffer(part.parents, "<u8")],
+            [np.frombuffer(part.holders, "<u4")],
             sets,
             digests,
         )
@@ -162,11 +165,11 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             stream,
             namespace.index,
             v.number,
-            v.epoch,
-            v.next_seq,
-            v.heard_at,
-            v.state,
-            v.stale_reason,
-            v.counters,
+            epoch=v.epoch,
+            next_seq=v.next_seq,
+            heard_at=v.heard_at,
+            state=v.state,
+            stale_reason=v.stale_reason,
+            counters=v.counters,
         )
         namespaces.adopt(namespace, view)

@@ -10,6 +10,9 @@ from redis.exceptions import RedisError
 from indexer.snapshots.base import SnapshotStoreError
 
 _CHUNK_BYTES = 16 * 2**20  # far below the 512 MB that one value may have
+_TIMEOUT_S = 10.0
+_GRACE_S = 60
+_LOAD_TRIES = 3  # a pointer may change while its chunks are read
 _EXPIRE_S = 24 * 3600  # chunks of a writer that died between writing and pointing
 
 
@@ -17,7 +20,7 @@ class RedisStore:
     """See `SnapshotStore`. Keys: `<prefix>:current` names the chunks `<prefix>:<id>:<number>` and their count."""
 
     def __init__(self, url: str, prefix: str = "kvsight:snapshot") -> None:
-        self._redis: Redis = Redis.from_url(url)
+        self._redis: Redis = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
         self._prefix = prefix
 
     async def save(self, image: bytes) -> None:
@@ -26,41 +29,48 @@ class RedisStore:
         try:
             for number, chunk in enumerate(chunks):
                 await self._redis.set(self._chunk(name, number), chunk, ex=_EXPIRE_S)
-            old = await self._current()
             await self._point_to(name, len(chunks))
-            if old is not None:
-                await self._redis.delete(*[self._chunk(old[0], number) for number in range(old[1])])
         except RedisError as error:
             raise SnapshotStoreError(f"Redis: {error}") from error
 
     async def load(self) -> bytes | None:
         try:
-            current = await self._current()
-            if current is None:
-                return None
-            chunks = await self._redis.mget([self._chunk(current[0], number) for number in range(current[1])])
+            for _ in range(_LOAD_TRIES):
+                current = await self._current()
+                if current is None:
+                    return None
+                chunks = await self._redis.mget([self._chunk(current[0], number) for number in range(current[1])])
+                if all(chunk is not None for chunk in chunks):
+                    return b"".join(chunk for chunk in chunks if isinstance(chunk, bytes))
         except RedisError as error:
             raise SnapshotStoreError(f"Redis: {error}") from error
-        if any(chunk is None for chunk in chunks):
-            raise SnapshotStoreError("Redis: chunks of the newest snapshot are missing")
-        return b"".join(chunk for chunk in chunks if isinstance(chunk, bytes))
+        raise SnapshotStoreError("Redis: chunks of the newest snapshot are missing")
 
     async def close(self) -> None:
         await self._redis.aclose()
 
     async def _point_to(self, name: str, num_chunks: int) -> None:
+        """Change the pointer; what it pointed to stays for a while, for whoever is reading it."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for number in range(num_chunks):
                 pipe.persist(self._chunk(name, number))
-            pipe.set(f"{self._prefix}:current", f"{name} {num_chunks}")
-            await pipe.execute()
+            pipe.set(f"{self._prefix}:current", f"{name} {num_chunks}", get=True)
+            *_, pointer = await pipe.execute()
+        old = _parsed(pointer)
+        if old is not None:
+            for number in range(old[1]):
+                await self._redis.expire(self._chunk(old[0], number), _GRACE_S)
 
     async def _current(self) -> tuple[str, int] | None:
-        value = await self._redis.get(f"{self._prefix}:current")
-        if value is None:
-            return None
-        name, num_chunks = (value if isinstance(value, str) else value.decode()).split(" ")
-        return name, int(num_chunks)
+        return _parsed(await self._redis.get(f"{self._prefix}:current"))
 
     def _chunk(self, name: str, number: int) -> str:
         return f"{self._prefix}:{name}:{number}"
+
+
+def _parsed(pointer: bytes | str | None) -> tuple[str, int] | None:
+    """Name and number of the chunks that a pointer names."""
+    if pointer is None:
+        return None
+    name, num_chunks = (pointer if isinstance(pointer, str) else pointer.decode()).split(" ")
+    return name, int(num_chunks)

@@ -23,7 +23,8 @@ class Source(Protocol):
         """Begin to read. positions: partition -> offset of the first record wanted; others begin at the oldest.
 
         Returns where each partition that there is really begins. An offset that the log no longer keeps becomes the
-        oldest, too: the views find the gap by themselves. Raises SourceUnavailableError.
+        oldest, and so does one beyond the log's end, which must have been made anew: the views find the gap by
+        themselves. Raises SourceUnavailableError.
         """
 
     async def fetch(self) -> Sequence[LogRecord]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 from indexer.sources.base import SourceUnavailableError
-from kv_events.event_log import EventLogError, EventLogReader
+from kv_events.event_log import EventLogCorruptedError, EventLogError, EventLogReader
+from kv_events.memory_log import LogTruncatedError
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _MAX_RECORDS = 500
@@ -27,20 +31,28 @@ class FileSource:
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         try:
             self._reader = EventLogReader(self._folder)
-        except EventLogError as error:
+            oldest, end = self._reader.first_index, self._reader.next_index
+        except (EventLogError, OSError) as error:
             raise SourceUnavailableError(str(error)) from error
-        self._next = max(positions.get(0, 0), self._reader.first_index)
+        wanted = positions.get(0, 0)
+        self._next = wanted if oldest <= wanted <= end else oldest
         return {0: self._next}
 
     async def fetch(self) -> Sequence[LogRecord]:
-        records = self._read()
+        records = await asyncio.to_thread(self._read)
         if not records:
             await asyncio.sleep(_POLL_S)
-            records = self._read()
         return records
 
     async def ends(self) -> Mapping[int, int]:
-        return {0: self._reader.next_index} if self._reader is not None else {}
+        if self._reader is None:
+            return {}
+        try:
+            return {0: await asyncio.to_thread(lambda reader: reader.next_index, self._reader)}
+        except EventLogCorruptedError as error:
+            return {0: error.resume_index if error.resume_index is not None else self._next}
+        except (EventLogError, OSError) as error:
+            raise SourceUnavailableError(str(error)) from error
 
     async def request(self, request: ResyncRequest) -> None:
         """A file has no publisher at its other end."""
@@ -51,9 +63,24 @@ class FileSource:
     def _read(self) -> Sequence[LogRecord]:
         if self._reader is None:
             return []
-        records = [
-            record._replace(partition=0, offset=index)
-            for index, record in islice(self._reader.read(self._next), _MAX_RECORDS)
-        ]
-        self._next += len(records)
+        records: list[LogRecord] = []
+        try:
+            for index, record in islice(self._reader.read(self._next), _MAX_RECORDS):
+                records.append(record._replace(partition=0, offset=index))
+        except LogTruncatedError as error:
+            self._next = error.first
+        except EventLogCorruptedError as error:
+            self._skip_damage(error, len(records))
+        except (EventLogError, OSError) as error:
+            raise SourceUnavailableError(str(error)) from error
+        if records:
+            self._next = max(self._next, records[-1].offset + 1)
         return records
+
+    def _skip_damage(self, error: EventLogCorruptedError, num_read: int) -> None:
+        """Go on behind damaged records, whose loss the views find out by themselves."""
+        if error.resume_index is None and not num_read:
+            raise SourceUnavailableError(str(error)) from error
+        if error.resume_index is not None:
+            log.warning("going on at record %d: %s", error.resume_index, error)
+            self._next = error.resume_index

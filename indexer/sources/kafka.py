@@ -110,8 +110,10 @@ class KafkaSource:
         self._assigned = self._assigned | new
         self._consumer.assign(sorted(self._assigned))
         oldest = await self._consumer.beginning_offsets(list(new))
+        ends = await self._consumer.end_offsets(list(new))
         for tp in new:
-            kept[tp] = max(positions.get(tp.partition, 0), oldest[tp])
+            wanted = positions.get(tp.partition, 0)
+            kept[tp] = wanted if oldest[tp] <= wanted <= ends[tp] else oldest[tp]
         for tp, offset in kept.items():
             self._consumer.seek(tp, offset)
         return {tp.partition: kept[tp] for tp in new}

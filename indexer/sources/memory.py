@@ -20,7 +20,8 @@ class MemorySource:
         self._watch: LogWatch | None = None
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        self._offset = max(positions.get(0, 0), self._log.first_offset)
+        wanted, oldest = positions.get(0, 0), self._log.first_offset
+        self._offset = wanted if oldest <= wanted <= self._log.next_offset else oldest
         self._watch = self._log.watch()
         return {0: self._offset}
 

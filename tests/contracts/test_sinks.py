@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -11,9 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from waiting import async_wait_until
 
 from kv_events.codec import encode_resync
-from kv_events.event_log import EventLogReader
+from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import ResyncRequest
 from publisher import OutRecord, PublisherSettings, Sink, SinkRejectedError, SinkUnavailableError
@@ -185,6 +188,39 @@ async def test_a_log_that_another_writer_holds_is_unavailable(tmp_path: Path) ->
     await first.stop()
     await second.start()
     await second.stop()
+
+
+async def test_stopping_waits_for_a_write_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_syncs, may_go_on, sync = 0, threading.Event(), os.fsync
+
+    def slow(fd: int) -> None:
+        nonlocal num_syncs
+        num_syncs += 1
+        assert may_go_on.wait(10)
+        sync(fd)
+
+    sink = FileSink(tmp_path)
+    await sink.start()
+    monkeypatch.setattr(os, "fsync", slow)
+    sending = asyncio.ensure_future(sink.send(records(3)))
+    await async_wait_until(lambda: num_syncs == 1)
+    sending.cancel()
+    stopping = asyncio.ensure_future(sink.stop())
+    done, _ = await asyncio.wait({stopping}, timeout=0.1)
+    assert (done, num_syncs) == (set(), 1)
+    may_go_on.set()
+    await stopping
+    assert await FilePlace(tmp_path).read() == as_seen(records(3))
+
+
+async def test_a_log_whose_opening_was_given_up_is_closed_by_stop(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path)
+    starting = asyncio.ensure_future(sink.start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await sink.stop()
+    EventLogWriter(tmp_path).close()
 
 
 async def test_a_broker_that_is_not_there_is_unavailable() -> None:

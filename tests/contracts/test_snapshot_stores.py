@@ -57,10 +57,13 @@ async def test_a_redis_that_is_away_is_an_error_of_the_store() -> None:
     await store.close()
 
 
-async def test_redis_keeps_only_the_newest_chunks(redis_url: str, tmp_path: Path) -> None:
+async def test_redis_keeps_older_chunks_only_for_those_who_are_reading_them(redis_url: str, tmp_path: Path) -> None:
     store = RedisStore(redis_url, prefix=f"test:{tmp_path.name}")
     for image in (b"one", b"two", b"three"):
         await store.save(image)
     keys = [key async for key in store._redis.scan_iter(f"test:{tmp_path.name}:*")]
-    assert len(keys) == 2
+    assert await store.load() == b"three"
+    ttls = sorted([await store._redis.ttl(key) for key in keys])
+    assert ttls[:2] == [-1, -1]  # the pointer and the newest chunk stay
+    assert all(0 < ttl <= 60 for ttl in ttls[2:])
     await store.close()

@@ -124,6 +124,21 @@ async def test_the_ends_say_what_there_is_to_catch_up_with(log: Log) -> None:
     await source.stop()
 
 
+async def test_a_position_beyond_the_end_begins_at_the_oldest_record(log: Log) -> None:
+    stream = Stream()
+    for _ in range(3):
+        await log.append(stream.batch())
+    probe = log.new_source()
+    await probe.start({})
+    partition = (await read(probe, 3))[0].partition
+    await probe.stop()
+    source = log.new_source()
+    began = await source.start({partition: 1000})
+    assert began[partition] == 0
+    assert len(await read(source, 3)) == 3
+    await source.stop()
+
+
 async def test_records_that_come_later_are_seen(log: Log) -> None:
     source = log.new_source()
     await source.start({})

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from waiting import async_wait_until
-from wire import Stream, stored
+from wire import Stream, removed, stored
 
 from indexer.applier import Applier
 from indexer.consumer import Consumer
@@ -18,9 +18,10 @@ from indexer.scores import score
 from indexer.settings import IndexerSettings
 from indexer.snapshots.folder import FolderStore
 from indexer.snapshots.image import take, unpack
+from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
 from indexer.views import ViewState
-from kv_events.event_log import EventLogReader
+from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
@@ -35,6 +36,15 @@ def new_consumer(log: MemoryLog, folder: Path | None = None, settings: IndexerSe
 
 def put(log: MemoryLog, record: LogRecord) -> None:
     log.append(record.key, record.payload, record.timestamp_ms)
+
+
+def taken(namespaces: Namespaces, positions: dict[int, int], now: float) -> bytes:
+    copying = take(namespaces, positions, now)
+    while True:
+        try:
+            next(copying)
+        except StopIteration as end:
+            return end.value.pack()
 
 
 async def caught_up(consumer: Consumer, log: MemoryLog) -> None:
@@ -95,7 +105,7 @@ def test_a_snapshot_keeps_every_view_and_its_scores() -> None:
         for record in (stream.batch(stored((0, list(range(1, i + 2))), tier=i % 4)), stream.batch()):
             list(applier.apply(record, 5.0))
     list(applier.apply(streams[0].batch(SnapshotBegin()), 5.0))
-    snapshot = unpack(take(applier.namespaces, {0: 7, 3: 9}, 6.0).pack(), SETTINGS)
+    snapshot = unpack(taken(applier.namespaces, {0: 7, 3: 9}, 6.0), SETTINGS)
     assert (snapshot.positions, snapshot.taken_at) == ({0: 7, 3: 9}, 6.0)
     prompt = np.arange(1, 80, dtype=np.uint64)
     for old in applier.namespaces:
@@ -222,3 +232,142 @@ async def test_a_loop_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         await async_wait_until(lambda: consumer.failure is not None, what="the failure")
         assert isinstance(consumer.failure, ZeroDivisionError)
         assert not consumer.ready
+
+
+# --- what once went wrong -------------------------------------------------------------------------------------------
+
+
+async def test_a_stop_in_the_middle_of_a_backlog_saves_whole_records_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.consumer._SLICE_S", 0.0)  # pause after every slice
+    log, stream = MemoryLog(), Stream()
+    for batch in range(6):
+        pages = list(range(1 + 30_000 * batch, 30_001 + 30_000 * batch))
+        put(log, stream.batch(stored((pages[0] - 1, pages))))
+    settings = IndexerSettings(max_pages=500_000)
+    first = new_consumer(log, tmp_path, settings)
+    async with first.running():
+        await async_wait_until(lambda: first.namespaces.view(stream.id) is not None, what="the first slice")
+    assert (tmp_path / "views.kvsnap").is_file()
+    second = new_consumer(log, tmp_path, settings)
+    async with second.running():
+        await caught_up(second, log)
+        view = second.namespaces.view(stream.id)
+        assert view is not None
+        assert (view.state, view.num_pages[0]) == (ViewState.LIVE, 180_000)
+
+
+async def test_snapshots_taken_during_a_backlog_hold_whole_records_only(tmp_path: Path) -> None:
+    log, stream = MemoryLog(), Stream()
+    settings = IndexerSettings(max_pages=500_000, snapshot_interval_s=0.001)
+    for batch in range(8):
+        pages = list(range(1 + 30_000 * batch, 30_001 + 30_000 * batch))
+        put(log, stream.batch(stored((pages[0] - 1, pages))))
+    consumer = new_consumer(log, tmp_path, settings)
+    seen = set()
+    async with consumer.running():
+        while not consumer.ready:
+            await asyncio.sleep(0)
+            if consumer.snapshots_written not in seen and (tmp_path / "views.kvsnap").is_file():
+                seen.add(consumer.snapshots_written)
+                saved = unpack((tmp_path / "views.kvsnap").read_bytes(), settings)
+                for view in saved.namespaces.views:
+                    assert view.num_pages[0] == 30_000 * saved.positions[0]
+
+
+async def test_a_log_made_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    old, stream = MemoryLog(), Stream()
+    for i in range(20):
+        put(old, stream.batch(stored((0, [i + 1]))))
+    first = new_consumer(old, tmp_path)
+    async with first.running():
+        await caught_up(first, old)
+    anew = MemoryLog()
+    stream.restart()
+    put(anew, stream.batch(stored((0, [77]))))
+    second = new_consumer(anew, tmp_path)
+    async with second.running():
+        await caught_up(second, anew)
+        view = second.namespaces.view(stream.id)
+        assert view is not None
+        assert (view.epoch, view.state, view.num_pages[0]) == (2, ViewState.LIVE, 1)
+
+
+async def test_a_dead_letter_of_any_size_is_never_fatal(tmp_path: Path) -> None:
+    log, stream = MemoryLog(), Stream()
+    log.append(b"k" * 70_000, bytes(1_050_000), 5)
+    put(log, stream.batch(stored((0, [1]))))
+    applier = Applier(Namespaces(SETTINGS), DeadLetters(tmp_path / "dead"))
+    consumer = Consumer(MemorySource(log), applier, SETTINGS)
+    async with consumer.running():
+        await caught_up(consumer, log)
+        assert consumer.failure is None
+        assert applier.dead_letters.counts == {"record_size": 1}
+        assert len(applier.dead_letters.newest[0].key) <= 200
+    assert len(list(EventLogReader(tmp_path / "dead").read())) == 1
+
+
+async def test_an_operators_resync_reaches_a_busy_stream() -> None:
+    log, stream = MemoryLog(), Stream()
+    requests: list[ResyncRequest] = []
+    log.listen(requests.append)
+    put(log, stream.batch(stored((0, [1]))))
+    consumer = new_consumer(log)
+    async with consumer.running():
+        await caught_up(consumer, log)
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+        consumer.demand_resync(view)
+        assert view.state is ViewState.LIVE
+
+        def is_asked() -> bool:
+            put(log, stream.batch())
+            return bool(requests)
+
+        await async_wait_until(is_asked, what="the operator's request")
+        assert requests[0].reason == "operator"
+
+
+async def test_views_that_do_not_fit_do_not_ask_for_ever() -> None:
+    log, stream = MemoryLog(), Stream()
+    requests: list[ResyncRequest] = []
+    log.listen(requests.append)
+    settings = IndexerSettings(max_pages=10, resync_retry_s=0.05)
+    put(log, stream.batch(stored((0, list(range(1, 21))))))
+    consumer = new_consumer(log, settings=settings)
+    async with consumer.running():
+        await caught_up(consumer, log)
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+        assert (view.state, view.stale_reason) == (ViewState.STALE, "index full")
+        for _ in range(5):
+            put(log, stream.batch())
+            await caught_up(consumer, log)
+            await asyncio.sleep(0.1)
+        assert requests == []
+        put(log, stream.batch(removed(list(range(1, 21)))))
+        await async_wait_until(lambda: view.state is ViewState.LIVE, what="a view that fits")
+
+
+def damage_second_segment(folder: Path) -> None:
+    segment = sorted(folder.glob("*.kv*"))[1]
+    damaged = bytearray(segment.read_bytes())
+    damaged[40] ^= 0xFF
+    segment.write_bytes(damaged)
+
+
+async def test_a_damaged_segment_of_a_followed_log_is_skipped(tmp_path: Path) -> None:
+    stream = Stream()
+    with EventLogWriter(tmp_path, segment_bytes=1000) as writer:
+        for i in range(20):
+            writer.append(stream.batch(stored((0, [i + 1]))))
+    damage_second_segment(tmp_path)
+    consumer = Consumer(FileSource(tmp_path), Applier(Namespaces(SETTINGS), DeadLetters()), SETTINGS)
+    async with consumer.running():
+        await async_wait_until(lambda: consumer.ready or consumer.failure is not None, what="ready")
+        assert consumer.failure is None
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+        assert view.counters.gaps == 1
+        assert view.num_pages[0] > 10

@@ -40,6 +40,18 @@ def prefix_held(held: set[tuple[int, int]], prompt: list[int], slowest: int) -> 
     return len(prompt)
 
 
+def copied(index: OverlapIndex) -> OverlapIndex:
+    """The same index once more, through an image."""
+    copying = index.image()
+    while True:
+        try:
+            next(copying)
+        except StopIteration as end:
+            copy = OverlapIndex(max_pages=1000)
+            copy.restore(end.value)
+            return copy
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Every change is done to the index and to one set of (page, tier) a stream."""
 
@@ -73,9 +85,9 @@ class IndexMachine(RuleBasedStateMachine):
     def remove_pages(self, pick: int, hashes: list[int], tier: int) -> None:
         stream = self.stream(pick)
         marks, named = self.marks.get(stream, (None, set()))
-        unknown = self.index.remove(stream, removed_pages(hashes, tier), 0, len(hashes), marks)
+        unknown, refused = self.index.remove(stream, removed_pages(hashes, tier), 0, len(hashes), marks)
         gone = {(page, tier) for page in hashes} & self.held[stream]
-        assert unknown == len(hashes) - len(gone)
+        assert (unknown, refused) == (len(hashes) - len(gone), 0)
         self.held[stream] -= gone
         named -= {(page, tier) for page in hashes}
 
@@ -107,9 +119,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def go_through_an_image(self) -> None:
         if not self.marks:
-            image = self.index.image()
-            self.index = OverlapIndex(max_pages=1000)
-            self.index.restore(image)
+            self.index = copied(self.index)
 
     @rule(prompt=st.sampled_from(CHAINS), length=st.integers(0, 11), stray=st.booleans())
     def find_a_prompt(self, prompt: list[int], length: int, stray: bool) -> None:
@@ -176,7 +186,7 @@ def test_pages_beyond_the_bound_are_refused_counted_and_harmless() -> None:
     stream = index.add_stream()
     assert index.store(stream, stored_pages(list(range(1, 16)), 0), 0, 15) == (0, 5)
     assert index.store(stream, stored_pages(list(range(1, 16)), 1), 0, 15) == (0, 5)
-    assert index.remove(stream, removed_pages([1, 2, 15], 0), 0, 3) == 1
+    assert index.remove(stream, removed_pages([1, 2, 15], 0), 0, 3) == (1, 0)
     assert index.find(np.arange(1, 16, dtype=np.uint64)).pages[stream].tolist() == [0, 10, 10, 10]
     index.check()
 
@@ -205,3 +215,34 @@ def test_all_workers_on_the_same_pages_cost_no_more_than_one() -> None:
             index.store(index.add_stream(), pages, 0, 30_000)
     assert shared.bytes_used <= alone.bytes_used * 1.01
     assert shared.num_sets == 1
+
+
+def test_holder_sets_are_bounded_and_removals_go_on_when_stores_are_refused() -> None:
+    index = OverlapIndex(max_pages=2000, max_set_bytes=64 * 32)  # 64 sets of 32 bytes
+    streams = [index.add_stream() for _ in range(8)]
+    held: dict[int, set[tuple[int, int]]] = {stream: set() for stream in streams}
+    random = np.random.default_rng(0)
+    num_refused = 0
+    for page in range(1, 200):
+        for stream in streams:
+            if random.random() < 0.5:
+                _, refused = index.store(stream, stored_pages([page], 0), 0, 1)
+                num_refused += refused
+                held[stream] |= set() if refused else {(page, 0)}
+    index.check()
+    assert num_refused > 0
+    assert index.num_sets <= 63
+    assert not index.has_room
+    for stream in streams:
+        assert index.digest(stream).tobytes() == digest_of(held[stream])
+        assert sum(index.sweep(stream)) == len(held[stream])
+        index.check()
+    assert (index.num_pages, index.num_sets) == (0, 0)
+
+
+def test_an_image_that_does_not_fit_is_refused() -> None:
+    index = OverlapIndex(max_pages=2000)
+    stream = index.add_stream()
+    index.store(stream, stored_pages(list(range(1, 1501)), 0), 0, 1500)
+    with pytest.raises(InvalidValueError, match="image"):
+        copied(index)

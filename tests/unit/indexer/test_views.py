@@ -192,6 +192,29 @@ def test_a_worker_that_changes_its_block_size_moves_to_another_namespace(applier
     assert held(view_of(applier, large)) == {(2, 0)}
 
 
+def test_a_late_batch_with_an_old_block_size_changes_nothing(applier: Applier) -> None:
+    small, large = Stream(block_size=4), Stream(block_size=8)
+    large.epoch = 2
+    late, later = small.batch(stored((0, [1]))), small.batch(stored((1, [2])))
+    apply(applier, late, large.batch(stored((0, [5]))), late, later, large.batch(stored((5, [6]))))
+    view = view_of(applier, large)
+    assert (view.epoch, view.state, held(view)) == (2, ViewState.LIVE, {(5, 0), (6, 0)})
+    assert dict(applier.dead_letters.counts) == {"block_size": 2}
+
+
+def test_a_publisher_whose_clock_was_set_back_is_believed_once_the_old_one_is_expired(applier: Applier) -> None:
+    late, early = Stream(), Stream()
+    late.epoch = 9
+    apply(applier, late.batch(stored((0, [1]))), early.batch(stored((0, [2]))))
+    view = view_of(applier, late)
+    assert held(view) == {(1, 0)}
+    applier.is_expired = lambda _: True
+    early.seq = 0
+    early.held = set()
+    apply(applier, early.batch(stored((0, [3]))))
+    assert (view.epoch, view.state, held(view)) == (1, ViewState.LIVE, {(3, 0)})
+
+
 def test_forgetting_the_last_view_frees_the_namespace(applier: Applier) -> None:
     stream = Stream()
     apply(applier, stream.batch(stored((0, [1]))))
