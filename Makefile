@@ -38,7 +38,7 @@ test: $(VENV)/.installed-dev ## every test, with real Kafka and Redis; ARGS="-k 
 
 .PHONY: test-bounds
 test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked
-	@rm -rf .cache/numba-bounds  # numba's cache does not notice a change in a kernel that another one calls
+	@rm -rf .cache/numba-bounds  # whatever was compiled without the checks
 	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(BIN)/python -m pytest tests/properties tests/unit/indexer $(ARGS)
 
 .PHONY: check

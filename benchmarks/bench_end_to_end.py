@@ -7,6 +7,7 @@ the newest event until all its pages are found. The broker is the one named by K
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from publisher.sinks.kafka import KafkaSink
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 PAGES_PER_S, EVENT_PAGES, BLOCK_SIZE = 5000, 50, 16
-SECONDS, PORT = 30.0, 18_765
+SECONDS = 30.0
 _MODEL = f"bench-{time.time_ns()}"  # a topic may hold older runs
 
 
@@ -50,11 +51,16 @@ def broker() -> Iterator[str]:
 @contextmanager
 def indexer(kafka: str) -> Iterator[httpx.Client]:
     """A client of `kvsight serve`, ready."""
-    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(PORT), "--kafka", kafka]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(port), "--kafka", kafka]
     process = subprocess.Popen(command)
-    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}") as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
         try:
             while not _is_ready(client):
+                if process.poll() is not None:
+                    raise RuntimeError(f"kvsight serve has ended with {process.returncode}")
                 time.sleep(0.05)
             yield client
         finally:
