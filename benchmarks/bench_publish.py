@@ -15,18 +15,23 @@ import psutil
 
 from benchmarks.report import Figure, figure, main, timed
 from kv_events.memory_log import MemoryLog
-from kv_events.schema import BlockRemoved, BlockStored, EngineEvent, StorageMedium
+from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 
 SEED = 1
 BLOCK_SIZE = 16
 QUEUE_PAGES = 1_000_000
+NUM_RESYNCS = 5
+RESYNC_S = 1.5
+"""More than a snapshot of QUEUE_PAGES takes."""
+ENGINE_STEP_S = 0.0005
 
 
 def make_publisher() -> EventPublisher:
     """A publisher that nobody drains but the caller."""
-    settings = PublisherSettings(model="m", worker="w", block_size=BLOCK_SIZE, queue_pages=QUEUE_PAGES)
+    at_once = {"resync_jitter_s": 0, "resync_min_interval_s": 0}
+    settings = PublisherSettings(model="m", worker="w", block_size=BLOCK_SIZE, queue_pages=QUEUE_PAGES, **at_once)
     return EventPublisher(settings, MemorySink(MemoryLog()))
 
 
@@ -91,6 +96,48 @@ def queue_figures() -> Iterator[Figure]:
     yield figure(f"snapshot of {queued:,} pages", "ms", [snapshot * 1e3])
 
 
+def resync_figures() -> Iterator[Figure]:
+    """What the engine notices of a snapshot that is made and sent meanwhile, and of a clear."""
+    prompts = Prompts()
+    publisher = make_publisher()
+    for _ in range(QUEUE_PAGES // 1000):
+        publisher.publish([prompts.event(1000)])
+    publisher.take_records(time.time(), force=True)
+    calls: list[list[EngineEvent]] = [[prompts.event(64)] for _ in range(2000)]
+    publisher.start_in_thread()
+    rounds = [times_during_resync(publisher, calls) for _ in range(NUM_RESYNCS)]
+    publisher.close()
+    name = f"publish, 64 pages, during a resync of {QUEUE_PAGES:,}"
+    yield figure(name, "us", [value for times in rounds for value in times])
+    yield figure(f"{name}: the slowest", "us", map(max, rounds))
+
+
+def clear_figures() -> Iterator[Figure]:
+    """A cache that is flushed."""
+    prompts = Prompts()
+    publisher = make_publisher()
+    for _ in range(QUEUE_PAGES // 1000):
+        publisher.publish([prompts.event(1000)])
+    clear = timed(lambda: publisher.publish([AllBlocksCleared()]))
+    yield figure(f"publish, AllBlocksCleared of {QUEUE_PAGES:,} pages", "us", [clear * 1e6])
+
+
+def times_during_resync(publisher: EventPublisher, calls: list[list[EngineEvent]]) -> list[float]:
+    """Microseconds of each call by an engine that does something else in between, while all pages are named again."""
+    num_snapshots = publisher.stats().snapshots
+    publisher.request_resync("benchmark")
+    over_at = time.monotonic() + RESYNC_S
+    times = []
+    for events in calls:
+        times += times_us(publisher.publish, [events])
+        time.sleep(ENGINE_STEP_S)
+        if time.monotonic() > over_at:
+            break
+    if publisher.stats().snapshots == num_snapshots:
+        raise RuntimeError(f"no resync within {RESYNC_S} s")
+    return times
+
+
 def queue_memory() -> float:
     """MB of resident memory that a full queue of single-page calls adds, the worst case, and its ledger."""
     publisher = make_publisher()
@@ -108,7 +155,13 @@ def run() -> list[Figure]:
     command = [sys.executable, "-m", "benchmarks.bench_publish", "--memory"]
     memory = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     name = f"{QUEUE_PAGES:,} single pages queued, and in the ledger"
-    return [*publish_figures(), *queue_figures(), figure(name, "MB", [float(memory)], "<= 200")]
+    return [
+        *publish_figures(),
+        *queue_figures(),
+        *resync_figures(),
+        *clear_figures(),
+        figure(name, "MB", [float(memory)], "<= 200"),
+    ]
 
 
 if __name__ == "__main__":

@@ -143,6 +143,12 @@ def find(table, key):
         slot = (slot + 1) & _SLOT_MASK
 
 
+@array_helper
+def was_used(table, entry):
+    """Whether an id was handed out since the last clear: below it, an owner's columns mean something."""
+    return entry < table.meta[_HIGH_WATER]
+
+
 @array_function
 def _place(table, segment, word):
     base = segment * _SEGMENT_SLOTS
@@ -169,6 +175,7 @@ def _split(table, segment):
         table.meta[_DEPTH] += 1
     table.meta[_NUM_SEGMENTS] += 1
     table.segments[segment, _BITS] = table.segments[fresh, _BITS] = np.uint32(depth + 1)
+    table.slots[fresh * _SEGMENT_SLOTS : (fresh + 1) * _SEGMENT_SLOTS] = np.uint64(0)  # a clear leaves old words there
     base, scratch = segment * _SEGMENT_SLOTS, table.segments.shape[0] * _SEGMENT_SLOTS
     for i in range(_SEGMENT_SLOTS):
         table.slots[scratch + i] = table.slots[base + i]
@@ -241,9 +248,9 @@ def remove(table, entry):
 
 
 def clear(table: Table) -> None:
-    """Remove every entry. Costs the used part of the slots."""
-    table.slots[: int(table.meta[_NUM_SEGMENTS]) * _SEGMENT_SLOTS] = 0
-    table.segments[:] = 0
+    """Remove every entry. Costs microseconds: a segment's slots are wiped when it is used again."""
+    table.slots[:_SEGMENT_SLOTS] = 0
+    table.segments[: int(table.meta[_NUM_SEGMENTS])] = 0
     table.directory[: 1 << int(table.meta[_DEPTH])] = 0
     _reset_meta(table.meta)
 

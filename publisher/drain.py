@@ -90,6 +90,8 @@ class Drain:
         control = self._spawn(self._answer_requests(), f"publisher-control:{self._worker}")
         try:
             while True:
+                if self._outbox.is_snapshot_due(time.time(), force=self._is_closing):
+                    await self._begin_snapshot()
                 records = self._outbox.take_records(time.time(), force=self._is_closing, max_records=self._max_records)
                 if records:
                     await self._send(records)
@@ -100,6 +102,14 @@ class Drain:
         finally:
             control.cancel()
             await asyncio.gather(control, return_exceptions=True)
+
+    async def _begin_snapshot(self) -> None:
+        """In a thread, and to its end even if this task is cancelled: the outbox is for one caller at a time."""
+        making = asyncio.ensure_future(asyncio.to_thread(self._outbox.begin_snapshot))
+        try:
+            await asyncio.shield(making)
+        finally:
+            await asyncio.wait({making})
 
     async def _wait(self) -> None:
         """Until something may be due. While changes wait for company, further events need not wake us."""
@@ -116,7 +126,7 @@ class Drain:
         except SinkRejectedError as error:
             self.num_rejected += len(records)
             log.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
-            self._outbox.request_resync("rejected", time.time())
+            self._outbox.request_resync("rejected")
             await asyncio.sleep(_FIRST_RETRY_S)
         self.in_flight = ()
         await asyncio.sleep(0)  # a sink that never waits must not keep the loop to itself
@@ -141,5 +151,5 @@ class Drain:
 
     async def _answer_requests(self) -> None:
         async for request in self._sink.requests():
-            if self._outbox.answer(request, time.time()):
+            if self._outbox.answer(request):
                 self._awake.set()

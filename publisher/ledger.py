@@ -19,9 +19,9 @@ from publisher.intake import StoredColumns
 from publisher.ledger_kernels import (
     COUNT_NAMES,
     FIRST_BLOCK,
-    MEDIA,
     PAGE,
     PARENT,
+    SLICE_PAGES,
     LedgerArrays,
     find_entry,
     flat,
@@ -29,6 +29,8 @@ from publisher.ledger_kernels import (
     remove_pages,
     store_pages,
 )
+
+__all__ = ["SLICE_PAGES", "HeldPages", "Ledger"]
 
 U64Array = npt.NDArray[np.uint64]
 
@@ -63,6 +65,7 @@ class Ledger:
             page_media=np.zeros(capacity, np.uint8),
             page_copies=np.zeros((capacity, NUM_MEDIA), np.uint32),
             page_words=np.zeros((capacity, 2), np.uint64),
+            page_changed=np.zeros(-(-capacity // SLICE_PAGES), np.bool_),
             digest=empty_digest(),
             counts=np.zeros(len(COUNT_NAMES), np.int64),
         )
@@ -93,12 +96,8 @@ class Ledger:
         remove_pages(block_hashes, namespace_salt(extra_key), medium, *self._flat)
 
     def clear(self) -> None:
-        """Nothing is held any more. Costs the used part of the arrays."""
+        """Nothing is held any more. Costs microseconds: columns are wiped where an entry is used again."""
         arrays = self._arrays
-        arrays.block_columns[: page_table.high_water(arrays.blocks)] = 0
-        used = page_table.high_water(arrays.pages)
-        arrays.page_media[:used] = 0
-        arrays.page_copies[:used] = 0
         page_table.clear(arrays.blocks)
         page_table.clear(arrays.pages)
         arrays.digest[:] = 0
@@ -112,34 +111,70 @@ class Ledger:
             return None
         return int(self._arrays.pages.keys[self._arrays.block_columns[entry, PAGE]])
 
-    def copy(self) -> HeldPages:
-        """What is held now. A plain copy, 25 bytes a page, so that the engine is kept off for a moment only."""
-        arrays = self._arrays
-        used = page_table.high_water(arrays.pages)
-        words = arrays.page_words[:used].copy()
+    # --- copies, slice by slice, so that the engine is kept off for short moments only ------------------------------
+
+    def start_copy(self) -> HeldPages:
+        """Room for a copy; all slices are stale. One copy at a time."""
+        self._arrays.page_changed[:] = True
+        capacity = page_table.capacity(self._arrays.pages)
+        words = np.empty((capacity, 2), np.uint64)
         return HeldPages(
-            hashes=arrays.pages.keys[:used].copy(),
+            hashes=np.empty(capacity, np.uint64),
             parents=words[:, PARENT],
             block_hashes=words[:, FIRST_BLOCK],
-            media=arrays.page_media[:used].copy(),
-            digest=arrays.digest.copy(),
+            media=np.empty(capacity, np.uint8),
+            digest=empty_digest(),
         )
+
+    def stale_slices(self) -> list[int]:
+        """Slices of the used part that were not copied, or changed since."""
+        num_slices = -(-self._num_used // SLICE_PAGES)
+        stale: list[int] = np.flatnonzero(self._arrays.page_changed[:num_slices]).tolist()
+        return stale
+
+    def copy_slice(self, number: int, held: HeldPages) -> None:
+        """Copy at most SLICE_PAGES pages, 25 bytes each."""
+        arrays = self._arrays
+        here = slice(number * SLICE_PAGES, min((number + 1) * SLICE_PAGES, self._num_used))
+        held.hashes[here] = arrays.pages.keys[here]
+        held.parents[here] = arrays.page_words[here, PARENT]
+        held.block_hashes[here] = arrays.page_words[here, FIRST_BLOCK]
+        held.media[here] = arrays.page_media[here]
+        arrays.page_changed[number] = False
+
+    def finish_copy(self, held: HeldPages) -> HeldPages:
+        """Copy what is stale. Returns the used part: exactly what is held now.
+
+        A clear in between is no special case: every entry handed out after it made its slice stale.
+        """
+        for number in self.stale_slices():
+            self.copy_slice(number, held)
+        used = slice(self._num_used)
+        return HeldPages(
+            held.hashes[used], held.parents[used], held.block_hashes[used], held.media[used], self.digest()
+        )
+
+    @property
+    def _num_used(self) -> int:
+        """Entries of pages ever handed out are smaller than this."""
+        return page_table.high_water(self._arrays.pages)
 
     def check(self) -> None:
         """Recount everything from scratch. Raises AssertionError with both figures."""
         arrays = self._arrays
         page_table.check(arrays.blocks)
         page_table.check(arrays.pages)
-        media, pages = arrays.block_columns[:, MEDIA], arrays.block_columns[:, PAGE]
+        page_media, page_copies = arrays.page_media[: self._num_used], arrays.page_copies[: self._num_used]
+        pages, media = arrays.block_columns[: page_table.high_water(arrays.blocks)].T
         live = np.flatnonzero(media)
         _check_equal("blocks", len(live), page_table.num_live(arrays.blocks))
-        _check_equal("pages", int(np.count_nonzero(arrays.page_media)), self.num_pages)
+        _check_equal("pages", int(np.count_nonzero(page_media)), self.num_pages)
         digest = np.zeros(DIGEST_WORDS, np.uint64)
         for medium in range(NUM_MEDIA):
             on_medium = pages[live[media[live] >> medium & 1 == 1]]
-            copies = np.bincount(on_medium, minlength=len(arrays.page_media))
-            _check_equal("copies", copies.tolist(), arrays.page_copies[:, medium].tolist())
-            held = np.flatnonzero(arrays.page_media >> medium & 1)
+            copies = np.bincount(on_medium, minlength=self._num_used)
+            _check_equal("copies", copies.tolist(), page_copies[:, medium].tolist())
+            held = np.flatnonzero(page_media >> medium & 1)
             _check_equal("held", held.tolist(), np.flatnonzero(copies).tolist())
             advance_digest(digest, np.full(len(held), medium, np.uint8), arrays.pages.keys[held])
         _check_equal("digest", digest.tolist(), arrays.digest.tolist())

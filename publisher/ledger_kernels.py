@@ -16,7 +16,7 @@ from numba import types
 
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table, find, insert, remove
+from kv_events.page_table import TABLE_ARRAYS, Table, find, insert, remove, was_used
 from publisher.change_kernels import CLEARED, REMOVAL
 
 # columns of block_columns, of page_words and of the queue's words
@@ -26,6 +26,10 @@ HASH, BLOCK_HASH, PARENT_HASH = range(3)
 
 # elements of cursors: changes ever queued, taken, confirmed; changes given up; whether the stream is broken
 HEAD, TAKEN, TAIL, DROPPED, BROKEN = range(5)
+
+SLICE_BITS = 12
+SLICE_PAGES = 1 << SLICE_BITS
+"""Pages that are copied in one step."""
 
 COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_full", "renamed", "parent_unknown")
 """Names of the elements of counts: pages by what became of them."""
@@ -48,6 +52,8 @@ class LedgerArrays(NamedTuple):
     """[capacity, 4] blocks that carry the page, per medium."""
     page_words: npt.NDArray[np.uint64]
     """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
+    page_changed: npt.NDArray[np.bool_]
+    """[capacity / SLICE_PAGES, rounded up] whether media of the slice's pages changed since it was last copied."""
     digest: npt.NDArray[np.uint64]
     """[8] see `kv_events.digest`."""
     counts: npt.NDArray[np.int64]
@@ -70,7 +76,7 @@ def _input(dtype: types.Type) -> types.Array:
 
 
 _U8_IN, _U64_IN, _I64_IN = _input(types.uint8), _input(types.uint64), _input(types.int64)
-_COLUMNS = (types.uint32[:, ::1], types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1])
+_COLUMNS = (types.uint32[:, ::1], types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.boolean[::1])
 _QUEUE = (types.uint8[::1], types.uint64[:, ::1], types.int64[::1])
 _STATE = (*TABLE_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *_QUEUE)
 
@@ -104,7 +110,8 @@ def _queue(queue, kind, sequence_hash, block_hash, parent):
 def _find_block(ledger, expected_after, key):
     """Entry of a block that is expected right behind another entry (-1: no expectation), or -1."""
     neighbour = expected_after + 1
-    if ledger.blocks.keys[neighbour] == key and ledger.block_columns[neighbour, MEDIA] != 0:
+    is_expected = was_used(ledger.blocks, neighbour) and ledger.blocks.keys[neighbour] == key
+    if is_expected and ledger.block_columns[neighbour, MEDIA] != 0:
         return neighbour
     return find(ledger.blocks, key)
 
@@ -121,9 +128,12 @@ def _add_block(ledger, key, block_hash, sequence_hash, parent):
         if page < 0:
             remove(ledger.blocks, entry)
             return page
+        ledger.page_media[page] = np.uint8(0)  # a clear leaves what was there
+        ledger.page_copies[page, :] = np.uint32(0)
         ledger.page_words[page, PARENT] = parent
         ledger.page_words[page, FIRST_BLOCK] = block_hash
     ledger.block_columns[entry, PAGE] = np.uint32(page)
+    ledger.block_columns[entry, MEDIA] = np.uint32(0)
     return entry
 
 
@@ -145,6 +155,7 @@ def _add_copy(ledger, page, medium):
         ledger.counts[_STORED_AGAIN] += 1
         return False
     ledger.page_media[page] |= np.uint8(1 << medium)
+    ledger.page_changed[page >> SLICE_BITS] = True
     add_page(ledger.digest, medium, ledger.pages.keys[page])
     ledger.counts[_STORED] += 1
     return True
@@ -157,6 +168,7 @@ def _drop_copy(ledger, page, medium):
     if ledger.page_copies[page, medium] > 0:
         return False
     ledger.page_media[page] &= np.uint8(~(1 << medium))
+    ledger.page_changed[page >> SLICE_BITS] = True
     remove_page(ledger.digest, medium, ledger.pages.keys[page])
     ledger.counts[_REMOVED] += 1
     return True
@@ -231,7 +243,7 @@ def _remove(ledger, queue, block_hashes, salt, medium):
 def store_pages(
     block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued,
     b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
-    block_columns, page_media, page_copies, page_words, digest, counts, kinds, words, cursors,
+    block_columns, page_media, page_copies, page_words, page_changed, digest, counts, kinds, words, cursors,
 ):  # fmt: skip
     """Enter the pages of several events of one medium and namespace; queue those that became resident.
 
@@ -241,7 +253,9 @@ def store_pages(
     """
     blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
     pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
-    ledger = LedgerArrays(blocks, pages, block_columns, page_media, page_copies, page_words, digest, counts)
+    ledger = LedgerArrays(
+        blocks, pages, block_columns, page_media, page_copies, page_words, page_changed, digest, counts
+    )
     queue = QueueArrays(kinds, words, cursors)
     _store(ledger, queue, block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued)
 
@@ -250,12 +264,14 @@ def store_pages(
 def remove_pages(
     block_hashes, salt, medium,
     b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
-    block_columns, page_media, page_copies, page_words, digest, counts, kinds, words, cursors,
+    block_columns, page_media, page_copies, page_words, page_changed, digest, counts, kinds, words, cursors,
 ):  # fmt: skip
     """Take blocks off one medium; queue the pages that left it. block_hashes: uint64[n]."""
     blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
     pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
-    ledger = LedgerArrays(blocks, pages, block_columns, page_media, page_copies, page_words, digest, counts)
+    ledger = LedgerArrays(
+        blocks, pages, block_columns, page_media, page_copies, page_words, page_changed, digest, counts
+    )
     _remove(ledger, QueueArrays(kinds, words, cursors), block_hashes, salt, medium)
 
 

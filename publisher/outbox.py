@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
@@ -33,12 +34,21 @@ class _Snapshot:
         return len(self.changes.kinds) - self.position
 
 
+class _Wanted(NamedTuple):
+    """A snapshot that has still to begin."""
+
+    reason: str
+    delay_s: float
+    """From when it is first seen."""
+
+
 class Outbox:
     """Turns what the recorder holds into records. One caller at a time: the drain, or a simulation.
 
     Every epoch begins with a snapshot, usually an empty one. A snapshot states what the ledger held at one moment;
     changes from that moment on follow behind it, so a queue that overflows meanwhile leads to another snapshot, not
-    to an endless one. Times are seconds since 1970, given by the caller.
+    to an endless one. Times are seconds since 1970, given by the caller. What is due is reckoned by the time that
+    went by between two calls, and a clock that was set back counts as none.
     """
 
     def __init__(self, settings: PublisherSettings, recorder: Recorder, epoch: int) -> None:
@@ -53,8 +63,11 @@ class Outbox:
         self._recorder = recorder
         self._digest = empty_digest()  # after the last record
         self._snapshot: _Snapshot | None = None
-        self._resync_reason: str | None = _FIRST_REASON  # why a snapshot is wanted; None: it is not
-        self._resync_at = 0.0  # not before
+        self._wanted: _Wanted | None = _Wanted(_FIRST_REASON, 0)
+        # by `_clock`, which never goes back
+        self._clock = 0.0
+        self._last_now = float("inf")  # the caller's time at that moment
+        self._resync_at: float | None = None  # begin no wanted snapshot before; None: not known yet
         self._last_snapshot_at = -float("inf")
         self._last_record_at = -float("inf")
         self._waiting_since: float | None = None  # first seen with changes that wait for company
@@ -72,6 +85,33 @@ class Outbox:
             records.append(record)
         return records
 
+    def is_snapshot_due(self, now: float, *, force: bool = False) -> bool:
+        """Whether the next record is the first of a snapshot that has still to be made."""
+        self._advance(now)
+        if self._snapshot is not None:
+            return False
+        if self._recorder.is_broken:
+            self._want_snapshot("overflow", 0)
+        if self._wanted is None:
+            return False
+        if self._resync_at is None:
+            earliest = self._last_snapshot_at + self._settings.resync_min_interval_s
+            self._resync_at = max(self._clock + self._wanted.delay_s, earliest)
+        return force or self._clock >= self._resync_at
+
+    def begin_snapshot(self) -> None:
+        """Make the snapshot that is due. `take_records` does so by itself; but it takes half a second a million pages,
+        which may be spent in another thread while nobody else calls.
+        """
+        assert self._wanted is not None
+        reason = self._wanted.reason
+        self._wanted = self._resync_at = None  # first: a wish of now may be about what the copy does not see
+        self._last_snapshot_at = self._clock
+        self.num_snapshots += 1
+        held = self._recorder.restart()
+        self._snapshot = _Snapshot(snapshot_changes(held), held.digest, reason)
+        self._waiting_since = None
+
     @property
     def is_lingering(self) -> bool:
         """Whether changes wait for company."""
@@ -79,63 +119,55 @@ class Outbox:
 
     def seconds_until_due(self, now: float) -> float:
         """How long nothing will be due if no further event comes; 0 if there is something not looked at yet."""
-        overflowed = self._recorder.is_broken and self._resync_reason is None
-        if overflowed or (self._recorder.num_queued and not self.is_lingering):
+        self._advance(now)
+        unseen_wish = self._resync_at is None and (self._wanted is not None or self._recorder.is_broken)
+        if unseen_wish or (self._recorder.num_queued and not self.is_lingering):
             return 0.0
         due = [self._last_record_at + self._settings.heartbeat_s]
         if self._waiting_since is not None:
             due.append(self._waiting_since + self._settings.linger_ms / 1000)
-        if self._resync_reason is not None:
+        if self._resync_at is not None:
             due.append(self._resync_at)
-        return max(0.0, min(due) - now)
+        return max(0.0, min(due) - self._clock)
 
-    def request_resync(self, reason: str, now: float) -> None:
-        """Want a snapshot, soon: rate-limited, after a random time. One that is wanted already is enough."""
-        self._want_snapshot(reason, now + random.uniform(0, self._settings.resync_jitter_s))  # noqa: S311
+    def request_resync(self, reason: str) -> None:
+        """Want a snapshot, soon: rate-limited, after a random time. One already wanted is enough. Any thread."""
+        self._want_snapshot(reason, random.uniform(0, self._settings.resync_jitter_s))  # noqa: S311
 
-    def answer(self, request: ResyncRequest, now: float) -> bool:
+    def answer(self, request: ResyncRequest) -> bool:
         """Take a request from the control channel. False: meant for another stream or incarnation."""
         if request.stream != self._stream.key or request.epoch != self.epoch:
             return False
-        self.request_resync(request.reason or "request", now)
+        self.request_resync(request.reason or "request")
         return True
 
     def num_snapshot_pages_left(self) -> int:
         """Pages of snapshots that are wanted or not sent to their end."""
         left = 0 if self._snapshot is None else self._snapshot.num_left
-        if self._resync_reason is not None or self._recorder.is_broken:
+        if self._wanted is not None or self._recorder.is_broken:
             left += self._recorder.counts()["held"]
         return left
 
-    def _want_snapshot(self, reason: str, at: float) -> None:
-        if self._resync_reason is None:
-            self._resync_at = max(at, self._last_snapshot_at + self._settings.resync_min_interval_s)
-            self._resync_reason = reason
+    def _advance(self, now: float) -> None:
+        self._clock += max(0.0, now - self._last_now)
+        self._last_now = now
+
+    def _want_snapshot(self, reason: str, delay_s: float) -> None:
+        if self._wanted is None:
+            self._wanted = _Wanted(reason, delay_s)
 
     def _next_record(self, now: float, force: bool) -> OutRecord | None:
-        if self._snapshot is None:
-            self._begin_snapshot_if_due(now, force)
+        if self.is_snapshot_due(now, force=force):
+            self.begin_snapshot()
         if self._snapshot is not None:
             return self._snapshot_record(self._snapshot, now)
-        if self._changes_due(now, force):
+        if self._changes_due(force):
             record = self._changes_record(now)
             if record is not None:
                 return record
-        if not 0 <= now - self._last_record_at < self._settings.heartbeat_s:
+        if self._clock - self._last_record_at >= self._settings.heartbeat_s:
             return self._heartbeat(now)
         return None
-
-    def _begin_snapshot_if_due(self, now: float, force: bool) -> None:
-        if self._recorder.is_broken:
-            self._want_snapshot("overflow", now)
-        if self._resync_reason is None or not (force or now >= self._resync_at):
-            return
-        held = self._recorder.restart()
-        self._snapshot = _Snapshot(snapshot_changes(held), held.digest, self._resync_reason)
-        self._resync_reason = None
-        self._waiting_since = None
-        self._last_snapshot_at = now
-        self.num_snapshots += 1
 
     def _snapshot_record(self, snapshot: _Snapshot, now: float) -> OutRecord:
         """The next part. Its digest is the whole snapshot's: compared by readers at the end only."""
@@ -152,7 +184,7 @@ class Outbox:
         self._digest = snapshot.digest
         return self._record(now, events, len(part.kinds))
 
-    def _changes_due(self, now: float, force: bool) -> bool:
+    def _changes_due(self, force: bool) -> bool:
         num_queued = self._recorder.num_queued
         if num_queued == 0:
             self._waiting_since = None
@@ -160,13 +192,13 @@ class Outbox:
         if force or num_queued >= self._limits.pages:
             return True
         if self._waiting_since is None:
-            self._waiting_since = now
-        return not 0 <= now - self._waiting_since < self._settings.linger_ms / 1000
+            self._waiting_since = self._clock
+        return self._clock - self._waiting_since >= self._settings.linger_ms / 1000
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """A batch of changes; None if an overflow has just dropped them all."""
         changes, tokens, digest = self._recorder.take()
-        self._waiting_since = None if digest is not None else now
+        self._waiting_since = None if digest is not None else self._clock
         if not len(changes.kinds):
             return None
         if digest is None:
@@ -177,9 +209,7 @@ class Outbox:
 
     def _heartbeat(self, now: float) -> OutRecord:
         """States what the ledger holds, unless changes wait: a stream that is broken says so by its digest."""
-        if self._recorder.num_queued == 0:
-            return self._record(now, [], 0, self._recorder.digest())
-        return self._record(now, [], 0)
+        return self._record(now, [], 0, self._recorder.digest_if_idle())
 
     def _record(self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None) -> OutRecord:
         digest = self._digest if digest is None else digest
@@ -193,5 +223,5 @@ class Outbox:
             digest_bytes(digest),
         )
         self.seq += 1
-        self._last_record_at = now
+        self._last_record_at = self._clock
         return OutRecord(self._key, payload, int(now * 1000), num_pages)

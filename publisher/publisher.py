@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -114,7 +115,7 @@ class EventPublisher:
 
     def request_resync(self, reason: str) -> None:
         """Have everything named again, soon. Any thread."""
-        self._outbox.request_resync(reason, time.time())
+        self._outbox.request_resync(reason)
         self._drain.wake()
 
     def stats(self) -> PublisherStats:
@@ -177,17 +178,19 @@ class EventPublisher:
     # --- on a thread of its own -------------------------------------------------------------------------------------
 
     def start_in_thread(self) -> None:
-        """Begin to send, on a daemon thread that runs an event loop of its own."""
+        """Begin to send, on a daemon thread that runs an event loop of its own. Raises PublisherStateError."""
         if self._is_started or self._thread is not None:
             raise PublisherStateError(f"publisher {self._settings.worker} was started before")
-        running = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: uvloop.run(self._run_in_thread(running)),
-            name=f"publisher:{self._settings.worker}",
-            daemon=True,
-        )
+        running: Future[None] = Future()
+        name = f"publisher:{self._settings.worker}"
+        self._thread = threading.Thread(target=self._thread_main, args=(running,), name=name, daemon=True)
         self._thread.start()
-        running.wait()
+        try:
+            running.result()
+        except Exception as error:
+            self._thread.join()
+            self._thread = None
+            raise PublisherStateError(f"publisher {self._settings.worker}: no thread of its own: {error}") from error
 
     def close(self, deadline_s: float = 5.0) -> CloseReport:
         """`aclose` for `start_in_thread`; waits for the thread to end."""
@@ -208,10 +211,19 @@ class EventPublisher:
     ) -> None:
         self.close()
 
-    async def _run_in_thread(self, running: threading.Event) -> None:
-        self._thread_loop = asyncio.get_running_loop()
+    def _thread_main(self, running: Future[None]) -> None:
+        try:
+            uvloop.run(self._run_in_thread(running))
+        except Exception as error:
+            if running.done():
+                log.exception("publisher %s: its thread died", self._settings.worker)
+            else:
+                running.set_exception(error)
+
+    async def _run_in_thread(self, running: Future[None]) -> None:
         await self.start()
-        running.set()
+        self._thread_loop = asyncio.get_running_loop()
+        running.set_result(None)
         assert self._ended is not None
         await self._ended.wait()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kv_events.event_log import EventLogError, EventLogWriter
@@ -18,38 +19,52 @@ class FileSink:
     def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
         self._folder = folder
         self._segment_bytes = segment_bytes
-        self._writer: EventLogWriter | None = None
+        self._writer: EventLogWriter | None = None  # belongs to the thread
+        self._thread: ThreadPoolExecutor | None = None  # one thread: what was cancelled goes on, and the next waits
 
     async def start(self) -> None:
         """Open the log; a log that another writer holds counts as unavailable."""
-        try:
-            self._writer = await asyncio.to_thread(EventLogWriter, self._folder, segment_bytes=self._segment_bytes)
-        except (OSError, EventLogError) as error:
-            raise SinkUnavailableError(f"event log {self._folder}: {error}") from error
+        self._thread = self._thread or ThreadPoolExecutor(1, f"event-log:{self._folder}")
+        await self._in_thread(self._thread, self._open)
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Write and sync in a thread. A full disk counts as unavailable."""
-        if self._writer is None:
+        if self._thread is None:
             raise SinkUnavailableError(f"event log {self._folder} is not open")
-        try:
-            await asyncio.to_thread(_write, self._writer, records)
-        except OSError as error:
-            raise SinkUnavailableError(f"event log {self._folder}: {error}") from error
+        await self._in_thread(self._thread, lambda: self._write(records))
 
     async def stop(self) -> None:
-        """Close the log."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            await asyncio.to_thread(writer.close)
+        """Close the log, after a write that is going on."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            closing = asyncio.get_running_loop().run_in_executor(thread, self._close)
+            thread.shutdown(wait=False)
+            await asyncio.shield(closing)
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
         """Waits for ever."""
         await asyncio.Event().wait()
         yield ResyncRequest("", 0)  # never reached; makes this a generator
 
+    async def _in_thread(self, thread: ThreadPoolExecutor, step: Callable[[], None]) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(thread, step)
+        except (OSError, EventLogError) as error:
+            raise SinkUnavailableError(f"event log {self._folder}: {error}") from error
 
-def _write(writer: EventLogWriter, records: Sequence[OutRecord]) -> None:
-    for record in records:
-        log_record = LogRecord(0, writer.next_index, record.timestamp_ms, record.key, record.payload)
-        writer.append(log_record)
-    writer.flush()
+    def _open(self) -> None:
+        if self._writer is None:  # an opening that was given up may have come to its end
+            self._writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes)
+
+    def _write(self, records: Sequence[OutRecord]) -> None:
+        if self._writer is None:
+            raise EventLogError("it is not open")
+        for record in records:
+            log_record = LogRecord(0, self._writer.next_index, record.timestamp_ms, record.key, record.payload)
+            self._writer.append(log_record)
+        self._writer.flush()
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

@@ -23,8 +23,13 @@ from publisher import (
     PublisherStateError,
     SinkRejectedError,
     SinkUnavailableError,
+    outbox,
 )
+from publisher.drain import Drain
+from publisher.hand_over import PageChanges
+from publisher.ledger import HeldPages
 from publisher.sinks import MemorySink
+from publisher.snapshot import snapshot_changes
 
 
 class FaultySink(MemorySink):
@@ -247,6 +252,57 @@ def test_an_engine_without_a_loop_gets_a_thread(sink: FaultySink, log: MemoryLog
         wait_until(lambda: view_of(log) == {101})
         assert "publisher:w" in [thread.name for thread in threading.enumerate()]
     wait_until(lambda: "publisher:w" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_a_thread_that_cannot_start_is_an_error(sink: FaultySink, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Drain) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(Drain, "start", fail)
+    publisher = make(sink)
+    with pytest.raises(PublisherStateError, match=r"publisher w: .*too many open files"):
+        publisher.start_in_thread()
+    assert "publisher:w" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(PublisherStateError, match="no thread"):
+        publisher.close()
+
+
+async def test_the_event_loop_does_not_wait_for_a_snapshot_to_be_put_in_order(
+    sink: FaultySink, log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+
+    def slow(held: HeldPages) -> PageChanges:
+        assert may_go_on.wait(10)
+        return snapshot_changes(held)
+
+    monkeypatch.setattr(outbox, "snapshot_changes", slow)
+    async with make(sink) as publisher:
+        publisher.publish([stored(1)])
+        await async_wait_until(lambda: publisher.stats().snapshots == 1)
+        assert log.next_offset == 0
+        may_go_on.set()
+        await async_wait_until(lambda: view_of(log) == {101})
+
+
+async def test_closing_while_a_snapshot_is_made_reports_all_of_it(
+    sink: FaultySink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_making, may_go_on = threading.Event(), threading.Event()
+
+    def slow(held: HeldPages) -> PageChanges:
+        is_making.set()
+        assert may_go_on.wait(10)
+        return snapshot_changes(held)
+
+    monkeypatch.setattr(outbox, "snapshot_changes", slow)
+    publisher = make(sink)
+    publisher.publish([stored(1, 2)])
+    await publisher.start()
+    await async_wait_until(is_making.is_set)
+    closing = asyncio.ensure_future(publisher.aclose(deadline_s=0))
+    asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+    assert await closing == (0, 2, 0)
 
 
 def test_many_threads_may_publish_at_once(sink: FaultySink, log: MemoryLog) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -257,6 +259,80 @@ def test_an_idle_stream_sends_heartbeats() -> None:
     assert (batch.steps, batch.digest.tolist()[0]) == ([], 1)
 
 
+def test_a_heartbeat_never_runs_ahead_of_the_stream() -> None:
+    publisher = make(heartbeat_s=1e-9, linger_ms=0, ledger_pages=64_000)
+    events = [stored(*range(i, i + 16)) for i in range(0, 64_000, 16)]
+    engine = threading.Thread(target=lambda: [publisher.publish([event]) for event in events])
+    engine.start()
+    records: list[OutRecord] = []
+    while engine.is_alive():
+        records += publisher.take_records(time.time())
+    num_read = num_heartbeats = 0
+    for batch in batches_of(records):
+        num_read += sum(len(step.hashes) for step in batch.steps)
+        num_heartbeats += not batch.steps
+        assert batch.digest.tolist()[0] == num_read
+    assert num_heartbeats > 0
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_clock_that_was_set_holds_up_no_snapshot(step_s: float) -> None:
+    publisher = make(queue_pages=2, resync_min_interval_s=5, heartbeat_s=100)
+    publisher.publish([stored(1, 2, 3)])
+    assert publisher.take_records(NOW + 1) == []
+    now = NOW + 1 + step_s
+    records = [publisher.take_records(now), publisher.take_records(now + 4)]
+    assert SnapshotBegin("overflow") in steps_of([record for some in records for record in some])
+
+
+def test_a_clock_that_went_back_holds_up_no_batch_and_no_heartbeat() -> None:
+    publisher = make(linger_ms=10, heartbeat_s=2)
+    publisher.publish([stored(1)])
+    assert publisher.take_records(NOW) == []
+    assert publisher.take_records(NOW - 3600) == []
+    (step,) = steps_of(publisher.take_records(NOW - 3599.989))
+    assert step.hashes.tolist() == [101]
+    assert publisher.take_records(NOW - 7200) == []
+    (heartbeat,) = batches_of(publisher.take_records(NOW - 7197.9))
+    assert (heartbeat.steps, heartbeat.timestamp) == ([], NOW - 7197.9)
+
+
+def test_snapshots_that_are_made_while_the_engine_publishes_tell_the_truth() -> None:
+    publisher = make(queue_pages=100_000, ledger_pages=30_000, batch_pages=30_000, batch_bytes=900_000)
+    publisher.publish([stored(*range(start, start + 1000)) for start in range(0, 20_000, 1000)])
+    is_over = threading.Event()
+
+    def engine() -> None:
+        random = np.random.default_rng(1)
+        while not is_over.is_set():
+            some = random.integers(0, 30_000, 50).tolist()
+            publisher.publish([BlockRemoved(some), stored(*some[:40])])
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    pages: set[int] = set()
+    for _ in range(20):
+        publisher.request_resync("test")
+        for batch in batches_of(publisher._outbox.take_records(NOW, force=True, max_records=3)):
+            pages = read(batch, pages)
+            assert batch.digest.tolist()[:4] == [len(pages), 0, 0, 0]
+    is_over.set()
+    thread.join()
+    assert publisher.stats().queue.dropped == 0
+
+
+def read(batch: DecodedBatch, pages: set[int]) -> set[int]:
+    """Pages that a reader holds after a batch. A snapshot lies in one batch here."""
+    for step in batch.steps:
+        if isinstance(step, StoredPages):
+            pages |= set(step.hashes.tolist())
+        elif isinstance(step, RemovedPages):
+            pages -= set(step.hashes.tolist())
+        elif isinstance(step, SnapshotBegin):
+            pages = set()
+    return pages
+
+
 def test_a_large_snapshot_is_split_and_says_the_whole_digest() -> None:
     publisher = make(batch_pages=3)
     publisher.publish([stored(*range(1, 9), medium=m) for m in StorageMedium])
@@ -283,9 +359,9 @@ def test_requests_of_other_streams_and_incarnations_are_ignored() -> None:
     publisher = make()
     key, epoch = publisher.stream.key, publisher.epoch
     for request in (ResyncRequest(key, epoch - 1), ResyncRequest(key, epoch + 1), ResyncRequest("t/m/v/0", epoch)):
-        assert not publisher._outbox.answer(request, NOW)
+        assert not publisher._outbox.answer(request)
     assert drain(publisher) == []
-    assert publisher._outbox.answer(ResyncRequest(key, epoch, "gap"), NOW)
+    assert publisher._outbox.answer(ResyncRequest(key, epoch, "gap"))
     assert drain(publisher)[0] == SnapshotBegin("gap")
 
 
@@ -294,7 +370,7 @@ def test_many_requests_lead_to_one_snapshot_in_an_interval() -> None:
     request = ResyncRequest(publisher.stream.key, publisher.epoch, "gap")
     num_begun = 0
     for tenth in range(100):
-        publisher._outbox.answer(request, NOW + tenth / 10)
+        publisher._outbox.answer(request)
         num_begun += SnapshotBegin("gap") in steps_of(publisher.take_records(NOW + tenth / 10))
     assert num_begun == 1
 
