@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,12 +12,11 @@ from api.questions import Question, Weights
 from api.schemas import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
-from indexer.scores import TierTokens, WorkerScore, score
-from indexer.views import ViewState
+from indexer.questions import score_all
+from indexer.scores import WorkerScore
 from kv_events.errors import InvalidValueError
 
 _MOST_NAMES = 20
-_TRUST = tuple(ViewState).index
 
 _encoder = msgspec.json.Encoder()
 
@@ -25,9 +24,7 @@ _encoder = msgspec.json.Encoder()
 def answer(question: Question, namespaces: Namespaces, freshness: Freshness, now: float) -> bytes:
     """The answer as JSON. now: seconds since 1970. Raises ProblemError."""
     found = _namespaces_of(question, namespaces)
-    scores = _merged(
-        s for namespace in found for s in score(namespace, question.hashes(namespace.key.block_size), freshness)
-    )
+    scores = score_all(found, question.hashes, freshness)
     if question.is_peer:
         return _encoder.encode(_peer_answer(scores, question.weights, now))
     return _encoder.encode(_rfc_answer(scores, question, now))
@@ -53,25 +50,6 @@ def _unknown_model(question: Question, namespaces: Namespaces) -> ProblemError:
     names = ", ".join(known[:_MOST_NAMES]) + (f" and {len(known) - _MOST_NAMES} more" if known[_MOST_NAMES:] else "")
     detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
     return ProblemError(404, "unknown-model", detail, model, question.model)
-
-
-def _merged(scores: Iterable[WorkerScore]) -> list[WorkerScore]:
-    """One score a worker, also where its ranks use different block sizes."""
-    by_worker: dict[str, WorkerScore] = {}
-    for new in scores:
-        old = by_worker.get(new.worker)
-        by_worker[new.worker] = new if old is None else _sum_up(old, new)
-    return list(by_worker.values())
-
-
-def _sum_up(a: WorkerScore, b: WorkerScore) -> WorkerScore:
-    return WorkerScore(
-        a.worker,
-        TierTokens(*map(max, a.tiers, b.tiers)),
-        a.ranks | b.ranks,
-        max(a.state, b.state, key=_TRUST),
-        min(a.heard_at, b.heard_at),
-    )
 
 
 def age_ms(heard_at: float, now: float) -> int:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Raw
 
+from api.large_bodies import LARGE_BYTES, elements
 from api.problems import ProblemError
-from api.schemas import BatchQuery, PeerQuery, Probe, RfcQuery
+from api.schemas import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, Probe, RawBatch, RfcQuery
 from kv_events.errors import InvalidValueError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -18,6 +19,7 @@ Query: TypeAlias = PeerQuery[Any] | RfcQuery[Any]
 ITEMS = {
     "token_ids": "an integer in 0 .. 4294967295",
     "seq_hashes": "an integer in 0 .. 18446744073709551615",
+    "block_hash": "an integer in 0 .. 18446744073709551615",
     "block_hashes": "an integer in -9223372036854775808 .. 9223372036854775807",
     "tier_weights": "a number in 0 .. 1000000",
 }
@@ -27,6 +29,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _MISTYPED = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\[(\d+)\]|(\w+)")
 _NOT_FOUND = object()
+_MOST_WEIGHTS_BYTES = 4096
 
 
 class _Decoder(Protocol[T_co]):
@@ -39,24 +42,40 @@ class Codec(NamedTuple):
     probe: _Decoder[Probe]
     peer: _Decoder[PeerQuery[Any]]
     rfc: _Decoder[RfcQuery[Any]]
-    batch: _Decoder[BatchQuery]
-    untyped: _Decoder[Any]
+    batch: _Decoder[BatchQuery | RawBatch]
+    untyped: _Decoder[Any] | None
+    """Finds the value that a typed decoder refused."""
+    large: Codec | None = None
+    """For bodies beyond `LARGE_BYTES`."""
+
+    def sized(self, data: bytes | Raw) -> Codec:
+        """The decoders for data of this size."""
+        return self.large if self.large is not None and is_large(data) else self
 
 
+_LARGE_JSON = Codec(
+    msgspec.json.Decoder(Probe),
+    msgspec.json.Decoder(PeerQuery[Raw]),
+    msgspec.json.Decoder(RfcQuery[Raw]),
+    msgspec.json.Decoder(RawBatch),
+    None,
+)
 _JSON = Codec(
     msgspec.json.Decoder(Probe),
-    msgspec.json.Decoder(PeerQuery[list[int]]),
-    msgspec.json.Decoder(RfcQuery[list[int]]),
+    msgspec.json.Decoder(PeerQuery[IntList]),
+    msgspec.json.Decoder(RfcQuery[IntList]),
     msgspec.json.Decoder(BatchQuery),
     msgspec.json.Decoder(),
+    _LARGE_JSON,
 )
 _MSGPACK = Codec(
     msgspec.msgpack.Decoder(Probe),
-    msgspec.msgpack.Decoder(PeerQuery[list[int] | bytes]),
-    msgspec.msgpack.Decoder(RfcQuery[list[int] | bytes]),
+    msgspec.msgpack.Decoder(PeerQuery[IntList | bytes]),
+    msgspec.msgpack.Decoder(RfcQuery[IntList | bytes]),
     msgspec.msgpack.Decoder(BatchQuery),
     msgspec.msgpack.Decoder(),
 )
+_MSGPACK = _MSGPACK._replace(large=_MSGPACK._replace(untyped=None))
 CONTENT_TYPES = {
     "application/json": _JSON,
     "application/msgpack": _MSGPACK,
@@ -73,9 +92,22 @@ def codec_of(content_type: str | None) -> Codec:
     return codec
 
 
+def is_large(data: bytes | Raw) -> bool:
+    """Whether decoding takes so long that it belongs into another thread."""
+    return memoryview(data).nbytes > LARGE_BYTES
+
+
 def decode_query(data: bytes | Raw, codec: Codec) -> Query:
-    """One question, in the dialect that its own fields tell. Raises ProblemError (400, 422)."""
-    if _decode(codec.probe, data, codec).model_name is not UNSET:
+    """One question, in the dialect that its own fields tell; numbers of large JSON stay `Raw`.
+
+    Raises ProblemError (400, 422).
+    """
+    codec = codec.sized(data)
+    probe = _decode(codec.probe, data, codec)
+    if isinstance(probe.tier_weights, Raw) and memoryview(probe.tier_weights).nbytes > _MOST_WEIGHTS_BYTES:
+        expected = f"at most {_MOST_WEIGHTS_BYTES} bytes"
+        raise ProblemError.of_value(InvalidValueError("tier_weights", "a value that is longer", expected))
+    if probe.model_name is not UNSET:
         return _decode(codec.peer, data, codec)
     query = _decode(codec.rfc, data, codec)
     if query.model is UNSET and query.modelname is UNSET:
@@ -85,7 +117,14 @@ def decode_query(data: bytes | Raw, codec: Codec) -> Query:
 
 def decode_batch(data: bytes, codec: Codec) -> list[Raw]:
     """The questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
-    return _decode(codec.batch, data, codec).queries
+    codec = codec.sized(data)
+    batch = _decode(codec.batch, data, codec)
+    if isinstance(batch, BatchQuery):
+        return batch.queries
+    try:
+        return elements("queries", batch.queries, MAX_QUERIES_PER_BATCH)
+    except InvalidValueError as error:
+        raise ProblemError.of_value(error) from None
 
 
 _T = TypeVar("_T")
@@ -117,6 +156,8 @@ def _mistyped(message: str, data: bytes | Raw, codec: Codec) -> ProblemError:
 
 
 def _value_at(path: str, data: bytes | Raw, codec: Codec) -> object:
+    if codec.untyped is None:
+        return _NOT_FOUND
     try:
         value = codec.untyped.decode(data)
         for index, name in _STEP.findall(path):

@@ -18,11 +18,18 @@ _LONGEST_CHAIN_BITS = 32
 
 async def held_pages(consumer: Consumer, view: View) -> AsyncIterator[HeldPages]:
     """What a stream holds; between two slices others run. Ends early when the stream is forgotten meanwhile."""
+    if not is_known(consumer, view):
+        return
     for held in view.index.held_pages(view.number):
         yield held
         await asyncio.sleep(0)
-        if consumer.namespaces.view(view.stream) is not view:
+        if not is_known(consumer, view):
             return
+
+
+def is_known(consumer: Consumer, view: View) -> bool:
+    """Whether a view is still the one of its stream: between two slices of work it may be forgotten."""
+    return consumer.namespaces.view(view.stream) is view
 
 
 def parents_first(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.intp]:

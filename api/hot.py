@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -12,14 +13,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answers import answer
-from api.decoding import Codec, codec_of, decode_batch, decode_query
+from api.decoding import Codec, codec_of, decode_batch, is_large
 from api.problems import ProblemError
-from api.questions import BY_ANY, BY_HASH, BY_TOKENS, question_of
+from api.questions import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from indexer.consumer import Consumer
-from kv_events.errors import InvalidValueError
 
-MAX_QUERIES_PER_BATCH = 1024
 _SLICE_S = 0.001
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 Handler = Callable[[bytes, Codec], Awaitable[bytes]]
 
@@ -34,6 +36,7 @@ class HotRoutes:
     def __init__(self, consumer: Consumer, max_body_bytes: int) -> None:
         self._consumer = consumer
         self._max_body_bytes = max_body_bytes
+        self._one_large = asyncio.Semaphore()  # large bodies take turns: the loop needs most of the interpreter
 
     def endpoints(self) -> dict[str, HotEndpoint]:
         """Path -> ASGI application for POST."""
@@ -41,34 +44,40 @@ class HotRoutes:
         return {path: HotEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
 
     async def _query(self, body: bytes, codec: Codec) -> bytes:
-        return self._answer(body, codec, BY_TOKENS)
+        return await self._answer(body, codec, BY_TOKENS)
 
     async def _query_by_hash(self, body: bytes, codec: Codec) -> bytes:
-        return self._answer(body, codec, BY_HASH)
+        return await self._answer(body, codec, BY_HASH)
 
     async def _batch(self, body: bytes, codec: Codec) -> bytes:
-        queries = decode_batch(body, codec)
-        if len(queries) > MAX_QUERIES_PER_BATCH:
-            fault = InvalidValueError("len(queries)", len(queries), f"at most {MAX_QUERIES_PER_BATCH}")
-            raise ProblemError.of_value(fault)
+        queries = await self._off_the_loop(body, decode_batch, body, codec)
         results = []
         slice_began = time.perf_counter()
         for query in queries:
-            results.append(self._answer_or_problem(query, codec))
+            results.append(await self._answer_or_problem(query, codec))
             if time.perf_counter() - slice_began > _SLICE_S:
                 await asyncio.sleep(0)  # let events and other callers through
                 slice_began = time.perf_counter()
         return b'{"results":[' + b",".join(results) + b"]}"
 
-    def _answer(self, data: bytes | msgspec.Raw, codec: Codec, wanted: Collection[str]) -> bytes:
-        question = question_of(decode_query(data, codec), wanted)
+    async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, wanted: Collection[str]) -> bytes:
+        question = await self._off_the_loop(data, decode_question, data, codec, wanted)
         return answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
 
-    def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
+    async def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
         try:
-            return self._answer(data, codec, BY_ANY)
+            return await self._answer(data, codec, BY_ANY)
         except ProblemError as problem:
             return msgspec.json.encode(problem.document())
+
+    async def _off_the_loop(
+        self, data: bytes | msgspec.Raw, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        """Call `decode` at once for small data, in a thread for large data."""
+        if not is_large(data):
+            return decode(*args, **kwargs)
+        async with self._one_large:
+            return await asyncio.to_thread(decode, *args, **kwargs)
 
 
 class HotEndpoint:

@@ -8,7 +8,7 @@ import msgspec
 
 from api.decoding import CONTENT_TYPES
 from api.problems import MEDIA_TYPE, ProblemDocument
-from api.schemas import PeerAnswer, PeerQuery, RfcAnswer, RfcQuery
+from api.schemas import IntList, PeerAnswer, PeerQuery, RfcAnswer, RfcQuery
 
 _TEMPLATE = "#/components/schemas/{name}"
 _TEXTS = {
@@ -27,7 +27,7 @@ _ERRORS = {
 
 def add_hot_routes(document: dict[str, Any]) -> None:
     """Add /query, /query_by_hash and /query/batch to an OpenAPI document."""
-    types = (PeerQuery[list[int]], RfcQuery[list[int]], PeerAnswer, RfcAnswer, ProblemDocument)
+    types = (PeerQuery[IntList], RfcQuery[IntList], PeerAnswer, RfcAnswer, ProblemDocument)
     (peer, rfc, peer_answer, rfc_answer, problem), components = msgspec.json.schema_components(
         types, ref_template=_TEMPLATE
     )

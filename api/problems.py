@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import InvalidValueError, KvsightError, shorten
 
 MEDIA_TYPE = "application/problem+json"
 _LONGEST_VALUE = 80
@@ -90,8 +90,9 @@ def _shortened(value: object) -> bool | int | float | str | UnsetType | None:
         return value
     if isinstance(value, int) and -(2**63) <= value < 2**64:
         return value
-    text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    if isinstance(value, str) and value[:_LONGEST_VALUE].isprintable():
+        return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
+    return shorten(value, _LONGEST_VALUE)
 
 
 def install(app: FastAPI) -> None:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
-from api.decoding import ITEMS, Query
+from api.decoding import ITEMS, Codec, Query, decode_query
+from api.large_bodies import number_slices
 from api.problems import ProblemError
 from api.schemas import PeerQuery, RfcQuery, TierWeights
 from kv_events.errors import InvalidValueError
@@ -38,10 +39,11 @@ class _Kind(NamedTuple):
 _KINDS = {
     "token_ids": _Kind("I", "<u4", 0, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY),
     "seq_hashes": _Kind("Q", "<u8", 0, 2**64 - 1, MAX_HASHES_PER_QUERY),
+    "block_hash": _Kind("Q", "<u8", 0, 2**64 - 1, MAX_HASHES_PER_QUERY),
     "block_hashes": _Kind("q", "<u8", -(2**63), 2**63 - 1, MAX_HASHES_PER_QUERY),
 }
 BY_TOKENS = ("token_ids",)
-BY_HASH = ("seq_hashes", "block_hashes")
+BY_HASH = ("seq_hashes", "block_hashes", "block_hash")
 BY_ANY = BY_TOKENS + BY_HASH
 
 
@@ -67,12 +69,17 @@ class Question(NamedTuple):
 
     def hashes(self, block_size: int) -> U64Array:
         """uint64[pages]: the prompt's sequence hashes in a namespace of this block size."""
-        if self.field == "seq_hashes":
+        if self.field in ("seq_hashes", "block_hash"):
             return self.numbers
         seed = namespace_seed(self.lora_name, self.cache_salt)
         if self.field == "block_hashes":
             return rolling_hashes(self.numbers, seed)
         return sequence_hashes(self.numbers, block_size, seed)
+
+
+def decode_question(data: bytes | Raw, codec: Codec, wanted: Collection[str]) -> Question:
+    """One question in either dialect. wanted: see `question_of`. Raises ProblemError."""
+    return question_of(decode_query(data, codec), wanted)
 
 
 def question_of(query: Query, wanted: Collection[str]) -> Question:
@@ -82,6 +89,9 @@ def question_of(query: Query, wanted: Collection[str]) -> Question:
     salt = query.cache_salt or query.additionalsalt or query.additional_salt
     model = query.modelname if query.model is UNSET else query.model
     assert isinstance(model, str)  # the decoder saw to it
+    if query.lora_id is not None and query.lora_name is None:
+        fault = InvalidValueError("lora_id", query.lora_id, "lora_name in its place: the adapter's name")
+        raise ProblemError.of_value(fault)
     instance = None if query.instance_id is None else str(query.instance_id)
     question = _question(query, wanted, model, query.tenant_id, salt)
     return question._replace(is_peer=False, block_size=query.block_size, instance=instance)
@@ -103,30 +113,50 @@ def _question(
 
 
 def _prompt_field(query: Query, wanted: Collection[str]) -> str:
-    given = [field for field in wanted if getattr(query, field) is not UNSET]
+    known = [field for field in wanted if field in query.__struct_fields__]
+    given = [field for field in known if getattr(query, field) is not UNSET]
     if not given:
-        names = " or ".join(wanted)
-        raise ProblemError(422, "missing-field", f"{names}: missing", "|".join(wanted))
+        raise ProblemError(422, "missing-field", f"{' or '.join(known)}: missing", "|".join(known))
     if len(given) > 1:
         raise ProblemError(422, "invalid-value", f"{' and '.join(given)}: only one of them may be given", given[1])
     return given[0]
 
 
-def _numbers(field: str, value: list[int] | bytes) -> npt.NDArray[Any]:
+def _numbers(field: str, value: list[int] | bytes | Raw) -> npt.NDArray[Any]:
     """Raises InvalidValueError naming the first element that does not fit."""
     kind = _KINDS[field]
     dtype = np.dtype(kind.dtype)
-    packed = isinstance(value, bytes)
-    if packed and len(value) % dtype.itemsize:
-        raise InvalidValueError(field, f"{len(value)} bytes", f"a multiple of {dtype.itemsize} bytes")
-    count = len(value) // dtype.itemsize if packed else len(value)
-    if count > kind.most:
-        raise InvalidValueError(f"len({field})", count, f"at most {kind.most}")
+    if isinstance(value, list):
+        _check_count(field, len(value))
+        return np.frombuffer(_packed(field, value), dtype)
+    packed = value if isinstance(value, bytes) else _packed_large(field, value)
+    if len(packed) % dtype.itemsize:
+        raise InvalidValueError(field, f"{len(packed)} bytes", f"a multiple of {dtype.itemsize} bytes")
+    _check_count(field, len(packed) // dtype.itemsize)
+    return np.frombuffer(packed, dtype)
+
+
+def _check_count(field: str, count: int) -> None:
+    if count > _KINDS[field].most:
+        raise InvalidValueError(f"len({field})", count, f"at most {_KINDS[field].most}")
+
+
+def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
+    """first: position of the first number in the whole list."""
+    kind = _KINDS[field]
     try:
-        return np.frombuffer(value if isinstance(value, bytes) else array(kind.typecode, value), dtype)
+        return array(kind.typecode, numbers)
     except OverflowError:
-        position = next(i for i, number in enumerate(value) if not kind.low <= number <= kind.high)
-        raise InvalidValueError(f"{field}[{position}]", value[position], ITEMS[field]) from None
+        position = next(i for i, number in enumerate(numbers) if not kind.low <= number <= kind.high)
+        raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
+
+
+def _packed_large(field: str, value: Raw) -> bytes:
+    packed = array(_KINDS[field].typecode)
+    for numbers in number_slices(field, value, ITEMS[field]):
+        packed += _packed(field, numbers, len(packed))
+        _check_count(field, len(packed))
+    return packed.tobytes()
 
 
 def _weights(given: TierWeights) -> Weights:

@@ -5,13 +5,18 @@ Two dialects: a request with `model_name` speaks the running peer's, one with `m
 
 from __future__ import annotations
 
-from typing import Generic, TypeAlias, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from kv_events.limits import MAX_TOKENS_PER_QUERY
+
+MAX_QUERIES_PER_BATCH = 1024
 Numbers = TypeVar("Numbers")
-"""How lists of numbers may come: `list[int]` in JSON; in msgpack also as little-endian bytes."""
+"""How lists of numbers may come: `IntList` in JSON; in msgpack also as little-endian bytes; `Raw` to look at later."""
+
+IntList: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)]
 
 TierWeights: TypeAlias = tuple[float, float, float, float] | dict[str, float]
 
@@ -47,21 +52,32 @@ class RfcQuery(Prompt[Numbers], Generic[Numbers], frozen=True, kw_only=True):
     tenant_id: str | None = None
     instance_id: str | int | None = None
     """Ask for this worker alone."""
+    block_hash: Numbers | UnsetType = UNSET
+    """`seq_hashes` in the spelling of older drafts."""
+    lora_id: str | int | None = None
+    """Of older drafts; refused where there is no `lora_name` beside it."""
     additionalsalt: str | None = None
     additional_salt: str | None = None
     """The cache salt where `cache_salt` is absent, in either spelling."""
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Enough of a question to know its dialect."""
+    """Enough of a question to know its dialect, and whether its objects are small enough to be made."""
 
     model_name: Raw | UnsetType = UNSET
+    tier_weights: Raw | UnsetType = UNSET
 
 
 class BatchQuery(msgspec.Struct, frozen=True):
     """Several questions, each in either dialect."""
 
-    queries: list[Raw]
+    queries: Annotated[list[Raw], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
+
+
+class RawBatch(msgspec.Struct, frozen=True):
+    """The same, to be cut into its questions later."""
+
+    queries: Raw
 
 
 class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):

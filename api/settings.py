@@ -17,3 +17,5 @@ class ApiSettings(KvsightSettings):
     """Token that callers must send as `Authorization: Bearer`, save to /health, /ready and /metrics. None: open."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """Largest request body."""
+    max_connections: int = Field(1024, ge=1)
+    """Connections and requests at once; beyond them callers get a 503 at once instead of a place in a queue."""

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
+from starlette.responses import Response
 
 from api.answers import age_ms
-from api.held_pages import held_pages
+from api.held_pages import held_pages, is_known
 from api.problems import ProblemError
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace, NamespaceKey
-from indexer.views import View, ViewState
+from indexer.views import View, ViewCounters, ViewState
 from kv_events.digest import digest_bytes
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
+from kv_events.streams import StreamId
 
 MAX_PAGES_PER_ANSWER = 10_000
 _MOST_NAMES = 20
+_SLICE_S = 0.001
+
+_encoder = msgspec.json.Encoder()
 
 
-class Listener(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Listener:
     """One DP rank's stream, as this process sees it."""
 
     endpoint: str
@@ -43,14 +52,14 @@ class Listener(BaseModel):
     """By medium."""
     digest: str
     """Hex of the 64 bytes that the publisher's batches must equal."""
-    counters: dict[str, int]
+    counters: ViewCounters
 
 
-class Worker(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Worker:
     """One worker of a namespace, in the running peer's shape, with what is added here."""
 
     instance_id: str
-    source: str = "log"
     status: str
     model_name: str
     routing_group: str
@@ -63,6 +72,7 @@ class Worker(BaseModel):
     """The least trustworthy among the ranks."""
     age_ms: int
     """The oldest among the ranks."""
+    source: str = "log"
 
 
 class HeldPage(BaseModel):
@@ -107,10 +117,11 @@ def worker_routes(consumer: Consumer) -> APIRouter:
     """Coroutines all of them: they read the views, so they have to run in the consumer's event loop."""
     router = APIRouter(tags=["workers"])
 
-    @router.get("/workers")
-    async def workers(model_name: str | None = None, routing_group: str | None = None) -> list[Worker]:
+    @router.get("/workers", response_model=list[Worker])
+    async def workers(model_name: str | None = None, routing_group: str | None = None) -> Response:
         """Every worker, with the state of each of its ranks; no match: an empty list."""
-        return list(_workers(consumer, model_name, routing_group))
+        found = [worker async for worker in _workers(consumer, model_name, routing_group)]
+        return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
 
     # worker names may hold slashes
     @router.get("/workers/{worker:path}/view")
@@ -139,13 +150,21 @@ def worker_routes(consumer: Consumer) -> APIRouter:
     return router
 
 
-def _workers(consumer: Consumer, model: str | None, tenant: str | None) -> Iterator[Worker]:
-    now = time.time()
-    for namespace in consumer.namespaces:
-        if model in (None, namespace.key.model) and tenant in (None, namespace.key.tenant):
-            for name, views in _by_worker(namespace).items():
-                listeners = {str(view.stream.dp_rank): _listener(consumer, view, now) for view in views}
-                yield _worker(name, namespace.key, listeners)
+async def _workers(consumer: Consumer, model: str | None, tenant: str | None) -> AsyncIterator[bytes]:
+    """A `Worker` each, as JSON; events and other callers get through in between."""
+    slice_began = time.perf_counter()
+    for namespace in list(consumer.namespaces):
+        if model not in (None, namespace.key.model) or tenant not in (None, namespace.key.tenant):
+            continue
+        for name, views in _by_worker(namespace).items():
+            now = time.time()
+            known = [view for view in views if is_known(consumer, view)]
+            if known:
+                listeners = {str(view.stream.dp_rank): _listener(consumer, view, now) for view in known}
+                yield _encoder.encode(_worker(name, namespace.key, listeners))
+            if time.perf_counter() - slice_began > _SLICE_S:
+                await asyncio.sleep(0)
+                slice_began = time.perf_counter()
 
 
 def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
@@ -181,7 +200,7 @@ def _listener(consumer: Consumer, view: View, now: float) -> Listener:
         seq=view.next_seq - 1,
         pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
         digest=digest_bytes(view.index.digest(view.number)).hex(),
-        counters=asdict(view.counters),
+        counters=view.counters,
     )
 
 
@@ -197,7 +216,7 @@ def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | 
     ]
     if found:
         return found
-    known = sorted({view.stream.key for view in consumer.namespaces.views})
+    known = [view.stream for view in consumer.namespaces.views]
     detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_few(known)}"
     raise ProblemError(404, "unknown-worker", detail, "worker", worker)
 
@@ -205,17 +224,19 @@ def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | 
 def _one(views: list[View], worker: str) -> View:
     if len(views) == 1:
         return views[0]
-    names = _few([view.stream.key for view in views])
+    names = _few([view.stream for view in views])
     detail = f"worker {worker[:80]!r} has {len(views)} streams ({names}): say dp_rank, model or tenant"
     raise ProblemError(400, "ambiguous-worker", detail, "worker", worker)
 
 
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return (", ".join(names[:_MOST_NAMES]) or "none") + more
+def _few(streams: list[StreamId]) -> str:
+    more = f" and {len(streams) - _MOST_NAMES} more" if len(streams) > _MOST_NAMES else ""
+    return (", ".join(stream.key for stream in nsmallest(_MOST_NAMES, streams)) or "none") + more
 
 
 async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -> RadixView:
+    """Raises ProblemError (404) when the stream is forgotten on the way."""
+    block_size = consumer.namespaces.block_size(view.stream)
     pages: list[HeldPage] = []
     next_cursor = None
     passed = 0
@@ -228,10 +249,13 @@ async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -
         if len(pages) == limit and passed > cursor + limit:
             next_cursor = cursor + limit
             break
+    if not is_known(consumer, view):
+        detail = f"{view.stream.key} was forgotten while its pages were read"
+        raise ProblemError(404, "unknown-worker", detail, "worker", view.stream.worker)
     return RadixView(
         model_name=view.stream.model,
         routing_group=view.stream.tenant,
-        block_size=consumer.namespaces.block_size(view.stream),
+        block_size=block_size,
         dp_rank=view.stream.dp_rank,
         state=consumer.freshness.state(view),
         age_ms=age_ms(view.heard_at, time.time()),

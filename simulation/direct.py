@@ -45,10 +45,11 @@ class DirectFleet:
     def __init__(self, settings: SimulationSettings, policy: str, log: EventLogWriter | None) -> None:
         unused = MemorySink(MemoryLog())  # nobody starts these publishers, so nothing is ever sent
         self._publishers = [EventPublisher(each, unused) for each in publisher_settings(settings, policy)]
-        self._applier = Applier(Namespaces(IndexerSettings()), DeadLetters())
+        indexer = IndexerSettings.ignoring_environment()
+        self._applier = Applier(Namespaces(indexer), DeadLetters())
         self._log = log
         self._began_at = self._now = time.time()
-        self._freshness = Freshness(IndexerSettings().worker_ttl_s, self._now)
+        self._freshness = Freshness(indexer.worker_ttl_s, self._now)
         self.trial = Trial(policy, settings, self._publishers, self._applier.namespaces, self._freshness)
 
     def advance(self, arrival_s: float) -> None:

@@ -119,7 +119,7 @@ class LiveFleet:
 @asynccontextmanager
 async def live_fleet(settings: SimulationSettings, policy: str, transport: Transport) -> AsyncIterator[LiveFleet]:
     """A fleet and its router that run inside the block. See `publishing_fleet`."""
-    indexer = IndexerSettings()
+    indexer = IndexerSettings.ignoring_environment()
     consumer = Consumer(transport.source(), Applier(Namespaces(indexer), DeadLetters()), indexer)
     async with consumer.running(), publishing_fleet(settings, policy, transport, consumer) as fleet:
         yield fleet

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
-from indexer.scores import score
+from indexer.questions import score_all
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.streams import DEFAULT_TENANT
 from simulation.requests import Request
@@ -15,13 +16,10 @@ from simulation.requests import Request
 class Router:
     """Asks the index on behalf of a policy, and counts the questions."""
 
-    def __init__(
-        self, namespaces: Namespaces, freshness: Freshness, model: str, page_size: int, workers: Sequence[str]
-    ) -> None:
+    def __init__(self, namespaces: Namespaces, freshness: Freshness, model: str, workers: Sequence[str]) -> None:
         self._namespaces = namespaces
         self._freshness = freshness
         self._model = model
-        self._page_size = page_size
         self._number_of_worker = {worker: number for number, worker in enumerate(workers)}
         self.num_queries = 0
 
@@ -35,10 +33,9 @@ class Router:
         self.num_queries += 1
         found = [0] * self.num_workers
         seed = namespace_seed(cache_salt=request.extra_key)
-        hashes = sequence_hashes(request.token_ids, self._page_size, seed)
-        for namespace in self._namespaces.find(self._model, DEFAULT_TENANT):
-            for held in score(namespace, hashes, self._freshness):
-                number = self._number_of_worker.get(held.worker)
-                if number is not None:
-                    found[number] = held.longest_matched
+        namespaces = self._namespaces.find(self._model, DEFAULT_TENANT)
+        for held in score_all(namespaces, partial(sequence_hashes, request.token_ids, seed=seed), self._freshness):
+            number = self._number_of_worker.get(held.worker)
+            if number is not None:
+                found[number] = held.longest_matched
         return found

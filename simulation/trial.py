@@ -25,7 +25,7 @@ _PROGRESS_EVERY = 32
 def publisher_settings(settings: SimulationSettings, policy: str) -> list[PublisherSettings]:
     """Those of a policy's fleet, one a worker."""
     return [
-        PublisherSettings(
+        PublisherSettings.ignoring_environment(
             model=settings.model_of(policy),
             worker=f"worker-{number}",
             block_size=settings.page_size,
@@ -51,7 +51,7 @@ class Trial:
         self._name = policy
         self._policy = create_policy(policy, settings.workers, settings.seed)
         self._namespaces = namespaces
-        self.router = Router(namespaces, freshness, settings.model_of(policy), settings.page_size, names)
+        self.router = Router(namespaces, freshness, settings.model_of(policy), names)
         self._loads = [WorkerLoad(name) for name in names]
         self.workers = [SimulatedWorker(each, settings.capacity_tokens, settings.page_size) for each in publishers]
 

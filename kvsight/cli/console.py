@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import KvsightError
 
 out = Console()
 """Data and tables."""
@@ -46,19 +46,23 @@ def progress_bar() -> Iterator[Progress]:
         yield progress
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or from stdin for `-`. Raises UsageError naming line and column."""
+def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
+    """The fields of a JSON object from a file, or from stdin for `-`: their values are JSON text still.
+
+    Raises UsageError naming line and column.
+    """
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     try:
-        value = msgspec.json.decode(data)
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path}: {error}; a question is an object with model_name and token_ids") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not JSON: {error}{_line_of(data, str(error))}") from error
-    if not isinstance(value, dict):
-        raise InvalidValueError(str(path), value, "a JSON object with model and token_ids")
-    return value
 
 
 def _line_of(data: bytes, message: str) -> str:
@@ -74,7 +78,8 @@ def compile_kernels() -> None:
     """Load the numba kernels; the first time on a machine they are compiled, which is shown and kept on disk."""
     began = time.perf_counter()
     with waiting("loading kernels (compiled once on a new machine, up to half a minute)"):
-        import indexer.index  # noqa: F401  (importing compiles)
+        import api.json_kernels  # noqa: F401  (importing compiles)
+        import indexer.index  # noqa: F401
         import kv_events.hashing  # noqa: F401
         import publisher  # noqa: F401
     took = time.perf_counter() - began

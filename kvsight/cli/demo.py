@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,14 +39,17 @@ def demo(
     """See it work: a fleet of simulated engines, the index and the API, in this one process.
 
     Compares routing policies on a generated workload, then keeps a live fleet running and asks the API which worker
-    holds a prompt. Needs no Kafka, Redis, Docker or GPU. Ctrl-C ends it.
+    holds a prompt. Needs no Kafka, Redis, Docker or GPU; heeds no KVSIGHT_* variable but the port's. Ctrl-C ends it.
     """
-    compile_kernels()
+    from api.server import listen
     from api.settings import ApiSettings
 
-    workload = list(load_requests(None, requests, seed=0))
-    _compare_policies(workload)
-    asyncio.run(_run_live(workload, ApiSettings(port=port), should_exit))
+    settings = ApiSettings.ignoring_environment(port=port)
+    with listen(settings) as bound:
+        compile_kernels()
+        workload = list(load_requests(None, requests, seed=0))
+        _compare_policies(workload)
+        asyncio.run(_run_live(workload, settings, bound, should_exit))
 
 
 def _compare_policies(workload: Requests) -> None:
@@ -57,7 +61,9 @@ def _compare_policies(workload: Requests) -> None:
     out.print(reports_table(reports))
 
 
-async def _run_live(workload: Sequence[Request], settings: ApiSettings, should_exit: bool) -> None:
+async def _run_live(
+    workload: Sequence[Request], settings: ApiSettings, bound: socket.socket, should_exit: bool
+) -> None:
     """The same fleet behind the real API: publishers, a log in memory, the consumer, HTTP."""
     from api.app import create_app
     from api.server import running_server
@@ -72,9 +78,9 @@ async def _run_live(workload: Sequence[Request], settings: ApiSettings, should_e
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     fleet_settings = SimulationSettings(workers=_WORKERS, capacity_tokens=_CAPACITY_TOKENS, page_size=_PAGE_SIZE)
     log = MemoryLog()
-    consumer = create_consumer(IndexerSettings(kafka=None, log_dir=None, redis=None, snapshot_dir=None), log)
+    consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
     async with (
-        running_server(create_app(consumer, settings), settings) as url,
+        running_server(create_app(consumer, settings), settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", MemoryTransport(log), consumer) as fleet,
     ):
         for request in workload[:_WARM_REQUESTS]:

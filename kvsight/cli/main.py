@@ -59,3 +59,8 @@ def run() -> None:
     except BrokenPipeError:
         # the reader of stdout is gone (`| head`): nothing more to say, nor to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # a path of an option or a variable
+        where = f"{error.filename}: " if error.filename is not None else ""
+        sys.stderr.write(f"kvsight: {where}{error.strerror or error}\n")
+        sys.exit(_EXIT_USAGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,12 +35,13 @@ def query(
         out.print(answer_table(answer))
 
 
-def ask(url: str, body: dict[str, Any], token: str | None = None) -> dict[str, Any]:
+def ask(url: str, body: Mapping[str, Any], token: str | None = None) -> dict[str, Any]:
     """The API's answer. Raises UsageError with the API's own words where it refuses."""
-    route = "/query_by_hash" if {"seq_hashes", "block_hashes"} & body.keys() else "/query"
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    route = "/query_by_hash" if {"seq_hashes", "block_hashes", "block_hash"} & body.keys() else "/query"
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    content = msgspec.json.encode(body)
     try:
-        response = httpx.post(url.rstrip("/") + route, json=body, headers=headers, timeout=30.0)
+        response = httpx.post(url.rstrip("/") + route, content=content, headers=headers, timeout=30.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UsageError(f"{url}: {error}") from error
     try:

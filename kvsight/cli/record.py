@@ -50,7 +50,7 @@ def next_offsets(folder: Path) -> dict[int, int]:
 
 async def _copy(source: Source, writer: EventLogWriter, positions: dict[int, int], once: bool) -> None:
     try:
-        positions |= await source.start(positions)
+        positions = dict(await source.start(positions))  # the topic may have been made anew
         goal = await source.ends() if once else None
         with err.status(f"recording, {writer.next_index} records so far; Ctrl-C stops") as status:
             while goal is None or any(positions.get(p, 0) < end for p, end in goal.items()):

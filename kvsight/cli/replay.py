@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
+from kv_events.errors import shorten
 from kvsight.cli.console import UsageError, compile_kernels, out, print_json, progress_bar, read_json_object
+from kvsight.cli.query import answer_table
 
 if TYPE_CHECKING:
+    from api.questions import Question
     from indexer.replay import Replay, Until
     from kv_events.records import LogRecord
 
@@ -29,18 +34,19 @@ def replay(
 ) -> None:
     """Rebuild what the router saw at some moment, and ask it.
 
-    Without --at: everything in the log. Without --query: the views as they were.
+    Without --at: everything in the log. Without --query: the views as they were. The question may be any body that
+    the API takes, and gets the API's answer.
 
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
     compile_kernels()
-    body = read_json_object(query) if query is not None else None
+    question = _question(query) if query is not None else None
     replayed = _replay(log, _until(at))
-    answer = _views(replayed) if body is None else _scores(replayed, body)
+    found = _views(replayed) if question is None else _answer(replayed, question)
     if as_json:
-        print_json(answer)
+        print_json(found)
     else:
-        out.print(_table(answer))
+        out.print(_views_table(found) if isinstance(found, list) else answer_table(found))
 
 
 def _replay(folder: Path, until: Until) -> Replay:
@@ -65,15 +71,36 @@ def _until(at: str | None) -> Until:
 
     if at is None:
         return Until()
-    if at.isdecimal():
-        return Until(offset=int(at))
     try:
+        if at.isdecimal():
+            return Until(offset=int(at))
         if at.startswith("@"):
-            return Until(time_s=float(at[1:]))
+            return Until(time_s=_finite(float(at[1:])))
         moment = datetime.fromisoformat(at)
     except ValueError:
-        raise UsageError(f"--at {at}: neither an offset nor a time; {_AT_HELP}") from None
+        raise UsageError(f"--at {shorten(at)}: neither an offset nor a time; {_AT_HELP}") from None
     return Until(time_s=(moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+
+
+def _finite(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise ValueError("not a time")
+    return seconds
+
+
+def _question(path: Path) -> Question:
+    from api.decoding import codec_of
+    from api.questions import BY_ANY, decode_question
+
+    return decode_question(msgspec.json.encode(read_json_object(path)), codec_of("application/json"), BY_ANY)
+
+
+def _answer(replayed: Replay, question: Question) -> dict[str, Any]:
+    from api.answers import answer
+
+    return msgspec.json.decode(
+        answer(question, replayed.namespaces, replayed.freshness, replayed.now), type=dict[str, Any]
+    )
 
 
 def _views(replayed: Replay) -> list[dict[str, Any]]:
@@ -93,33 +120,9 @@ def _views(replayed: Replay) -> list[dict[str, Any]]:
     ]
 
 
-def _scores(replayed: Replay, body: dict[str, Any]) -> list[dict[str, Any]]:
-    from indexer.scores import score
-    from kv_events.hashing import namespace_seed, sequence_hashes, token_array
-    from kv_events.streams import DEFAULT_TENANT
-
-    model = str(body.get("model_name") or body.get("model") or "")
-    tenant = str(body.get("routing_group") or body.get("tenant_id") or DEFAULT_TENANT)
-    namespaces = replayed.namespaces.find(model, tenant)
-    if not namespaces:
-        known = sorted({n.key.model for n in replayed.namespaces}) or "none"
-        raise UsageError(f"model {model!r}, tenant {tenant!r}: nothing is known of it there; known models: {known}")
-    tokens = token_array(body.get("token_ids", []))
-    seed = namespace_seed(body.get("lora_name"), body.get("cache_salt"))
-    found = [
-        found
-        for namespace in namespaces
-        for found in score(namespace, sequence_hashes(tokens, namespace.key.block_size, seed), replayed.freshness)
-    ]
-    return [
-        {"worker": s.worker, **s.tiers._asdict(), "state": s.state.value}
-        for s in sorted(found, key=lambda s: -s.longest_matched)
-    ]
-
-
-def _table(rows: list[dict[str, Any]]) -> Table | str:
+def _views_table(rows: list[dict[str, Any]]) -> Table | str:
     if not rows:
-        return "nothing was held"
+        return "no worker was known"
     table = Table()
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")

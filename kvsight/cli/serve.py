@@ -35,14 +35,18 @@ def serve(
     """
     compile_kernels()
     from api.app import create_app
-    from api.server import run_server
+    from api.server import listen, run_server, url_of
     from api.settings import ApiSettings
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
 
     given: dict[str, Any] = {"kafka": kafka, "log_dir": log, "redis": redis, "snapshot_dir": snapshots}
-    consumer = create_consumer(IndexerSettings(**{name: value for name, value in given.items() if value is not None}))
+    indexer = IndexerSettings(**{name: value for name, value in given.items() if value is not None})
     address: dict[str, Any] = {"host": host, "port": port}
     settings = ApiSettings(**{name: value for name, value in address.items() if value is not None})
-    err.print(f"kvsight listens on http://{settings.host}:{settings.port} (docs at /docs)")
-    run_server(create_app(consumer, settings), settings)
+    app = create_app(create_consumer(indexer), settings)
+    bound = listen(settings)
+    err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
+    if indexer.kafka is None and indexer.log_dir is None:
+        err.print("neither --kafka nor --log: reads a log in memory that no engine can write")
+    run_server(app, settings, bound)

@@ -24,9 +24,12 @@ TOKENS = list(range(1, 33))
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
 
 
-def kvsight(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def kvsight(
+    *arguments: object, stdin: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvsight", *[str(argument) for argument in arguments]]
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=100, env=ENVIRONMENT)
+    env = {**ENVIRONMENT, **(environment or {})}
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=100, env=env)
 
 
 @pytest.fixture
@@ -89,8 +92,9 @@ def test_a_simulation_prints_nothing_but_json_when_asked() -> None:
 
 def test_a_replay_shows_scores_as_they_were(recorded: Path, prompt: Path) -> None:
     def at(moment: str) -> dict[str, list[object]]:
-        rows = json.loads(kvsight("replay", recorded, "--at", moment, "--query", prompt, "--json").stdout)
-        return {row["worker"]: [row[tier] for tier in ("gpu", "cpu", "disk", "external")] for row in rows}
+        answer = json.loads(kvsight("replay", recorded, "--at", moment, "--query", prompt, "--json").stdout)
+        tiers = ("gpu", "cpu", "disk", "external")
+        return {worker: [held[tier] for tier in tiers] for worker, held in answer["instances"].items()}
 
     assert at("1") == {"one": [32, 32, 32, 32]}
     assert at("@1000.5") == {"one": [32, 32, 32, 32]}
@@ -103,9 +107,45 @@ def test_a_replay_without_a_question_shows_the_views(recorded: Path) -> None:
     assert "one" in kvsight("replay", recorded).stdout
 
 
-@pytest.mark.parametrize("moment", ["soon", "-1", "@x", "1.5.2"])
+def test_a_replay_takes_every_question_that_the_api_takes(recorded: Path) -> None:
+    hashes = sequence_hashes(token_array(TOKENS), 4).tolist()
+    by_hash = kvsight(
+        "replay", recorded, "--query", "-", "--json", stdin=json.dumps({"model_name": "m", "seq_hashes": hashes[:1]})
+    )
+    assert json.loads(by_hash.stdout)["scores"] == {"one": {"0": 4}}
+    rfc = {"modelname": "m", "block_size": 4, "token_ids": TOKENS, "instance_id": "two"}
+    answer = json.loads(kvsight("replay", recorded, "--query", "-", "--json", stdin=json.dumps(rfc)).stdout)
+    assert {worker: held["CPU"] for worker, held in answer["default"].items()} == {"two": 8}
+    assert "two" in kvsight("replay", recorded, "--query", "-", stdin=json.dumps(rfc)).stdout
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"token_ids": None}, ("token_ids", "None")),
+        ({"token_ids": 5}, ("token_ids", "5")),
+        ({"token_ids": [], "lora_name": 5}, ("lora_name", "5")),
+        ({}, ("token_ids", "missing")),
+        ({"model_name": 3, "token_ids": []}, ("model_name", "3")),
+    ],
+)
+def test_a_bad_question_to_a_replay_is_one_clear_line(
+    recorded: Path, fields: dict[str, object], words: tuple[str, ...]
+) -> None:
+    done = kvsight("replay", recorded, "--query", "-", stdin=json.dumps({"model_name": "m", **fields}))
+    assert_one_clear_line(done, *words)
+
+
+def test_a_deeply_nested_question_is_one_clear_line(recorded: Path) -> None:
+    for depth in (950, 50_000):
+        body = '{"model_name": "m", "token_ids": ' + "[" * depth + "]" * depth + "}"
+        assert_one_clear_line(kvsight("replay", recorded, "--query", "-", stdin=body))
+        assert_one_clear_line(kvsight("query", "-", "--url", "http://127.0.0.1:9", stdin=body))
+
+
+@pytest.mark.parametrize("moment", ["soon", "-1", "@x", "1.5.2", "@nan", "@inf", "9" * 5000])
 def test_a_moment_that_is_none_is_one_clear_line(recorded: Path, moment: str) -> None:
-    assert_one_clear_line(kvsight("replay", recorded, f"--at={moment}"), moment)
+    assert_one_clear_line(kvsight("replay", recorded, f"--at={moment}"), moment[:40])
 
 
 def test_unknown_paths_are_one_clear_line(tmp_path: Path, recorded: Path) -> None:
@@ -125,19 +165,21 @@ def test_bad_json_is_one_clear_line_with_its_place(tmp_path: Path) -> None:
 
 def test_an_unknown_model_is_one_clear_line_with_the_known_ones(recorded: Path) -> None:
     done = kvsight("replay", recorded, "--query", "-", stdin='{"model_name": "other", "token_ids": []}')
-    assert_one_clear_line(done, "other", "'m'")
+    assert_one_clear_line(done, "other", "known: m")
 
 
-def test_a_bad_setting_names_its_variable() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvsight", "serve"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**ENVIRONMENT, "KVSIGHT_WORKER_TTL_S": "-3"},
-    )
-    assert done.returncode == 2
-    assert "KVSIGHT_WORKER_TTL_S: got '-3'" in done.stderr
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("KVSIGHT_WORKER_TTL_S", "-3", ("KVSIGHT_WORKER_TTL_S: got '-3'",)),
+        ("KVSIGHT_REDIS", "foo://user:secret@host", ("KVSIGHT_REDIS", "foo://...@host", "redis://")),
+        ("KVSIGHT_DEAD_LETTER_DIR", "/proc/nope", ("/proc/nope",)),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(name: str, value: str, words: tuple[str, ...]) -> None:
+    done = kvsight("serve", "--port", 0, environment={name: value})
+    assert_one_clear_line(done, *words)
+    assert "secret" not in done.stderr
 
 
 def test_nobody_at_the_address_is_one_clear_line(prompt: Path, free_port: int) -> None:
@@ -148,9 +190,27 @@ def test_a_port_in_use_is_one_clear_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = kvsight("serve", "--port", taken.getsockname()[1])
-    assert done.returncode == 2
-    assert str(taken.family and done.stderr.strip().splitlines()[-1]).startswith("kvsight: ")
+        port = taken.getsockname()[1]
+        for command in ("serve", "demo"):
+            assert_one_clear_line(kvsight(command, "--port", port), "kvsight: ", str(port))
+
+
+def test_a_server_that_no_engine_can_reach_says_so(free_port: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port)],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = [process.stderr.readline(), process.stderr.readline()]
+    with socket.create_connection(("127.0.0.1", free_port)):
+        pass  # whoever reads the first line can connect
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert f"http://127.0.0.1:{free_port}" in lines[0]
+    assert "--kafka" in lines[1]
+    assert "memory" in lines[1]
 
 
 @pytest.fixture
@@ -191,7 +251,8 @@ def test_a_served_log_answers_queries(server: str, prompt: Path) -> None:
 
 
 def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer(free_port: int) -> None:
-    done = kvsight("demo", "--exit", "--port", free_port, "--requests", 320)
+    heedless = {"KVSIGHT_API_TOKEN": "secret", "KVSIGHT_TENANT": "t", "KVSIGHT_MAX_STREAMS": "1"}
+    done = kvsight("demo", "--exit", "--port", free_port, "--requests", 320, environment=heedless)
     assert done.returncode == 0, done.stderr
     for word in ("kv-aware", "round-robin", "random", "/query", "worker-", "live", f"127.0.0.1:{free_port}"):
         assert word in done.stdout + done.stderr

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from http_checks import check_problem
 from wire import Stream, removed, stored
 
 from kv_events.hashing import local_hashes, sequence_hashes, token_array
@@ -180,6 +181,28 @@ async def test_modelname_tenant_and_instance_are_heeded(serving: Any) -> None:
     assert list(answer) == ["t"]
     assert list(answer["t"]) == ["2"]
     assert nobody == {"t": {}}
+
+
+async def test_block_hash_is_the_old_name_of_seq_hashes(serving: Any) -> None:
+    rolling = sequence_hashes(token_array(TOKENS), 4).tolist()
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        body = {"model": "m", "block_size": 4, "block_hash": rolling}
+        answer = (await client.post("/query_by_hash", json=body)).json()
+        bad = await client.post("/query_by_hash", json={**body, "block_hash": [1, -1]})
+    assert answer["default"]["1"]["GPU"] == 16
+    assert check_problem(bad, 422)["field"] == "block_hash[1]"
+
+
+async def test_an_adapters_number_is_refused_where_its_name_is_needed(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS, lora_name="ad")
+        problem = check_problem(await client.post("/query", json=rfc_query(lora_id=7)), 422)
+        named = (await client.post("/query", json=rfc_query(lora_id=7, lora_name="ad"))).json()
+        none = await client.post("/query", json=rfc_query(lora_id=None))
+    assert (problem["field"], problem["value"]) == ("lora_id", 7)
+    assert named["default"]["1"]["GPU"] == 16
+    assert none.json() == {"default": {}}
 
 
 # --- by hash, packed, weighed, in batches ---

@@ -204,6 +204,32 @@ async def test_a_long_value_is_shortened(serving: Any) -> None:
     assert len(json.dumps(problem)) < 1000
 
 
+@pytest.mark.parametrize("depth", [500, 900, 960, 985, 2000])
+async def test_a_nested_value_gives_no_5xx_whatever_its_depth(serving: Any, depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    bodies = [
+        b'{"model_name":"m","token_ids":%s}',
+        b'{"model_name":"m","token_ids":[],"lora_name":%s}',
+        b'{"queries":%s}',
+    ]
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        for path in ("/query", "/query/batch"):
+            for body in bodies:
+                response = await client.post(path, content=body % nested, headers=JSON)
+                assert response.status_code < 500, response.text
+
+
+@pytest.mark.parametrize("value", [list(range(20_000)), {str(n): n for n in range(9000)}, [["x" * 9999]]])
+async def test_a_large_value_is_named_and_not_repeated(serving: Any, value: Any) -> None:
+    async with serving() as (client, _):
+        body = {"model_name": "m", "token_ids": [], "lora_name": value}
+        problem = check_problem(await client.post("/query", json=body), 422)
+    assert problem["field"] == "lora_name"
+    assert f"{type(value).__name__} of length {len(value)}" in problem["detail"]
+    assert len(json.dumps(problem)) < 1000
+
+
 NUMBERS = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=3), st.just([]))
 VALUES = st.recursive(
     NUMBERS | st.binary(max_size=9) | st.sampled_from(["m", "default"]),

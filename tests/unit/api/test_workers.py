@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
+import msgspec
 import pytest
 from http_checks import check_problem
 from waiting import async_wait_until
 from wire import Stream, digest_of, stored
 
+from api.held_pages import held_pages
+from api.problems import ProblemError
+from api.workers import _radix_view
 from kv_events.schema import ResyncRequest
 
 TOKENS = list(range(1, 17))
@@ -82,6 +88,46 @@ async def test_a_radix_view_names_every_page_once(serving: Any) -> None:
     assert {page["sequence_hash"]: page["media"] for page in pages} == media
     parents = {page["sequence_hash"]: page["parent"] for page in pages}
     assert parents == dict(zip(hashes, [None, *hashes], strict=False))
+
+
+async def test_a_stream_that_is_forgotten_while_it_is_read_is_a_404(serving: Any) -> None:
+    async with serving() as (client, fed):
+        stream = Stream("1")
+        await fed.hold(stream, TOKENS)
+        await fed.hold(Stream("2"), TOKENS)
+        views = fed.consumer.namespaces
+        view = views.view(stream.id)
+        reading = _radix_view(fed.consumer, view, limit=1000, cursor=0)
+        reading.send(None)  # up to the pause after the first slice
+        for _ in views.forget(stream.id):
+            pass
+        with pytest.raises(ProblemError, match=stream.id.key) as caught:
+            reading.send(None)
+        assert caught.value.status == 404
+        assert [held async for held in held_pages(fed.consumer, view)] == []
+        assert [each["instance_id"] for each in (await client.get("/workers")).json()] == ["2"]
+
+
+async def test_many_workers_never_hold_up_the_loop(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.feed(*(Stream(f"w{number}").batch() for number in range(3000)))
+        longest, ticking = 0.0, True
+
+        async def tick() -> None:
+            nonlocal longest
+            while ticking:
+                before = time.perf_counter()
+                await asyncio.sleep(0)
+                longest = max(longest, time.perf_counter() - before)
+
+        watch = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        answer = await client.get("/workers")
+        ticking = False
+        await watch
+        names = [each["instance_id"] for each in msgspec.json.decode(answer.content)]
+    assert sorted(names) == sorted(f"w{number}" for number in range(3000))
+    assert longest < 0.05  # a slice is of a millisecond; the machine may be busy
 
 
 async def test_a_last_page_that_is_full_has_no_next_cursor(serving: Any) -> None:

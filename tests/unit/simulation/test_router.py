@@ -43,3 +43,12 @@ def test_a_worker_that_is_idle_for_minutes_still_counts(make_fleet, prompts) -> 
     for minute in range(1, 4):
         fleet.advance(60.0 * minute)
     assert fleet.trial.router.overlaps(request) == [64, 0, 0]
+
+
+def test_a_publishers_variables_are_not_the_fleets(make_fleet, prompts, monkeypatch) -> None:
+    for name, value in {"TENANT": "t", "DP_RANK": "3", "MAX_STREAMS": "1"}.items():
+        monkeypatch.setenv(f"KVSIGHT_{name}", value)
+    fleet, request = make_fleet(), prompts.request(64)
+    for worker in range(3):
+        _serve(fleet, worker, request)
+    assert fleet.trial.router.overlaps(request) == [64, 64, 64]

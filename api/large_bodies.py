@@ -1,0 +1,81 @@
+"""JSON arrays of large bodies, taken apart a little at a time.
+
+A decoder keeps the interpreter to itself until it is done, in whatever thread it runs: 24 MiB of numbers at once would
+keep every other caller waiting for as long. So large arrays are only checked at first, and cut here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+from api.json_kernels import top_commas
+from kv_events.errors import InvalidValueError
+
+LARGE_BYTES = 2**18
+"""Bodies beyond this are decoded in another thread."""
+
+_SLICE_BYTES = 2**16
+_POSITION = re.compile(r" - at `\$\[(\d+)\]")
+
+_integers = msgspec.json.Decoder(list[int])
+_anything = msgspec.json.Decoder(list[object])
+
+
+def number_slices(field: str, array: Raw, expected: str) -> Iterator[list[int]]:
+    """The integers of a valid JSON value, some thousands at a time.
+
+    Raises InvalidValueError for anything but an array of integers; expected: what an element has to be.
+    """
+    text = _array_text(field, array)
+    start, end, count = 1, len(text) - 1, 0
+    while start < end:
+        comma = text.find(b",", start + _SLICE_BYTES, end)
+        stop = end if comma < 0 else comma
+        numbers = _integers_of(b"[" + text[start:stop] + b"]", field, count, expected)
+        yield numbers
+        start, count = stop + 1, count + len(numbers)
+
+
+def elements(field: str, array: Raw, most: int) -> list[Raw]:
+    """The elements of a valid JSON value. Raises InvalidValueError for anything but an array of at most `most`."""
+    text = _array_text(field, array)
+    if not text[1:-1].strip():
+        return []
+    places = np.empty(most - 1, np.int64)
+    found = top_commas(np.frombuffer(text, np.uint8), places)
+    if found > len(places):
+        raise InvalidValueError(f"len({field})", f"more than {most}", f"at most {most}")
+    bounds = [0, *places[:found].tolist(), len(text) - 1]
+    return [Raw(text[before + 1 : after]) for before, after in pairwise(bounds)]
+
+
+def _array_text(field: str, value: Raw) -> bytes:
+    text = bytes(value)
+    if not text.startswith(b"["):
+        raise InvalidValueError(field, text[:20].decode(errors="replace"), "array")
+    return text
+
+
+def _integers_of(text: bytes, field: str, count: int, expected: str) -> list[int]:
+    """count: elements before these ones, for the error's text."""
+    try:
+        return _integers.decode(text)
+    except msgspec.DecodeError as error:
+        position = _POSITION.search(str(error))
+        if position is None:  # an array or a text with a comma inside was cut
+            raise InvalidValueError(field, f"something else after element {count}", expected) from None
+        index = int(position[1])
+        raise InvalidValueError(f"{field}[{count + index}]", _element(text, index), expected) from None
+
+
+def _element(text: bytes, index: int) -> object:
+    try:
+        return _anything.decode(text)[index]
+    except (msgspec.DecodeError, RecursionError):
+        return "something else"

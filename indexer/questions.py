@@ -1,0 +1,38 @@
+"""One prompt asked of several namespaces at once: who holds how much of it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from indexer.freshness import Freshness
+from indexer.namespaces import Namespace
+from indexer.scores import TierTokens, WorkerScore, score
+from indexer.views import ViewState
+from kv_events.hashing import U64Array
+
+_TRUST = tuple(ViewState).index
+
+
+def score_all(
+    namespaces: Iterable[Namespace], hashes: Callable[[int], U64Array], freshness: Freshness
+) -> list[WorkerScore]:
+    """One score a worker, also where its ranks use different block sizes.
+
+    hashes: block size -> uint64[pages], the prompt's sequence hashes.
+    """
+    by_worker: dict[str, WorkerScore] = {}
+    for namespace in namespaces:
+        for new in score(namespace, hashes(namespace.key.block_size), freshness):
+            old = by_worker.get(new.worker)
+            by_worker[new.worker] = new if old is None else _sum_up(old, new)
+    return list(by_worker.values())
+
+
+def _sum_up(a: WorkerScore, b: WorkerScore) -> WorkerScore:
+    return WorkerScore(
+        a.worker,
+        TierTokens(*map(max, a.tiers, b.tiers)),
+        a.ranks | b.ranks,
+        max(a.state, b.state, key=_TRUST),
+        min(a.heard_at, b.heard_at),
+    )

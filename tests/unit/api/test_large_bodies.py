@@ -1,0 +1,124 @@
+"""Bodies that take long to decode: the same answers and problems, while other callers are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from http_checks import check_problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Raw
+from wire import Stream
+
+from api.large_bodies import LARGE_BYTES, elements, number_slices
+from kv_events.errors import InvalidValueError
+
+JSON = {"content-type": "application/json"}
+TOKENS = list(range(100_000, 100_000 + 60_000))
+BLOCK = 64
+JUNK = st.recursive(
+    st.integers() | st.text() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+
+
+def body(**fields: Any) -> bytes:
+    data = json.dumps({"model_name": "m", **fields}).encode()
+    assert len(data) > LARGE_BYTES
+    return data
+
+
+async def test_a_large_prompt_gets_the_answer_of_its_msgpack_form(serving: Any) -> None:
+    query = {"model_name": "m", "token_ids": TOKENS}
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
+        answer = (await client.post("/query", content=body(token_ids=TOKENS), headers=JSON)).json()
+        spaced = json.dumps(query, indent=1).encode()
+        same = (await client.post("/query", content=spaced, headers=JSON)).json()
+        batch = json.dumps({"queries": [query, query]}).encode()
+        both = (await client.post("/query/batch", content=batch, headers=JSON)).json()["results"]
+    held = len(TOKENS) // BLOCK * BLOCK
+    assert answer["scores"] == same["scores"] == {"1": {"0": held}}
+    assert [each["scores"] for each in both] == [{"1": {"0": held}}] * 2
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**32, 1.5, "7", None, True, "a,b", [1, 2], {"a": [1, 2]}, 10**30])
+@pytest.mark.parametrize("position", [0, 31_234, 60_000])
+async def test_a_wrong_element_of_a_large_prompt_is_named(serving: Any, wrong: Any, position: int) -> None:
+    tokens = [*TOKENS[:position], wrong, *TOKENS[position:]]
+    async with serving() as (client, _):
+        problem = check_problem(await client.post("/query", content=body(token_ids=tokens), headers=JSON), 422)
+    assert problem["field"] == f"token_ids[{position}]"
+    assert "expected an integer in 0 .. 4294967295" in problem["detail"]
+    assert len(problem["detail"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (body(token_ids="x" * LARGE_BYTES), "token_ids"),
+        (body(token_ids={str(n): n for n in TOKENS}), "token_ids"),
+        (body(token_ids=[], lora_name=TOKENS), "lora_name"),
+        (body(token_ids=[], tier_weights={str(n): n for n in TOKENS}), "tier_weights"),
+        (body(token_ids=[1] * 4_194_305), "len(token_ids)"),
+        (body(x=TOKENS), "token_ids"),
+    ],
+    ids=["text", "object", "adapter", "weights", "too many", "missing"],
+)
+async def test_whatever_is_wrong_with_a_large_body_is_a_422(serving: Any, data: bytes, field: str) -> None:
+    async with serving() as (client, _):
+        assert check_problem(await client.post("/query", content=data, headers=JSON), 422)["field"] == field
+
+
+async def test_a_large_body_that_is_cut_off_is_a_400(serving: Any) -> None:
+    async with serving() as (client, _):
+        check_problem(await client.post("/query", content=body(token_ids=TOKENS)[:-9], headers=JSON), 400)
+
+
+@pytest.mark.parametrize("data", [b"[" + b"1," * 500_000 + b"1]", b'"' + b"x" * 500_000 + b'"'])
+async def test_a_large_batch_of_too_many_or_none_is_a_422(serving: Any, data: bytes) -> None:
+    async with serving() as (client, _):
+        response = await client.post("/query/batch", content=b'{"queries":' + data + b"}", headers=JSON)
+    assert "queries" in check_problem(response, 422)["field"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [body(token_ids=TOKENS * 60), body(token_ids=[*(TOKENS * 60), "x"]), b'{"queries":[' + b"1," * 16_000_000 + b"1]}"],
+    ids=["good", "bad", "batch"],
+)
+async def test_other_callers_are_not_kept_waiting(serving: Any, data: bytes) -> None:
+    path = "/query/batch" if data.startswith(b'{"q') else "/query"
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1", block_size=BLOCK), TOKENS)
+        large = asyncio.create_task(client.post(path, content=data, headers=JSON))
+        waits = []
+        while not large.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            waits.append(time.perf_counter() - before)
+        assert (await large).status_code in (200, 422)
+    assert max(waits) < 0.25
+
+
+@settings(max_examples=30)
+@given(st.lists(JUNK, max_size=12), st.sampled_from([None, 1]))
+def test_elements_are_those_of_the_array(values: list[Any], indent: int | None) -> None:
+    text = json.dumps(values, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    found = [json.loads(bytes(each)) for each in elements("queries", Raw(text), 12)]
+    assert found == values
+    if len(values) > 1:
+        with pytest.raises(InvalidValueError, match="at most"):
+            elements("queries", Raw(text), len(values) - 1)
+
+
+@given(st.lists(st.integers(-(2**63), 2**64 - 1)), st.sampled_from([None, 1]))
+def test_slices_are_the_numbers_of_the_array(values: list[int], indent: int | None) -> None:
+    raw = Raw(json.dumps(values * 1000, indent=indent).encode())
+    assert (
+        [n for part in number_slices("x", raw, "integers") for n in part] == msgspec.json.decode(raw) == values * 1000
+    )

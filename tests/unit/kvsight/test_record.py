@@ -1,0 +1,35 @@
+"""Copying a log into an event log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from indexer.sources.memory import MemorySource
+from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.memory_log import MemoryLog
+from kvsight.cli.record import _copy, next_offsets
+
+
+async def _record(log: MemoryLog, folder: Path) -> list[bytes]:
+    with EventLogWriter(folder) as writer:
+        await _copy(MemorySource(log), writer, next_offsets(folder), once=True)
+    return [record.payload for _, record in EventLogReader(folder).read(0)]
+
+
+def _log(*payloads: bytes) -> MemoryLog:
+    log = MemoryLog()
+    for payload in payloads:
+        log.append(b"key", payload, 1)
+    return log
+
+
+async def test_a_recording_goes_on_where_it_ended(tmp_path: Path) -> None:
+    log = _log(b"1", b"2")
+    assert await _record(log, tmp_path) == [b"1", b"2"]
+    log.append(b"key", b"3", 1)
+    assert await _record(log, tmp_path) == [b"1", b"2", b"3"]
+
+
+async def test_a_log_that_was_made_anew_is_recorded_from_its_beginning(tmp_path: Path) -> None:
+    await _record(_log(b"1", b"2", b"3"), tmp_path)
+    assert await _record(_log(b"4", b"5"), tmp_path) == [b"1", b"2", b"3", b"4", b"5"]
