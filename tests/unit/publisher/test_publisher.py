@@ -267,6 +267,8 @@ def test_a_heartbeat_never_runs_ahead_of_the_stream() -> None:
     records: list[OutRecord] = []
     while engine.is_alive():
         records += publisher.take_records(time.time())
+    for later_s in (1, 2):  # the rest, then at least one heartbeat
+        records += publisher.take_records(time.time() + later_s)
     num_read = num_heartbeats = 0
     for batch in batches_of(records):
         num_read += sum(len(step.hashes) for step in batch.steps)
