@@ -1,8 +1,9 @@
 """The engine side: radix caches that hold KV pages and say so in events.
 
-Owns keys, trees, eviction, and the pools below them; imports `kv_events` and nothing else of the project. Trees and
-allocators work on numpy index arrays; torch is imported by `engine_cache.pools.device` only, never from here. Start at
-`base.py`, which is the interface, then `radix.py`.
+Owns keys, trees, eviction, the pools below them and the copies between those; imports `kv_events` and nothing else of
+the project. Trees and allocators work on numpy index arrays; torch is imported by the modules of `pools` that hold
+tensors, never from here. Start at `base.py`, which is the interface, then `radix.py`; for tiers `hiradix.py`, and below
+it `host_tier.py`, `prefetch.py` and `transfer.py`; for recurrent states `mamba.py`, and with tiers `himamba.py`.
 """
 
 from engine_cache.base import (
@@ -11,42 +12,68 @@ from engine_cache.base import (
     EvictParams,
     EvictResult,
     IncLockRefResult,
+    InitLoadBackParams,
     InsertParams,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
     Request,
 )
-from engine_cache.errors import CacheStateError, PoolError
+from engine_cache.copying import CopyEngine, Lane, ManualCopyEngine, ThreadCopyEngine
+from engine_cache.errors import CacheStateError, PoolError, PoolExhaustedError, TransferError
 from engine_cache.events import KVCacheEventMixin, ResidentPage
 from engine_cache.eviction import EVICTION_POLICIES
+from engine_cache.himamba import HiMambaRadixCache
+from engine_cache.hiradix import HiRadixCache
+from engine_cache.host_tier import WRITE_POLICIES
 from engine_cache.key import RadixKey
+from engine_cache.mamba import MambaRadixCache
 from engine_cache.node import TreeNode, compute_node_hash_values, split_node_hash_value
-from engine_cache.pools import PagedTokenToKVPoolAllocator, ReqToTokenPool
+from engine_cache.pool_entry import PoolEntry
+from engine_cache.pools import MambaSlotAllocator, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from engine_cache.pools.host_rows import BytelessHostPool
 from engine_cache.radix import RadixCache
+from engine_cache.storage_operations import StoragePolicy
+from engine_cache.transfer import HiCacheController
 from engine_cache.types import IndexArray
 
 __all__ = [
     "EVICTION_POLICIES",
+    "WRITE_POLICIES",
     "BasePrefixCache",
+    "BytelessHostPool",
     "CacheStateError",
+    "CopyEngine",
     "DecLockRefResult",
     "EvictParams",
     "EvictResult",
+    "HiCacheController",
+    "HiMambaRadixCache",
+    "HiRadixCache",
     "IncLockRefResult",
     "IndexArray",
+    "InitLoadBackParams",
     "InsertParams",
     "InsertResult",
     "KVCacheEventMixin",
+    "Lane",
+    "MambaRadixCache",
+    "MambaSlotAllocator",
+    "ManualCopyEngine",
     "MatchPrefixParams",
     "MatchResult",
     "PagedTokenToKVPoolAllocator",
+    "PoolEntry",
     "PoolError",
+    "PoolExhaustedError",
     "RadixCache",
     "RadixKey",
     "ReqToTokenPool",
     "Request",
     "ResidentPage",
+    "StoragePolicy",
+    "ThreadCopyEngine",
+    "TransferError",
     "TreeNode",
     "compute_node_hash_values",
     "split_node_hash_value",

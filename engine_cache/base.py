@@ -18,6 +18,10 @@ from kv_events.schema import EngineEvent
 
 class MatchPrefixParams(NamedTuple):
     key: RadixKey
+    cow_mamba: bool = False
+    """Name the state that the request must copy before it goes on, and give it a slot of its own to copy it to."""
+    req: Request | None = None
+    """Wanted with `cow_mamba`."""
 
 
 class MatchResult(NamedTuple):
@@ -33,6 +37,10 @@ class MatchResult(NamedTuple):
     """Deepest node of the prefix on any tier: anchor of a load-back."""
     host_hit_length: int = 0
     """Units that a load-back would add to `device_indices`."""
+    mamba_branching_seqlen: int | None = None
+    """Where KV goes on beyond the last recurrent state: a length, in whole chunks, at which a state would be of use."""
+    mamba_host_hit_length: int = 0
+    """Recurrent states that a load-back would bring to the device, 0 or 1."""
 
 
 class InsertParams(NamedTuple):
@@ -42,6 +50,10 @@ class InsertParams(NamedTuple):
     chunked: bool = False
     """The prompt is still being computed: hit counts do not rise."""
     priority: int = 0
+    mamba_value: IndexArray | None = None
+    """[1] slot of the recurrent state after the last unit of the key. Wanted by the Mamba caches, unused by others."""
+    prev_prefix_len: int = 0
+    """Leading rows of `value` that are the tree's own. Mamba caches free the duplicates behind them themselves."""
 
 
 class InsertResult(NamedTuple):
@@ -49,15 +61,30 @@ class InsertResult(NamedTuple):
     """Units that were there before. Their rows in `value` are duplicates and the caller's to free."""
     total_len: int = 0
     """Units of the key that are in the tree now."""
+    mamba_exist: bool = False
+    """The state in `mamba_value` was not taken: its slot stays the caller's."""
 
 
 class EvictParams(NamedTuple):
     num_tokens: int
+    mamba_num: int = 0
+    """Recurrent states to free besides."""
 
 
 class EvictResult(NamedTuple):
     num_tokens_evicted: int
     """More than asked for when the last node was longer, fewer when nothing was left."""
+    mamba_num_evicted: int = 0
+    """Recurrent states freed, those of evicted nodes included."""
+
+
+class InitLoadBackParams(NamedTuple):
+    best_match_node: TreeNode
+    """As the match gave it."""
+    host_hit_length: int
+    mem_quota: int | None = None
+    """Device units that the request may take; None: no limit."""
+    req: Request | None = None
 
 
 class IncLockRefResult(NamedTuple):
@@ -87,6 +114,14 @@ class Request:
     """Leading rows that belong to the tree, page-aligned; those after it are the request's own."""
     prefix_indices: IndexArray = field(default_factory=no_indices)
     """Rows of all tokens computed so far."""
+    mamba_pool_idx: IndexArray | None = None
+    """[1] slot of the running recurrent state; the request's own."""
+    mamba_cow_src_index: IndexArray | None = None
+    """[1] slot of the tree that the request must copy to `mamba_pool_idx` while `last_node` is locked."""
+    mamba_last_track_seqlen: int | None = None
+    """Tokens behind the state in `mamba_track_idx`, whole pages. None: no state was tracked since the last time."""
+    mamba_track_idx: IndexArray | None = None
+    """[1] slot of the tracked state, the request's own; wanted by a cache with an extra buffer."""
 
 
 class BasePrefixCache(ABC):

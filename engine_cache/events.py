@@ -62,27 +62,29 @@ class KVCacheEventMixin:
                 yield ResidentPage(node, i, names[i], parents[i], tokens, node.key.extra_key, sequence[i])
 
     def _is_resident(self, node: TreeNode, medium: StorageMedium) -> bool:
-        return medium is StorageMedium.GPU and node.value is not None
+        if medium is StorageMedium.GPU:
+            return node.value is not None
+        return medium is StorageMedium.CPU and node.host_value is not None and node.write_through_pending_id is None
 
     def _record_store_event(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
         """One `BlockStored` a page, in page order. medium None: GPU."""
-        if not self.enable_kv_cache_events:
-            return
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.extend(self._store_events(node, medium or StorageMedium.GPU))
+
+    def _store_events(self, node: TreeNode, medium: StorageMedium) -> Iterator[BlockStored]:
         names = self._block_hashes(node)
         parents = [self._parent_block_hash(node), *names.tolist()]
         # The hot path of an insert: one conversion a node, and map() keeps the interpreter out of the loop over pages.
-        self.kv_event_queue.extend(
-            map(
-                BlockStored,
-                names.reshape(-1, 1).tolist(),
-                parents,
-                node.key.pages(self.page_size),
-                repeat(self.page_size),
-                repeat(None),
-                repeat(medium or StorageMedium.GPU),
-                repeat(node.key.extra_key),
-                _words(self._sequence_hashes(node)),
-            )
+        return map(
+            BlockStored,
+            names.reshape(-1, 1).tolist(),
+            parents,
+            node.key.pages(self.page_size),
+            repeat(self.page_size),
+            repeat(None),
+            repeat(medium),
+            repeat(node.key.extra_key),
+            _words(self._sequence_hashes(node)),
         )
 
     def _record_remove_event(self, node: TreeNode, medium: StorageMedium | None = None) -> None:

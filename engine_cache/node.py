@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from engine_cache.errors import CacheStateError
 from engine_cache.key import PageKey, RadixKey
 from engine_cache.types import IndexArray
 from kv_events.hashing import U64Array, block_hash_chain, sequence_hashes
+
+NUM_LRU_LISTS = 3
+"""Lists that a `MambaNode` can hang in at once: all nodes, those with a state, and those with one on the host."""
 
 
 class TreeNode:
@@ -21,6 +25,8 @@ class TreeNode:
         "creation_time",
         "hash_value",
         "hit_count",
+        "host_ref_counter",
+        "host_value",
         "id",
         "key",
         "last_access_time",
@@ -29,6 +35,7 @@ class TreeNode:
         "priority",
         "sequence_hash",
         "value",
+        "write_through_pending_id",
     )
 
     def __init__(
@@ -53,6 +60,44 @@ class TreeNode:
         """Block hashes as hex, one a page."""
         self.sequence_hash: U64Array | None = None
         """The router's names, one a page."""
+        self.host_value: IndexArray | None = None
+        """Host rows, one a unit, from the moment a backup is enqueued; None: no copy on the host."""
+        self.host_ref_counter = 0
+        """Storage operations that need the host data; above 0 it must stay."""
+        self.write_through_pending_id: int | None = None
+        """The backup that has not been acknowledged yet; until then nobody is told of the host copy."""
+
+
+class MambaNode(TreeNode):
+    """A segment that may also hold the recurrent state after its last unit. `lock_ref` locks its KV.
+
+    A node without a state is a tombstone: its KV is of use only on the way to a deeper state.
+    """
+
+    __slots__ = ("host_mamba_ref_counter", "mamba_host_value", "mamba_lock_ref", "mamba_value", "newer", "older")
+
+    def __init__(
+        self, node_id: int, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, now: int, priority: int
+    ) -> None:
+        super().__init__(node_id, key, value, parent, now, priority)
+        self.mamba_value: IndexArray | None = None
+        """[1] slot of the state on the device."""
+        self.mamba_lock_ref = 0
+        """Users that locked this very node, not one below; above 0 its state must stay."""
+        self.mamba_host_value: IndexArray | None = None
+        """[1] slot of the state on the host, from the moment a backup is enqueued."""
+        self.host_mamba_ref_counter = 0
+        """Transfers that need the host slot; above 0 it must stay."""
+        self.newer: list[MambaNode | None] = [None] * NUM_LRU_LISTS
+        """Neighbours in each `LruList`; None: not in that list. So is `older`."""
+        self.older: list[MambaNode | None] = [None] * NUM_LRU_LISTS
+
+
+def hybrid(node: TreeNode) -> MambaNode:
+    """The node as what it is in a tree with states. Raises CacheStateError for one of another tree."""
+    if not isinstance(node, MambaNode):
+        raise CacheStateError(f"node {node.id} is not of a tree with states")
+    return node
 
 
 def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
@@ -120,3 +165,10 @@ def split_node_sequence_hash(
         return None, None
     pages = split_len // page_size
     return child_sequence_hash[:pages].copy(), child_sequence_hash[pages:].copy()
+
+
+def split_rows(rows: IndexArray | None, split_len: int) -> tuple[IndexArray | None, IndexArray | None]:
+    """The same for rows of a tier. Each half owns its memory, so that evicting one gives its memory back."""
+    if rows is None:
+        return None, None
+    return rows[:split_len].copy(), rows[split_len:].copy()

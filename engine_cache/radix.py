@@ -33,7 +33,7 @@ from engine_cache.errors import CacheStateError
 from engine_cache.events import KVCacheEventMixin
 from engine_cache.eviction import find_policy
 from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode, split_node_hash_value, split_node_sequence_hash
+from engine_cache.node import TreeNode, split_node_hash_value, split_node_sequence_hash, split_rows
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.types import IndexArray, no_indices
@@ -114,22 +114,25 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         key, _ = self._whole_pages(params.key, None)
         path, _ = self._descend(key)
+        self._touch(path)
         last = path[-1] if path else self.root_node
-        rows = np.concatenate([_rows(node) for node in path]) if path else no_indices()
-        return MatchResult(rows, last, last, last)
+        return MatchResult(self._device_rows(path), last, last, last)
+
+    def _device_rows(self, path: list[TreeNode]) -> IndexArray:
+        return np.concatenate([_rows(node) for node in path]) if path else no_indices()
 
     def insert(self, params: InsertParams) -> InsertResult:
         if self.disable:
             return InsertResult(0)
         key, value = self._whole_pages(params.key, params.value)
         path, prefix_len = self._descend(key)
+        self._touch(path)
         for node in path:
-            node.priority = max(node.priority, params.priority)
-            node.hit_count += not params.chunked
+            self._count_hit(node, params)
         if prefix_len < len(key):
             rows = key.raw.astype(np.int64) if value is None else value
             leaf = self._add_leaf(path[-1] if path else self.root_node, key, rows, prefix_len, params.priority)
-            leaf.hit_count += not params.chunked
+            self._count_hit(leaf, params)
         return InsertResult(prefix_len, len(key))
 
     def _whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
@@ -152,11 +155,19 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
             shared = key.match(child.key, self.page_size, done)
             if shared < len(child.key):
                 child = self._split_node(child, shared)
-            child.last_access_time = next(self._clock)
             path.append(child)
             done += shared
             node = child
         return path, done
+
+    def _touch(self, path: list[TreeNode]) -> None:
+        """The nodes, parents before children, have been used now."""
+        for node in path:
+            node.last_access_time = next(self._clock)
+
+    def _count_hit(self, node: TreeNode, params: InsertParams) -> None:
+        node.priority = max(node.priority, params.priority)
+        node.hit_count += not params.chunked
 
     def _add_leaf(self, parent: TreeNode, key: RadixKey, value: IndexArray, start: int, priority: int) -> TreeNode:
         rest = key[start:]
@@ -173,10 +184,10 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         deeper end."""
         parent, page_size = child.parent, self.page_size
         assert parent is not None
-        whole_key, rows = child.key, _rows(child)
-        # both halves own their memory, so that evicting one gives its memory back
-        upper = self._new_node(whole_key[:split_len], rows[:split_len].copy(), parent, child.priority)
-        child.key, child.value = whole_key[split_len:], rows[split_len:].copy()
+        whole_key = child.key
+        upper_rows, lower_rows = split_rows(child.value, split_len)
+        upper = self._new_node(whole_key[:split_len], upper_rows, parent, child.priority)
+        child.key, child.value = whole_key[split_len:], lower_rows
         upper.lock_ref, upper.hit_count = child.lock_ref, child.hit_count
         upper.last_access_time, upper.creation_time = child.last_access_time, child.creation_time
         upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, split_len, page_size)
@@ -186,7 +197,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         child.parent = upper
         return upper
 
-    def _new_node(self, key: RadixKey, value: IndexArray, parent: TreeNode | None, priority: int) -> TreeNode:
+    def _new_node(self, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, priority: int) -> TreeNode:
         return TreeNode(next(self._node_ids), key, value, parent, next(self._clock), priority)
 
     # --- eviction and locks -----------------------------------------------------------------------------------------
@@ -272,14 +283,18 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
     #                      |                     | freed          |                 |
 
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
-        pool = self._request_rows()
-        rows = pool.read(req.req_pool_idx, len(req.token_ids))
+        rows = self._request_rows().read(req.req_pool_idx, len(req.token_ids))
         if self.disable:
             req.prefix_indices = rows
             return
         key = self._insert_request(req, rows, chunked=chunked)
+        self._share_rows(req, key, rows)
+
+    def _share_rows(self, req: Request, key: RadixKey, rows: IndexArray) -> None:
+        """Put the request on the tree's rows of `key`, which was just inserted, and its lock on their last node."""
         match = self.match_prefix(MatchPrefixParams(key))
         shared = match.device_indices
+        pool = self._request_rows()
         pool.write(req.req_pool_idx, req.cache_protected_len, shared[req.cache_protected_len :])
         self._move_lock(req, match.last_device_node)
         req.cache_protected_len = len(shared)

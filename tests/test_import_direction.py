@@ -22,7 +22,13 @@ MAY_IMPORT = {
     "kvsight": {"kv_events", "engine_cache", "publisher", "indexer", "api", "simulation"},
 }
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
-NEEDS_TORCH = ("engine_cache.pools.device",)
+NEEDS_TORCH = (
+    "engine_cache.pools.cuda",
+    "engine_cache.pools.device",
+    "engine_cache.pools.host",
+    "engine_cache.pools.mamba",
+    "engine_cache.storage.directory",
+)
 
 
 def imported_names(source: str) -> Iterator[tuple[int, str]]:

@@ -1,10 +1,10 @@
 """Where KV lies and who may use which row.
 
 `allocators.py` hands out rows and `req_to_token.py` remembers which row holds which token of a request: numpy, no
-torch. `device.py` holds the tensors and is the only module here that imports torch, so it is not imported by this one.
+torch. The others hold the tensors and import torch, so they are not imported by this one.
 """
 
-from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 
-__all__ = ["PagedTokenToKVPoolAllocator", "ReqToTokenPool"]
+__all__ = ["MambaSlotAllocator", "PagedTokenToKVPoolAllocator", "ReqToTokenPool"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from engine_cache.errors import PoolError
@@ -16,6 +18,8 @@ class PagedTokenToKVPoolAllocator:
     size: rows to hand out, a multiple of page_size; the pool itself has `size + page_size`. With `KVSIGHT_DEBUG_POOLS`
     set, freeing a page twice or a row of another pool raises PoolError; without it that goes unnoticed.
     """
+
+    first_page: ClassVar[int] = 1
 
     def __init__(self, size: int, page_size: int) -> None:
         if page_size < 1:
@@ -32,7 +36,8 @@ class PagedTokenToKVPoolAllocator:
     def clear(self) -> None:
         """Every page is free again."""
         # a stack whose top is at _num_free; low pages come out first
-        self._stack = np.arange(self._num_pages, 0, -1, dtype=np.int64)
+        last = self.first_page + self._num_pages - 1
+        self._stack = np.arange(last, self.first_page - 1, -1, dtype=np.int64)
         self._num_free = self._num_pages
 
     def available_size(self) -> int:
@@ -65,12 +70,20 @@ class PagedTokenToKVPoolAllocator:
         self._num_free += len(pages)
 
     def _check_allocated(self, pages: IndexArray) -> None:
-        foreign = pages[(pages < 1) | (pages > self._num_pages)]
+        last = self.first_page + self._num_pages - 1
+        foreign = pages[(pages < self.first_page) | (pages > last)]
         if len(foreign):
-            raise PoolError(f"page {foreign[0]} freed, the pool has pages 1 .. {self._num_pages}")
+            raise PoolError(f"page {foreign[0]} freed, the pool has pages {self.first_page} .. {last}")
         twice = np.intersect1d(pages, self._stack[: self._num_free])
         if len(twice):
             raise PoolError(f"page {twice[0]} freed, but it is free already ({self._num_free} pages are)")
+
+
+class MambaSlotAllocator(PagedTokenToKVPoolAllocator):
+    """Hands out slots of recurrent states one by one, numbered 1 .. size; slot 0 is a dummy write target."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, page_size=1)
 
 
 def _pages_of(indices: IndexArray, page_size: int) -> IndexArray:

@@ -13,7 +13,7 @@ from engine_cache import (
 
 
 def insert(cache, tokens, rows=None, **params):
-    return cache.insert(InsertParams(RadixKey(tokens), None if rows is None else np.asarray(rows), **params))
+    return cache.insert(InsertParams(RadixKey(tokens), None if rows is None else np.asarray(rows), **params))[:2]
 
 
 def match(cache, tokens, extra_key=None):
@@ -126,21 +126,21 @@ def test_an_eagle_cache_counts_pairs():
 def test_eviction_takes_leaves_first_and_then_their_parents(cache):
     insert(cache, [1, 2, 3, 4])
     insert(cache, [1, 2, 5, 6])
-    assert cache.evict(EvictParams(1)) == (2,)
+    assert cache.evict(EvictParams(1)).num_tokens_evicted == 2
     assert match(cache, [1, 2, 5, 6]).device_indices.tolist() == [1, 2, 5, 6]
-    assert cache.evict(EvictParams(100)) == (4,)
+    assert cache.evict(EvictParams(100)).num_tokens_evicted == 4
     assert cache.root_node.children == {}
-    assert cache.evict(EvictParams(1)) == (0,)
+    assert cache.evict(EvictParams(1)).num_tokens_evicted == 0
 
 
 def test_eviction_takes_whole_nodes(cache):
     insert(cache, range(8))
-    assert cache.evict(EvictParams(3)) == (8,)
+    assert cache.evict(EvictParams(3)).num_tokens_evicted == 8
 
 
 def test_evicting_nothing_evicts_nothing(cache):
     insert(cache, [1, 2])
-    assert cache.evict(EvictParams(0)) == (0,)
+    assert cache.evict(EvictParams(0)).num_tokens_evicted == 0
     assert cache.evictable_size() == 2
 
 
@@ -150,10 +150,10 @@ def test_locked_prefixes_are_not_evicted(cache):
     node = match(cache, [1, 2, 3, 4]).last_device_node
     assert cache.inc_lock_ref(node) == (-4,)
     assert (cache.evictable_size(), cache.protected_size()) == (2, 4)
-    assert cache.evict(EvictParams(100)) == (2,)
+    assert cache.evict(EvictParams(100)).num_tokens_evicted == 2
     assert match(cache, [1, 2, 3, 4]).device_indices.tolist() == [1, 2, 3, 4]
     assert cache.dec_lock_ref(node) == (4,)
-    assert cache.evict(EvictParams(100)) == (4,)
+    assert cache.evict(EvictParams(100)).num_tokens_evicted == 4
 
 
 def test_locks_count(cache):

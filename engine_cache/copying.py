@@ -1,0 +1,213 @@
+"""Where copies run: jobs in lanes, and tickets that prove how far a job really is. No torch.
+
+A job is a row of steps. Jobs of one lane run one after another, lanes side by side. Nothing here knows what is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from threading import Condition
+from typing import NamedTuple, Protocol
+
+from engine_cache.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[], None]
+
+
+class Lane(Enum):
+    """Kinds of jobs that need not wait for each other."""
+
+    WRITE = "write"
+    """Device to host."""
+    LOAD = "load"
+    """Host to device."""
+    PREFETCH = "prefetch"
+    """Storage to host."""
+    ARCHIVE = "archive"
+    """Host to storage."""
+
+
+class Ticket:
+    """Progress of one job. Any thread."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._changed = Condition()  # guards what follows
+        self._open_steps = num_steps
+        self._num_steps = num_steps
+        self._error: Exception | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the job ended early; None: it did not."""
+        with self._changed:
+            return self._error
+
+    def query(self) -> bool:
+        """Whether the job has ended, well or not."""
+        with self._changed:
+            return self._error is not None or self._open_steps == 0
+
+    def synchronize(self) -> None:
+        """Wait for the end of the job."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._open_steps == 0)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until steps `0 .. step` are done. Raises TransferError if the job failed before that."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._num_steps - self._open_steps > step)
+            if self._num_steps - self._open_steps <= step:
+                raise TransferError(f"step {step} of {self._num_steps} failed: {self._error}") from self._error
+
+    def run(self, steps: Sequence[Step], run_step: Callable[[Step], None]) -> None:
+        """Run the job on this thread. A step that raises is tried once more, then the job has failed."""
+        for step in steps:
+            try:
+                _try_twice(step, run_step)
+            except Exception as error:
+                log.exception("a copy failed twice, after %d of %d steps", self._done(), self._num_steps)
+                self._advance(0, error)
+                return
+            self._advance(1, None)
+
+    def _done(self) -> int:
+        with self._changed:
+            return self._num_steps - self._open_steps
+
+    def _advance(self, steps: int, error: Exception | None) -> None:
+        with self._changed:
+            self._open_steps -= steps
+            self._error = error
+            self._changed.notify_all()
+
+
+def _try_twice(step: Step, run_step: Callable[[Step], None]) -> None:
+    try:
+        run_step(step)
+    except Exception:
+        log.warning("a copy failed and is tried again", exc_info=True)
+        run_step(step)
+
+
+def run_plainly(step: Step) -> None:
+    """A step as it is."""
+    step()
+
+
+class CopyEngine(Protocol):
+    """Runs jobs. `submit` may be called from inside a job; all else belongs to the thread that owns the cache."""
+
+    def submit(self, lane: Lane, steps: Sequence[Step]) -> Ticket:
+        """Queue a job behind those of its lane; returns at once."""
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Come back when no job is queued or running, those included that a job has submitted; False when that took
+        too long."""
+
+    def close(self) -> None:
+        """`drain`, and let go of threads. The engine takes no job after that."""
+
+
+class ThreadCopyEngine:
+    """One thread a lane, started by its first job."""
+
+    def __init__(self) -> None:
+        self._threads = {lane: ThreadPoolExecutor(1, f"kvsight-copy-{lane.value}") for lane in Lane}
+        self._idle = Condition()  # guards _num_open
+        self._num_open = 0
+
+    def submit(self, lane: Lane, steps: Sequence[Step]) -> Ticket:
+        ticket = Ticket(len(steps))
+        with self._idle:
+            self._num_open += 1
+        self._threads[lane].submit(self._run, ticket, steps, self._step_runner(lane))
+        return ticket
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        with self._idle:
+            return self._idle.wait_for(lambda: self._num_open == 0, timeout_s)
+
+    def close(self) -> None:
+        self.drain()
+        for thread in self._threads.values():
+            thread.shutdown()
+
+    def _step_runner(self, lane: Lane) -> Callable[[Step], None]:
+        """How steps submitted now shall run; called on the submitting thread."""
+        return run_plainly
+
+    def _run(self, ticket: Ticket, steps: Sequence[Step], run_step: Callable[[Step], None]) -> None:
+        ticket.run(steps, run_step)
+        with self._idle:
+            self._num_open -= 1
+            self._idle.notify_all()
+
+
+class ManualCopyEngine:
+    """Runs a job when told to, on the calling thread: for tests and for simulations with a clock of their own.
+
+    Who waits for a ticket gets the jobs up to it run at once.
+    """
+
+    def __init__(self) -> None:
+        self._queued: deque[_Job] = deque()
+
+    def submit(self, lane: Lane, steps: Sequence[Step]) -> Ticket:
+        ticket = _ManualTicket(len(steps), self)
+        self._queued.append(_Job(lane, steps, ticket))
+        return ticket
+
+    def num_queued(self, lane: Lane) -> int:
+        """Jobs of the lane that have not run."""
+        return sum(job.lane is lane for job in self._queued)
+
+    def step(self, lane: Lane, position: int = 0) -> bool:
+        """Run one job of the lane, the oldest unless `position` says otherwise; False when there is none."""
+        jobs = [job for job in self._queued if job.lane is lane]
+        if position >= len(jobs):
+            return False
+        self._run(jobs[position])
+        return True
+
+    def run_up_to(self, ticket: Ticket) -> None:
+        """Run the jobs before a ticket's in its lane, and its own."""
+        lane = next((job.lane for job in self._queued if job.ticket is ticket), None)
+        while lane is not None and any(job.ticket is ticket for job in self._queued):
+            self.step(lane)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        while self._queued:
+            self._run(self._queued[0])
+        return True
+
+    def close(self) -> None:
+        self.drain()
+
+    def _run(self, job: _Job) -> None:
+        self._queued.remove(job)
+        job.ticket.run(job.steps, run_plainly)
+
+
+class _Job(NamedTuple):
+    lane: Lane
+    steps: Sequence[Step]
+    ticket: Ticket
+
+
+class _ManualTicket(Ticket):
+    def __init__(self, num_steps: int, engine: ManualCopyEngine) -> None:
+        super().__init__(num_steps)
+        self._engine = engine
+
+    def synchronize(self) -> None:
+        self._engine.run_up_to(self)
+
+    def wait_for_step(self, step: int) -> None:
+        self._engine.run_up_to(self)
+        super().wait_for_step(step)

@@ -1,0 +1,393 @@
+"""HiMambaRadixCache: the prefix cache of a model with recurrent layers, on device and host, with a store behind them.
+
+    root ── A* ──┬── B ── C°'     *: a state on the device   °: one on the host   ': KV on the host only
+                 └── D*°
+
+KV moves as in `HiRadixCache`, and the state at a node's end moves along with it: one operation, all or nothing. On each
+tier a state may go before its KV, which is no event. A match ends at the deepest state on either tier, so a node that
+has none left is of use only on the way to others, and goes with the last of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine_cache.base import (
+    DecLockRefResult,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    MatchResult,
+    Request,
+)
+from engine_cache.checks import check_host_states, check_host_tier, check_mamba_states, check_radix_cache
+from engine_cache.errors import CacheStateError
+from engine_cache.host_tier import BackupOperation, live_prefix
+from engine_cache.key import RadixKey
+from engine_cache.lru import LruList
+from engine_cache.mamba import MambaRadixCache, StatePool
+from engine_cache.node import MambaNode, TreeNode, compute_node_hash_values, hybrid
+from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
+from engine_cache.pools.req_to_token import ReqToTokenPool
+from engine_cache.prefetch import StorageTier
+from engine_cache.radix import salted_seed
+from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
+from engine_cache.storage.object_names import page_keys
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
+from engine_cache.transfer import HiCacheController
+from engine_cache.types import IndexArray, no_indices
+from kv_events.errors import InvalidValueError
+
+log = logging.getLogger(__name__)
+
+_HOST_MAMBA_LIST = 2
+_DRAIN_TIMEOUT_S = 30.0
+
+
+class HiMambaRadixCache(StorageTier, MambaRadixCache):
+    """A radix tree over device and host pages, and the states at the ends of some of its nodes.
+
+    controller: moves KV and, as its sidecar MAMBA, states; its device allocators must be `allocator` and
+    `mamba_allocator`, and the cache makes itself what frees states for it. write_policy, load_back_threshold: as in
+    `HiRadixCache`; a load that brings a state is never too small. The rest is as in `MambaRadixCache`. The cache must
+    be reset after a TransferError.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        allocator: PagedTokenToKVPoolAllocator,
+        mamba_allocator: MambaSlotAllocator,
+        controller: HiCacheController,
+        mamba_pool: StatePool | None = None,
+        write_policy: str = "write_through",
+        load_back_threshold: int = 10,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        enable_mamba_extra_buffer: bool = False,
+        mamba_cache_chunk_size: int = 64,
+        enable_kv_cache_events: bool = False,
+        is_eagle: bool = False,
+        disable: bool = False,
+        seed_of_extra_key: Callable[[str], int] = salted_seed,
+    ) -> None:
+        self._init_host_tier(controller, allocator, page_size, write_policy, load_back_threshold)
+        self._states = controller.entry(PoolName.MAMBA)
+        if self._states.device_allocator is not mamba_allocator:
+            raise InvalidValueError("mamba_allocator", mamba_allocator, "the controller's own for MAMBA")
+        if self._states.host_pool.page_size != 1:
+            raise InvalidValueError("page size of the host pool of states", self._states.host_pool.page_size, "1")
+        self._states.host_evict_fn = self.evict_mamba_host
+        self._states.device_evict_fn = self.evict_mamba
+        super().__init__(
+            page_size=page_size,
+            mamba_allocator=mamba_allocator,
+            mamba_pool=mamba_pool,
+            allocator=allocator,
+            req_to_token_pool=req_to_token_pool,
+            enable_mamba_extra_buffer=enable_mamba_extra_buffer,
+            mamba_cache_chunk_size=mamba_cache_chunk_size,
+            enable_kv_cache_events=enable_kv_cache_events,
+            is_eagle=is_eagle,
+            disable=disable,
+            seed_of_extra_key=seed_of_extra_key,
+        )
+
+    def reset(self) -> None:
+        if not self.controller.engine.drain(_DRAIN_TIMEOUT_S):
+            log.warning("transfers still run %g s after a reset, which waits for them", _DRAIN_TIMEOUT_S)
+        self.host_mamba_lru_list = LruList(_HOST_MAMBA_LIST)
+        super().reset()
+
+    def check(self, request_indices: IndexArray | None = None, request_slots: IndexArray | None = None) -> None:
+        """Recount every invariant of tree, tiers, states and pools; exact as in `HiRadixCache`. Raises CacheStateError
+        with both figures of the first that fails."""
+        check_radix_cache(self, request_indices)
+        check_mamba_states(self, request_slots)
+        check_host_tier(self)
+        check_host_states(self)
+
+    # --- match and insert -------------------------------------------------------------------------------------------
+
+    def _num_usable(self, path: list[TreeNode]) -> int:
+        """Leading nodes of the path up to the deepest with a state on either tier."""
+        nodes = [hybrid(node) for node in live_prefix(path)]
+        return max((i for i, node in enumerate(nodes, 1) if _has_state(node)), default=0)
+
+    def _match_result(self, used: list[TreeNode]) -> MatchResult:
+        """As in `HiRadixCache`; `init_load_back` is worth a call exactly if one of the host lengths is not 0."""
+        needs_state = bool(used) and hybrid(used[-1]).mamba_value is None
+        return super()._match_result(used)._replace(mamba_host_hit_length=int(needs_state))
+
+    def _merge_overlap(self, path: list[TreeNode], value: IndexArray, prev_prefix_len: int) -> int:
+        """As in `MambaRadixCache`, and evicted nodes of the path take their rows over; those are not counted."""
+        start = prefix_len = 0
+        for node in path:
+            end = start + len(node.key)
+            if node.value is None:
+                self._put_on_device(node, value[start:end])
+            else:
+                self._free(value[max(start, prev_prefix_len) : end])
+                prefix_len += len(node.key)
+            start = end
+        return prefix_len
+
+    def _touch(self, path: list[TreeNode]) -> None:
+        super()._touch(path)
+        for node in map(hybrid, path):
+            if node in self.host_mamba_lru_list:
+                self.host_mamba_lru_list.move_to_newest(node)
+
+    # --- device to host ---------------------------------------------------------------------------------------------
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        node.host_ref_counter += 1  # what makes room on the host must not take a tombstone that lost its children
+        units = super().write_backup(node, write_back)
+        node.host_ref_counter -= 1
+        return units
+
+    def _start_backup(self, node: TreeNode, ack_id: int) -> IndexArray | None:
+        state = hybrid(node)
+        assert node.value is not None
+        extras = []
+        if state.mamba_value is not None:
+            extras.append(PoolTransfer(PoolName.MAMBA, device_indices=state.mamba_value))
+        rows = self.controller.write(node.value, ack_id, extras)
+        if rows is not None and extras:
+            state.mamba_host_value = extras[0].host_indices
+            self._hold_host_state(state)
+        return rows
+
+    def _backed_up(self, node: TreeNode) -> None:
+        state = hybrid(node)
+        if state.mamba_host_value is not None:
+            self._release_host_state(state)
+        super()._backed_up(node)
+
+    def _discard_copy(self, node: TreeNode, operation: BackupOperation) -> None:
+        super()._discard_copy(node, operation)
+        state = hybrid(node)
+        if state.mamba_host_value is not None:
+            operation.discarded.append((PoolName.MAMBA, state.mamba_host_value))
+            state.mamba_host_value = None
+            self._release_host_state(state)
+
+    def _hold_host_state(self, node: MambaNode) -> None:
+        """Keep the host slot of a node, or one that it may yet get, until `_release_host_state`."""
+        node.host_mamba_ref_counter += 1
+        if node in self.host_mamba_lru_list:
+            self.host_mamba_lru_list.remove(node)
+
+    def _release_host_state(self, node: MambaNode) -> None:
+        node.host_mamba_ref_counter -= 1
+        if node.host_mamba_ref_counter == 0 and node.mamba_host_value is not None:
+            self.host_mamba_lru_list.append(node)
+
+    # --- host to device ---------------------------------------------------------------------------------------------
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
+        """Bring KV and state of the match back to the device: the rows that KV got there, and the deepest node of the
+        match that can be gone on from now. If that is not the match itself, `device_indices` may reach beyond it: the
+        request keeps those up to the node only."""
+        node = hybrid(params.best_match_node)
+        rows = None
+        if node.mamba_value is None and node.mamba_host_value is not None:
+            rows = self.load_back(node, params.mem_quota, params.req)
+        if rows is not None:
+            return rows, node
+        while node.parent is not None and node.mamba_value is None:
+            node = hybrid(node.parent)
+        return no_indices(), node
+
+    def _load_extras(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
+        state = hybrid(node)
+        slot = state.mamba_host_value
+        if state.mamba_value is not None or slot is None:
+            return []
+        extras = [PoolTransfer(PoolName.MAMBA, host_indices=slot)]
+        if req is not None:
+            extras.append(PoolTransfer(PoolName.MAMBA, host_indices=slot, device_indices=req.mamba_pool_idx))
+        return extras
+
+    def _load_or_evict(
+        self, node: TreeNode, host_rows: IndexArray, ack_id: int, extras: list[PoolTransfer]
+    ) -> IndexArray | None:
+        node.host_ref_counter += 1  # making room for the state may demote others, which look for room on the host
+        self._hold_host_state(hybrid(node))
+        rows = super()._load_or_evict(node, host_rows, ack_id, extras)
+        node.host_ref_counter -= 1
+        if rows is None:
+            self._release_host_state(hybrid(node))
+        return rows
+
+    def _assign_extras(self, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
+        if extras and extras[0].device_indices is not None:
+            self._attach_state(hybrid(node), extras[0].device_indices)
+        if extras and req is not None:
+            req.mamba_pool_idx, req.mamba_cow_src_index = extras[1].device_indices, None
+        self._touch(self._path_to_root(node)[::-1])
+
+    def _end_load(self, node: TreeNode) -> None:
+        self._release_host_state(hybrid(node))
+        super()._end_load(node)
+
+    # --- eviction and locks -----------------------------------------------------------------------------------------
+
+    def evict_full(self, num_tokens: int) -> EvictResult:
+        """Evict leaves of the device, least recently used first, until `num_tokens` units of KV are free or none is
+        left that may go."""
+        states = self._mamba_evictable_size
+        return EvictResult(self._evict_leaves(num_tokens), states - self._mamba_evictable_size)
+
+    def _evict_state(self, node: MambaNode) -> None:
+        if node in self.evictable_leaves:
+            self._evict_device_leaf(node)
+        else:
+            self._free_state(node)
+
+    def _evict_device_leaf(self, leaf: TreeNode) -> None:
+        """Evict a leaf with all it has on the device; it stays if a write-back finds no room on the host."""
+        if leaf.host_value is None and self.write_policy != "write_back":
+            self._evict_regular(leaf)
+            return
+        if leaf.host_value is None and self.write_backup(leaf, write_back=True):
+            self.writing_check(write_back=True)
+        if leaf.host_value is not None:
+            self._evict_to_host(leaf)
+
+    def _evict_backuped(self, node: TreeNode) -> None:
+        self._evict_to_host(node)
+
+    def _evict_to_host(self, node: TreeNode) -> None:
+        """The node leaves the device and stays on the host, its state only if that is there, too."""
+        super()._evict_backuped(node)
+        state = hybrid(node)
+        if state.mamba_value is not None:
+            self._free_state(state)
+
+    def _evict_regular(self, leaf: TreeNode) -> TreeNode:
+        return self._delete_useless(super()._evict_regular(leaf))
+
+    def evict_mamba_host(self, mamba_num: int) -> int:
+        """Free `mamba_num` states on the host, least recently used first, and their number: of a node that is nowhere
+        else and has no children all it has, of others the state alone, which is no event."""
+        freed = 0
+        node = self.host_mamba_lru_list.oldest()
+        while node is not None and freed < mamba_num:
+            following = self.host_mamba_lru_list.newer_than(node)  # stays: what goes along with a node has no state
+            if node in self.evictable_host_leaves and node.host_ref_counter == 0:
+                self._evict_host_leaf(node)
+            else:
+                self._free_host_state(node)
+            freed += 1
+            node = following
+        return freed
+
+    def _free_host_state(self, node: MambaNode) -> None:
+        assert node.mamba_host_value is not None
+        self._states.host_pool.free(node.mamba_host_value)
+        self.host_mamba_lru_list.remove(node)
+        node.mamba_host_value = None
+
+    def _evict_host_leaf(self, leaf: TreeNode) -> TreeNode:
+        return self._delete_useless(self._delete_host_leaf(leaf))
+
+    def _delete_host_leaf(self, leaf: TreeNode) -> TreeNode:
+        state = hybrid(leaf)
+        if state.mamba_host_value is not None:
+            self._free_host_state(state)
+        self.full_lru_list.remove(state)
+        return super()._evict_host_leaf(leaf)
+
+    def _delete_useless(self, node: TreeNode) -> TreeNode:
+        """Delete the node if it is a leaf that no match can end at and nobody needs, and then those above it; the node
+        that is left."""
+        while self._is_useless(hybrid(node)):
+            node = self._delete_tombstone_leaf(node)
+        return node
+
+    def _is_useless(self, node: MambaNode) -> bool:
+        is_held = node.lock_ref > 0 or node.host_ref_counter > 0 or node.write_through_pending_id is not None
+        return not (is_held or node.children or _has_state(node))
+
+    def _delete_tombstone_leaf(self, node: TreeNode) -> TreeNode:
+        """Delete a leaf without a state from all tiers; its parent."""
+        if node.host_value is None:
+            return self._delete_leaf(node)
+        if node.value is not None:
+            self._evict_to_host(node)
+        return self._delete_host_leaf(node)
+
+    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
+        """Forbid eviction of the node's state, and of the KV of the node and everything above it. A node that is not on
+        the device stands for the first one above it that is."""
+        return super().inc_lock_ref(_first_on_device(node))
+
+    def dec_lock_ref(self, node: TreeNode) -> DecLockRefResult:
+        """Take one `inc_lock_ref` of this very node back; it must be on the device if and only if it was then. Raises
+        CacheStateError if there is none, or for a node of another tree."""
+        return super().dec_lock_ref(_first_on_device(node))
+
+    def _unlock_state(self, node: MambaNode) -> None:
+        """As in `MambaRadixCache`, but a tombstone stays for the sake of its host copy."""
+        if node.mamba_value is None:
+            node.mamba_lock_ref -= 1
+        else:
+            super()._unlock_state(node)
+
+    # --- storage ----------------------------------------------------------------------------------------------------
+
+    def _archive_extras(self, node: TreeNode) -> list[PoolTransfer]:
+        state = hybrid(node)
+        if state.mamba_host_value is None:
+            return []
+        self._hold_host_state(state)
+        keys = page_keys(compute_node_hash_values(node, self.page_size)[-1:], node.key.extra_key)
+        return [_trailing_state(state.mamba_host_value, keys)]
+
+    def _end_archive(self, operation: ArchiveOperation) -> None:
+        super()._end_archive(operation)
+        if operation.extras:
+            self._release_host_state(hybrid(operation.node))
+
+    def _prefetch_extras(self, anchor: TreeNode) -> list[PoolTransfer] | None:
+        slot = self._states.alloc_host(1)
+        if slot is None:
+            return None
+        self._hold_host_state(hybrid(anchor))
+        return [_trailing_state(slot, None)]
+
+    def _leave(self, operation: PrefetchOperation) -> None:
+        super()._leave(operation)
+        self._release_host_state(hybrid(operation.anchor))
+
+    def _add_host_leaf(self, parent: TreeNode, key: RadixKey, rows: IndexArray, hashes: list[str]) -> TreeNode:
+        leaf = super()._add_host_leaf(parent, key, rows, hashes)
+        self.full_lru_list.append(hybrid(leaf))
+        return leaf
+
+    def _take_extras(self, operation: PrefetchOperation, leaf: TreeNode) -> None:
+        if operation.extra_pool_hit_pages.get(PoolName.MAMBA):
+            (fetched,) = operation.extras
+            state = hybrid(leaf)
+            state.mamba_host_value, fetched.host_indices = fetched.host_indices, None
+            self.host_mamba_lru_list.append(state)
+
+
+def _has_state(node: MambaNode) -> bool:
+    return node.mamba_value is not None or node.mamba_host_value is not None
+
+
+def _first_on_device(node: TreeNode) -> TreeNode:
+    step = node
+    while step.value is None:
+        if step.parent is None:
+            raise CacheStateError(f"node {node.id} does not hang below a node on the device")
+        step = step.parent
+    return step
+
+
+def _trailing_state(slot: IndexArray, keys: list[str] | None) -> PoolTransfer:
+    """The state at the end of a prefix: of a page that has one in the store, the last that is there."""
+    return PoolTransfer(PoolName.MAMBA, host_indices=slot, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)

@@ -1,0 +1,38 @@
+"""Copies on CUDA streams, and the choice of an engine for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine_cache.copying import Lane, Step, ThreadCopyEngine
+
+
+class CudaCopyEngine(ThreadCopyEngine):
+    """One thread and one stream a lane. A step counts as done when its stream has really run dry, and it starts behind
+    the work that the submitting thread had put on the current stream: what it copies is there."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = torch.device(device)
+        self._streams = {lane: torch.cuda.Stream(self._device) for lane in (Lane.WRITE, Lane.LOAD)}  # type: ignore[no-untyped-call]
+
+    def _step_runner(self, lane: Lane) -> Callable[[Step], None]:
+        stream = self._streams.get(lane)
+        if stream is None:
+            return super()._step_runner(lane)
+        computed = torch.cuda.current_stream(self._device).record_event()
+
+        def run_on_stream(step: Step) -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(computed)
+                step()
+                stream.synchronize()
+
+        return run_on_stream
+
+
+def copy_engine_for(device: str) -> ThreadCopyEngine:
+    """The engine for pools on `device`: streams for CUDA, else worker threads."""
+    return CudaCopyEngine(device) if torch.device(device).type == "cuda" else ThreadCopyEngine()

@@ -1,0 +1,78 @@
+"""Who owns which row of a host pool, how large such a pool may be, and a host pool that holds no bytes. No torch."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import ClassVar
+
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+
+
+class HostRows(PagedTokenToKVPoolAllocator):
+    """Hands out whole pages of host rows, `0 .. size - 1`. Any thread."""
+
+    first_page: ClassVar[int] = 0
+
+    def __init__(self, size: int, page_size: int) -> None:
+        self._lock = Lock()  # guards the stack of free pages
+        super().__init__(size, page_size)
+
+    def clear(self) -> None:
+        with self._lock:
+            super().clear()
+
+    def available_size(self) -> int:
+        with self._lock:
+            return super().available_size()
+
+    def free_pages(self) -> IndexArray:
+        with self._lock:
+            return super().free_pages()
+
+    def alloc(self, need_size: int) -> IndexArray | None:
+        with self._lock:
+            return super().alloc(need_size)
+
+    def free(self, indices: IndexArray) -> None:
+        with self._lock:
+            super().free(indices)
+
+
+class BytelessHostPool(HostRows):
+    """A host pool for simulations: rows have owners, copies move nothing."""
+
+    layer_num = 1
+
+    def backup_from_device_all_layer(
+        self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray
+    ) -> None:
+        """Nothing to copy."""
+
+    def load_to_device_per_layer(
+        self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray, layer_id: int
+    ) -> None:
+        """Nothing to copy."""
+
+
+def host_pool_size(
+    device_size: int, page_size: int, size_per_token: int, *, host_size_gb: float = 0.0, ratio: float = 2.0
+) -> int:
+    """Rows of a host pool: as many as `host_size_gb` holds or, if that is 0, `ratio` times the device's; whole pages,
+    and one page more than asked for. size_per_token: bytes a row. Raises InvalidValueError when that is no more than
+    the device pool has."""
+    if page_size < 1:
+        raise InvalidValueError("page_size", page_size, "a positive integer")
+    if host_size_gb < 0:
+        raise InvalidValueError("host_size_gb", host_size_gb, "0 or more")
+    wanted = int(host_size_gb * 1e9 // size_per_token) if host_size_gb else int(device_size * ratio)
+    size = (wanted // page_size + 1) * page_size
+    require_larger_than_device(size, device_size)
+    return size
+
+
+def require_larger_than_device(host_size: int, device_size: int) -> None:
+    """Every page of the device must find room on the host. Raises InvalidValueError with both sizes."""
+    if host_size <= device_size:
+        raise InvalidValueError("size of the host pool", host_size, f"more rows than the device pool's {device_size}")

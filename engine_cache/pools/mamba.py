@@ -1,0 +1,176 @@
+"""Pools of hybrid models: recurrent states by slot, KV of the attention layers only, and which request has which slot.
+
+global layer    0        1        2        3
+kind            Mamba    Mamba    Full     Mamba
+local layer     0        1        0        2        the pools count their own layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine_cache.pools.allocators import MambaSlotAllocator
+from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool
+from engine_cache.pools.req_to_token import ReqToTokenPool
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class MambaCache:
+    """Tensors of all layers and slots."""
+
+    conv: list[torch.Tensor]
+    """`(layers, size + 1, *conv_shape)` each."""
+    temporal: torch.Tensor
+    """`(layers, size + 1, *temporal_shape)`."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The temporal one first, then the convolutions in order."""
+        return [self.temporal, *self.conv]
+
+
+class MambaPool:
+    """Recurrent states of all Mamba layers, one slot a state; slot 0 is a dummy write target.
+
+    size: slots that an allocator hands out. conv_shapes, temporal_shape: of one layer's state of one sequence.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        layer_num: int,
+        conv_shapes: Sequence[tuple[int, ...]],
+        temporal_shape: tuple[int, ...],
+        *,
+        conv_dtype: torch.dtype = torch.bfloat16,
+        temporal_dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        for name, value in (("size", size), ("layer_num", layer_num)):
+            if value < 1:
+                raise InvalidValueError(name, value, "a positive integer")
+        self.size = size
+        self.layer_num = layer_num
+        self.device = device
+        lead = (layer_num, size + 1)
+        self.mamba_cache = MambaCache(
+            [torch.zeros((*lead, *shape), dtype=conv_dtype, device=device) for shape in conv_shapes],
+            torch.zeros((*lead, *temporal_shape), dtype=temporal_dtype, device=device),
+        )
+
+    def layer(self, layer_id: int) -> MambaCache:
+        """Views of one local layer, without the leading dimension."""
+        cache = self.mamba_cache
+        return MambaCache([conv[layer_id] for conv in cache.conv], cache.temporal[layer_id])
+
+    def copy_from(self, src: IndexArray, dst: IndexArray) -> None:
+        """Copy the states of the slots `src` to the slots `dst`, all layers. [n] each, no slot in both."""
+        sources, targets = self._slots(src), self._slots(dst)
+        for tensor in self.mamba_cache.tensors():
+            tensor[:, targets] = tensor[:, sources]
+
+    def clear_slots(self, slots: IndexArray) -> None:
+        """Zero the states: what a sequence starts from."""
+        targets = self._slots(slots)
+        for tensor in self.mamba_cache.tensors():
+            tensor[:, targets] = 0
+
+    def _slots(self, slots: IndexArray) -> torch.Tensor:
+        return torch.from_numpy(slots).to(self.device)
+
+
+class HybridLinearKVPool:
+    """The KV pool of the attention layers of a hybrid model, asked by global layer id.
+
+    full_attention_layer_ids: global ids of those layers, in the order of the layers of `full_kv_pool`. Asking for a
+    layer that has no KV raises InvalidValueError.
+    """
+
+    def __init__(
+        self, full_kv_pool: MHATokenToKVPool | MLATokenToKVPool, full_attention_layer_ids: Sequence[int]
+    ) -> None:
+        layers = full_kv_pool.shape.layer_num
+        if len(full_attention_layer_ids) != layers:
+            raise InvalidValueError(
+                "full_attention_layer_ids", list(full_attention_layer_ids), f"one id for each of {layers} layers"
+            )
+        self.full_kv_pool = full_kv_pool
+        self.full_attention_layer_id_mapping = {layer: i for i, layer in enumerate(full_attention_layer_ids)}
+        self.use_mla = isinstance(full_kv_pool, MLATokenToKVPool)
+
+    def get_kv_buffer(self, layer_id: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The layer's tensors themselves, as the pool below gives them."""
+        return self.full_kv_pool.get_kv_buffer(_local(self.full_attention_layer_id_mapping, layer_id))
+
+    def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        """Write one row a token. v: None exactly for an MLA pool, where `k` is the compressed KV."""
+        local = _local(self.full_attention_layer_id_mapping, layer_id)
+        match self.full_kv_pool, v:
+            case MLATokenToKVPool() as pool, None:
+                pool.set_kv_buffer(local, indices, k)
+            case MHATokenToKVPool() as pool, torch.Tensor():
+                pool.set_kv_buffer(local, indices, k, v)
+            case _:
+                raise InvalidValueError("v", type(v).__name__, "None" if self.use_mla else "a tensor beside k")
+
+
+class HybridReqToTokenPool(ReqToTokenPool):
+    """Lines of row numbers, and for each line the slot of its request's running state.
+
+    mamba_map: global layer id of each Mamba layer to its local one.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        max_context_len: int,
+        *,
+        mamba_pool: MambaPool,
+        mamba_allocator: MambaSlotAllocator,
+        mamba_map: Mapping[int, int],
+    ) -> None:
+        super().__init__(size, max_context_len)
+        if sorted(mamba_map.values()) != list(range(mamba_pool.layer_num)):
+            raise InvalidValueError("mamba_map", dict(mamba_map), f"the local layers 0 .. {mamba_pool.layer_num - 1}")
+        if mamba_allocator.size != mamba_pool.size:
+            raise InvalidValueError("mamba_allocator.size", mamba_allocator.size, f"the pool's, {mamba_pool.size}")
+        self.mamba_pool = mamba_pool
+        self.mamba_allocator = mamba_allocator
+        self.mamba_map = dict(mamba_map)
+        self._slot_of_line = np.zeros(size, dtype=np.int64)
+
+    def alloc_with_state(self, slot: IndexArray | None = None) -> tuple[int, IndexArray] | None:
+        """A line and a slot with a cleared state, or the given [1] slot as it is; None, and nothing taken, when lines
+        or slots are out. Freeing the line leaves the slot to its owner."""
+        if not self.available_size():
+            return None
+        if slot is None:
+            slot = self.mamba_allocator.alloc(1)
+            if slot is None:
+                return None
+            self.mamba_pool.clear_slots(slot)
+        line = self.alloc()
+        assert line is not None
+        self._slot_of_line[line] = slot[0]
+        return line, slot
+
+    def mamba_slots(self, req_pool_indices: IndexArray) -> IndexArray:
+        """Slots of the running states of these lines, as the layers' kernels want them."""
+        slots: IndexArray = self._slot_of_line[req_pool_indices]
+        return slots
+
+    def mamba_layer(self, layer_id: int) -> MambaCache:
+        """States of one global layer. Raises InvalidValueError for a layer that has none."""
+        return self.mamba_pool.layer(_local(self.mamba_map, layer_id))
+
+
+def _local(layers: Mapping[int, int], layer_id: int) -> int:
+    try:
+        return layers[layer_id]
+    except KeyError:
+        raise InvalidValueError("layer_id", layer_id, f"one of {sorted(layers)}") from None

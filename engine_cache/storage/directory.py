@@ -1,0 +1,329 @@
+"""Pages as files of one local folder.
+
+A file is the page's flat bytes and eight bytes of checksum over them and the file's name. It is written beside its
+name and renamed, so a reader sees all of it or nothing. It is not synced: what a power cut leaves behind is told by its
+checksum, and a page that is lost is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import xxhash
+
+from engine_cache.errors import CacheStateError
+from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName, StorageStats
+from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
+from kv_events.errors import InvalidValueError
+from kv_events.schema import StorageMedium
+
+log = logging.getLogger(__name__)
+
+_KEY = re.compile(PAGE_KEY_PATTERN)
+_CHECKSUM_BYTES = 8
+_ABANDONED_AFTER_S = 600
+
+
+class DirectoryStorage(HiCacheStorage):
+    """Keeps at most `capacity_bytes` of pages in `folder`, which is made if missing; the least recently used go first.
+
+    What lies there already under the same identity is taken over, oldest first. Several stores may share a folder: they
+    read each other's pages, and each bounds what it found at opening, wrote, or read since. Raises InvalidValueError,
+    or OSError if the folder cannot be made or listed; later a failing disk makes pages false and is logged.
+    """
+
+    medium: ClassVar[StorageMedium] = StorageMedium.DISK
+
+    def __init__(self, folder: Path, identity: StorageIdentity, *, capacity_bytes: int) -> None:
+        super().__init__()
+        if capacity_bytes < 1:
+            raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
+        self._folder = folder
+        self._capacity = capacity_bytes
+        self._prefix, self._suffix = identity.prefix, identity.file_suffix
+        self._own = _pattern_of(identity)
+        self._file_bytes: dict[PoolName, int] = {}
+        self._lock = threading.Lock()  # guards what follows, and every change of names in the folder by this store
+        self._held: OrderedDict[str, int] = OrderedDict()  # file name -> bytes, least recently used first
+        self._used = 0  # bytes of _held and of files that are being written
+        self._removed: dict[str, None] = {}  # keys for take_removed(), in order
+        self._counts: Counter[str] = Counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._take_over()
+
+    def is_held(self, key: str) -> bool:
+        self._check_open()
+        with self._lock:
+            return self._file_name(PoolName.KV, key) in self._held
+
+    def take_removed(self) -> list[str]:
+        self._check_open()
+        with self._lock:
+            removed, self._removed = self._removed, {}
+        return list(removed)
+
+    def clear(self) -> None:
+        """See `HiCacheStorage`. Raises OSError if a file cannot be removed."""
+        self._check_open()
+        with self._lock:
+            for entry in self._own_files():
+                Path(entry.path).unlink(missing_ok=True)
+            self._used -= sum(self._held.values())
+            self._held.clear()
+            self._removed.clear()
+
+    def get_stats(self) -> StorageStats:
+        with self._lock:
+            counts = {name: self._counts[name] for name in StorageStats._fields}
+            counts |= {"num_held": len(self._held), "held_bytes": sum(self._held.values())}
+        return StorageStats(**counts)
+
+    def check(self) -> None:
+        """Recount, with no write under way. Raises CacheStateError with both figures."""
+        with self._lock:
+            counted = sum(self._held.values())
+            if not counted == self._used <= self._capacity:
+                raise CacheStateError(f"{counted} bytes held, {self._used} used, capacity {self._capacity}")
+            missing = self._held.keys() - {entry.name for entry in self._own_files()}
+            if missing:
+                raise CacheStateError(f"{len(missing)} of {len(self._held)} held files are gone: {min(missing)}")
+
+    def _register(self, name: PoolName, pool: PagedHostPool) -> None:
+        needed = pool.get_dummy_flat_data_page().nbytes + _CHECKSUM_BYTES
+        if needed > self._capacity:
+            raise InvalidValueError(
+                "capacity_bytes", self._capacity, f"room for a page of {name.value}, {needed} bytes"
+            )
+        super()._register(name, pool)
+        self._file_bytes[name] = needed
+
+    # --- pages -------------------------------------------------------------------------------------------------------
+
+    def _present(self, name: PoolName, keys: Sequence[str]) -> Iterator[bool]:
+        return (self._is_there(self._file_name(name, key), self._file_bytes[name]) for key in keys)
+
+    def _read(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
+        page = pool.get_dummy_flat_data_page()
+        data = _bytes_of(page)
+        done = []
+        for key, row in zip(keys, rows, strict=True):
+            there = self._load(self._file_name(name, key), data)
+            if there:
+                pool.set_from_flat_data_page(row, page)
+            done.append(there)
+        self._touch([self._file_name(name, key) for key, there in zip(keys, done, strict=True) if there])
+        self._count(num_read=sum(done), num_missed=len(done) - sum(done))
+        return done
+
+    def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
+        stored: dict[str, None] = {}
+        done = []
+        for key, row in zip(keys, rows, strict=True):
+            file_name = self._file_name(name, key)
+            there = self._is_there(file_name, self._file_bytes[name])
+            if there:
+                self._touch([file_name])
+                self._count(num_already_stored=1)
+            else:
+                there = self._store(file_name, self._file_bytes[name], pool, row, stored)
+                self._count(**{"num_written" if there else "num_failed_writes": 1})
+            if there:
+                stored[file_name] = None
+            done.append(there)
+        self._touch(list(stored))
+        return done
+
+    def _is_there(self, file_name: str, file_bytes: int) -> bool:
+        try:
+            seen = (self._folder / file_name).stat()
+        except FileNotFoundError:
+            self._forget_if_gone(file_name)
+            return False
+        except OSError as error:
+            log.warning("page %s cannot be looked up: %s", file_name, error)
+            return False
+        if seen.st_size != file_bytes:
+            self._remove_damaged(file_name, seen, f"{seen.st_size} bytes, not {file_bytes}")
+            return False
+        return True
+
+    def _load(self, file_name: str, data: memoryview) -> bool:
+        """The file's page into `data`, if the file is sound."""
+        checksum = bytearray(_CHECKSUM_BYTES)
+        file_bytes = len(data) + _CHECKSUM_BYTES
+        try:
+            with (self._folder / file_name).open("rb", buffering=0) as file:
+                seen = os.fstat(file.fileno())
+                if seen.st_size != file_bytes or os.preadv(file.fileno(), [data, checksum], 0) != file_bytes:
+                    self._remove_damaged(file_name, seen, f"{seen.st_size} bytes, not {file_bytes}")
+                    return False
+                if checksum != _checksum(file_name, data):
+                    self._remove_damaged(file_name, seen, "wrong checksum")
+                    return False
+                with contextlib.suppress(OSError):  # only the order after the next opening depends on it
+                    os.utime(file.fileno())
+        except FileNotFoundError:
+            self._forget_if_gone(file_name)
+            return False
+        except OSError as error:
+            log.warning("page %s cannot be read: %s", file_name, error)
+            return False
+        return True
+
+    def _store(self, file_name: str, file_bytes: int, pool: PagedHostPool, row: int, keep: Collection[str]) -> bool:
+        """Write one page. keep: files that must not go for it, those of the same batch: they are its prefix."""
+        page = pool.get_data_page(row)
+        if not self._reserve(file_bytes, keep):
+            return False
+        data = _bytes_of(page)
+        unfinished = self._folder / f"{file_name}.{secrets.token_hex(4)}.tmp"
+        try:
+            with unfinished.open("xb") as file:
+                file.write(data)
+                file.write(_checksum(file_name, data))
+            with self._lock:
+                unfinished.replace(self._folder / file_name)
+                self._used -= self._held.pop(file_name, 0)  # another thread may have written the same page
+                self._hold(file_name, file_bytes)
+        except OSError as error:
+            log.warning("page %s cannot be written: %s", file_name, error)
+            with self._lock:
+                self._used -= file_bytes
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            return False
+        return True
+
+    # --- what is held ------------------------------------------------------------------------------------------------
+
+    def _reserve(self, num_bytes: int, keep: Collection[str] = ()) -> bool:
+        with self._lock:
+            while self._used + num_bytes > self._capacity:
+                oldest = next(iter(self._held), None)
+                if oldest is None or oldest in keep:
+                    return False
+                self._evict(oldest)
+            self._used += num_bytes
+            return True
+
+    def _evict(self, file_name: str) -> None:
+        try:
+            (self._folder / file_name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("page %s cannot be evicted: %s", file_name, error)
+        self._forget(file_name)
+        self._counts["num_evicted"] += 1
+
+    def _touch(self, file_names: list[str]) -> None:
+        """Make files of one prefix the most recently used ones, the first of them last to go: without it the others
+        are worth nothing. Files that this store did not know become its own."""
+        with self._lock:
+            for file_name in reversed(file_names):
+                if file_name in self._held:
+                    self._held.move_to_end(file_name)
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    size = (self._folder / file_name).stat().st_size
+                    self._hold(file_name, size)
+                    self._used += size
+        self._reserve(0)
+
+    def _hold(self, file_name: str, num_bytes: int) -> None:
+        self._held[file_name] = num_bytes
+        self._removed.pop(self._kv_key(file_name), None)
+
+    def _forget(self, file_name: str) -> None:
+        """Lock held. What was not known to be there is not reported either."""
+        num_bytes = self._held.pop(file_name, None)
+        if num_bytes is None:
+            return
+        self._used -= num_bytes
+        key = self._kv_key(file_name)
+        if key:
+            self._removed[key] = None
+
+    def _forget_if_gone(self, file_name: str) -> None:
+        with self._lock:
+            if file_name in self._held and not (self._folder / file_name).exists():
+                self._forget(file_name)
+
+    def _remove_damaged(self, file_name: str, seen: os.stat_result, why: str) -> None:
+        """seen: the damaged file, so that a sound one that took its name meanwhile stays."""
+        path = self._folder / file_name
+        with self._lock:
+            try:
+                now = path.stat()
+                if (now.st_ino, now.st_size) != (seen.st_ino, seen.st_size):
+                    return
+                path.unlink()
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                log.warning("page %s is damaged (%s) and cannot be removed: %s", file_name, why, error)
+                return
+            self._counts["num_damaged"] += 1
+            self._forget(file_name)
+        log.warning("page %s was damaged and is removed: %s", file_name, why)
+
+    def _take_over(self) -> None:
+        found = []
+        for entry in self._own_files():
+            try:
+                seen = entry.stat()
+            except FileNotFoundError:  # another store on this folder removed it
+                continue
+            if not entry.name.endswith(".tmp"):
+                found.append((seen.st_mtime_ns, entry.name, seen.st_size))
+            elif seen.st_mtime < time.time() - _ABANDONED_AFTER_S:  # its writer crashed
+                Path(entry.path).unlink(missing_ok=True)
+        for _, file_name, num_bytes in sorted(found):
+            self._held[file_name] = num_bytes
+            self._used += num_bytes
+        self._reserve(0)
+
+    def _own_files(self) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(self._folder) as entries:
+            yield from (entry for entry in entries if self._own.fullmatch(entry.name))
+
+    def _file_name(self, name: PoolName, key: str) -> str:
+        if not _KEY.fullmatch(key):
+            raise InvalidValueError("storage key", key, "what page_key() gives")
+        pool = "" if name is PoolName.KV else f".{name.value}"
+        return f"{self._prefix}{key}{pool}{self._suffix}.bin"
+
+    def _kv_key(self, file_name: str) -> str:
+        """Storage key of a KV page's file; "" for those of other pools."""
+        key = file_name.removeprefix(self._prefix).removesuffix(f"{self._suffix}.bin")
+        return "" if "." in key else key
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+
+def _pattern_of(identity: StorageIdentity) -> re.Pattern[str]:
+    """File names of one model and rank, whole or unfinished."""
+    pools = "|".join(name.value for name in PoolName if name is not PoolName.KV)
+    name = rf"{re.escape(identity.prefix)}{PAGE_KEY_PATTERN}(?:\.(?:{pools}))?{re.escape(identity.file_suffix)}\.bin"
+    return re.compile(rf"{name}(?:\.[0-9a-f]{{8}}\.tmp)?")
+
+
+def _bytes_of(page: torch.Tensor) -> memoryview:
+    """The tensor's own memory."""
+    return page.view(torch.uint8).numpy().data
+
+
+def _checksum(file_name: str, data: memoryview) -> bytes:
+    """The name is part of it: a file under a wrong name must not pass for that page."""
+    return xxhash.xxh3_64_digest(data, seed=xxhash.xxh3_64_intdigest(file_name.encode()))

@@ -1,0 +1,111 @@
+"""Names under which pages lie in a store.
+
+A block hash alone names neither the model nor the layout of the bytes, nor the namespace of the prompt. In front of it
+come therefore, each followed by `_`: a tag that the operator may set, a fingerprint of model and layout, and the tag of
+the namespace:
+
+    {extra_backend_tag}_{fingerprint}_ | {namespace}_{block hash} | {what the kind of store adds}
+    StorageIdentity.prefix             | page_key                 | pool, model, rank
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+
+from kv_events.errors import InvalidValueError
+
+PAGE_KEY_PATTERN = r"(?:[0-9a-f]{16}_)?[0-9a-f]{64}"
+"""Regular expression of what `page_key` gives."""
+
+_BLOCK_HASH = re.compile(r"[0-9a-f]{64}")
+# With the rest, both leave a file name below the 255 bytes of common file systems. A tag must not look like that of a
+# namespace, nor the fingerprint, or a store without it would take the other's pages for its own.
+_TAG = re.compile(r"(?![0-9a-f]{16}$)[A-Za-z0-9.-]{1,32}")
+_MODEL = re.compile(r"[A-Za-z0-9./@:+_-]{1,80}")
+_NAMESPACE_DIGITS = 16
+_FINGERPRINT_DIGITS = 20
+
+
+def page_key(block_hash: str, extra_key: str | None = None) -> str:
+    """Storage key of a page. block_hash: 64 hex digits. extra_key: namespace of the page; None or "": the common one.
+
+    Raises InvalidValueError for anything that is not a block hash.
+    """
+    return page_keys([block_hash], extra_key)[0]
+
+
+def page_keys(block_hashes: Iterable[str], extra_key: str | None = None) -> list[str]:
+    """`page_key` of many pages of one namespace."""
+    tag = f"{_digest(extra_key, _NAMESPACE_DIGITS)}_" if extra_key else ""
+    return [f"{tag}{_checked(block_hash)}" for block_hash in block_hashes]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """What the bytes of a KV page mean. Pages of different layouts never answer for each other."""
+
+    dtype: str
+    page_size: int
+    shape: tuple[int, ...]
+    """Layers, heads, sizes of a head: whatever the pool's rows consist of."""
+    host_layout: str
+    """`layer_first`, `page_first` or `page_first_direct`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageIdentity:
+    """Whose pages these are: model, layout and rank. Raises InvalidValueError naming the field that does not fit."""
+
+    model_name: str
+    layout: PageLayout
+    is_mla: bool = False
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    extra_backend_tag: str | None = None
+    """Set by the operator, to part what model and layout do not."""
+    use_fingerprint: bool = True
+    """Off: names are the reference's own, and bytes of another layout are told by their length only."""
+
+    def __post_init__(self) -> None:
+        if not _MODEL.fullmatch(self.model_name):
+            raise InvalidValueError("model_name", self.model_name, "1 to 80 of A-Z a-z 0-9 . / @ : + _ -")
+        if self.extra_backend_tag is not None and not _TAG.fullmatch(self.extra_backend_tag):
+            expected = "1 to 32 of A-Z a-z 0-9 . -, and not 16 hex digits"
+            raise InvalidValueError("extra_backend_tag", self.extra_backend_tag, expected)
+        for kind, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
+            if not 0 <= rank < size:
+                raise InvalidValueError(f"{kind}_rank", rank, f"0 .. {size - 1}")
+
+    @property
+    def fingerprint(self) -> str:
+        """20 hex digits of the SHA-256 of model name and layout."""
+        return _digest(json.dumps([self.model_name, asdict(self.layout)], sort_keys=True), _FINGERPRINT_DIGITS)
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the storage key in every name."""
+        tags = [self.extra_backend_tag, self.fingerprint if self.use_fingerprint else None]
+        return "".join(f"{tag}_" for tag in tags if tag is not None)
+
+    @property
+    def file_suffix(self) -> str:
+        """Model and rank, at the end of file names. Ranks of a tensor-parallel MLA model hold equal pages."""
+        tp = "" if self.is_mla else f"_{self.tp_rank}_{self.tp_size}"
+        pp = f"_{self.pp_size}_{self.pp_rank}" if self.pp_size > 1 else ""
+        return f"_{self.model_name.replace('/', '-')}{tp}{pp}"
+
+
+def _digest(text: str, digits: int) -> str:
+    return sha256(text.encode()).hexdigest()[:digits]
+
+
+def _checked(block_hash: str) -> str:
+    if not _BLOCK_HASH.fullmatch(block_hash):
+        raise InvalidValueError("block hash", block_hash, "64 lower-case hex digits")
+    return block_hash

@@ -1,0 +1,179 @@
+"""The I/O side of the storage tier: prefetches (storage to host) and archives (host to storage), batch by batch.
+
+Jobs run in the copy engine's lanes, one batch a job, so operations take turns. They touch pools, the store and the
+operations below, never the tree. Whatever goes wrong ends the operation, is logged and counted, and the operation is
+acknowledged all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from itertools import takewhile
+from threading import Lock
+
+from engine_cache.copying import CopyEngine, Lane
+from engine_cache.storage.base import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from engine_cache.storage.object_names import page_keys
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
+from engine_cache.types import IndexArray
+from kv_events.hashing import block_hash_chain
+
+log = logging.getLogger(__name__)
+
+
+class StorageIO:
+    """Runs operations against one store. `prefetch`, `archive` and `reset` are for the tree's thread."""
+
+    def __init__(self, backend: HiCacheStorage, engine: CopyEngine, page_size: int, policy: StoragePolicy) -> None:
+        self.backend = backend
+        self.policy = policy
+        self.release_queue: deque[IndexArray] = deque()
+        """Host rows that nobody needs any more."""
+        self.revoked: deque[PrefetchOperation] = deque()
+        """Prefetches that found too little."""
+        self.archived: deque[ArchiveOperation] = deque()
+        """Archives that have ended, well or not."""
+        self.prefetches: list[PrefetchOperation] = []
+        """Those that are not over, as far as the tree has looked."""
+        self._engine = engine
+        self._page_size = page_size
+        self._errors_lock = Lock()  # guards _num_errors
+        self._num_errors = 0
+
+    @property
+    def num_errors(self) -> int:
+        """Operations that an exception ended."""
+        with self._errors_lock:
+            return self._num_errors
+
+    @property
+    def prefetch_threshold(self) -> int:
+        """Units below which a prefetch is not begun, or not gone on with."""
+        return max(self.policy.prefetch_threshold, self._page_size)
+
+    def reset(self) -> None:
+        """Forget all operations. The engine must have been drained."""
+        for queue in (self.release_queue, self.revoked, self.archived, self.prefetches):
+            queue.clear()
+
+    def owned_rows(self) -> list[IndexArray]:
+        """Host rows that prefetches or the release queue own; exact while no job runs."""
+        return [*self.release_queue, *(operation.rows() for operation in self.prefetches)]
+
+    def owned_extras(self, name: PoolName) -> list[IndexArray]:
+        """The same for the host rows of a sidecar."""
+        extras = [extra for operation in self.prefetches for extra in operation.extras if extra.name is name]
+        return [extra.host_indices for extra in extras if extra.host_indices is not None]
+
+    # --- storage to host --------------------------------------------------------------------------------------------
+
+    def prefetch(self, operation: PrefetchOperation) -> None:
+        """Begin. The operation ends with its rows beyond what arrived in the release queue."""
+        self.prefetches.append(operation)
+        self._engine.submit(Lane.PREFETCH, [lambda: self._query(operation)])
+
+    def _query(self, operation: PrefetchOperation) -> None:
+        try:
+            hit_units = self._find(operation)
+        except Exception:
+            log.exception("a prefetch query failed")
+            self._count_error()
+            hit_units = 0
+        if hit_units < self.prefetch_threshold:
+            self._end(operation)
+            self.revoked.append(operation)
+            return
+        self.release_queue.append(operation.cut_to_hit(hit_units))
+        self._engine.submit(Lane.PREFETCH, [lambda: self._fetch_batch(operation)])
+
+    def _find(self, operation: PrefetchOperation) -> int:
+        key = operation.key
+        operation.hashes = block_hash_chain(key.raw, self._page_size, operation.last_hash, is_bigram=key.is_bigram)
+        operation.keys = page_keys(operation.hashes, key.extra_key)
+        if operation.extras:
+            return self.backend.batch_exists_v2(operation.keys, operation.extras).kv_hit_pages * self._page_size
+        return self.backend.batch_exists(operation.keys) * self._page_size
+
+    def _fetch_batch(self, operation: PrefetchOperation) -> None:
+        try:
+            more = self._fetch(operation)
+        except Exception:
+            log.exception("a prefetch failed")
+            self._count_error()
+            more = False
+        if more:
+            self._engine.submit(Lane.PREFETCH, [lambda: self._fetch_batch(operation)])
+        else:
+            self._end(operation)
+
+    def _fetch(self, operation: PrefetchOperation) -> bool:
+        """One batch, or after the last one the sidecars; whether there is more to do."""
+        start, rows = operation.next_batch(self.policy.batch_pages * self._page_size)
+        first, pages = start // self._page_size, len(rows) // self._page_size
+        if pages:
+            arrived = _num_leading(self.backend.batch_get_v1(operation.keys[first : first + pages], rows))
+            return operation.advance(arrived * self._page_size) and arrived == pages
+        if operation.extras and operation.advance(0):
+            self._fetch_extras(operation, first)
+        return False
+
+    def _fetch_extras(self, operation: PrefetchOperation, hit_pages: int) -> None:
+        """Read the sidecars at the end of the prefix that is really there."""
+        for extra in operation.extras:
+            assert extra.host_indices is not None
+            rows_a_page = len(extra.host_indices) // max(1, len(extra.keys or ()))
+            wanted = hit_pages
+            if extra.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+                wanted = min(hit_pages, max(1, len(extra.keys or ())))
+            keys = operation.keys[hit_pages - wanted : hit_pages]
+            aimed = PoolTransfer(extra.name, host_indices=extra.host_indices[: wanted * rows_a_page], keys=keys)
+            operation.extra_pool_hit_pages[extra.name] = sum(self.backend.batch_get_v2([aimed])[extra.name])
+
+    def _end(self, operation: PrefetchOperation) -> None:
+        self.release_queue.append(operation.end())
+
+    # --- host to storage --------------------------------------------------------------------------------------------
+
+    def archive(self, operation: ArchiveOperation) -> None:
+        """Begin. The operation comes back in `archived`."""
+        self._engine.submit(Lane.ARCHIVE, [lambda: self._archive_batch(operation)])
+
+    def _archive_batch(self, operation: ArchiveOperation) -> None:
+        try:
+            more = self._store(operation)
+        except Exception:
+            log.exception("an archive failed")
+            self._count_error()
+            more = False
+        if more:
+            self._engine.submit(Lane.ARCHIVE, [lambda: self._archive_batch(operation)])
+        else:
+            self.archived.append(operation)
+
+    def _store(self, operation: ArchiveOperation) -> bool:
+        """One batch of KV, before the first one the sidecars; whether there is more to do."""
+        first = operation.completed_pages
+        if first == 0 and operation.extras:
+            self._store_extras(operation)
+        keys = operation.keys[first : first + self.policy.batch_pages]
+        rows = operation.host_indices[first * self._page_size : (first + len(keys)) * self._page_size]
+        stored = _num_leading(self.backend.batch_set_v1(keys, rows))
+        operation.completed_pages += stored
+        return stored == len(keys) and operation.completed_pages < len(operation.keys)
+
+    def _store_extras(self, operation: ArchiveOperation) -> None:
+        """Sidecars go first; KV without the state it needs on every page is not written."""
+        stored = self.backend.batch_set_v2(operation.extras)
+        for extra in operation.extras:
+            if extra.hit_policy is PoolHitPolicy.ALL_PAGES:
+                del operation.keys[_num_leading(stored[extra.name]) :]
+
+    def _count_error(self) -> None:
+        with self._errors_lock:
+            self._num_errors += 1
+
+
+def _num_leading(done: Iterable[bool]) -> int:
+    return sum(takewhile(bool, done))

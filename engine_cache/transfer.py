@@ -1,0 +1,249 @@
+"""HiCacheController: pages between device and host, for a tree that says which. No torch; the copies run in an engine.
+
+    tree ── write ──> rows on the host, copy queued ── engine ──> ticket ──> finished_writes ──> tree
+    tree ── load ───> rows on the device ── start_loading ── engine ──> ticket ──> finished_loads ──> tree
+
+One operation moves KV and, in models with more kinds of state, their pools along with it: all get room or none does,
+and one acknowledgement stands for all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_cache.copying import CopyEngine, Lane, Step, Ticket
+from engine_cache.errors import TransferError
+from engine_cache.pool_entry import HostPool, PoolEntry, RowAllocator
+from engine_cache.pools.host_rows import require_larger_than_device
+from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+
+
+class Ack(NamedTuple):
+    """An operation that was handed to the engine."""
+
+    ticket: Ticket
+    ids: list[int]
+    """What the tree called the parts of it."""
+
+
+class _QueuedLoad(NamedTuple):
+    ack_id: int
+    transfers: list[PoolTransfer]
+
+
+class HiCacheController:
+    """Belongs to the thread of its tree. The engine may be shared by nobody else.
+
+    kv: the KV pools, which name the pages. sidecars: pools whose state moves along. transfer_layer_num: layers of the
+    model; None: as many as KV has. Raises InvalidValueError for a host that is not larger than its device, for a pool
+    named twice and for layers that no pool or no layer of a pool answers for.
+    """
+
+    def __init__(
+        self,
+        kv: PoolEntry,
+        engine: CopyEngine,
+        *,
+        sidecars: Sequence[PoolEntry] = (),
+        transfer_layer_num: int | None = None,
+    ) -> None:
+        self.kv = kv
+        self.engine = engine
+        self.entries = {entry.name: entry for entry in (kv, *sidecars)}
+        if len(self.entries) != 1 + len(sidecars):
+            raise InvalidValueError("pools", [entry.name.value for entry in (kv, *sidecars)], "each pool once")
+        require_larger_than_device(kv.host_pool.size, kv.device_allocator.size)
+        self.transfer_layer_num = kv.host_pool.layer_num if transfer_layer_num is None else transfer_layer_num
+        _check_layers(self.entries.values(), self.transfer_layer_num)
+        self._consumer_ids = count()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._writes: deque[Ack] = deque()
+        self._load_queue: list[_QueuedLoad] = []
+        self._loads: deque[Ack] = deque()
+        self._load_tickets: dict[int, Ticket] = {}
+
+    def entry(self, name: PoolName) -> PoolEntry:
+        """The pools of that name. Raises InvalidValueError, which lists the known ones."""
+        entry = self.entries.get(name)
+        if entry is None:
+            known = ", ".join(each.value for each in self.entries)
+            raise InvalidValueError("pool", getattr(name, "value", name), f"one of {known}")
+        return entry
+
+    # --- device to host ---------------------------------------------------------------------------------------------
+
+    def write(
+        self, device_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
+    ) -> IndexArray | None:
+        """Start a backup: host rows that hold the data once `ack_id` is among the finished writes. None: no room, and
+        nothing taken. extra_pools: device rows of the sidecars; those without host rows are given some."""
+        kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
+        transfers = [kv, *extra_pools]
+        if not self._resolve_pool_transfers_allocation(transfers, "host_indices"):
+            return None
+        self._writes.append(Ack(self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))]), [ack_id]))
+        return kv.host_indices
+
+    def _write_step(self, moves: list[_Move]) -> Step:
+        def copy() -> None:
+            for name, host, device in moves:
+                entry = self.entries[name]
+                entry.host_pool.backup_from_device_all_layer(entry.device_pool, host, device)
+
+        return copy
+
+    def finished_writes(self, *, wait: bool = False) -> list[Ack]:
+        """Backups that have ended, oldest first, up to the first that has not; each is told once. wait: for all."""
+        return _take_finished(self._writes, wait=wait)
+
+    # --- host to device ---------------------------------------------------------------------------------------------
+
+    def load(
+        self, host_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
+    ) -> IndexArray | None:
+        """Queue a load for `start_loading`: the device rows it will fill. None: no room, and nothing taken."""
+        kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
+        transfers = [kv, *extra_pools]
+        if not self._resolve_pool_transfers_allocation(transfers, "device_indices"):
+            return None
+        self._load_queue.append(_QueuedLoad(ack_id, transfers))
+        return kv.device_indices
+
+    def start_loading(self) -> int:
+        """Start all queued loads as one operation, layer by layer; its number for `wait_for_layer`, -1 if there was
+        none."""
+        if not self._load_queue:
+            return -1
+        queued, self._load_queue = self._load_queue, []
+        moves = _moves([transfer for load in queued for transfer in load.transfers])
+        steps = [self._load_step(layer, moves) for layer in range(self.transfer_layer_num)]
+        ticket = self.engine.submit(Lane.LOAD, steps)
+        self._loads.append(Ack(ticket, [load.ack_id for load in queued]))
+        consumer = next(self._consumer_ids)
+        self._load_tickets[consumer] = ticket
+        return consumer
+
+    def _load_step(self, layer: int, moves: list[_Move]) -> Step:
+        def copy() -> None:
+            for name, host, device in moves:
+                entry = self.entries[name]
+                local = entry.local_layer(layer)
+                if local is not None:
+                    entry.host_pool.load_to_device_per_layer(entry.device_pool, host, device, local)
+
+        return copy
+
+    def wait_for_layer(self, consumer: int, layer: int) -> None:
+        """Return once a layer of an operation that `start_loading` began is on the device. Raises TransferError if
+        its copy failed."""
+        ticket = self._load_tickets.get(consumer)
+        if ticket is not None:  # else acknowledged already
+            ticket.wait_for_step(layer)
+
+    def finished_loads(self) -> list[Ack]:
+        """Loads that have ended, oldest first, up to the first that has not; each is told once. Raises TransferError
+        if one failed: its rows may be in use already."""
+        finished = _take_finished(self._loads, wait=False)
+        for ack in finished:
+            if ack.ticket.error is not None:
+                raise TransferError(f"load of {len(ack.ids)} nodes failed: {ack.ticket.error}") from ack.ticket.error
+        ended = {id(ack.ticket) for ack in finished}
+        self._load_tickets = {n: ticket for n, ticket in self._load_tickets.items() if id(ticket) not in ended}
+        return finished
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Let what runs end, forget what is queued, and free every host page."""
+        self.engine.drain()
+        self._forget()
+        for entry in self.entries.values():
+            entry.host_pool.clear()
+
+    def _resolve_pool_transfers_allocation(self, transfers: Sequence[PoolTransfer], wanted: str) -> bool:
+        """Give every transfer the rows it lacks on the side `wanted` (a field of PoolTransfer); False when one pool
+        has no room, and then none has been given any."""
+        lacking = [transfer for transfer in transfers if getattr(transfer, wanted) is None]
+        for transfer in lacking:
+            self._check_source(transfer, wanted)
+        taken: list[PoolTransfer] = []
+        for transfer in lacking:
+            rows = self._alloc(transfer, wanted)
+            if rows is None:
+                for given in taken:
+                    self._give_back(given, wanted)
+                return False
+            setattr(transfer, wanted, rows)
+            taken.append(transfer)
+        return True
+
+    def _check_source(self, transfer: PoolTransfer, wanted: str) -> None:
+        self.entry(transfer.name)
+        if transfer.device_indices is None and transfer.host_indices is None:
+            raise InvalidValueError(f"transfer of pool {transfer.name.value}", transfer, f"a source for its {wanted}")
+
+    def _alloc(self, transfer: PoolTransfer, wanted: str) -> IndexArray | None:
+        entry = self.entry(transfer.name)
+        if wanted == "host_indices":
+            assert transfer.device_indices is not None
+            return entry.alloc_host(len(transfer.device_indices))
+        assert transfer.host_indices is not None
+        return entry.alloc_device(len(transfer.host_indices))
+
+    def _give_back(self, transfer: PoolTransfer, wanted: str) -> None:
+        entry = self.entry(transfer.name)
+        pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
+        pool.free(getattr(transfer, wanted))
+        setattr(transfer, wanted, None)
+
+
+class _Move(NamedTuple):
+    name: PoolName
+    host: IndexArray
+    device: IndexArray
+
+
+def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
+    """The rows of all transfers, one move a pool, in order of first mention; the transfers are not needed any more."""
+    hosts: dict[PoolName, list[IndexArray]] = {}
+    devices: dict[PoolName, list[IndexArray]] = {}
+    for transfer in transfers:
+        assert transfer.host_indices is not None
+        assert transfer.device_indices is not None
+        hosts.setdefault(transfer.name, []).append(transfer.host_indices)
+        devices.setdefault(transfer.name, []).append(transfer.device_indices)
+    return [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
+
+
+def _take_finished(acks: deque[Ack], *, wait: bool) -> list[Ack]:
+    if wait and acks:
+        for ack in acks:
+            ack.ticket.synchronize()
+    finished = []
+    while acks and acks[0].ticket.query():
+        finished.append(acks.popleft())
+    return finished
+
+
+def _check_layers(entries: Iterable[PoolEntry], transfer_layer_num: int) -> None:
+    """Every layer of the model is moved by some pool, and every layer of a pool by some layer of the model."""
+    covered: set[int] = set()
+    for entry in entries:
+        local = {layer: entry.local_layer(layer) for layer in range(transfer_layer_num)}
+        mapped = {layer: own for layer, own in local.items() if own is not None}
+        if sorted(mapped.values()) != list(range(entry.host_pool.layer_num)):
+            expected = f"each of 0 .. {entry.host_pool.layer_num - 1} once"
+            raise InvalidValueError(f"layers of pool {entry.name.value}", sorted(mapped.values()), expected)
+        covered.update(mapped)
+    gaps = sorted(set(range(transfer_layer_num)) - covered)
+    if gaps:
+        raise InvalidValueError("layers that no pool moves", gaps, "none")

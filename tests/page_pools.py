@@ -1,0 +1,44 @@
+"""A host pool as small as a store's test needs it: real tensors, and nothing but pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` rows of three values each, one tensor, random at first."""
+
+    def __init__(self, num_pages: int = 16, page_size: int = 2, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.page_size = page_size
+        self.dtype = dtype
+        self.rows = torch.empty((num_pages * page_size, 3), dtype=dtype)
+        self.fill(seed=0)
+
+    def fill(self, seed: int) -> None:
+        """Other content in every page."""
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randint(0, 256, (self.rows.nbytes,), dtype=torch.uint8, generator=generator)
+        self.rows.view(torch.uint8).view(-1).copy_(noise)
+
+    def indices(self, *pages: int) -> np.ndarray:
+        """Rows of the pages, page by page."""
+        return (np.array(pages, np.int64)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+
+    def page_bytes(self, page: int) -> bytes:
+        return self.get_data_page(page * self.page_size).view(torch.uint8).numpy().tobytes()
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        page = self.rows[self._slice(index)].clone()
+        return page.flatten() if flat else page
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(self.page_size * 3, dtype=self.dtype)
+
+    def set_from_flat_data_page(self, index: int, data: torch.Tensor) -> None:
+        self.rows[self._slice(index)] = data.view(self.page_size, 3)
+
+    def _slice(self, index: int) -> slice:
+        if index % self.page_size or not 0 <= index < len(self.rows):
+            raise IndexError(index)
+        return slice(index, index + self.page_size)

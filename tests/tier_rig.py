@@ -1,0 +1,261 @@
+"""A cache with a host tier and real tensors, an engine that computes, and everything that can go wrong below it.
+
+The content of a row follows from the tokens up to the end of its page, so a page that is found anywhere, on any tier,
+can be told right or wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from engine_cache import (
+    EvictParams,
+    HiCacheController,
+    HiRadixCache,
+    InsertParams,
+    ManualCopyEngine,
+    MatchPrefixParams,
+    PagedTokenToKVPoolAllocator,
+    PoolEntry,
+    RadixKey,
+)
+from engine_cache.node import iter_nodes
+from engine_cache.pools.device import MHATokenToKVPool, PoolShape
+from engine_cache.pools.host import MHATokenToKVPoolHost
+from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
+from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
+
+LAYERS = 2
+
+
+def page_content(extra_key, raw):
+    """What the last page of a prefix contains, as one number."""
+    digest = hashlib.blake2b(repr((extra_key, tuple(raw))).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little") * 16
+
+
+class FaultyHostPool(MHATokenToKVPoolHost):
+    """Copies fail as often as told to."""
+
+    write_faults = 0
+    load_faults = 0
+
+    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices):
+        if self.write_faults:
+            self.write_faults -= 1
+            raise RuntimeError("injected write fault")
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices)
+
+    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id):
+        if self.load_faults:
+            self.load_faults -= 1
+            raise RuntimeError("injected load fault")
+        super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id)
+
+
+class MemoryStorage(HiCacheStorage):
+    """A store in a dict. `broken`: every read and write raises. `full`: nothing more is taken."""
+
+    medium = StorageMedium.DISK
+
+    def __init__(self):
+        super().__init__()
+        self.pages = {}
+        self.removed = {}
+        self.broken = self.full = False
+        self.batches = []  # (what, pool, number of keys)
+
+    def is_held(self, key):
+        return (PoolName.KV, key) in self.pages
+
+    def lose(self, key, name=PoolName.KV):
+        del self.pages[name, key]
+        self.removed[key] = None
+
+    def take_removed(self):
+        removed, self.removed = self.removed, {}
+        return [key for key in removed if not self.is_held(key)]
+
+    def clear(self):
+        self.pages.clear()
+        self.removed.clear()
+
+    def get_stats(self):
+        return StorageStats(0, 0, 0, 0, 0, 0, 0, len(self.pages), 0)
+
+    def _present(self, name, keys):
+        self._check("exists", name, keys)
+        return [(name, key) in self.pages for key in keys]
+
+    def _read(self, name, pool, keys, rows):
+        self._check("get", name, keys)
+        done = []
+        for key, row in zip(keys, rows, strict=True):
+            page = self.pages.get((name, key))
+            if page is not None:
+                pool.set_from_flat_data_page(row, page)
+            done.append(page is not None)
+        return done
+
+    def _write(self, name, pool, keys, rows):
+        self._check("set", name, keys)
+        for key, row in zip(keys, rows, strict=True):
+            if not self.full:
+                self.pages.setdefault((name, key), pool.get_data_page(row))
+        return [(name, key) in self.pages for key in keys]
+
+    def _check(self, what, name, keys):
+        self.batches.append((what, name, len(keys)))
+        if self.broken:
+            raise OSError("injected storage fault")
+
+
+class Rig:
+    """Pools of `device_pages` and `host_pages` pages, and a HiRadixCache on them."""
+
+    def __init__(self, *, page_size=2, device_pages=8, host_pages=12, engine=None, is_eagle=False, **cache):
+        self.page_size, self.is_bigram = page_size, is_eagle
+        self.pool = PagedTokenToKVPoolAllocator(device_pages * page_size, page_size)
+        shape = PoolShape(device_pages * page_size, page_size, LAYERS, torch.int64)
+        self.device = MHATokenToKVPool(shape, 1, 1)
+        ratio = (host_pages - 0.5) / device_pages
+        self.host = FaultyHostPool(self.device, ratio=ratio, reserve_bytes=0)
+        assert self.host.size == host_pages * page_size
+        self.engine = engine or ManualCopyEngine()
+        self.controller = HiCacheController(PoolEntry(PoolName.KV, self.host, self.device, self.pool), self.engine)
+        cache = {"load_back_threshold": 1, "enable_kv_cache_events": True} | cache
+        self.cache = HiRadixCache(
+            page_size=page_size, allocator=self.pool, controller=self.controller, is_eagle=is_eagle, **cache
+        )
+
+    # --- an engine that computes ---
+
+    def prefixes(self, tokens):
+        """Raw tokens of every prefix of whole pages, shortest first."""
+        pages = max(0, len(tokens) - self.is_bigram) // self.page_size
+        return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(1, pages + 1)]
+
+    def insert(self, tokens, extra_key=None, **params):
+        """Compute a prompt anew and insert it; None when there is no room on the device."""
+        prefixes = self.prefixes(tokens)
+        length = len(prefixes) * self.page_size
+        rows = self.pool.alloc(length)
+        if rows is None:
+            self.cache.evict(EvictParams(length))
+            rows = self.pool.alloc(length)
+        if rows is None:
+            return None
+        self.compute(rows, extra_key, prefixes)
+        value = np.concatenate((rows, np.zeros(len(tokens) - length, np.int64)))
+        result = self.cache.insert(InsertParams(RadixKey(tokens, extra_key), value, **params))
+        self.pool.free(rows[: result.prefix_len])
+        return result
+
+    def compute(self, rows, extra_key, prefixes):
+        """Write the last page of each prefix to rows of the device."""
+        content = torch.tensor([page_content(extra_key, raw) for raw in prefixes], dtype=torch.int64)
+        keys, values = (part.view(-1, 1, 1) for part in self._layer_content(content))
+        for layer in range(LAYERS):
+            self.device.set_kv_buffer(layer, rows, keys + layer, values - layer)
+
+    def _layer_content(self, content):
+        """Keys and values of layer 0, one a row."""
+        keys = (content[:, None] + torch.arange(self.page_size)).reshape(-1)
+        return keys, ~keys
+
+    def match(self, tokens, extra_key=None):
+        return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key)))
+
+    def settle(self):
+        """Let all transfers end and take over what they did."""
+        self.cache.ready_to_load_host_cache()
+        self.engine.drain()
+        self.cache.check_hicache_events()
+        self.engine.drain()
+        self.cache.check_hicache_events()
+
+    # --- what is where ---
+
+    def walk(self):
+        """(node, namespace, raw tokens of the prefix at each page's end) of every node."""
+        raw_of = {self.cache.root_node: ()}
+        for node in iter_nodes(self.cache.root_node):
+            above = raw_of[node.parent]
+            raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)
+            yield node, node.key.extra_key, self.prefixes(raw)[-(len(node.key) // self.page_size) :]
+
+    def held(self, medium):
+        """(namespace, raw tokens) of every page that is on the tier, and was acknowledged."""
+        return {
+            (extra_key, raw)
+            for node, extra_key, prefixes in self.walk()
+            for raw in prefixes
+            if (medium is StorageMedium.GPU and node.value is not None)
+            or (medium is StorageMedium.CPU and node.host_value is not None and node.write_through_pending_id is None)
+        }
+
+    def check(self):
+        """Tree, tiers and pools recount, and every byte is what it should be."""
+        self._check_cache()
+        loading = {id(step) for node in self.cache.ongoing_load_back.values() for step in _up(node)}
+        for node, extra_key, prefixes in self.walk():
+            content = torch.tensor([page_content(extra_key, raw) for raw in prefixes], dtype=torch.int64)
+            if node.value is not None and id(node) not in loading:
+                for layer in range(LAYERS):
+                    held = self.device.get_kv_buffer(layer)
+                    self._check_content(held, node.value, content, layer)
+            if node.host_value is not None and node.write_through_pending_id is None:
+                for layer in range(LAYERS):
+                    held = self.host.kv_buffer[:, layer]
+                    self._check_content(held, node.host_value, content, layer)
+
+    def _check_cache(self):
+        self.cache.check(np.empty(0, np.int64))
+
+    def _check_content(self, held, rows, content, layer):
+        keys, values = self._layer_content(content)
+        rows = torch.from_numpy(rows)
+        assert torch.equal(held[0][rows].flatten(), keys + layer)
+        assert torch.equal(held[1][rows].flatten(), values - layer)
+
+    def events(self):
+        """(kind, medium, tokens or None) of what was recorded since the last call."""
+        return [
+            (type(event).__name__, getattr(event, "medium", None), getattr(event, "token_ids", None))
+            for event in self.cache.take_events()
+        ]
+
+
+def _up(node):
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+class Replay:
+    """Events applied to one set of pages a medium; complains of what no stream may contain."""
+
+    def __init__(self):
+        # per medium: (namespace, block hash) -> (parent block hash, sequence hash)
+        self.pages = {medium: {} for medium in StorageMedium}
+
+    def apply(self, event):
+        if isinstance(event, AllBlocksCleared):
+            for pages in self.pages.values():
+                pages.clear()
+            return
+        pages = self.pages[event.medium]
+        page = (event.extra_key, *event.block_hashes)
+        if isinstance(event, BlockStored):
+            assert page not in pages, f"{page} stored twice on {event.medium}"
+            pages[page] = (event.parent_block_hash, int.from_bytes(event.sequence_hashes, "little"))
+        else:
+            assert page in pages, f"{page} removed from {event.medium}, but not there"
+            del pages[page]
+
+    def has_parent(self, event):
+        parent = event.parent_block_hash
+        return parent is None or (event.extra_key, parent) in self.pages[event.medium]
