@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine_cache import RadixCache
 from indexer.views import View
 from kv_events.hashing import U64Array
-from kv_events.schema import MEDIUM_INDEX, StorageMedium
+from kv_events.schema import MEDIA, StorageMedium
+from simulation.worker import SimulatedWorker
 
-_ON_GPU = 1 << MEDIUM_INDEX[StorageMedium.GPU]
 
+def divergent_pages(worker: SimulatedWorker, view: View | None) -> dict[StorageMedium, int]:
+    """Pages on each medium that either the worker or the router's view of it holds, but not both.
 
-def divergent_pages(cache: RadixCache, view: View | None) -> int:
-    """Pages that either the cache or the router's view of it holds, but not both; pages on a wrong tier count, too.
-
-    The cache side is a walk of its tree, the view side everything the index has for the stream. None: no view.
+    The worker's side is a walk of its tree and the content of its disk, the view's side everything the index has for
+    the stream. None: no view.
     """
-    cached = np.array([page.sequence_hash for page in cache.iter_resident(StorageMedium.GPU)], np.uint64)
-    viewed, num_elsewhere = _viewed(view) if view is not None else (np.zeros(0, np.uint64), 0)
-    return len(np.setxor1d(cached, viewed)) + num_elsewhere
+    viewed = _viewed(view)
+    found = {}
+    for medium in MEDIA:
+        held, num_nameless = _held(worker, medium)
+        found[medium] = len(np.setxor1d(held, viewed[medium])) + num_nameless
+    return found
 
 
-def _viewed(view: View) -> tuple[U64Array, int]:
-    """Pages that the view holds on GPU, and the number of those it holds on other tiers."""
-    hashes, num_elsewhere = [np.zeros(0, np.uint64)], 0
-    for held in view.index.held_pages(view.number):
-        hashes.append(held.hashes[held.tiers & _ON_GPU != 0])
-        num_elsewhere += int(np.count_nonzero(held.tiers & ~np.uint8(_ON_GPU)))
-    return np.concatenate(hashes), num_elsewhere
+def _held(worker: SimulatedWorker, medium: StorageMedium) -> tuple[U64Array, int]:
+    """Pages that the worker holds, and the number of those that it holds and never told of."""
+    if medium is StorageMedium.DISK and worker.tiers is not None:
+        return worker.tiers.on_disk()
+    return np.array([page.sequence_hash for page in worker.cache.iter_resident(medium)], np.uint64), 0
+
+
+def _viewed(view: View | None) -> dict[StorageMedium, U64Array]:
+    held = list(view.index.held_pages(view.number)) if view is not None else []
+    empty = np.zeros(0, np.uint64)
+    return {
+        medium: np.concatenate([empty, *(part.hashes[part.tiers >> tier & 1 == 1] for part in held)])
+        for tier, medium in enumerate(MEDIA)
+    }

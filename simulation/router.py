@@ -8,6 +8,7 @@ from functools import partial
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.questions import score_all
+from indexer.scores import WorkerScore
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.streams import DEFAULT_TENANT
 from simulation.requests import Request
@@ -32,10 +33,17 @@ class Router:
         """Tokens of the prompt that each worker holds, by worker number."""
         self.num_queries += 1
         found = [0] * self.num_workers
-        seed = namespace_seed(cache_salt=request.extra_key)
-        namespaces = self._namespaces.find(self._model, DEFAULT_TENANT)
-        for held in score_all(namespaces, partial(sequence_hashes, request.token_ids, seed=seed), self._freshness):
+        for held in self._scores(request):
             number = self._number_of_worker.get(held.worker)
             if number is not None:
                 found[number] = held.longest_matched
         return found
+
+    def num_tiers(self, request: Request) -> int:
+        """Most tiers over which one worker's part of the prompt is spread. Not counted: no policy asks that."""
+        return max((len({*held.tiers} - {0}) for held in self._scores(request)), default=0)
+
+    def _scores(self, request: Request) -> list[WorkerScore]:
+        seed = namespace_seed(cache_salt=request.extra_key)
+        namespaces = self._namespaces.find(self._model, DEFAULT_TENANT)
+        return score_all(namespaces, partial(sequence_hashes, request.token_ids, seed=seed), self._freshness)

@@ -9,6 +9,9 @@ from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE
 
 MAX_WORKERS = 4096
+MAX_RATIO = 1000
+CACHES = ("radix", "hiradix", "mamba", "himamba")
+"""Kinds of caches: on the device alone or with host and disk (`hi`), without and with recurrent states (`mamba`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +20,15 @@ class SimulationSettings:
 
     workers: int = 8
     capacity_tokens: int = 2**20
-    """Tokens that a worker's cache holds: a whole number of pages."""
+    """Tokens that a worker's cache holds on the device: a whole number of pages."""
     page_size: int = 64
     """Tokens a page."""
+    cache: str = "radix"
+    """One of `CACHES`."""
+    host_ratio: float = 2.0
+    """Tokens on the host for each on the device, in caches with tiers. The host must be the larger of the two."""
+    disk_ratio: float = 8.0
+    """The same for the disk."""
     seed: int = 0
     """Of the policies that draw."""
     model: str = "simulation"
@@ -37,8 +46,19 @@ class SimulationSettings:
         if self.capacity_tokens < self.page_size or self.capacity_tokens % self.page_size:
             expected = f"a positive multiple of the page size {self.page_size}"
             raise InvalidValueError("capacity_tokens", self.capacity_tokens, expected)
+        if self.cache not in CACHES:
+            raise InvalidValueError("cache", self.cache, f"one of {', '.join(CACHES)}")
+        if not 1 <= self.host_ratio <= MAX_RATIO:
+            raise InvalidValueError("host_ratio", self.host_ratio, f"1 .. {MAX_RATIO}")
+        if not 0 < self.disk_ratio <= MAX_RATIO:
+            raise InvalidValueError("disk_ratio", self.disk_ratio, f"more than 0, at most {MAX_RATIO}")
         if self.kafka is not None and self.log_folder is not None:
             raise InvalidValueError("log_folder", str(self.log_folder), "none with kafka: the topic is the recording")
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there are host and disk below the device."""
+        return self.cache in ("hiradix", "himamba")
 
     def model_of(self, policy: str) -> str:
         """Model name of a policy's fleet."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from publisher import EventPublisher, PublisherSettings
+from simulation.caches import create_cache, num_ledger_pages
 from simulation.divergence import divergent_pages
 from simulation.policies import create_policy
 from simulation.report import PolicyReport, WorkerLoad
@@ -29,7 +30,7 @@ def publisher_settings(settings: SimulationSettings, policy: str) -> list[Publis
             model=settings.model_of(policy),
             worker=f"worker-{number}",
             block_size=settings.page_size,
-            ledger_pages=settings.capacity_tokens // settings.page_size,
+            ledger_pages=num_ledger_pages(settings),
         )
         for number in range(settings.workers)
     ]
@@ -53,7 +54,7 @@ class Trial:
         self._namespaces = namespaces
         self.router = Router(namespaces, freshness, settings.model_of(policy), names)
         self._loads = [WorkerLoad(name) for name in names]
-        self.workers = [SimulatedWorker(each, settings.capacity_tokens, settings.page_size) for each in publishers]
+        self.workers = [SimulatedWorker(each, create_cache(settings)) for each in publishers]
 
     def step(self, request: Request) -> int:
         """Route and serve one request. Returns the number of the worker that served it."""
@@ -75,5 +76,6 @@ class Trial:
     def report(self, seconds: float) -> PolicyReport:
         """The result; compares every view with its cache."""
         for worker, load in zip(self.workers, self._loads, strict=True):
-            load.divergent_pages = divergent_pages(worker.cache, self._namespaces.view(worker.publisher.stream))
+            divergent = divergent_pages(worker, self._namespaces.view(worker.publisher.stream))
+            load.divergent_pages = sum(divergent.values())
         return PolicyReport(self._name, tuple(self._loads), self.router.num_queries, seconds)

@@ -6,52 +6,43 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_cache import (
-    EvictParams,
-    IndexArray,
-    InsertParams,
-    MatchPrefixParams,
-    PagedTokenToKVPoolAllocator,
-    RadixCache,
-    RadixKey,
-)
+from engine_cache import EvictParams, IndexArray, InsertParams, MatchPrefixParams, RadixKey
 from publisher import EventPublisher
+from simulation.caches import WorkerCache
 from simulation.requests import Request
+from simulation.tiers import Found
 
 
 class Served(NamedTuple):
     """What became of one request."""
 
     found_tokens: int
-    """Tokens of the prompt that were in cache."""
+    """Tokens of the prompt that were in cache, on whatever tier."""
     is_cut: bool
     """Whether the request was longer than the worker's capacity, so that only its beginning is cached."""
 
 
 class SimulatedWorker:
-    """Serves one request at a time, at once: match, lock, evict, allocate, insert, unlock, publish."""
+    """Serves one request at a time, at once: find, lock, evict, allocate, insert, unlock, publish."""
 
-    def __init__(self, publisher: EventPublisher, capacity_tokens: int, page_size: int) -> None:
+    def __init__(self, publisher: EventPublisher, cache: WorkerCache) -> None:
         self.publisher = publisher
-        self._allocator = PagedTokenToKVPoolAllocator(capacity_tokens, page_size)
-        self.cache = RadixCache(page_size=page_size, allocator=self._allocator, enable_kv_cache_events=True)
+        self.cache, self._allocator, self.tiers, self._states = cache
         publisher.publish(self.cache.take_events())
 
     def serve(self, request: Request) -> Served:
         """Prompt and output are in cache afterwards, as far as they fit."""
-        match = self.cache.match_prefix(MatchPrefixParams(RadixKey(request.token_ids, request.extra_key)))
         key = self._key(request)
-        found = len(match.device_indices)
-        node = match.last_device_node
-        self.cache.inc_lock_ref(node)
-        rows = self._allocate(len(key) - found)
-        held = np.concatenate((match.device_indices, rows))
-        taken = self.cache.insert(InsertParams(key[: len(held)], held))
-        # an output that an earlier request brought along is there already: its rows are duplicates
-        self._allocator.free(held[found : taken.prefix_len])
-        self.cache.dec_lock_ref(node)
+        found = self._find(RadixKey(request.token_ids, request.extra_key))
+        num_found = len(found.rows)
+        self.cache.inc_lock_ref(found.node)
+        held = np.concatenate((found.rows, self._allocate(len(key) - num_found)))
+        self._insert(key[: len(held)], held, found, len(request.token_ids))
+        if self.tiers is not None:
+            self.tiers.settle()
+        self.cache.dec_lock_ref(found.node)
         self.publisher.publish(self.cache.take_events())
-        return Served(found, is_cut=len(held) < len(key))
+        return Served(num_found, is_cut=len(held) < len(key))
 
     def _key(self, request: Request) -> RadixKey:
         """Whole pages of prompt and output."""
@@ -59,6 +50,12 @@ class SimulatedWorker:
         if len(request.output_tokens):
             tokens = np.concatenate((tokens, request.output_tokens))
         return RadixKey(tokens, request.extra_key).page_aligned(self.cache.page_size)
+
+    def _find(self, prompt: RadixKey) -> Found:
+        if self.tiers is not None:
+            return self.tiers.find(prompt)
+        match = self.cache.match_prefix(MatchPrefixParams(prompt))
+        return Found(match.device_indices, match.last_device_node, match.mamba_branching_seqlen)
 
     def _allocate(self, num_tokens: int) -> IndexArray:
         """Rows for as many of the tokens as can be had; evicts what is not locked."""
@@ -68,3 +65,15 @@ class SimulatedWorker:
         rows = self._allocator.alloc(min(num_tokens, self._allocator.available_size()))
         assert rows is not None, "no more is asked for than is free"
         return rows
+
+    def _insert(self, key: RadixKey, held: IndexArray, found: Found, prompt_len: int) -> None:
+        """Hand the rows behind what was found over to the tree."""
+        num_found = len(found.rows)
+        if self._states is not None:
+            # where other prompts part from this one, and where its answer begins
+            ends = {found.branching_seqlen or 0, prompt_len // self.cache.page_size * self.cache.page_size}
+            self._states.insert(key, held, num_found, ends)
+            return
+        taken = self.cache.insert(InsertParams(key, held))
+        # an output that an earlier request brought along is there already: its rows are duplicates
+        self._allocator.free(held[num_found : taken.prefix_len])

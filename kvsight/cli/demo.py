@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from kvsight.cli.simulate import load_requests, policy_progress
 
 if TYPE_CHECKING:
     from api.settings import ApiSettings
-    from simulation import Requests
+    from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
     from simulation.requests import Request
 
@@ -25,6 +26,8 @@ _NUM_REQUESTS = 1500
 _WARM_REQUESTS = 300
 _WORKERS = 4
 _CAPACITY_TOKENS = 2**18
+_TIERED_CAPACITY_TOKENS = 2**14  # so small that the warm-up alone fills device and host
+_TIERED_HOST_RATIO = 1.5
 _PAGE_SIZE = 16
 _SHOWN_RATE = 5.0
 
@@ -34,6 +37,9 @@ def demo(
     requests: Annotated[
         int, typer.Option(help="Requests of the compared workload.", min=_WARM_REQUESTS + 1)
     ] = _NUM_REQUESTS,
+    cache: Annotated[
+        str, typer.Option(help="What the engines keep: radix, hiradix, mamba or himamba; hi: on host and disk, too.")
+    ] = "radix",
     should_exit: Annotated[bool, typer.Option("--exit", help="End after the first answer.")] = False,
 ) -> None:
     """See it work: a fleet of simulated engines, the index and the API, in this one process.
@@ -47,22 +53,35 @@ def demo(
     settings = ApiSettings.ignoring_environment(port=port)
     with listen(settings) as bound:
         compile_kernels()
+        fleet_settings = _fleet_settings(cache)
         workload = list(load_requests(None, requests, seed=0))
-        _compare_policies(workload)
-        asyncio.run(_run_live(workload, settings, bound, should_exit))
+        _compare_policies(workload, fleet_settings)
+        asyncio.run(_run_live(workload, settings, bound, fleet_settings, should_exit))
 
 
-def _compare_policies(workload: Requests) -> None:
-    from simulation import POLICIES, SimulationSettings, reports_table, simulate
+def _fleet_settings(cache: str) -> SimulationSettings:
+    from simulation import SimulationSettings
 
-    settings = SimulationSettings(workers=_WORKERS, capacity_tokens=_CAPACITY_TOKENS, page_size=_PAGE_SIZE)
+    settings = SimulationSettings(workers=_WORKERS, capacity_tokens=_CAPACITY_TOKENS, page_size=_PAGE_SIZE, cache=cache)
+    if settings.has_tiers:
+        return replace(settings, capacity_tokens=_TIERED_CAPACITY_TOKENS, host_ratio=_TIERED_HOST_RATIO)
+    return settings
+
+
+def _compare_policies(workload: Requests, settings: SimulationSettings) -> None:
+    from simulation import POLICIES, reports_table, simulate
+
     with policy_progress() as progress:
         reports = simulate(workload, settings, list(POLICIES), progress)
     out.print(reports_table(reports))
 
 
 async def _run_live(
-    workload: Sequence[Request], settings: ApiSettings, bound: socket.socket, should_exit: bool
+    workload: Sequence[Request],
+    settings: ApiSettings,
+    bound: socket.socket,
+    fleet_settings: SimulationSettings,
+    should_exit: bool,
 ) -> None:
     """The same fleet behind the real API: publishers, a log in memory, the consumer, HTTP."""
     from api.app import create_app
@@ -70,28 +89,37 @@ async def _run_live(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
     from kv_events.memory_log import MemoryLog
-    from simulation import SimulationSettings
     from simulation.live import MemoryTransport, publishing_fleet
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    fleet_settings = SimulationSettings(workers=_WORKERS, capacity_tokens=_CAPACITY_TOKENS, page_size=_PAGE_SIZE)
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
     async with (
         running_server(create_app(consumer, settings), settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", MemoryTransport(log), consumer) as fleet,
     ):
-        for request in workload[:_WARM_REQUESTS]:
-            fleet.trial.step(request)
-            await asyncio.sleep(0)
-        await fleet.settle()
-        await _show_answer(url, fleet_settings.model_of("kv-aware"), workload[:_WARM_REQUESTS][-1])
+        telling = await _warm_up(fleet, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
+        await _show_answer(url, fleet_settings.model_of("kv-aware"), telling)
         out.print(f"Open {url}/docs, {url}/workers or {url}/metrics while it runs.")
         if not should_exit:
             err.print("Ctrl-C ends the demo")
             await _go_on(fleet, workload[_WARM_REQUESTS:], stop)
+
+
+async def _warm_up(fleet: LiveFleet, workload: Sequence[Request], num_tiers: int) -> Request:
+    """Serve until the answer to some prompt shows as many tiers; that prompt, or the one that shows most."""
+    telling = workload[0]
+    for number, request in enumerate(workload, 1):
+        fleet.trial.step(request)
+        await asyncio.sleep(0)
+        if number >= _WARM_REQUESTS:
+            await fleet.settle()
+            telling = max(workload[:number][::-1], key=fleet.trial.router.num_tiers)
+            if fleet.trial.router.num_tiers(telling) >= num_tiers:
+                break
+    return telling
 
 
 async def _go_on(fleet: LiveFleet, workload: Sequence[Request], stop: asyncio.Event) -> None:

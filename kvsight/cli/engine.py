@@ -38,13 +38,14 @@ def engine(
 async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
     from publisher import EventPublisher
     from publisher.sinks.kafka import KafkaSink
-    from simulation import SimulatedWorker, WorkloadSettings, generate
+    from simulation import SimulatedWorker, SimulationSettings, WorkloadSettings, create_cache, generate
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     publisher = EventPublisher(settings, KafkaSink(settings))
-    worker = SimulatedWorker(publisher, capacity, settings.block_size)
+    cache = create_cache(SimulationSettings(capacity_tokens=capacity, page_size=settings.block_size))
+    worker = SimulatedWorker(publisher, cache)
     await publisher.start()
     err.print(f"{settings.stream.key} serves {rate:g} requests a second; Ctrl-C stops")
     for part in count(seed):

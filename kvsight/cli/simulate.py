@@ -21,8 +21,11 @@ def simulate(
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests of the generated workload.")] = 2000,
     workers: Annotated[int, typer.Option(help="Workers of the fleet.")] = 8,
-    capacity: Annotated[int, typer.Option(help="Tokens that each worker's cache holds.")] = 2**20,
+    capacity: Annotated[int, typer.Option(help="Tokens that each worker's cache holds on the device.")] = 2**20,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    cache: Annotated[str, typer.Option(help="What a worker keeps: radix, hiradix, mamba or himamba.")] = "radix",
+    host_ratio: Annotated[float, typer.Option(help="Host tokens per device token, with hiradix and himamba.")] = 2.0,
+    disk_ratio: Annotated[float, typer.Option(help="Disk tokens per device token, likewise.")] = 8.0,
     policy: Annotated[
         list[str] | None, typer.Option(help="random, round-robin or kv-aware; may be given more than once.")
     ] = None,
@@ -46,6 +49,9 @@ def simulate(
         workers=workers,
         capacity_tokens=capacity,
         page_size=page_size,
+        cache=cache,
+        host_ratio=host_ratio,
+        disk_ratio=disk_ratio,
         seed=seed,
         kafka=kafka,
         log_folder=record,

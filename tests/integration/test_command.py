@@ -258,6 +258,18 @@ def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer(free_port: int
         assert word in done.stdout + done.stderr
 
 
+def test_the_demo_of_a_tiered_fleet_shows_gpu_below_cpu_below_disk(free_port: int) -> None:
+    done = kvsight("demo", "--exit", "--port", free_port, "--requests", 360, "--cache", "hiradix")
+    assert done.returncode == 0, done.stderr
+    rows = [line.replace("│", " ").split() for line in done.stdout.splitlines() if "worker-" in line]
+    assert any(0 < int(gpu) < int(cpu) < int(disk) for _, gpu, cpu, disk, *_ in rows), done.stdout
+
+
+def test_an_unknown_cache_is_one_clear_line_with_the_known_ones() -> None:
+    for command in ("demo", "simulate"):
+        assert_one_clear_line(kvsight(command, "--cache", "best"), "cache", "himamba")
+
+
 def test_the_demo_ends_cleanly_on_ctrl_c(free_port: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "kvsight", "demo", "--port", str(free_port), "--requests", "320"],

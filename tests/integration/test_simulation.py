@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,13 +12,17 @@ import numpy as np
 import pytest
 
 from indexer.replay import Replay, Until, log_records
+from indexer.scores import score
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
-from kv_events.schema import AllBlocksCleared, StorageMedium
+from kv_events.schema import MEDIA, AllBlocksCleared, StorageMedium
+from kv_events.streams import DEFAULT_TENANT
 from publisher.sinks import OutRecord
 from publisher.sinks.memory import MemorySink
 from simulation import (
+    CACHES,
     POLICIES,
     MooncakeTrace,
     PolicyReport,
@@ -28,6 +33,7 @@ from simulation import (
     simulate,
 )
 from simulation.direct import DirectFleet
+from simulation.divergence import divergent_pages
 from simulation.errors import SimulationError
 from simulation.live import KafkaTransport, MemoryTransport, live_fleet, run_live
 
@@ -79,6 +85,53 @@ def test_the_real_trace_does_not_diverge_and_prefixes_are_found(trace_path: Path
     assert blind.divergent_pages == aware.divergent_pages == 0
     assert aware.found_share > 1.5 * blind.found_share
     assert aware.imbalance < 1.3
+
+
+# --- tiers and states -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "kv-aware"])
+@pytest.mark.parametrize("cache", CACHES)
+async def test_no_view_diverges_on_any_medium(cache: str, policy: str, requests: list[Request]) -> None:
+    settings = replace(SMALL, cache=cache, disk_ratio=4.0)
+    async with live_fleet(settings, policy, MemoryTransport(MemoryLog())) as fleet:
+        for request in requests:
+            fleet.trial.step(request)
+        await fleet.settle()
+        for worker in fleet.trial.workers:
+            view = fleet.consumer.namespaces.view(worker.publisher.stream)
+            assert divergent_pages(worker, view) == dict.fromkeys(MEDIA, 0)
+            held = {medium for medium in MEDIA if any(True for _ in worker.cache.iter_resident(medium))}
+            assert held == ({StorageMedium.GPU, StorageMedium.CPU} if settings.has_tiers else {StorageMedium.GPU})
+            assert (worker.tiers is not None and worker.tiers.store.get_stats().num_evicted > 0) == settings.has_tiers
+
+
+@pytest.mark.parametrize("cache", ["hiradix", "himamba"])
+def test_lower_tiers_find_what_the_device_has_lost(cache: str, requests: list[Request]) -> None:
+    (flat,) = simulate(requests, replace(SMALL, cache=cache.removeprefix("hi")), ["round-robin"])
+    (tiered,) = simulate(requests, replace(SMALL, cache=cache), ["round-robin"])
+    assert tiered.divergent_pages == flat.divergent_pages == 0
+    assert tiered.found_share > 1.5 * flat.found_share
+
+
+@pytest.mark.parametrize("cache", ["hiradix", "himamba"])
+async def test_an_answer_tells_gpu_from_cpu_from_disk(cache: str) -> None:
+    """Device of 64 pages, host of 97. Four others need the device, then the host, of a conversation's later turns."""
+    random = np.random.default_rng(3)
+
+    def extended(tokens: np.ndarray) -> np.ndarray:
+        return np.concatenate((tokens, random.integers(0, 1000, 256, dtype=np.uint32)))
+
+    system = extended(np.zeros(0, np.uint32))
+    talk = extended(extended(system))
+    settings = SimulationSettings(workers=1, capacity_tokens=1024, page_size=16, cache=cache, host_ratio=1.5)
+    async with live_fleet(settings, "random", MemoryTransport(MemoryLog())) as fleet:
+        for tokens in (system, talk[:512], talk, *(extended(system) for _ in range(4))):
+            fleet.trial.step(Request(0.0, tokens))
+        await fleet.settle()
+        (namespace,) = fleet.consumer.namespaces.find(settings.model_of("random"), DEFAULT_TENANT)
+        (answer,) = score(namespace, sequence_hashes(talk, 16, namespace_seed()), fleet.consumer.freshness)
+    assert answer.tiers == (256, 512, 768, 768)
 
 
 # --- a recorded run -------------------------------------------------------------------------------------------------

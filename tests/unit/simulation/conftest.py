@@ -18,7 +18,7 @@ MakeFleet = Callable[..., DirectFleet]
 def make_fleet() -> MakeFleet:
     """A fleet of `workers` with pages of 16 and room for 64 of them, if not said otherwise."""
 
-    def make(policy: str = "kv-aware", **changes: int) -> DirectFleet:
+    def make(policy: str = "kv-aware", **changes: object) -> DirectFleet:
         values = {"workers": 3, "capacity_tokens": 1024, "page_size": 16} | changes
         return DirectFleet(SimulationSettings(**values), policy, None)  # type: ignore[arg-type]
 

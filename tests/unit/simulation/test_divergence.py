@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 from wire import words
 
 from engine_cache import EvictParams
+from engine_cache.storage import page_key
 from kv_events.schema import BlockStored, StorageMedium
 from simulation.direct import DirectFleet
 
 
-def _fleet(make_fleet, prompts) -> DirectFleet:
-    fleet = make_fleet(workers=1)
+def _fleet(make_fleet, prompts, **changes: object) -> DirectFleet:
+    fleet = make_fleet(workers=1, **changes)
     fleet.trial.workers[0].serve(prompts.request(160))
     return fleet
 
@@ -41,4 +43,23 @@ def test_pages_on_a_tier_where_the_cache_has_none_count(make_fleet, prompts) -> 
     publisher = fleet.trial.workers[0].publisher
     publisher.publish([BlockStored([7], None, [], 16, None, StorageMedium.CPU, None, words([77]))])
     fleet.deliver(0)
+    assert _divergence(fleet) == 1
+
+
+def test_pages_on_every_tier_count_once_a_tier(make_fleet, prompts) -> None:
+    assert _divergence(_fleet(make_fleet, prompts, cache="hiradix")) == 30
+
+
+def test_pages_that_the_disk_has_lost_in_silence_count(make_fleet, prompts) -> None:
+    fleet = _fleet(make_fleet, prompts, cache="hiradix")
+    fleet.deliver(0)
+    assert _divergence(fleet) == 0
+    fleet.trial.workers[0].tiers.store.clear()
+    assert _divergence(fleet) == 10
+
+
+def test_pages_that_the_disk_has_and_nobody_told_of_count(make_fleet, prompts) -> None:
+    fleet = _fleet(make_fleet, prompts, cache="hiradix")
+    fleet.deliver(0)
+    fleet.trial.workers[0].tiers.store.batch_set_v1([page_key("0" * 64)], np.arange(16))
     assert _divergence(fleet) == 1

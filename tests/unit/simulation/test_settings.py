@@ -17,6 +17,9 @@ from simulation import SimulationSettings, simulate
         ("page_size", {"page_size": 0}),
         ("capacity_tokens", {"capacity_tokens": 100, "page_size": 64}),
         ("capacity_tokens", {"capacity_tokens": 0}),
+        ("cache", {"cache": "best"}),
+        ("host_ratio", {"cache": "hiradix", "host_ratio": 0.9}),
+        ("disk_ratio", {"cache": "hiradix", "disk_ratio": 0.0}),
         ("log_folder", {"kafka": "localhost:9092", "log_folder": Path("log")}),
     ],
 )

@@ -1,0 +1,36 @@
+"""Recurrent states of a simulated worker: where an engine saves them, and how they get into the tree."""
+
+from __future__ import annotations
+
+from engine_cache import EvictParams, IndexArray, InsertParams, MambaRadixCache, MambaSlotAllocator, RadixKey
+
+
+class States:
+    """The slots of a cache of a model with recurrent layers."""
+
+    def __init__(self, cache: MambaRadixCache, slots: MambaSlotAllocator) -> None:
+        self._cache = cache
+        self._slots = slots
+
+    def insert(self, key: RadixKey, rows: IndexArray, num_found: int, ends: set[int]) -> None:
+        """Put the key into the tree with a state at its end and, as far as there are slots, at each of `ends`.
+
+        rows: one a unit, of which the tree owns the first `num_found`; it takes the others over.
+        """
+        lengths = sorted({end for end in ends if num_found < end < len(key)} | {len(key)})
+        # all slots first: evicting for one must not touch what the insert before it has just handed over
+        slots = self._allocate(len(lengths))
+        for length, slot in zip(lengths[len(lengths) - len(slots) :], slots, strict=True):
+            state = slot.reshape(1)
+            params = InsertParams(key[:length], rows[:length], mamba_value=state, prev_prefix_len=num_found)
+            if self._cache.insert(params).mamba_exist:
+                self._slots.free(state)
+            num_found = max(num_found, length)
+
+    def _allocate(self, wanted: int) -> IndexArray:
+        missing = wanted - self._slots.available_size()
+        if missing > 0:
+            self._cache.evict(EvictParams(0, mamba_num=missing))
+        slots = self._slots.alloc(min(wanted, self._slots.available_size()))
+        assert slots is not None, "no more is asked for than is free"
+        return slots
