@@ -126,7 +126,11 @@ class ThreadCopyEngine:
         ticket = Ticket(len(steps))
         with self._idle:
             self._num_open += 1
-        self._threads[lane].submit(self._run, ticket, steps, self._step_runner(lane))
+        try:
+            self._threads[lane].submit(self._run, ticket, steps, self._step_runner(lane))
+        except RuntimeError:  # closed, or no thread to be had
+            self._end_job()
+            raise
         return ticket
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -144,6 +148,9 @@ class ThreadCopyEngine:
 
     def _run(self, ticket: Ticket, steps: Sequence[Step], run_step: Callable[[Step], None]) -> None:
         ticket.run(steps, run_step)
+        self._end_job()
+
+    def _end_job(self) -> None:
         with self._idle:
             self._num_open -= 1
             self._idle.notify_all()

@@ -12,7 +12,7 @@ from engine_cache.host_tier import HostTier
 from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode, compute_node_hash_values
 from engine_cache.settings import debug_pools
-from engine_cache.storage.base import HiCacheStorage, PoolTransfer
+from engine_cache.storage.base import HiCacheStorage, PoolTransfer, StorageClosedError
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_io import StorageIO
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
@@ -115,8 +115,7 @@ class StorageTier(HostTier):
         for operation in [operation for operation in storage.prefetches if operation.is_over]:
             storage.prefetches.remove(operation)
             self._free_extras(operation)
-        if storage.policy.emit_storage_events:
-            self._withdraw(storage.backend.take_removed())
+        self._withdraw(self._lost_keys(storage.backend))
 
     def iter_announced(self) -> Iterator[tuple[str, BlockStored]]:
         """Storage key and event of every page that events say is in the store."""
@@ -149,9 +148,26 @@ class StorageTier(HostTier):
         self.ongoing_backup.pop(operation).host_ref_counter -= 1
         assert self.storage is not None
         for key, event in zip(operation.keys[: operation.completed_pages], operation.events, strict=False):
-            if key not in self._announced and self.storage.backend.is_held(key):
+            if key not in self._announced and self._is_held(key):
                 self._announced[key] = event
                 self.kv_event_queue.append(event)
+
+    def _is_held(self, key: str) -> bool:
+        assert self.storage is not None
+        try:
+            return self.storage.backend.is_held(key)
+        except StorageClosedError:
+            return False
+
+    def _lost_keys(self, backend: HiCacheStorage) -> list[str]:
+        """Pages that the store does not hold any more; a store that was closed holds nothing.
+
+        Asked whether or not pages are announced: a store remembers what it lost until somebody asks.
+        """
+        try:
+            return backend.take_removed()
+        except StorageClosedError:
+            return list(self._announced)
 
     def _withdraw(self, keys: Iterable[str]) -> None:
         """Take back what was announced of these pages of the store."""

@@ -591,3 +591,44 @@ def test_what_one_cache_archives_in_a_folder_another_prefetches(tmp_path):
     reader.check()
     for rig in (writer, reader):
         rig.engine.close()
+
+
+# --- a store that loses, closes or is told to be silent ---
+
+
+def test_what_a_store_lost_is_withdrawn_although_announcing_was_switched_off_meanwhile():
+    store = MemoryStorage()
+    rig = attach(Rig(), store, emit_storage_events=True)
+    rig.insert([1, 2])
+    rig.settle()
+    rig.cache.take_events()
+    assert rig.cache.attach_storage_backend(store, StoragePolicy(emit_storage_events=False))[0]
+    store.lose(page_hashes([1, 2])[0])
+    rig.cache.check_hicache_events()
+    assert rig.events() == [("BlockRemoved", DISK, None)]
+
+
+def test_a_store_is_asked_what_it_lost_although_nothing_is_announced(tmp_path):
+    identity = StorageIdentity("m", PageLayout("float32", 2, (3, 1, 2), "layer_first"))
+    store = DirectoryStorage(tmp_path, identity, capacity_bytes=10**6)
+    rig = attach(Rig(), store)
+    rig.insert([1, 2])
+    rig.settle()
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            file.unlink()
+    store.batch_exists(page_hashes([1, 2]))
+    rig.cache.check_hicache_events()
+    assert store.take_removed() == []
+
+
+def test_a_store_that_was_closed_can_still_be_detached():
+    store = MemoryStorage()
+    rig = attach(Rig(), store, emit_storage_events=True)
+    rig.insert([1, 2])
+    rig.settle()
+    rig.cache.take_events()
+    store.close()
+    assert rig.cache.detach_storage_backend() == (True, "detached")
+    assert rig.events() == [("BlockRemoved", DISK, None)]
+    rig.check()

@@ -308,3 +308,11 @@ def test_a_transfer_for_an_unknown_pool_or_without_a_source_is_refused_and_takes
     with pytest.raises(InvalidValueError, match="a source"):
         controller.write(np.arange(2), 0, [PoolTransfer(PoolName.KV)])
     assert controller.kv.host_pool.available_size() == 12
+
+
+def test_a_job_that_a_closed_engine_refuses_is_not_waited_for():
+    engine = ThreadCopyEngine()
+    engine.close()
+    with pytest.raises(RuntimeError):
+        engine.submit(Lane.ARCHIVE, [lambda: None])
+    assert engine.drain(1.0)
