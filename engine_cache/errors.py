@@ -21,3 +21,7 @@ class PoolExhaustedError(KvsightError, RuntimeError):
 
 class PoolError(KvsightError):
     """Pool rows were freed that were not allocated, or not from this pool. Only debug mode looks for it."""
+
+
+class StackError(KvsightError, RuntimeError):
+    """A hybrid stack could not be built: names the pools and the step. All that was opened has been closed."""

@@ -10,19 +10,23 @@ and one acknowledgement stands for all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import count
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from engine_cache.copying import CopyEngine, Lane, Step, Ticket
 from engine_cache.errors import TransferError
-from engine_cache.pool_entry import HostPool, PoolEntry, RowAllocator
+from engine_cache.pool_entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.pools.host_rows import require_larger_than_device
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
+
+Side: TypeAlias = Literal["host_indices", "device_indices"]
+"""The field of a `PoolTransfer` that names the rows a copy goes to."""
 
 
 class Ack(NamedTuple):
@@ -41,27 +45,26 @@ class _QueuedLoad(NamedTuple):
 class HiCacheController:
     """Belongs to the thread of its tree. The engine may be shared by nobody else.
 
-    kv: the KV pools, which name the pages. sidecars: pools whose state moves along. transfer_layer_num: layers of the
-    model; None: as many as KV has. Raises InvalidValueError for a host that is not larger than its device, for a pool
-    named twice and for layers that no pool or no layer of a pool answers for.
+    kv: the pools whose rows name the pages, or a whole group. sidecars: the pools beside that, whose state moves along.
+    transfer_layer_num: layers of the model; None: as many as KV has. Raises InvalidValueError for a host that is not
+    larger than its device, for layers that no pool or no layer of a pool answers for, and as `HostPoolGroup` does.
     """
 
     def __init__(
         self,
-        kv: PoolEntry,
+        kv: PoolEntry | HostPoolGroup,
         engine: CopyEngine,
         *,
         sidecars: Sequence[PoolEntry] = (),
         transfer_layer_num: int | None = None,
     ) -> None:
-        self.kv = kv
+        self.group = kv if isinstance(kv, HostPoolGroup) else HostPoolGroup.of(kv, *sidecars)
+        self.kv = self.group.anchor
+        self.entries = self.group.entries
         self.engine = engine
-        self.entries = {entry.name: entry for entry in (kv, *sidecars)}
-        if len(self.entries) != 1 + len(sidecars):
-            raise InvalidValueError("pools", [entry.name.value for entry in (kv, *sidecars)], "each pool once")
-        require_larger_than_device(kv.host_pool.size, kv.device_allocator.size)
-        self.transfer_layer_num = kv.host_pool.layer_num if transfer_layer_num is None else transfer_layer_num
-        _check_layers(self.entries.values(), self.transfer_layer_num)
+        require_larger_than_device(self.kv.host_pool.size, self.kv.device_allocator.size)
+        self.transfer_layer_num = self.kv.host_pool.layer_num if transfer_layer_num is None else transfer_layer_num
+        self.group.check_layers(self.transfer_layer_num)
         self._consumer_ids = count()
         self._forget()
 
@@ -73,11 +76,7 @@ class HiCacheController:
 
     def entry(self, name: PoolName) -> PoolEntry:
         """The pools of that name. Raises InvalidValueError, which lists the known ones."""
-        entry = self.entries.get(name)
-        if entry is None:
-            known = ", ".join(each.value for each in self.entries)
-            raise InvalidValueError("pool", getattr(name, "value", name), f"one of {known}")
-        return entry
+        return self.group.entry(name)
 
     # --- device to host ---------------------------------------------------------------------------------------------
 
@@ -88,9 +87,16 @@ class HiCacheController:
         nothing taken. extra_pools: device rows of the sidecars; those without host rows are given some."""
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
+        lacking = [transfer for transfer in transfers if transfer.host_indices is None]
         if not self._resolve_pool_transfers_allocation(transfers, "host_indices"):
             return None
-        self._writes.append(Ack(self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))]), [ack_id]))
+        try:
+            ticket = self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))])
+        except Exception:
+            for transfer in lacking:
+                self._give_back(transfer, "host_indices")
+            raise
+        self._writes.append(Ack(ticket, [ack_id]))
         return kv.host_indices
 
     def _write_step(self, moves: list[_Move]) -> Step:
@@ -123,10 +129,10 @@ class HiCacheController:
         none."""
         if not self._load_queue:
             return -1
-        queued, self._load_queue = self._load_queue, []
-        moves = _moves([transfer for load in queued for transfer in load.transfers])
+        moves = _moves([transfer for load in self._load_queue for transfer in load.transfers])
         steps = [self._load_step(layer, moves) for layer in range(self.transfer_layer_num)]
         ticket = self.engine.submit(Lane.LOAD, steps)
+        queued, self._load_queue = self._load_queue, []
         self._loads.append(Ack(ticket, [load.ack_id for load in queued]))
         consumer = next(self._consumer_ids)
         self._load_tickets[consumer] = ticket
@@ -166,44 +172,75 @@ class HiCacheController:
         """Let what runs end, forget what is queued, and free every host page."""
         self.engine.drain()
         self._forget()
-        for entry in self.entries.values():
-            entry.host_pool.clear()
+        self.group.clear()
 
-    def _resolve_pool_transfers_allocation(self, transfers: Sequence[PoolTransfer], wanted: str) -> bool:
-        """Give every transfer the rows it lacks on the side `wanted` (a field of PoolTransfer); False when one pool
-        has no room, and then none has been given any."""
-        lacking = [transfer for transfer in transfers if getattr(transfer, wanted) is None]
-        for transfer in lacking:
-            self._check_source(transfer, wanted)
-        taken: list[PoolTransfer] = []
-        for transfer in lacking:
-            rows = self._alloc(transfer, wanted)
-            if rows is None:
-                for given in taken:
-                    self._give_back(given, wanted)
-                return False
-            setattr(transfer, wanted, rows)
-            taken.append(transfer)
+    def _resolve_pool_transfers_allocation(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
+        """Give every transfer the rows it lacks on the side `wanted`; False when one pool has no room, and then none
+        has been given any, nor after an error. Those that share rows come last."""
+        self._check_transfers(transfers, wanted)
+        with ExitStack() as undo:
+            for transfer in transfers:
+                if getattr(transfer, wanted) is None and self.group.source_of(transfer) is None:
+                    rows = self._alloc(transfer, wanted)
+                    if rows is None:
+                        return False
+                    setattr(transfer, wanted, rows)
+                    undo.callback(self._give_back, transfer, wanted)
+            undo.pop_all()
+        for transfer in transfers:
+            source = self._source(transfer, transfers)
+            if source is not None:
+                transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
         return True
 
-    def _check_source(self, transfer: PoolTransfer, wanted: str) -> None:
-        self.entry(transfer.name)
-        if transfer.device_indices is None and transfer.host_indices is None:
-            raise InvalidValueError(f"transfer of pool {transfer.name.value}", transfer, f"a source for its {wanted}")
+    def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
+        """Every transfer has the rows it starts from, or the rows of another to share, and KV moves with every pool
+        that lives on its rows."""
+        for transfer in transfers:
+            name, given = transfer.name.value, transfer.device_indices
+            if wanted == "device_indices":
+                given = transfer.host_indices
+            if self._source(transfer, transfers) is None and given is None:
+                raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {wanted}")
+            there = getattr(transfer, wanted)
+            if given is not None and there is not None and len(given) != len(there):
+                raise InvalidValueError(
+                    f"{wanted} of pool {name}", len(there), f"as many as on the other side, {len(given)}"
+                )
+        left = {entry.name for entry in self.group.sharing_entries()} - {transfer.name for transfer in transfers}
+        if left and _num_rows(transfers[0]):
+            missing = sorted(name.value for name in left)
+            raise InvalidValueError("transfers", [each.name.value for each in transfers], f"{missing}, too")
 
-    def _alloc(self, transfer: PoolTransfer, wanted: str) -> IndexArray | None:
-        entry = self.entry(transfer.name)
-        if wanted == "host_indices":
-            assert transfer.device_indices is not None
-            return entry.alloc_host(len(transfer.device_indices))
-        assert transfer.host_indices is not None
-        return entry.alloc_device(len(transfer.host_indices))
+    def _source(self, transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
+        """The transfer whose rows another one shares; None: it has its own. Raises InvalidValueError if it is not there
+        or shares rows itself."""
+        name = self.group.source_of(transfer)
+        if name is None:
+            return None
+        source = next((each for each in transfers if each.name is name), None)
+        if source is None or self.group.source_of(source) is not None:
+            raise InvalidValueError(
+                f"transfer of pool {transfer.name.value}", transfer, f"one of {name.value} beside it"
+            )
+        return source
 
-    def _give_back(self, transfer: PoolTransfer, wanted: str) -> None:
+    def _alloc(self, transfer: PoolTransfer, wanted: Side) -> IndexArray | None:
         entry = self.entry(transfer.name)
-        pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
-        pool.free(getattr(transfer, wanted))
+        return (entry.alloc_host if wanted == "host_indices" else entry.alloc_device)(_num_rows(transfer))
+
+    def _give_back(self, transfer: PoolTransfer, wanted: Side) -> None:
+        """Undo `_resolve_pool_transfers_allocation` for one transfer."""
+        entry = self.entry(transfer.name)
+        if self.group.source_of(transfer) is None:
+            pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
+            pool.free(getattr(transfer, wanted))
         setattr(transfer, wanted, None)
+
+
+def _num_rows(transfer: PoolTransfer) -> int:
+    rows = transfer.host_indices if transfer.device_indices is None else transfer.device_indices
+    return 0 if rows is None else len(rows)
 
 
 class _Move(NamedTuple):
@@ -221,7 +258,8 @@ def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
         assert transfer.device_indices is not None
         hosts.setdefault(transfer.name, []).append(transfer.host_indices)
         devices.setdefault(transfer.name, []).append(transfer.device_indices)
-    return [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
+    moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
+    return [move for move in moves if len(move.host)]
 
 
 def _take_finished(acks: deque[Ack], *, wait: bool) -> list[Ack]:
@@ -232,18 +270,3 @@ def _take_finished(acks: deque[Ack], *, wait: bool) -> list[Ack]:
     while acks and acks[0].ticket.query():
         finished.append(acks.popleft())
     return finished
-
-
-def _check_layers(entries: Iterable[PoolEntry], transfer_layer_num: int) -> None:
-    """Every layer of the model is moved by some pool, and every layer of a pool by some layer of the model."""
-    covered: set[int] = set()
-    for entry in entries:
-        local = {layer: entry.local_layer(layer) for layer in range(transfer_layer_num)}
-        mapped = {layer: own for layer, own in local.items() if own is not None}
-        if sorted(mapped.values()) != list(range(entry.host_pool.layer_num)):
-            expected = f"each of 0 .. {entry.host_pool.layer_num - 1} once"
-            raise InvalidValueError(f"layers of pool {entry.name.value}", sorted(mapped.values()), expected)
-        covered.update(mapped)
-    gaps = sorted(set(range(transfer_layer_num)) - covered)
-    if gaps:
-        raise InvalidValueError("layers that no pool moves", gaps, "none")

@@ -7,10 +7,14 @@ import torch
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` rows of three values each, one tensor, random at first."""
+    """`num_pages` pages of `page_size` rows of three values each, one tensor, random at first. A store that works in
+    place is told that a page is `num_runs` runs of memory."""
 
-    def __init__(self, num_pages: int = 16, page_size: int = 2, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, num_pages: int = 16, page_size: int = 2, dtype: torch.dtype = torch.bfloat16, num_runs: int = 1
+    ) -> None:
         self.page_size = page_size
+        self.num_runs = num_runs
         self.dtype = dtype
         self.rows = torch.empty((num_pages * page_size, 3), dtype=dtype)
         self.fill(seed=0)
@@ -37,6 +41,16 @@ class PagePool:
 
     def set_from_flat_data_page(self, index: int, data: torch.Tensor) -> None:
         self.rows[self._slice(index)] = data.view(self.page_size, 3)
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        return [self.rows]
+
+    def get_page_buffer_meta(self, indices: np.ndarray) -> tuple[list[int], list[int]]:
+        row_bytes = 3 * self.dtype.itemsize
+        length = self.page_size * row_bytes // self.num_runs
+        pages = [self.rows.data_ptr() + int(index) * row_bytes for index in indices[:: self.page_size]]
+        addresses = [page + run * length for page in pages for run in range(self.num_runs)]
+        return addresses, [length] * len(addresses)
 
     def _slice(self, index: int) -> slice:
         if index % self.page_size or not 0 <= index < len(self.rows):

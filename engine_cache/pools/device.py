@@ -12,6 +12,9 @@ import torch
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
+INDEX_BLOCK = 128
+"""Numbers of an index key that share a scale."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
@@ -73,3 +76,65 @@ class MLATokenToKVPool:
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, kv: torch.Tensor) -> None:
         """Write one row a token. kv: `(len(indices), 1, kv_cache_dim)`."""
         self.kv_buffer[layer_id][self.shape.rows(indices)] = kv.to(self.shape.dtype)
+
+
+class NSATokenToKVPool(MLATokenToKVPool):
+    """An MLA pool of a model with sparse attention: each layer has an index of its tokens, too.
+
+    `index_k_with_scale_buffer`: uint8 `((size + page_size + 1) // page_size, page_size * (index_head_dim + 4 *
+    index_head_dim // 128))` a layer. A page holds the keys of all its tokens, then their scales, one float32 for 128
+    numbers of a key. index_head_dim: bytes of a key, a multiple of 128.
+    """
+
+    def __init__(
+        self, shape: PoolShape, kv_lora_rank: int, qk_rope_head_dim: int, *, index_head_dim: int = INDEX_BLOCK
+    ) -> None:
+        if index_head_dim < 1 or index_head_dim % INDEX_BLOCK:
+            raise InvalidValueError("index_head_dim", index_head_dim, f"a positive multiple of {INDEX_BLOCK}")
+        super().__init__(shape, kv_lora_rank, qk_rope_head_dim)
+        self.index_head_dim = index_head_dim
+        self.index_row_bytes = index_head_dim + index_head_dim // INDEX_BLOCK * torch.float32.itemsize
+        size = (index_pages(shape.size, shape.page_size), shape.page_size * self.index_row_bytes)
+        self.index_k_with_scale_buffer = [
+            torch.zeros(size, dtype=torch.uint8, device=shape.device) for _ in range(shape.layer_num)
+        ]
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        """The layer's tensor itself."""
+        return self.index_k_with_scale_buffer[layer_id]
+
+    def set_index_k_with_scale(
+        self, layer_id: int, indices: IndexArray, keys: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """Write one key and its scales a token. keys: one-byte dtype `(len(indices), index_head_dim)`. scales: float32
+        `(len(indices), index_head_dim // 128)`."""
+        held, keys_end = self.index_k_with_scale_buffer[layer_id], self.shape.page_size * self.index_head_dim
+        rows = self.shape.rows(indices)
+        page, row = rows // self.shape.page_size, rows % self.shape.page_size
+        in_page = (len(held), self.shape.page_size, -1)
+        held[:, :keys_end].view(in_page)[page, row] = keys.view(torch.uint8)
+        held[:, keys_end:].view(in_page)[page, row] = scales.view(torch.uint8)
+
+
+def index_pages(size: int, page_size: int) -> int:
+    """Pages of an index over `size` rows: one more, at least, than hold them."""
+    return (size + page_size + 1) // page_size
+
+
+def write_rows(
+    pool: MHATokenToKVPool | MLATokenToKVPool,
+    layer_id: int,
+    indices: IndexArray,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+) -> None:
+    """`set_kv_buffer` of a pool of either kind. v: None exactly for an MLA pool, where `k` is the compressed KV. Raises
+    InvalidValueError otherwise."""
+    match pool, v:
+        case MLATokenToKVPool(), None:
+            pool.set_kv_buffer(layer_id, indices, k)
+        case MHATokenToKVPool(), torch.Tensor():
+            pool.set_kv_buffer(layer_id, indices, k, v)
+        case _:
+            wanted = "None" if isinstance(pool, MLATokenToKVPool) else "a tensor beside k"
+            raise InvalidValueError("v", type(v).__name__, wanted)

@@ -44,6 +44,7 @@ class BytelessHostPool(HostRows):
     """A host pool for simulations: rows have owners, copies move nothing."""
 
     layer_num = 1
+    layout = "page_first"
 
     def backup_from_device_all_layer(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine_cache.pools.allocators import MambaSlotAllocator
-from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool
+from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, write_rows
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
@@ -109,14 +109,7 @@ class HybridLinearKVPool:
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Write one row a token. v: None exactly for an MLA pool, where `k` is the compressed KV."""
-        local = _local(self.full_attention_layer_id_mapping, layer_id)
-        match self.full_kv_pool, v:
-            case MLATokenToKVPool() as pool, None:
-                pool.set_kv_buffer(local, indices, k)
-            case MHATokenToKVPool() as pool, torch.Tensor():
-                pool.set_kv_buffer(local, indices, k, v)
-            case _:
-                raise InvalidValueError("v", type(v).__name__, "None" if self.use_mla else "a tensor beside k")
+        write_rows(self.full_kv_pool, _local(self.full_attention_layer_id_mapping, layer_id), indices, k, v)
 
 
 class HybridReqToTokenPool(ReqToTokenPool):

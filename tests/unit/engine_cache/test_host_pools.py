@@ -5,7 +5,8 @@ import torch
 
 from engine_cache import PoolError
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolShape
-from engine_cache.pools.host import HOST_LAYOUTS, MHATokenToKVPoolHost, MLATokenToKVPoolHost, require_host_memory
+from engine_cache.pools.host import HOST_LAYOUTS, MHATokenToKVPoolHost, MLATokenToKVPoolHost
+from engine_cache.pools.host_memory import require_host_memory
 from engine_cache.pools.host_rows import BytelessHostPool, HostRows, host_pool_size
 from engine_cache.settings import HICACHE_HOST_MEMORY_RESERVE_BYTES, host_memory_reserve_bytes
 from kv_events.errors import InvalidValueError

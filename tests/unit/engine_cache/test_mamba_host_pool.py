@@ -125,7 +125,7 @@ def test_a_slot_that_is_not_there_is_an_error_that_names_pool_and_slot(device, h
         lambda: host.backup_from_device_all_layer(device, slots(0, slot), slots(1, 2)),
         lambda: host.load_to_device_per_layer(device, slots(slot), slots(1), 0),
     ):
-        with pytest.raises(IndexError, match=f"host pool mamba: slot {slot}, the pool has slots 0 .. 6"):
+        with pytest.raises(IndexError, match=f"host pool mamba: page at row {slot}, the pool has rows 0 .. 6"):
             use()
 
 

@@ -297,7 +297,7 @@ def test_a_host_no_larger_than_the_device_is_refused():
 
 
 def test_a_pool_named_twice_is_refused():
-    with pytest.raises(InvalidValueError, match="each pool once"):
+    with pytest.raises(InvalidValueError, match="each name once"):
         HiCacheController(byteless(), ManualCopyEngine(), sidecars=[byteless()])
 
 

@@ -1,0 +1,50 @@
+"""How much memory host pools may take, and all pools of a stack together. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import psutil
+
+from engine_cache.settings import host_memory_reserve_bytes
+from kv_events.errors import InvalidValueError
+
+
+class AllocatableHostPool(Protocol):
+    """A host pool that has been planned and holds no bytes yet."""
+
+    name: str
+
+    @property
+    def required_bytes(self) -> int: ...
+    def allocate(self) -> None: ...
+    def release(self) -> None: ...
+
+
+def require_host_memory(requested: Mapping[str, int], reserve_bytes: int | None = None) -> None:
+    """Refuse pools that would leave less than the reserve. requested: bytes by pool name, all pools of one stack at
+    once. reserve_bytes: None for the setting. Raises InvalidValueError with every figure in GB."""
+    reserve = host_memory_reserve_bytes() if reserve_bytes is None else reserve_bytes
+    available = psutil.virtual_memory().available - reserve
+    total = sum(requested.values())
+    if total > available:
+        names = ", ".join(requested)
+        raise InvalidValueError(
+            f"memory of host pool {names}",
+            f"{total / 1e9:.2f} GB",
+            f"at most {available / 1e9:.2f} GB, which is what is available less a reserve of {reserve / 1e9:.2f} GB; "
+            "reduce the size of the host cache",
+        )
+
+
+def allocate_host_pools(pools: Sequence[AllocatableHostPool], reserve_bytes: int | None = None) -> None:
+    """Allocate the pools of one stack if there is room for all of them. Nothing stays allocated after an error."""
+    require_host_memory({pool.name: pool.required_bytes for pool in pools}, reserve_bytes)
+    try:
+        for pool in pools:
+            pool.allocate()
+    except BaseException:
+        for pool in pools:
+            pool.release()
+        raise

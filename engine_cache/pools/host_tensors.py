@@ -1,0 +1,271 @@
+"""What all host pools that hold bytes have in common: pages of the device in CPU memory, pinned where there is CUDA.
+
+A host page is copied whole, a device row by its number. Each tensor holds all layers, in one of three layouts:
+
+    layer_first         (layers, size, ...)           fast copies to and from the device, layer by layer
+    page_first          (size, layers, ...)           a page is one run of memory, as stores like it
+    page_first_direct   (pages, layers, page, ...)    the same, and each layer of a page is one run, too
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict, Unpack
+
+import numpy as np
+import torch
+
+from engine_cache.pools.host_memory import require_host_memory
+from engine_cache.pools.host_rows import HostRows, host_pool_size
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+
+HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+class HostPoolOptions(TypedDict, total=False):
+    """How a host pool is made, beside the device pool that it mirrors."""
+
+    layout: str
+    """One of `HOST_LAYOUTS`; layer_first if not given."""
+    reserve_bytes: int | None
+    """See `require_host_memory`, which is asked before a byte is allocated."""
+    allocate: bool
+    """False: without tensors for now, so that the pools of a stack can be refused or allocated together."""
+
+
+class SizedHostPoolOptions(HostPoolOptions, total=False):
+    """The same for a pool with a size of its own; see `host_pool_size`."""
+
+    host_size_gb: float
+    """Memory to take; 0, which is the default: as `ratio` says."""
+    ratio: float
+    """Host rows a device row, 2.0 if not given."""
+
+
+class Part(NamedTuple):
+    """One tensor of a pool, or the keys or values of it, seen two ways."""
+
+    by_layer: torch.Tensor
+    """(layers, pages, *what a layer of a page holds*)"""
+    by_page: torch.Tensor
+    """uint8 (pages, *what a page holds*), in the order of memory."""
+
+    @classmethod
+    def of(cls, by_layer: torch.Tensor, by_page: torch.Tensor) -> Part:
+        """by_page: in the dtype of the pool."""
+        return cls(by_layer, by_page.view(torch.uint8))
+
+
+class TensorHostPool(HostRows, abc.ABC):
+    """Rows and bytes of a host tier that mirrors one device pool.
+
+    name: as in `PoolName`. size: rows. size_per_token: bytes a row, all layers. Host indices are whole pages in every
+    method; others raise InvalidValueError or IndexError, which name the pool.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int,
+        page_size: int,
+        layer_num: int,
+        size_per_token: int,
+        layout: str = "layer_first",
+        reserve_bytes: int | None = None,
+        allocate: bool = True,
+    ) -> None:
+        if layout not in HOST_LAYOUTS:
+            raise InvalidValueError("layout", layout, f"one of {', '.join(HOST_LAYOUTS)}")
+        super().__init__(size, page_size)
+        self.name = name
+        self.layout = layout
+        self.layer_num = layer_num
+        self.size_per_token = size_per_token
+        self._parts: list[Part] = []
+        self._drop_buffers()
+        if allocate:
+            require_host_memory({name: self.required_bytes}, reserve_bytes)
+            self.allocate()
+
+    @property
+    def required_bytes(self) -> int:
+        """What `allocate` takes."""
+        return self.size * self.size_per_token
+
+    def allocate(self) -> None:
+        """Make the tensors of a pool that was constructed without."""
+        self._parts = self._make_parts()
+
+    def release(self) -> None:
+        """Give the memory back. The pool is of no use after that."""
+        self._parts = []
+        self._drop_buffers()
+
+    @abc.abstractmethod
+    def _make_parts(self) -> list[Part]:
+        """Allocate the tensors, with `_new_tensor`."""
+
+    @abc.abstractmethod
+    def _drop_buffers(self) -> None:
+        """Have no tensors, or none any more."""
+
+    @abc.abstractmethod
+    def _device_tensors(self, device_pool: object, layer_id: int) -> Sequence[torch.Tensor]:
+        """The device tensors of a layer, one a part. Raises InvalidValueError for a pool of another kind."""
+
+    @abc.abstractmethod
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        """All tensors that a store must know to read and write pages in place."""
+
+    # --- device and host --------------------------------------------------------------------------------------------
+
+    def backup_from_device_all_layer(
+        self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray
+    ) -> None:
+        """Copy rows of the device into host pages, all layers. Returns when the bytes are there."""
+        pages, rows = self._matched(device_pool, host_indices, device_indices)
+        for layer in range(self.layer_num):
+            held = [tensor.index_select(0, rows) for tensor in self._device_tensors(device_pool, layer)]
+            for part, copied in zip(self._parts, _to_host(held), strict=True):
+                kept = part.by_layer[layer]
+                kept.index_copy_(0, pages, copied.view(-1, *kept.shape[1:]))
+
+    def load_to_device_per_layer(
+        self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray, layer_id: int
+    ) -> None:
+        """Copy host pages into rows of the device, one layer. CUDA: on the current stream."""
+        pages, rows = self._matched(device_pool, host_indices, device_indices)
+        for part, wanted in zip(self._parts, self._device_tensors(device_pool, layer_id), strict=True):
+            kept = part.by_layer[layer_id]
+            shape = (len(pages), *kept.shape[1:])
+            held = torch.empty(shape, dtype=kept.dtype, pin_memory=wanted.is_cuda)
+            torch.index_select(kept, 0, pages, out=held)
+            wanted.index_copy_(0, rows, held.view(-1, *wanted.shape[1:]).to(wanted.device, non_blocking=True))
+
+    def _matched(
+        self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host pages, and the rows of the device tensors that belong to them, on the device."""
+        if len(host_indices) != len(device_indices):
+            raise InvalidValueError(
+                f"host indices of pool {self.name}", len(host_indices), f"one a device index, {len(device_indices)}"
+            )
+        device_tensor = self._device_tensors(device_pool, 0)[0]
+        rows = self._device_rows(device_indices)
+        for row in rows[(rows < 0) | (rows >= len(device_tensor))][:1]:  # CUDA would not survive the copy
+            raise IndexError(f"device pool {self.name}: row {row}, its tensors have 0 .. {len(device_tensor) - 1}")
+        return torch.from_numpy(self._pages(host_indices)), torch.from_numpy(rows).to(device_tensor.device)
+
+    def _device_rows(self, device_indices: IndexArray) -> IndexArray:
+        """Rows of the device tensors for row numbers of the device pool."""
+        return device_indices
+
+    # --- pages of the host ------------------------------------------------------------------------------------------
+
+    def get_data_page(self, index: int) -> torch.Tensor:
+        """The bytes of the page that begins at row `index`, part by part; a copy."""
+        page = self._page_number(index)
+        return torch.cat([part.by_page[page].reshape(-1) for part in self._parts])
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """A tensor of the shape and dtype of `get_data_page`, to be read into."""
+        return torch.zeros(self.page_size * self.size_per_token, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data: torch.Tensor) -> None:
+        """Write what `get_data_page` gave into the page that begins at row `index`."""
+        page = self._page_number(index)
+        held = [part.by_page[page] for part in self._parts]
+        for bytes_held, flat in zip(held, data.split_with_sizes([each.numel() for each in held]), strict=True):
+            bytes_held.copy_(flat.view(bytes_held.shape))
+
+    def get_page_buffer_meta(self, indices: IndexArray) -> tuple[list[int], list[int]]:
+        """Address and length in bytes of every run of memory of the pages, page by page, a run a part. Raises
+        InvalidValueError for `layer_first`, where a page is no run."""
+        if self.layout == "layer_first":
+            raise InvalidValueError(f"layout of host pool {self.name}", self.layout, "page_first or page_first_direct")
+        pages = self._pages(indices)
+        addresses = [part.by_page.data_ptr() + pages * part.by_page.stride(0) for part in self._parts]
+        lengths = [part.by_page[0].numel() for part in self._parts]
+        return np.stack(addresses, axis=1).reshape(-1).tolist(), lengths * len(pages)
+
+    def _page_number(self, index: int) -> int:
+        """Page that begins at a row."""
+        if not 0 <= index <= self.size - self.page_size:
+            raise IndexError(f"host pool {self.name}: page at row {index}, the pool has rows 0 .. {self.size - 1}")
+        if index % self.page_size:
+            raise InvalidValueError(f"index of host pool {self.name}", index, f"a multiple of {self.page_size}")
+        return index // self.page_size
+
+    def _pages(self, indices: IndexArray) -> IndexArray:
+        """Page numbers of rows that are whole pages of this pool."""
+        pages = whole_pages(f"host pool {self.name}", indices, self.page_size)
+        for page in pages[(pages < 0) | (pages >= self.size // self.page_size)][:1]:
+            self._page_number(int(page) * self.page_size)
+        return pages
+
+    def _new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+    def _new_paged_tensor(self, num_pages: int, content: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor for a pool whose pages are not made of rows: `(layers, pages, *content)`, or `(pages, layers, 1,
+        *content)` in both layouts that put pages first."""
+        lead = (self.layer_num, num_pages) if self.layout == "layer_first" else (num_pages, self.layer_num, 1)
+        return self._new_tensor((*lead, *content), dtype)
+
+    def _paged_part(self, tensor: torch.Tensor) -> Part:
+        """The part that such a tensor is."""
+        if self.layout == "layer_first":
+            return Part.of(tensor, tensor.movedim(0, 1))
+        return Part.of(tensor[:, :, 0].movedim(1, 0), tensor)
+
+
+class SizedHostPool(TensorHostPool):
+    """A pool as large as its options say. device_size: rows of the device pool."""
+
+    def __init__(
+        self,
+        name: str,
+        device_size: int,
+        *,
+        page_size: int,
+        layer_num: int,
+        size_per_token: int,
+        host_size_gb: float = 0.0,
+        ratio: float = 2.0,
+        **options: Unpack[HostPoolOptions],
+    ) -> None:
+        super().__init__(
+            name,
+            size=host_pool_size(device_size, page_size, size_per_token, host_size_gb=host_size_gb, ratio=ratio),
+            page_size=page_size,
+            layer_num=layer_num,
+            size_per_token=size_per_token,
+            **options,
+        )
+
+
+def whole_pages(pool: str, indices: IndexArray, page_size: int) -> IndexArray:
+    """Page numbers of rows that come page by page. Raises InvalidValueError, which names the pool, for others."""
+    if len(indices) % page_size:
+        raise InvalidValueError(f"number of indices of {pool}", len(indices), f"a multiple of {page_size}")
+    by_page = indices.reshape(-1, page_size)
+    first = by_page[:, 0]
+    torn = (first % page_size != 0) | (by_page != first[:, None] + np.arange(page_size)).any(1)
+    if torn.any():
+        raise InvalidValueError(f"indices of {pool}", by_page[torn.argmax()].tolist(), f"a page of {page_size} rows")
+    pages: IndexArray = first // page_size
+    return pages
+
+
+def _to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in CPU memory. CUDA: through pinned memory, side by side, and here when the stream has run dry."""
+    if not tensors[0].is_cuda:
+        return tensors
+    staged = [torch.empty(held.shape, dtype=held.dtype, pin_memory=True) for held in tensors]
+    for kept, held in zip(staged, tensors, strict=True):
+        kept.copy_(held, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return staged

@@ -1,0 +1,287 @@
+"""Hybrid stacks: the host pools of all kinds of state of a model, the controller over them, the cache on top.
+
+    PoolSpec, PoolSpec, ... ── build_hybrid_stack ──> HybridStack: cache ── controller ── group ── host pools
+                                                                      └──── store         └─ copy engine
+
+A model is a list of `PoolSpec`, the anchor first; `pools_of` makes those of the known kinds of models, and a new kind
+needs no more than such a list. Nothing is left behind when a step fails. What holds tensors
+is imported when a stack is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypedDict, TypeVar, Unpack
+
+from engine_cache.copying import CopyEngine
+from engine_cache.errors import StackError
+from engine_cache.pool_entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
+from engine_cache.storage.base import HiCacheStorage, PoolName
+from engine_cache.storage_operations import StoragePolicy
+from engine_cache.transfer import HiCacheController
+from kv_events.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from engine_cache.pools.device import NSATokenToKVPool
+    from engine_cache.pools.device_swa import SWAKVPool
+    from engine_cache.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool
+
+log = logging.getLogger(__name__)
+
+
+class TieredCache(Protocol):
+    """What a builder needs of a cache."""
+
+    def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
+        """Put a store behind the cache: whether it is there now, and a word on it."""
+
+
+CacheT = TypeVar("CacheT", bound=TieredCache)
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierConfig:
+    """How large the host pools of a stack are, and how their bytes lie."""
+
+    ratio: float = 2.0
+    """Host rows a device row, in each pool."""
+    host_size_gb: float = 0.0
+    """Memory for the anchor's pool instead; others with rows of their own get as many a device row as that has."""
+    layout: str = "layer_first"
+    reserve_bytes: int | None = None
+    """Memory that all pools together must leave free; None: as `KVSIGHT_HOST_MEMORY_RESERVE_BYTES` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One kind of state of a model, from which its `PoolEntry` is made."""
+
+    name: PoolName
+    make_host_pool: Callable[..., Any]
+    """Class of the host pool: takes the device pool, for one that shares rows the anchor, and its options."""
+    device_pool: Any
+    device_allocator: RowAllocator
+    layers: Mapping[int, int]
+    """Layer of the model -> layer of the pool."""
+    share_indices_with_anchor: bool = False
+
+
+class StackOptions(TypedDict, total=False):
+    """What a stack is made of beside its pools."""
+
+    config: HostTierConfig
+    make_engine: Callable[[], CopyEngine]
+    """Not given: streams for CUDA, else threads."""
+    open_store: Callable[[], HiCacheStorage]
+    """Opens the store to put behind the cache, which is closed along with the stack. Not given: none."""
+    policy: StoragePolicy
+
+
+class HybridStack(Generic[CacheT]):
+    """A cache and all below it. `close`, or leaving the context, lets running copies end and gives everything back."""
+
+    def __init__(self, cache: CacheT, controller: HiCacheController, opened: ExitStack) -> None:
+        self.cache = cache
+        self.cache_controller = controller
+        self.token_to_kv_pool_host: HostPoolGroup = controller.group
+        self.full_kv_pool_host: HostPool = controller.kv.host_pool
+        self._opened = opened
+
+    def close(self) -> None:
+        """The cache is of no use after that. Closing twice is harmless."""
+        self._opened.close()
+
+    def __enter__(self) -> HybridStack[CacheT]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def build_nsa_hybrid_stack(
+    make_cache: Callable[[HiCacheController], CacheT],
+    kv_pool: NSATokenToKVPool,
+    allocator: RowAllocator,
+    **options: Unpack[StackOptions],
+) -> HybridStack[CacheT]:
+    """The stack of a model with sparse attention: compressed KV, and the index on its rows. As `build_hybrid_stack`."""
+    return build_hybrid_stack(nsa_pools(kv_pool, allocator), make_cache, **options)
+
+
+def build_mamba_hybrid_stack(
+    make_cache: Callable[[HiCacheController], CacheT],
+    kv_pool: HybridLinearKVPool,
+    req_pool: HybridReqToTokenPool,
+    allocator: RowAllocator,
+    **options: Unpack[StackOptions],
+) -> HybridStack[CacheT]:
+    """The stack of a model with recurrent layers: KV of the others, and states. As `build_hybrid_stack`."""
+    return build_hybrid_stack(mamba_pools(kv_pool, req_pool, allocator), make_cache, **options)
+
+
+def nsa_pools(kv_pool: NSATokenToKVPool, allocator: RowAllocator) -> list[PoolSpec]:
+    """KV as compressed rows and INDEXER on them, in every layer."""
+    from engine_cache.pools.host import MLATokenToKVPoolHost
+    from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+
+    layers = {layer: layer for layer in range(kv_pool.shape.layer_num)}
+    return [
+        PoolSpec(PoolName.KV, MLATokenToKVPoolHost, kv_pool, allocator, layers),
+        PoolSpec(PoolName.INDEXER, NSAIndexerPoolHost, kv_pool, allocator, layers, share_indices_with_anchor=True),
+    ]
+
+
+def mamba_pools(kv_pool: HybridLinearKVPool, req_pool: HybridReqToTokenPool, allocator: RowAllocator) -> list[PoolSpec]:
+    """KV of the attention layers, and MAMBA."""
+    from engine_cache.pools.mamba_host import MambaPoolHost
+
+    full_layers = kv_pool.full_attention_layer_id_mapping
+    return [
+        _rows_of_kv(PoolName.KV, kv_pool.full_kv_pool, allocator, full_layers),
+        PoolSpec(PoolName.MAMBA, MambaPoolHost, req_pool.mamba_pool, req_pool.mamba_allocator, req_pool.mamba_map),
+    ]
+
+
+def swa_pools(kv_pool: SWAKVPool, full_allocator: RowAllocator, swa_allocator: RowAllocator) -> list[PoolSpec]:
+    """KV of the layers with full attention, and SWA of those with a window, each with rows of its own."""
+    return [
+        _rows_of_kv(PoolName.KV, kv_pool.full_kv_pool, full_allocator, kv_pool.full_layers),
+        _rows_of_kv(PoolName.SWA, kv_pool.swa_kv_pool, swa_allocator, kv_pool.swa_layers),
+    ]
+
+
+def pools_of(
+    kv_pool: object,
+    allocator: RowAllocator,
+    *,
+    req_pool: HybridReqToTokenPool | None = None,
+    swa_allocator: RowAllocator | None = None,
+) -> list[PoolSpec]:
+    """The pools of whatever kind of model has this KV pool and, besides, states (req_pool) or windows (swa_allocator).
+    Raises InvalidValueError, which names pool and components, for a model of no known kind."""
+    from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
+    from engine_cache.pools.device_swa import SWAKVPool
+    from engine_cache.pools.mamba import HybridLinearKVPool
+
+    match kv_pool, req_pool, swa_allocator:
+        case HybridLinearKVPool(), req_pool, None if req_pool is not None:
+            return mamba_pools(kv_pool, req_pool, allocator)
+        case SWAKVPool(), None, swa_allocator if swa_allocator is not None:
+            return swa_pools(kv_pool, allocator, swa_allocator)
+        case NSATokenToKVPool(), None, None:
+            return nsa_pools(kv_pool, allocator)
+        case MHATokenToKVPool() | MLATokenToKVPool(), None, None:
+            layers = {layer: layer for layer in range(kv_pool.shape.layer_num)}
+            return [_rows_of_kv(PoolName.KV, kv_pool, allocator, layers)]
+    components = {"full": allocator, "mamba": req_pool, "swa": swa_allocator}
+    named = [name for name, part in components.items() if part is not None]
+    raise InvalidValueError(f"components of a {type(kv_pool).__name__}", named, "those of a known kind of model")
+
+
+def build_hybrid_stack(
+    specs: Sequence[PoolSpec], make_cache: Callable[[HiCacheController], CacheT], **options: Unpack[StackOptions]
+) -> HybridStack[CacheT]:
+    """Make the host pools of all specs, the first of which is the anchor's, a copy engine and a controller, then the
+    cache with that controller, and put a store behind it.
+
+    Memory is refused for all pools together, before the first byte is allocated. Raises StackError, which names the
+    step and has the cause chained, and then nothing stays open or allocated.
+    """
+    config = options.get("config", HostTierConfig())
+    step = "host pools"
+    with ExitStack() as opened:
+        try:
+            group = _host_pools(specs, config, opened)
+            step = "store"
+            store = _opened_store(options, opened)
+            step = "copy engine"
+            engine = _engine(specs, options)
+            opened.callback(engine.close)
+            step = "controller"
+            num_layers = len({layer for spec in specs for layer in spec.layers})
+            controller = HiCacheController(group, engine, transfer_layer_num=num_layers)
+            step = "cache"
+            cache = make_cache(controller)
+            step = "attaching the store"
+            _attach(cache, store, options)
+        except Exception as error:
+            names = ", ".join(spec.name.value for spec in specs)
+            log.exception("building the stack of pools %s failed at: %s", names, step)
+            raise StackError(f"stack of pools {names}, {step}: {error}") from error
+        return HybridStack(cache, controller, opened.pop_all())
+
+
+def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitStack) -> HostPoolGroup:
+    """The host pools, allocated together or not at all, and released by `opened`."""
+    from engine_cache.pools.host_memory import allocate_host_pools
+
+    entries: list[PoolEntry] = []
+    for spec in specs:
+        anchor = entries[0] if entries else None
+        entries.append(
+            PoolEntry(
+                spec.name,
+                _planned_host_pool(spec, anchor, config),
+                spec.device_pool,
+                spec.device_allocator,
+                spec.layers.get,
+                is_primary_index_anchor=anchor is None,
+                share_indices_with_anchor=spec.share_indices_with_anchor,
+            )
+        )
+    group = HostPoolGroup(entries)
+    pools: list[Any] = [entry.host_pool for entry in entries]
+    allocate_host_pools(pools, config.reserve_bytes)
+    for pool in pools:
+        opened.callback(pool.release)
+    return group
+
+
+def _planned_host_pool(spec: PoolSpec, anchor: PoolEntry | None, config: HostTierConfig) -> HostPool:
+    """A host pool without tensors."""
+    options: dict[str, Any] = {"name": spec.name.value, "layout": config.layout, "allocate": False}
+    if anchor is None:
+        options |= {"ratio": config.ratio, "host_size_gb": config.host_size_gb}
+    elif spec.share_indices_with_anchor:
+        options |= {"anchor": anchor.host_pool}
+    elif config.host_size_gb:
+        options |= {"ratio": anchor.host_pool.size / anchor.device_allocator.size}
+    else:
+        options |= {"ratio": config.ratio}
+    pool: HostPool = spec.make_host_pool(spec.device_pool, **options)
+    return pool
+
+
+def _rows_of_kv(name: PoolName, pool: Any, allocator: RowAllocator, layers: Mapping[int, int]) -> PoolSpec:
+    from engine_cache.pools.device import MLATokenToKVPool
+    from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+
+    host = MLATokenToKVPoolHost if isinstance(pool, MLATokenToKVPool) else MHATokenToKVPoolHost
+    return PoolSpec(name, host, pool, allocator, layers)
+
+
+def _engine(specs: Sequence[PoolSpec], options: StackOptions) -> CopyEngine:
+    if "make_engine" in options:
+        return options["make_engine"]()
+    from engine_cache.pools.cuda import copy_engine_for
+
+    return copy_engine_for(specs[0].device_pool.shape.device)
+
+
+def _opened_store(options: StackOptions, opened: ExitStack) -> HiCacheStorage | None:
+    if "open_store" not in options:
+        return None
+    store = options["open_store"]()
+    opened.callback(store.close)
+    return store
+
+
+def _attach(cache: TieredCache, store: HiCacheStorage | None, options: StackOptions) -> None:
+    if store is None:
+        return
+    is_attached, word = cache.attach_storage_backend(store, options.get("policy"))
+    if not is_attached:
+        raise InvalidValueError("store", type(store).__name__, f"one that can be attached ({word})")

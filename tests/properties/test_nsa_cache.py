@@ -1,0 +1,102 @@
+"""A model with sparse attention in random order: wherever KV is found, the index of the same tokens is."""
+
+import pytest
+import torch
+from cache_machine import soak
+from hypothesis import settings
+from tier_rig import LAYERS, LAYOUTS, KVPools, Rig
+from tiered_machine import TieredCacheMachine
+
+from engine_cache import (
+    WRITE_POLICIES,
+    HiCacheController,
+    HiRadixCache,
+    ManualCopyEngine,
+    PagedTokenToKVPoolAllocator,
+    PoolEntry,
+    ThreadCopyEngine,
+)
+from engine_cache.pools.device import NSATokenToKVPool
+from engine_cache.pools.host_indexer import NSAIndexerPoolHost
+from engine_cache.storage.base import PoolName
+
+pytestmark = pytest.mark.torch
+
+
+class NsaPools(KVPools):
+    """Compressed KV as in any MLA pool, and an index whose pages follow from the same content."""
+
+    def __init__(self, device_pages, host_pages, page_size, layout):
+        super().__init__(device_pages, host_pages, page_size, "mla", layout)
+        self.device = NSATokenToKVPool(self.device.shape, 1, 1)
+        self.index = NSAIndexerPoolHost(self.device, self.host, layout=layout, reserve_bytes=0)
+
+    def write(self, rows, content):
+        super().write(rows, content)
+        for layer, held in enumerate(self.device.index_k_with_scale_buffer):
+            held[self._pages(rows)] = self._index(content, layer)
+
+    def check_device(self, rows, content):
+        super().check_device(rows, content)
+        for layer, held in enumerate(self.device.index_k_with_scale_buffer):
+            assert torch.equal(held[self._pages(rows)], self._index(content, layer))
+
+    def check_host(self, rows, content):
+        super().check_host(rows, content)
+        for i, page in enumerate(self._pages(rows).tolist()):
+            expected = torch.cat([self._index(content[i : i + 1], layer)[0] for layer in range(LAYERS)])
+            assert torch.equal(self.index.get_data_page(page * self.page_size), expected)
+
+    def _pages(self, rows):
+        return torch.from_numpy(rows[:: self.page_size] // self.page_size)
+
+    def _index(self, content, layer):
+        """One page of index a number."""
+        width = self.page_size * self.device.index_row_bytes
+        return ((content[:, None] // 16 + torch.arange(width) + 7 * layer) % 251).to(torch.uint8)
+
+
+class NsaRig(Rig):
+    def __init__(
+        self, *, page_size=2, device_pages=8, host_pages=12, layout="layer_first", engine=None, is_eagle=False, **cache
+    ):
+        self.page_size, self.is_bigram = page_size, is_eagle
+        self.pool = PagedTokenToKVPoolAllocator(device_pages * page_size, page_size)
+        self.kv = NsaPools(device_pages, host_pages, page_size, layout)
+        self.device, self.host = self.kv.device, self.kv.host
+        self.engine = engine or ManualCopyEngine()
+        index = PoolEntry(PoolName.INDEXER, self.kv.index, self.device, self.pool, None, share_indices_with_anchor=True)
+        kv = PoolEntry(PoolName.KV, self.host, self.device, self.pool)
+        self.controller = HiCacheController(kv, self.engine, sidecars=[index])
+        options = {"load_back_threshold": 1, "enable_kv_cache_events": True, "is_eagle": is_eagle} | cache
+        self.cache = HiRadixCache(page_size=page_size, allocator=self.pool, controller=self.controller, **options)
+
+
+class NsaCacheMachine(TieredCacheMachine):
+    OPTIONS = TieredCacheMachine.STORE_OPTIONS | {
+        "page_size": (1, 2, 3),
+        "is_eagle": (False, True),
+        "write_policy": WRITE_POLICIES,
+        "layout": LAYOUTS,
+    }
+
+    def make_rig(self, **options):
+        return NsaRig(**options)
+
+
+TestNsaCache = NsaCacheMachine.TestCase
+TestNsaCache.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+def test_three_thousand_operations_leave_every_index_with_its_kv(write_policy):
+    machine = NsaCacheMachine()
+    machine.begin(write_policy=write_policy)
+    soak(machine, 3000, seed=write_policy)
+    assert machine.cache.num_failed_backups > 0
+
+
+def test_a_thousand_operations_with_copies_on_threads_leave_every_index_with_its_kv():
+    machine = NsaCacheMachine()
+    machine.begin(engine=ThreadCopyEngine(), store="directory")
+    soak(machine, 1000, seed=1)
