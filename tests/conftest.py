@@ -14,6 +14,7 @@ import pytest
 from child_process import PartMissingError
 from hypothesis import HealthCheck, settings
 from kafka_broker import KafkaBroker
+from mooncake_master import MooncakeMaster
 from redis_server import RedisServer
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +22,8 @@ _TRACE = _ROOT.parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl
 _MARK_OF_FIXTURE = {
     "kafka_bootstrap": "kafka",
     "kafka_broker": "kafka",
+    "mooncake_master": "mooncake",
+    "own_mooncake_master": "mooncake",
     "redis_url": "redis",
     "redis_server": "redis",
     "trace_path": "trace",
@@ -104,6 +107,22 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="session")
+def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
+    """A master that all tests share: use identities of your own."""
+    master = _start_mooncake(tmp_path_factory.mktemp("mooncake"))
+    yield master
+    master.close()
+
+
+@pytest.fixture
+def own_mooncake_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    """A master of this test's own, running and empty, that it may `kill()` and `restart()`."""
+    master = _start_mooncake(tmp_path)
+    yield master
+    master.close()
+
+
+@pytest.fixture(scope="session")
 def trace_path() -> Path:
     """The Mooncake conversation trace, gzip of JSON lines."""
     path = Path(os.environ.get("KVSIGHT_TRACE") or _TRACE)
@@ -128,3 +147,13 @@ def _start_redis(folder: Path) -> RedisServer:
         pytest.skip(str(error))
     server.restart()
     return server
+
+
+def _start_mooncake(folder: Path) -> MooncakeMaster:
+    try:
+        master = MooncakeMaster(folder)
+    except PartMissingError as error:
+        pytest.skip(str(error))
+    master.restart()
+    master.lend()
+    return master

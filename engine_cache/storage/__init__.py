@@ -1,8 +1,8 @@
-"""Stores of pages behind the host tier: a local folder.
+"""Stores of pages behind the host tier: a local folder, and a Mooncake store that engines share.
 
 Owns the interface that caches and the controller use (`base`), the names pages have in a store (`object_names`) and
 the stores themselves; imports the tree's node and index types and `kv_events`. Start at `base.py`. `directory.py` needs
-torch and is imported by its users, not by this module.
+torch and `mooncake.py` the Mooncake client: they are imported by their users, not by this module.
 """
 
 from engine_cache.storage.base import (
@@ -14,6 +14,7 @@ from engine_cache.storage.base import (
     PoolTransferResult,
     StorageClosedError,
     StorageStats,
+    ZeroCopyHostPool,
 )
 from engine_cache.storage.object_names import PageLayout, StorageIdentity, page_key, page_keys
 
@@ -28,6 +29,7 @@ __all__ = [
     "StorageClosedError",
     "StorageIdentity",
     "StorageStats",
+    "ZeroCopyHostPool",
     "page_key",
     "page_keys",
 ]

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from engine_cache.node import TreeNode
 from engine_cache.types import IndexArray
@@ -105,6 +107,18 @@ class PagedHostPool(Protocol):
         """Copy such a tensor into the page."""
 
 
+@runtime_checkable
+class ZeroCopyHostPool(PagedHostPool, Protocol):
+    """What a store needs that reads and writes the pages of a host pool in place. The tensors outlive the store."""
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        """All tensors that pages lie in."""
+
+    def get_page_buffer_meta(self, indices: IndexArray, /) -> tuple[list[int], list[int]]:
+        """Address and length in bytes of every run of memory of the pages, page by page, equally many a page. Raises
+        InvalidValueError for a layout in which a page is no run, for no indices, too."""
+
+
 class HiCacheStorage(abc.ABC):
     """A store of pages behind the host tier.
 
@@ -116,6 +130,11 @@ class HiCacheStorage(abc.ABC):
     """What events call a page that lies here."""
     needs_bytes: ClassVar[bool] = True
     """False: pages are names and nothing else, so host pools without bytes will do."""
+    works_in_place: ClassVar[bool] = False
+    """True: host pools must be `ZeroCopyHostPool`s, in a layout in which a page is runs of memory."""
+    should_split_heads: ClassVar[bool] = False
+    """True: an object holds some of the heads of a page, for ranks that have fewer. States and indexes have no heads,
+    so such a store takes no pool but KV."""
 
     def __init__(self) -> None:
         self._pools: dict[PoolName, PagedHostPool] = {}
@@ -127,8 +146,11 @@ class HiCacheStorage(abc.ABC):
 
     def register_mem_host_pool_v2(self, pool: PagedHostPool, name: PoolName) -> None:
         """Name an extra pool of a hybrid model. KV is left as `register_mem_pool_host` named it."""
-        if name is not PoolName.KV:
-            self._register(name, pool)
+        if name is PoolName.KV:
+            return
+        if self.should_split_heads:
+            raise InvalidValueError("should_split_heads", True, f"False in a store that takes pool {name.value}")
+        self._register(name, pool)
 
     def batch_exists(self, keys: Sequence[str]) -> int:
         """Number of KV pages that are there, from the first key up to the first one that is missing."""
@@ -230,7 +252,12 @@ class HiCacheStorage(abc.ABC):
         if len(keys) * pool.page_size != len(host_indices):
             expected = f"{len(keys)} keys x page size {pool.page_size}"
             raise InvalidValueError(f"number of host indices of pool {name.value}", len(host_indices), expected)
-        return pool, host_indices[:: pool.page_size].tolist()
+        by_page = host_indices.reshape(len(keys), pool.page_size)
+        torn = (by_page != by_page[:, :1] + np.arange(pool.page_size)).any(axis=1)
+        if torn.any():
+            page = by_page[torn.argmax()].tolist()
+            raise InvalidValueError(f"host indices of pool {name.value}", page, "rows that follow each other")
+        return pool, by_page[:, 0].tolist()
 
     def _by_pool(
         self,

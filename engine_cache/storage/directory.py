@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _KEY = re.compile(PAGE_KEY_PATTERN)
 _CHECKSUM_BYTES = 8
 _ABANDONED_AFTER_S = 600
+_MAX_FAILED_EVICTIONS = 4  # a page; what cannot be removed gets behind the others and has its turn again
 
 
 class DirectoryStorage(HiCacheStorage):
@@ -209,21 +210,26 @@ class DirectoryStorage(HiCacheStorage):
 
     def _reserve(self, num_bytes: int, keep: Collection[str] = ()) -> bool:
         with self._lock:
+            num_failed = 0
             while self._used + num_bytes > self._capacity:
                 oldest = next(iter(self._held), None)
-                if oldest is None or oldest in keep:
+                if oldest is None or oldest in keep or num_failed == _MAX_FAILED_EVICTIONS:
                     return False
-                self._evict(oldest)
+                num_failed += not self._evict(oldest)
             self._used += num_bytes
             return True
 
-    def _evict(self, file_name: str) -> None:
+    def _evict(self, file_name: str) -> bool:
+        """Lock held. False: the file is still there, and counts."""
         try:
             (self._folder / file_name).unlink(missing_ok=True)
         except OSError as error:
             log.warning("page %s cannot be evicted: %s", file_name, error)
+            self._held.move_to_end(file_name)
+            return False
         self._forget(file_name)
         self._counts["num_evicted"] += 1
+        return True
 
     def _touch(self, file_names: list[str]) -> None:
         """Make files of one prefix the most recently used ones, the first of them last to go: without it the others

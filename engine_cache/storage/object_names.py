@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 
+from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 
 PAGE_KEY_PATTERN = r"(?:[0-9a-f]{16}_)?[0-9a-f]{64}"
@@ -99,6 +100,41 @@ class StorageIdentity:
         tp = "" if self.is_mla else f"_{self.tp_rank}_{self.tp_size}"
         pp = f"_{self.pp_size}_{self.pp_rank}" if self.pp_size > 1 else ""
         return f"_{self.model_name.replace('/', '-')}{tp}{pp}"
+
+    def object_names(self, pool: PoolName, num_runs: int) -> list[str]:
+        """What follows the storage key in the names of a page's objects in an object store: one a run of memory, in
+        the order of the runs. Ranks of a tensor-parallel group hold equal pages of MLA and of an index.
+
+        Raises InvalidValueError when pages of the pool have another number of runs.
+        """
+        latent, of_rank = self._rank_tags()
+        if pool is PoolName.MAMBA:
+            names = ["temporal", *(f"conv_{number}" for number in range(num_runs - 1))]
+            ends = [f"{of_rank}_{name}" for name in names]
+        elif pool is PoolName.INDEXER:
+            ends = [f"{latent}_indexer"]
+        elif self.is_mla:
+            ends = [f"{latent}_swa" if pool is PoolName.SWA else f"{latent}_k"]
+        else:
+            kind = "swa_" if pool is PoolName.SWA else ""
+            ends = [f"{of_rank}_{kind}{part}" for part in "kv"]
+        if len(ends) != num_runs:
+            raise InvalidValueError(f"runs of memory a page of pool {pool.value}", num_runs, f"{len(ends)}: {ends}")
+        return [f"_{end}" for end in ends]
+
+    @property
+    def object_pattern(self) -> str:
+        """Regular expression (ECMAScript, like Python's) of the whole names of all objects of this model and rank."""
+        latent, of_rank = self._rank_tags()
+        kv = f"{latent}_(?:k|swa)" if self.is_mla else f"{of_rank}_(?:swa_)?[kv]"
+        ends = "|".join((kv, f"{latent}_indexer", f"{of_rank}_(?:temporal|conv_[0-9]+)"))
+        return rf"^{self.prefix.replace('.', '[.]')}{PAGE_KEY_PATTERN}_(?:{ends})$"
+
+    def _rank_tags(self) -> tuple[str, str]:
+        """Of objects that all ranks of a tensor-parallel group share, and of those that each has its own of."""
+        if self.pp_size > 1:
+            return str(self.pp_rank), f"{self.tp_rank}_{self.pp_rank}"
+        return "", str(self.tp_rank)
 
 
 def _digest(text: str, digits: int) -> str:

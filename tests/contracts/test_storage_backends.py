@@ -1,6 +1,7 @@
 """What every store of pages promises."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,27 +26,51 @@ pytestmark = pytest.mark.torch
 LAYOUT = PageLayout("bfloat16", 2, (1, 3), "page_first")
 HASHES = [hashlib.sha256(bytes([i])).hexdigest() for i in range(8)]
 KEYS = page_keys(HASHES)
-EXTRA = {PoolName.INDEXER: torch.uint8, PoolName.MAMBA: torch.float32}
+EXTRA = {PoolName.INDEXER: (torch.uint8, 1), PoolName.MAMBA: (torch.float32, 3)}
 
 
-@pytest.fixture(params=["directory"])
-def open_store(request, tmp_path):
-    """Opens the same store again and again, for the identity given, with a KV pool and those of EXTRA."""
+@pytest.fixture(params=["directory", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+def connect(request, tmp_path):
+    """Opens the same store again and again, without pools."""
     opened = []
+    if request.param == "mooncake":
+        from engine_cache.storage.mooncake import MooncakeStorage
 
-    def opener(identity=None):
-        store = DirectoryStorage(tmp_path, identity or StorageIdentity("org/model", LAYOUT), capacity_bytes=2**20)
+        master = request.getfixturevalue("mooncake_master")
+
+    def connector(identity):
+        if request.param == "mooncake":
+            store = MooncakeStorage(master.shared_client(), identity, master.settings())
+        else:
+            store = DirectoryStorage(tmp_path, identity, capacity_bytes=2**20)
         opened.append(store)
-        store.kv = PagePool()
+        return store
+
+    yield connector
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def identity(tmp_path):
+    """Nobody else's: stores outlive a test."""
+    return StorageIdentity("org/model", LAYOUT, extra_backend_tag=hashlib.sha256(bytes(tmp_path)).hexdigest()[:12])
+
+
+@pytest.fixture
+def open_store(connect, identity):
+    """Opens the same store again and again, for the identity given, with a KV pool and those of EXTRA."""
+
+    def opener(**changes):
+        store = connect(replace(identity, **changes))
+        store.kv = PagePool(num_runs=2)
         store.register_mem_pool_host(store.kv)
-        store.extra = {name: PagePool(page_size=1, dtype=dtype) for name, dtype in EXTRA.items()}
+        store.extra = {name: PagePool(page_size=1, dtype=dtype, num_runs=runs) for name, (dtype, runs) in EXTRA.items()}
         for name, pool in store.extra.items():
             store.register_mem_host_pool_v2(pool, name)
         return store
 
-    yield opener
-    for store in opened:
-        store.close()
+    return opener
 
 
 @pytest.fixture
@@ -151,15 +176,15 @@ def test_equal_hashes_in_two_namespaces_are_two_pages(store):
 @pytest.mark.parametrize(
     "other",
     [
-        StorageIdentity("org/other", LAYOUT),
-        StorageIdentity("org/model", PageLayout("float16", 2, (1, 3), "page_first")),
-        StorageIdentity("org/model", LAYOUT, tp_rank=1, tp_size=2),
-        StorageIdentity("org/model", LAYOUT, extra_backend_tag="blue"),
-        StorageIdentity("org/model", LAYOUT, use_fingerprint=False),
+        {"model_name": "org/other"},
+        {"layout": PageLayout("float16", 2, (1, 3), "page_first")},
+        {"tp_rank": 1, "tp_size": 2},
+        {"extra_backend_tag": "blue"},
+        {"use_fingerprint": False},
     ],
 )
 def test_another_model_layout_or_rank_sees_nothing_and_clears_nothing(open_store, other):
-    ours, theirs = open_store(), open_store(other)
+    ours, theirs = open_store(), open_store(**other)
     put(ours, 0)
     assert theirs.batch_exists(KEYS) == 0
     put(theirs, 0, 1)
@@ -274,6 +299,17 @@ def test_a_closed_store_refuses_every_call(store):
     assert store.get_stats().num_written == 1
 
 
+def test_rows_of_a_page_must_follow_each_other(store):
+    with pytest.raises(ValueError, match=r"host indices of pool kv: got \[4, 7\]"):
+        store.batch_set_v1(KEYS[:2], np.array([0, 1, 4, 7]))
+
+
+def test_a_store_that_splits_heads_takes_no_other_pool(store, monkeypatch):
+    monkeypatch.setattr(type(store), "should_split_heads", True)
+    with pytest.raises(ValueError, match=r"should_split_heads.*pool swa"):
+        store.register_mem_host_pool_v2(PagePool(), PoolName.SWA)
+
+
 # --- what is held ----------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +325,7 @@ def test_what_was_written_or_found_is_held(open_store):
 
 def test_a_page_that_vanished_is_told_once(open_store):
     store, other = open_store(), open_store()
-    put(store, 0, 1)
+    put(store, 0)
     other.clear()
     assert store.batch_exists(KEYS) == 0
     assert store.take_removed() == [KEYS[0]]
@@ -342,11 +378,15 @@ def host_pool(kind, layout):
 
 @pytest.mark.parametrize("layout", host.HOST_LAYOUTS)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_pages_of_a_host_pool_come_back_bit_equal(open_store, kind, layout):
+def test_pages_of_a_host_pool_come_back_bit_equal(connect, identity, kind, layout):
     source, target = host_pool(kind, layout), host_pool(kind, layout)
     rows = np.array([4, 5, 0, 1], np.int64)
     for pool, call in ((source, "batch_set_v1"), (target, "batch_get_v1")):
-        store = open_store()
+        store = connect(replace(identity, is_mla=kind == "mla"))
+        if store.works_in_place and layout == "layer_first":
+            with pytest.raises(ValueError, match=r"layout of host pool kv.*'layer_first'"):
+                store.register_mem_pool_host(pool)
+            return
         store.register_mem_pool_host(pool)
         assert getattr(store, call)(KEYS[:2], rows) == [True, True]
     for row in (0, 4):

@@ -1,0 +1,225 @@
+"""Pages in a Mooncake store, which the machines of a fleet share.
+
+The store reads and writes host pages in place, one object a run of memory: what one engine wrote is what another finds
+byte for byte, without a copy in between. It may drop any object at any time, and is gone when its master ends.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from engine_cache.settings import MooncakeSettings
+from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName, StorageStats, ZeroCopyHostPool
+from engine_cache.storage.held_pages import HeldPages
+from engine_cache.storage.mooncake_client import MooncakeClient
+from engine_cache.storage.mooncake_watch import MooncakeWatch
+from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
+from engine_cache.types import no_indices
+from kv_events.errors import InvalidValueError
+from kv_events.schema import StorageMedium
+
+if TYPE_CHECKING:
+    import torch
+
+_KEY = re.compile(PAGE_KEY_PATTERN)
+_LOOK_AGAIN_PAGES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """Objects that pages consist of, page by page, equally many a page."""
+
+    names: list[str]
+    addresses: list[int]
+    sizes: list[int]
+
+    def only(self, wanted: Sequence[bool]) -> _Objects:
+        lists = (self.names, self.addresses, self.sizes)
+        return _Objects(*(list(compress(each, wanted)) for each in lists))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """A pool that the store knows."""
+
+    pool: ZeroCopyHostPool
+    buffers: list[torch.Tensor]
+    name_ends: list[str]
+    """One an object of a page."""
+    page_bytes: int
+
+
+class MooncakeStorage(HiCacheStorage):
+    """One rank's view of a Mooncake store. The host pools must lay out pages as runs of memory, not `layer_first`.
+
+    client: the storage's own from now on. Raises what `MooncakeClient` raises. Once it is open, a store that is away
+    makes pages false, and those it had are withdrawn; it is used again when it is back. A call takes no longer than
+    the client's time limit or, where a machine that lends memory stands still, a minute.
+    """
+
+    medium: ClassVar[StorageMedium] = StorageMedium.EXTERNAL
+    works_in_place: ClassVar[bool] = True
+
+    def __init__(self, client: MooncakeClient, identity: StorageIdentity, settings: MooncakeSettings) -> None:
+        super().__init__()
+        self._client = client
+        self._identity = identity
+        self._owns_store = settings.mooncake_owns_store
+        self._held = HeldPages(settings.mooncake_max_tracked_pages)
+        self._registered: dict[PoolName, _Registered] = {}
+        self._counts_lock = threading.Lock()  # guards _counts
+        self._counts: Counter[str] = Counter()
+        client.on_away = self._held.lose_all
+        self._watch = MooncakeWatch(client, settings.mooncake_watch_interval_s, self._look_again)
+        client.on_transfer_failed = self._watch.suspect
+
+    @classmethod
+    def connect(cls, identity: StorageIdentity, settings: MooncakeSettings | None = None) -> MooncakeStorage:
+        """With a client of its own. settings: None for those of the environment."""
+        settings = settings or MooncakeSettings()
+        return cls(MooncakeClient(settings, tp_size=identity.tp_size), identity, settings)
+
+    def is_held(self, key: str) -> bool:
+        self._check_open()
+        return key in self._held
+
+    def take_removed(self) -> list[str]:
+        self._check_open()
+        return self._held.take_lost()
+
+    def clear(self) -> None:
+        """See `HiCacheStorage`; a store that is this project's own is emptied. Raises StorageUnreachableError if the
+        master does not answer."""
+        self._check_open()
+        self._client.remove_matching(None if self._owns_store else self._identity.object_pattern)
+        self._held.forget_all()
+
+    def get_stats(self) -> StorageStats:
+        """See `HiCacheStorage`. Held are the KV pages that were seen in the store and not missed since."""
+        kv = self._registered.get(PoolName.KV)
+        with self._counts_lock:
+            counts = {name: self._counts[name] for name in StorageStats._fields}
+        held = len(self._held)
+        return StorageStats(**counts | {"num_held": held, "held_bytes": held * kv.page_bytes if kv else 0})
+
+    def close(self) -> None:
+        """Leave the store. Pages in the memory that this client lends are lost to all; the others stay."""
+        super().close()
+        self._watch.stop()
+        self._client.close()
+
+    def _register(self, name: PoolName, pool: PagedHostPool) -> None:
+        self._check_open()
+        if not isinstance(pool, ZeroCopyHostPool):
+            raise InvalidValueError(f"host pool {name.value}", type(pool).__name__, "a pool with pages to use in place")
+        pool.get_page_buffer_meta(no_indices())  # refuses layer_first
+        _, sizes = pool.get_page_buffer_meta(np.arange(pool.page_size))
+        name_ends = self._identity.object_names(name, len(sizes))
+        buffers = pool.get_hybrid_pool_buffer()
+        self._register_buffers(name, buffers)
+        super()._register(name, pool)
+        self._registered[name] = _Registered(pool, buffers, name_ends, sum(sizes))
+
+    def _register_buffers(self, name: PoolName, buffers: Sequence[torch.Tensor]) -> None:
+        """Each tensor once, however often its pool is named; those that the pool of that name had before are let go."""
+        known = {buffer.data_ptr() for each in self._registered.values() for buffer in each.buffers}
+        new = [buffer for buffer in buffers if buffer.data_ptr() not in known]
+        done: list[int] = []
+        try:
+            for buffer in new:
+                self._client.register(name.value, buffer.data_ptr(), buffer.nbytes)
+                done.append(buffer.data_ptr())
+        except BaseException:
+            for address in done:
+                self._client.unregister(address)
+            raise
+        kept = {buffer.data_ptr() for buffer in buffers}
+        before = self._registered[name].buffers if name in self._registered else []
+        for buffer in before:
+            if buffer.data_ptr() not in kept:
+                self._client.unregister(buffer.data_ptr())
+
+    # --- pages -------------------------------------------------------------------------------------------------------
+
+    def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
+        done = self._whole_pages(name, self._client.exist(self._names(name, keys)))
+        if name is PoolName.KV:
+            self._held.lose(_without(keys, done))
+        return done
+
+    def _read(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
+        objects, epoch = self._objects(name, keys, rows), self._held.epoch
+        read, odd = self._client.get(objects.names, objects.addresses, objects.sizes)
+        self._client.remove(list(compress(objects.names, odd)))  # or the page would be there for ever, never readable
+        done = self._whole_pages(name, read)
+        sound = self._whole_pages(name, [not each for each in odd])
+        if name is PoolName.KV:
+            self._held.hold(compress(keys, done), epoch)
+            self._held.lose(_without(keys, done))
+        self._count(num_read=sum(done), num_missed=len(done) - sum(done), num_damaged=sound.count(False))
+        return done
+
+    def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
+        objects, epoch = self._objects(name, keys, rows), self._held.epoch
+        there = self._client.exist(objects.names)
+        missing = objects.only([not each for each in there])
+        written = self._client.put(missing.names, missing.addresses, missing.sizes)
+        before, stored = self._whole_pages(name, there), iter(written)
+        done = self._whole_pages(name, [each or next(stored) for each in there])
+        if name is PoolName.KV:
+            self._hold_written(keys, before, done, epoch)
+        self._count(
+            num_already_stored=sum(before),
+            num_written=sum(done) - sum(before),
+            num_failed_writes=len(done) - sum(done),
+        )
+        return done
+
+    def _hold_written(self, keys: Sequence[str], before: list[bool], done: list[bool], epoch: int) -> None:
+        """A page that another engine is writing at this moment is as good as written, but is not there yet and may
+        never be: only what is seen there is held."""
+        self._held.hold(compress(keys, before), epoch)
+        written = [key for key, was, now in zip(keys, before, done, strict=True) if now and not was]
+        seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, written)))
+        self._held.hold(compress(written, seen), epoch)
+
+    def _look_again(self) -> None:
+        """Withdraw what is told to be in the store and is not."""
+        keys = self._held.keys()
+        for first in range(0, len(keys), _LOOK_AGAIN_PAGES):
+            self._present(PoolName.KV, keys[first : first + _LOOK_AGAIN_PAGES])
+
+    # --- objects -----------------------------------------------------------------------------------------------------
+
+    def _names(self, name: PoolName, keys: Sequence[str]) -> list[str]:
+        prefix, ends = self._identity.prefix, self._registered[name].name_ends
+        for key in keys:
+            if not _KEY.fullmatch(key):
+                raise InvalidValueError("storage key", key, "what page_key() gives")
+        return [f"{prefix}{key}{end}" for key in keys for end in ends]
+
+    def _objects(self, name: PoolName, keys: Sequence[str], rows: list[int]) -> _Objects:
+        names, pool = self._names(name, keys), self._registered[name].pool
+        first = np.array(rows, dtype=np.int64)
+        return _Objects(names, *pool.get_page_buffer_meta((first[:, None] + np.arange(pool.page_size)).reshape(-1)))
+
+    def _whole_pages(self, name: PoolName, done: Sequence[bool]) -> list[bool]:
+        """Of each page, whether it is so for all of its objects."""
+        num_objects = len(self._registered[name].name_ends)
+        return [all(done[first : first + num_objects]) for first in range(0, len(done), num_objects)]
+
+    def _count(self, **counts: int) -> None:
+        with self._counts_lock:
+            self._counts.update(counts)
+
+
+def _without(keys: Sequence[str], done: Sequence[bool]) -> list[str]:
+    return [key for key, there in zip(keys, done, strict=True) if not there]

@@ -1,0 +1,205 @@
+"""Engines that share a Mooncake store: what one wrote another uses, byte for byte."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
+pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
+
+from event_replay import PageNames  # noqa: E402
+from mooncake_rig import (  # noqa: E402
+    CPU,
+    PAGE_SIZE,
+    PROMPT,
+    archive,
+    engine,
+    follow,
+    make_rig,
+    own_identity,
+    prefetch,
+)
+
+from engine_cache import InitLoadBackParams  # noqa: E402
+from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, mooncake_client, page_keys  # noqa: E402
+from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
+
+pytestmark = pytest.mark.torch
+KINDS = ["mha", "mla", "hybrid", "nsa"]
+KEYS = page_keys([f"{page:064x}" for page in range(1, 6)])
+LAYOUTS = ["page_first", "page_first_direct"]
+
+
+def blocks(tokens=PROMPT):
+    """The pages of a prompt as `Replay` names them."""
+    names = PageNames(PAGE_SIZE, is_bigram=False)
+    return {names.named(prefix)[0] for prefix in names.prefixes(tokens)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind, layout):
+    identity = own_identity(is_mla=kind in ("mla", "nsa"), host_layout=layout)
+    settings = mooncake_master.settings()
+    with engine(kind, identity, settings) as writer, engine(kind, identity, settings) as reader:
+        content = archive(writer)
+        assert follow(writer) == set(writer.replay.pages[CPU]) == blocks()
+        assert prefetch(reader) == len(PROMPT)
+        assert follow(reader) == set()  # whoever put a page there tells of it
+        assert set(reader.replay.pages[CPU]) == blocks()
+        match = reader.match(PROMPT)
+        assert match.host_hit_length == len(PROMPT)
+        reader.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
+        reader.settle()
+        on_device = reader.match(PROMPT).device_indices
+        assert len(on_device) == len(PROMPT)
+        if kind == "nsa":
+            assert torch.equal(reader.content(on_device), content)
+        else:  # follows from the tokens
+            reader.check()
+
+
+def test_an_engine_of_another_process_wrote_it(mooncake_master):
+    identity, settings = own_identity(), mooncake_master.settings()
+    script = textwrap.dedent(f"""
+        from mooncake_rig import *
+        from engine_cache.settings import MooncakeSettings
+        from engine_cache.storage.object_names import *
+        with engine("hybrid", {identity!r}, MooncakeSettings(**{settings.model_dump()!r})) as rig:
+            archive(rig)
+            assert len(follow(rig)) == 4
+    """)
+    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    with engine("hybrid", identity, settings) as reader:
+        assert prefetch(reader) == len(PROMPT)
+        reader.check()
+
+
+def test_a_model_with_other_pages_finds_nothing(mooncake_master):
+    identity, settings = own_identity(), mooncake_master.settings()
+    other = own_identity()
+    with engine("mha", identity, settings) as writer, engine("mha", other, settings) as reader:
+        archive(writer)
+        assert prefetch(reader) == 0
+
+
+# --- pools beside KV -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nsa(mooncake_master):
+    """A store with the pools of a sparse-attention model."""
+    rig = make_rig("nsa")
+    store = MooncakeStorage.connect(own_identity(is_mla=True), mooncake_master.settings())
+    register(store, rig)
+    yield store
+    store.close()
+
+
+def register(store, rig):
+    store.register_mem_pool_host(rig.controller.kv.host_pool)
+    for name, entry in rig.controller.entries.items():
+        store.register_mem_host_pool_v2(entry.host_pool, name)
+
+
+def rows(count):
+    return np.arange(count * PAGE_SIZE)
+
+
+def objects_of(store, name, keys):
+    return store._names(name, keys)
+
+
+def test_the_prefix_ends_where_the_index_ends(nsa):
+    nsa.batch_set_v1(KEYS, rows(5))
+    index = PoolTransfer(PoolName.INDEXER, rows(5), keys=list(KEYS))
+    assert nsa.batch_set_v2([index]) == {PoolName.INDEXER: [True] * 5}
+    assert nsa.batch_exists_v2(KEYS, [index]) == (5, {PoolName.INDEXER: 5})
+    nsa._client.remove(objects_of(nsa, PoolName.INDEXER, KEYS[2:3]))
+    assert nsa.batch_exists_v2(KEYS, [index]) == (2, {PoolName.INDEXER: 2})
+    assert nsa.batch_get_v2([index]) == {PoolName.INDEXER: [True, True, False, True, True]}
+    assert nsa.batch_set_v2([index]) == {PoolName.INDEXER: [True] * 5}
+    assert nsa.batch_exists_v2(KEYS, [index]).kv_hit_pages == 5
+
+
+@pytest.fixture
+def hybrid(mooncake_master):
+    """A store with the pools of a model with recurrent layers."""
+    store = MooncakeStorage.connect(own_identity(), mooncake_master.settings())
+    register(store, make_rig("hybrid"))
+    yield store
+    store.close()
+
+
+def state(*places):
+    return PoolTransfer(PoolName.MAMBA, np.array(places), keys=[KEYS[place] for place in places])
+
+
+def test_the_prefix_ends_at_its_last_state(hybrid):
+    hybrid.batch_set_v1(KEYS, rows(5))
+    hybrid.batch_set_v2([state(1, 3)])
+    wanted = PoolTransfer(PoolName.MAMBA, keys=KEYS[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    for lost, usable in ((None, 4), (3, 2), (1, 0)):
+        if lost is not None:
+            hybrid._client.remove(objects_of(hybrid, PoolName.MAMBA, [KEYS[lost]])[:1])
+        assert hybrid.batch_exists_v2(KEYS, [wanted]).kv_hit_pages == usable
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_page_of_which_an_object_is_missing_is_not_there_until_it_is_written_again(hybrid, which):
+    assert hybrid.batch_set_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
+    names = objects_of(hybrid, PoolName.MAMBA, KEYS[1:2])
+    assert [name.partition("_0_")[2] for name in names] == ["temporal", "conv_0"]
+    hybrid._client.remove(names[which : which + 1])
+    assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True, False, True]}
+    assert hybrid.batch_set_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
+    assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+class CountingNative(mooncake_client.MooncakeDistributedStore):
+    """Notes every call for pages and how many objects it is for."""
+
+    calls: list = []  # noqa: RUF012
+
+    def batch_is_exist(self, names):
+        self.note("exist", names)
+        return super().batch_is_exist(names)
+
+    def batch_put_from(self, names, addresses, sizes):
+        self.note("put", names)
+        return super().batch_put_from(names, addresses, sizes)
+
+    def batch_get_into(self, names, addresses, sizes):
+        self.note("get", names)
+        return super().batch_get_into(names, addresses, sizes)
+
+    def note(self, what, names):
+        if not names[0].startswith("kvsight_"):
+            self.calls.append((what, len(names)))
+
+
+@pytest.mark.parametrize("pages", [1, 5])
+def test_a_batch_costs_as_many_calls_as_a_page(mooncake_master, monkeypatch, pages):
+    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", CountingNative)
+    CountingNative.calls.clear()
+    store = MooncakeStorage.connect(own_identity(), mooncake_master.settings())
+    register(store, make_rig("hybrid"))
+    store.batch_set_v1(KEYS[:pages], rows(pages))
+    store.batch_exists(KEYS[:pages])
+    store.batch_get_v1(KEYS[:pages], rows(pages))
+    kv = 2 * pages
+    assert CountingNative.calls == [("exist", kv), ("put", kv), ("exist", kv), ("exist", kv), ("get", kv)]
+    CountingNative.calls.clear()
+    store.batch_set_v2([state(*range(pages))])
+    store.batch_get_v2([state(*range(pages))])
+    assert CountingNative.calls == [("exist", 2 * pages), ("put", 2 * pages), ("get", 2 * pages)]
+    store.close()
