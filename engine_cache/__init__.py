@@ -3,11 +3,13 @@
 Owns keys, trees, eviction, the pools below them and the copies between those; imports `kv_events` and nothing else of
 the project. Trees and allocators work on numpy index arrays; torch is imported by the modules of `pools` that hold
 tensors, never from here. Start at `base.py`, which is the interface, then `radix.py`; for tiers `hiradix.py`, and below
-it `host_tier.py`, `prefetch.py` and `transfer.py`; for recurrent states `mamba.py`, and with tiers `himamba.py`.
+it `host_tier.py`, `prefetch.py` and `transfer.py`; for recurrent states `mamba.py`, and with tiers `himamba.py`; for
+states of any kind in one tree `unified/cache.py`.
 """
 
 from engine_cache.base import (
     BasePrefixCache,
+    DecLockRefParams,
     DecLockRefResult,
     EvictParams,
     EvictResult,
@@ -20,7 +22,7 @@ from engine_cache.base import (
     Request,
 )
 from engine_cache.copying import CopyEngine, Lane, ManualCopyEngine, ThreadCopyEngine
-from engine_cache.errors import CacheStateError, PoolError, PoolExhaustedError, TransferError
+from engine_cache.errors import CacheStateError, PoolError, PoolExhaustedError, StackError, TransferError
 from engine_cache.events import KVCacheEventMixin, ResidentPage
 from engine_cache.eviction import EVICTION_POLICIES
 from engine_cache.himamba import HiMambaRadixCache
@@ -32,18 +34,30 @@ from engine_cache.node import TreeNode, compute_node_hash_values, split_node_has
 from engine_cache.pool_entry import PoolEntry
 from engine_cache.pools import MambaSlotAllocator, PagedTokenToKVPoolAllocator, ReqToTokenPool
 from engine_cache.pools.host_rows import BytelessHostPool
+from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.radix import RadixCache
 from engine_cache.storage_operations import StoragePolicy
 from engine_cache.transfer import HiCacheController
 from engine_cache.types import IndexArray
+from engine_cache.unified import (
+    AuxiliaryComponent,
+    ComponentType,
+    MambaComponent,
+    SWAComponent,
+    TreeComponent,
+    UnifiedRadixCache,
+)
 
 __all__ = [
     "EVICTION_POLICIES",
     "WRITE_POLICIES",
+    "AuxiliaryComponent",
     "BasePrefixCache",
     "BytelessHostPool",
     "CacheStateError",
+    "ComponentType",
     "CopyEngine",
+    "DecLockRefParams",
     "DecLockRefResult",
     "EvictParams",
     "EvictResult",
@@ -57,6 +71,7 @@ __all__ = [
     "InsertResult",
     "KVCacheEventMixin",
     "Lane",
+    "MambaComponent",
     "MambaRadixCache",
     "MambaSlotAllocator",
     "ManualCopyEngine",
@@ -71,10 +86,15 @@ __all__ = [
     "ReqToTokenPool",
     "Request",
     "ResidentPage",
+    "SWAComponent",
+    "SWATokenToKVPoolAllocator",
+    "StackError",
     "StoragePolicy",
     "ThreadCopyEngine",
     "TransferError",
+    "TreeComponent",
     "TreeNode",
+    "UnifiedRadixCache",
     "compute_node_hash_values",
     "split_node_hash_value",
 ]

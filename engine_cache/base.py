@@ -41,6 +41,8 @@ class MatchResult(NamedTuple):
     """Where KV goes on beyond the last recurrent state: a length, in whole chunks, at which a state would be of use."""
     mamba_host_hit_length: int = 0
     """Recurrent states that a load-back would bring to the device, 0 or 1."""
+    swa_host_hit_length: int = 0
+    """Units of the sliding window that a load-back would bring to the device."""
 
 
 class InsertParams(NamedTuple):
@@ -54,6 +56,8 @@ class InsertParams(NamedTuple):
     """[1] slot of the recurrent state after the last unit of the key. Wanted by the Mamba caches, unused by others."""
     prev_prefix_len: int = 0
     """Leading rows of `value` that are the tree's own. Mamba caches free the duplicates behind them themselves."""
+    swa_evicted_seqlen: int = 0
+    """Leading rows of `value` whose sliding-window rows were given up before, in whole pages."""
 
 
 class InsertResult(NamedTuple):
@@ -69,6 +73,8 @@ class EvictParams(NamedTuple):
     num_tokens: int
     mamba_num: int = 0
     """Recurrent states to free besides."""
+    swa_num_tokens: int = 0
+    """Units of sliding-window rows to free besides."""
 
 
 class EvictResult(NamedTuple):
@@ -76,6 +82,8 @@ class EvictResult(NamedTuple):
     """More than asked for when the last node was longer, fewer when nothing was left."""
     mamba_num_evicted: int = 0
     """Recurrent states freed, those of evicted nodes included."""
+    swa_num_tokens_evicted: int = 0
+    """Units of sliding-window rows freed, those of evicted nodes included."""
 
 
 class InitLoadBackParams(NamedTuple):
@@ -87,9 +95,24 @@ class InitLoadBackParams(NamedTuple):
     req: Request | None = None
 
 
+class DecLockRefParams(NamedTuple):
+    """What a cache with several kinds of state must be told of the lock it takes back."""
+
+    tickets: tuple[tuple[int, int], ...] = ()
+    """(kind of state, what its component noted) of each kind that is locked besides KV."""
+
+
 class IncLockRefResult(NamedTuple):
     delta: int
     """Minus the units that became protected."""
+    node: TreeNode
+    """The one that is locked, and to be unlocked: of a node that is not on the device the first above it that is."""
+    tickets: tuple[tuple[int, int], ...] = ()
+    """As in `DecLockRefParams`."""
+
+    def to_dec_params(self) -> DecLockRefParams:
+        """What the release of this very lock must be told."""
+        return DecLockRefParams(self.tickets)
 
 
 class DecLockRefResult(NamedTuple):
@@ -122,6 +145,13 @@ class Request:
     """Tokens behind the state in `mamba_track_idx`, whole pages. None: no state was tracked since the last time."""
     mamba_track_idx: IndexArray | None = None
     """[1] slot of the tracked state, the request's own; wanted by a cache with an extra buffer."""
+    lock_params: DecLockRefParams | None = None
+    """Of the lock on `last_node`; wanted by a cache with several kinds of state."""
+    swa_evicted_seqlen: int = 0
+    """Leading tokens whose sliding-window rows the engine has given up, in whole pages."""
+    swa_host_hit_length: int = 0
+    """As the match gave it; so is the next one."""
+    mamba_host_hit_length: int = 0
 
 
 class BasePrefixCache(ABC):
@@ -154,7 +184,8 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def dec_lock_ref(self, node: TreeNode) -> DecLockRefResult:
-        """Take one `inc_lock_ref` back. Raises CacheStateError if there is none, or for a node of another tree."""
+        """Take one `inc_lock_ref` back, of the node that it has named. Raises CacheStateError if there is none, or for
+        a node of another tree."""
 
     @abstractmethod
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:

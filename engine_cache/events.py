@@ -14,6 +14,9 @@ from engine_cache.node import TreeNode, compute_node_hash_values, compute_node_s
 from kv_events.hashing import SEED, U64Array, hash_str_to_int64, hash_strs_to_int64
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium, TokenIds
 
+LAST_PAGE = slice(-1, None)
+_ALL_PAGES = slice(None)
+
 
 class ResidentPage(NamedTuple):
     """One page that a cache holds."""
@@ -41,6 +44,11 @@ class KVCacheEventMixin:
     root_node: TreeNode
     seed_of_extra_key: Callable[[str], int]
     """Seed of the sequence hashes of a namespace."""
+    emit_group_events: bool
+    group_event_queues: dict[str, list[EngineEvent]]
+    """By group."""
+    event_groups: tuple[str, ...] = ()
+    """What the host holds beside full KV, by the names of `kv_events.streams`."""
 
     def take_events(self) -> list[EngineEvent]:
         """All events since the last call, oldest first."""
@@ -48,6 +56,14 @@ class KVCacheEventMixin:
             return []
         events, self.kv_event_queue = self.kv_event_queue, []
         return events
+
+    def take_group_events(self) -> dict[str, list[EngineEvent]]:
+        """The same of each of `event_groups`: at which pages' ends a state lies, which pages have their window's KV.
+
+        For a stream of its own each. Without `emit_group_events` there are none.
+        """
+        taken, self.group_event_queues = self.group_event_queues, {group: [] for group in self.group_event_queues}
+        return taken
 
     def iter_resident(self, medium: StorageMedium) -> Iterator[ResidentPage]:
         """Every page resident on `medium`, parents before children. The tree must not change meanwhile. Hashes that
@@ -89,27 +105,50 @@ class KVCacheEventMixin:
 
     def _record_remove_event(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
         """One `BlockRemoved` a page, in page order, under the names the pages were stored with. medium None: GPU."""
-        if not self.enable_kv_cache_events:
-            return
-        self.kv_event_queue.extend(
-            map(
-                BlockRemoved,
-                self._block_hashes(node).reshape(-1, 1).tolist(),
-                repeat(medium or StorageMedium.GPU),
-                repeat(node.key.extra_key),
-            )
-        )
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.extend(self._remove_events(node, medium or StorageMedium.GPU))
+
+    def _remove_events(
+        self, node: TreeNode, medium: StorageMedium, pages: slice = _ALL_PAGES
+    ) -> Iterator[BlockRemoved]:
+        names = self._block_hashes(node, pages).reshape(-1, 1).tolist()
+        return map(BlockRemoved, names, repeat(medium), repeat(node.key.extra_key))
 
     def _record_all_cleared_event(self) -> None:
         if self.enable_kv_cache_events:
             self.kv_event_queue.append(AllBlocksCleared())
+        for queue in self.group_event_queues.values():
+            queue.append(AllBlocksCleared())
+
+    def _record_group_store(self, group: str, node: TreeNode, medium: StorageMedium, pages: slice) -> None:
+        """What the group has at these pages of the node became resident on `medium`. Parents are full KV's business."""
+        if self.emit_group_events:
+            names = self._block_hashes(node, pages)
+            self.group_event_queues[group].extend(
+                map(
+                    BlockStored,
+                    names.reshape(-1, 1).tolist(),
+                    repeat(None),
+                    repeat([]),
+                    repeat(self.page_size),
+                    repeat(None),
+                    repeat(medium),
+                    repeat(node.key.extra_key),
+                    _words(self._sequence_hashes(node)[pages]),
+                )
+            )
+
+    def _record_group_remove(self, group: str, node: TreeNode, medium: StorageMedium, pages: slice) -> None:
+        """It ceased to be."""
+        if self.emit_group_events:
+            self.group_event_queues[group].extend(self._remove_events(node, medium, pages))
 
     def _parent_block_hash(self, node: TreeNode) -> int | None:
         above = node.parent.hash_value if node.parent is not None else None
         return hash_str_to_int64(above[-1]) if above else None
 
-    def _block_hashes(self, node: TreeNode) -> npt.NDArray[np.int64]:
-        return hash_strs_to_int64(compute_node_hash_values(node, self.page_size))
+    def _block_hashes(self, node: TreeNode, pages: slice = _ALL_PAGES) -> npt.NDArray[np.int64]:
+        return hash_strs_to_int64(compute_node_hash_values(node, self.page_size)[pages])
 
     def _sequence_hashes(self, node: TreeNode) -> U64Array:
         return compute_node_sequence_hashes(node, self.page_size, self._seed(node.key))

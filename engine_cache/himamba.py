@@ -10,42 +10,26 @@ has none left is of use only on the way to others, and goes with the last of the
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from typing import Unpack
 
-from engine_cache.base import (
-    DecLockRefResult,
-    EvictResult,
-    IncLockRefResult,
-    InitLoadBackParams,
-    MatchResult,
-    Request,
-)
+from engine_cache.base import EvictResult, IncLockRefResult, MatchResult
 from engine_cache.checks import check_host_states, check_host_tier, check_mamba_states, check_radix_cache
 from engine_cache.errors import CacheStateError
-from engine_cache.host_tier import BackupOperation, live_prefix
-from engine_cache.key import RadixKey
-from engine_cache.lru import LruList
-from engine_cache.mamba import MambaRadixCache, StatePool
-from engine_cache.node import MambaNode, TreeNode, compute_node_hash_values, hybrid
+from engine_cache.events import LAST_PAGE
+from engine_cache.host_tier import live_prefix
+from engine_cache.mamba import MambaOptions
+from engine_cache.node import MambaNode, TreeNode, hybrid
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
-from engine_cache.pools.req_to_token import ReqToTokenPool
-from engine_cache.prefetch import StorageTier
-from engine_cache.radix import salted_seed
-from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
-from engine_cache.storage.object_names import page_keys
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
+from engine_cache.state_tier import StateTier
+from engine_cache.storage.base import PoolName
 from engine_cache.transfer import HiCacheController
-from engine_cache.types import IndexArray, no_indices
+from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
-
-log = logging.getLogger(__name__)
-
-_HOST_MAMBA_LIST = 2
-_DRAIN_TIMEOUT_S = 30.0
+from kv_events.schema import StorageMedium
+from kv_events.streams import MAMBA_GROUP
 
 
-class HiMambaRadixCache(StorageTier, MambaRadixCache):
+class HiMambaRadixCache(StateTier):
     """A radix tree over device and host pages, and the states at the ends of some of its nodes.
 
     controller: moves KV and, as its sidecar MAMBA, states; its device allocators must be `allocator` and
@@ -61,16 +45,9 @@ class HiMambaRadixCache(StorageTier, MambaRadixCache):
         allocator: PagedTokenToKVPoolAllocator,
         mamba_allocator: MambaSlotAllocator,
         controller: HiCacheController,
-        mamba_pool: StatePool | None = None,
         write_policy: str = "write_through",
         load_back_threshold: int = 10,
-        req_to_token_pool: ReqToTokenPool | None = None,
-        enable_mamba_extra_buffer: bool = False,
-        mamba_cache_chunk_size: int = 64,
-        enable_kv_cache_events: bool = False,
-        is_eagle: bool = False,
-        disable: bool = False,
-        seed_of_extra_key: Callable[[str], int] = salted_seed,
+        **options: Unpack[MambaOptions],
     ) -> None:
         self._init_host_tier(controller, allocator, page_size, write_policy, load_back_threshold)
         self._states = controller.entry(PoolName.MAMBA)
@@ -80,25 +57,7 @@ class HiMambaRadixCache(StorageTier, MambaRadixCache):
             raise InvalidValueError("page size of the host pool of states", self._states.host_pool.page_size, "1")
         self._states.host_evict_fn = self.evict_mamba_host
         self._states.device_evict_fn = self.evict_mamba
-        super().__init__(
-            page_size=page_size,
-            mamba_allocator=mamba_allocator,
-            mamba_pool=mamba_pool,
-            allocator=allocator,
-            req_to_token_pool=req_to_token_pool,
-            enable_mamba_extra_buffer=enable_mamba_extra_buffer,
-            mamba_cache_chunk_size=mamba_cache_chunk_size,
-            enable_kv_cache_events=enable_kv_cache_events,
-            is_eagle=is_eagle,
-            disable=disable,
-            seed_of_extra_key=seed_of_extra_key,
-        )
-
-    def reset(self) -> None:
-        if not self.controller.engine.drain(_DRAIN_TIMEOUT_S):
-            log.warning("transfers still run %g s after a reset, which waits for them", _DRAIN_TIMEOUT_S)
-        self.host_mamba_lru_list = LruList(_HOST_MAMBA_LIST)
-        super().reset()
+        super().__init__(page_size=page_size, allocator=allocator, mamba_allocator=mamba_allocator, **options)
 
     def check(self, request_indices: IndexArray | None = None, request_slots: IndexArray | None = None) -> None:
         """Recount every invariant of tree, tiers, states and pools; exact as in `HiRadixCache`. Raises CacheStateError
@@ -138,99 +97,6 @@ class HiMambaRadixCache(StorageTier, MambaRadixCache):
         for node in map(hybrid, path):
             if node in self.host_mamba_lru_list:
                 self.host_mamba_lru_list.move_to_newest(node)
-
-    # --- device to host ---------------------------------------------------------------------------------------------
-
-    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        node.host_ref_counter += 1  # what makes room on the host must not take a tombstone that lost its children
-        units = super().write_backup(node, write_back)
-        node.host_ref_counter -= 1
-        return units
-
-    def _start_backup(self, node: TreeNode, ack_id: int) -> IndexArray | None:
-        state = hybrid(node)
-        assert node.value is not None
-        extras = []
-        if state.mamba_value is not None:
-            extras.append(PoolTransfer(PoolName.MAMBA, device_indices=state.mamba_value))
-        rows = self.controller.write(node.value, ack_id, extras)
-        if rows is not None and extras:
-            state.mamba_host_value = extras[0].host_indices
-            self._hold_host_state(state)
-        return rows
-
-    def _backed_up(self, node: TreeNode) -> None:
-        state = hybrid(node)
-        if state.mamba_host_value is not None:
-            self._release_host_state(state)
-        super()._backed_up(node)
-
-    def _discard_copy(self, node: TreeNode, operation: BackupOperation) -> None:
-        super()._discard_copy(node, operation)
-        state = hybrid(node)
-        if state.mamba_host_value is not None:
-            operation.discarded.append((PoolName.MAMBA, state.mamba_host_value))
-            state.mamba_host_value = None
-            self._release_host_state(state)
-
-    def _hold_host_state(self, node: MambaNode) -> None:
-        """Keep the host slot of a node, or one that it may yet get, until `_release_host_state`."""
-        node.host_mamba_ref_counter += 1
-        if node in self.host_mamba_lru_list:
-            self.host_mamba_lru_list.remove(node)
-
-    def _release_host_state(self, node: MambaNode) -> None:
-        node.host_mamba_ref_counter -= 1
-        if node.host_mamba_ref_counter == 0 and node.mamba_host_value is not None:
-            self.host_mamba_lru_list.append(node)
-
-    # --- host to device ---------------------------------------------------------------------------------------------
-
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
-        """Bring KV and state of the match back to the device: the rows that KV got there, and the deepest node of the
-        match that can be gone on from now. If that is not the match itself, `device_indices` may reach beyond it: the
-        request keeps those up to the node only."""
-        node = hybrid(params.best_match_node)
-        rows = None
-        if node.mamba_value is None and node.mamba_host_value is not None:
-            rows = self.load_back(node, params.mem_quota, params.req)
-        if rows is not None:
-            return rows, node
-        while node.parent is not None and node.mamba_value is None:
-            node = hybrid(node.parent)
-        return no_indices(), node
-
-    def _load_extras(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
-        state = hybrid(node)
-        slot = state.mamba_host_value
-        if state.mamba_value is not None or slot is None:
-            return []
-        extras = [PoolTransfer(PoolName.MAMBA, host_indices=slot)]
-        if req is not None:
-            extras.append(PoolTransfer(PoolName.MAMBA, host_indices=slot, device_indices=req.mamba_pool_idx))
-        return extras
-
-    def _load_or_evict(
-        self, node: TreeNode, host_rows: IndexArray, ack_id: int, extras: list[PoolTransfer]
-    ) -> IndexArray | None:
-        node.host_ref_counter += 1  # making room for the state may demote others, which look for room on the host
-        self._hold_host_state(hybrid(node))
-        rows = super()._load_or_evict(node, host_rows, ack_id, extras)
-        node.host_ref_counter -= 1
-        if rows is None:
-            self._release_host_state(hybrid(node))
-        return rows
-
-    def _assign_extras(self, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
-        if extras and extras[0].device_indices is not None:
-            self._attach_state(hybrid(node), extras[0].device_indices)
-        if extras and req is not None:
-            req.mamba_pool_idx, req.mamba_cow_src_index = extras[1].device_indices, None
-        self._touch(self._path_to_root(node)[::-1])
-
-    def _end_load(self, node: TreeNode) -> None:
-        self._release_host_state(hybrid(node))
-        super()._end_load(node)
 
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
@@ -289,6 +155,7 @@ class HiMambaRadixCache(StorageTier, MambaRadixCache):
         self._states.host_pool.free(node.mamba_host_value)
         self.host_mamba_lru_list.remove(node)
         node.mamba_host_value = None
+        self._record_group_remove(MAMBA_GROUP, node, StorageMedium.CPU, LAST_PAGE)
 
     def _evict_host_leaf(self, leaf: TreeNode) -> TreeNode:
         return self._delete_useless(self._delete_host_leaf(leaf))
@@ -297,7 +164,6 @@ class HiMambaRadixCache(StorageTier, MambaRadixCache):
         state = hybrid(leaf)
         if state.mamba_host_value is not None:
             self._free_host_state(state)
-        self.full_lru_list.remove(state)
         return super()._evict_host_leaf(leaf)
 
     def _delete_useless(self, node: TreeNode) -> TreeNode:
@@ -321,13 +187,8 @@ class HiMambaRadixCache(StorageTier, MambaRadixCache):
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
         """Forbid eviction of the node's state, and of the KV of the node and everything above it. A node that is not on
-        the device stands for the first one above it that is."""
+        the device stands for the first one above it that is, which the result names."""
         return super().inc_lock_ref(_first_on_device(node))
-
-    def dec_lock_ref(self, node: TreeNode) -> DecLockRefResult:
-        """Take one `inc_lock_ref` of this very node back; it must be on the device if and only if it was then. Raises
-        CacheStateError if there is none, or for a node of another tree."""
-        return super().dec_lock_ref(_first_on_device(node))
 
     def _unlock_state(self, node: MambaNode) -> None:
         """As in `MambaRadixCache`, but a tombstone stays for the sake of its host copy."""
@@ -335,44 +196,6 @@ class HiMambaRadixCache(StorageTier, MambaRadixCache):
             node.mamba_lock_ref -= 1
         else:
             super()._unlock_state(node)
-
-    # --- storage ----------------------------------------------------------------------------------------------------
-
-    def _archive_extras(self, node: TreeNode) -> list[PoolTransfer]:
-        state = hybrid(node)
-        if state.mamba_host_value is None:
-            return []
-        self._hold_host_state(state)
-        keys = page_keys(compute_node_hash_values(node, self.page_size)[-1:], node.key.extra_key)
-        return [_trailing_state(state.mamba_host_value, keys)]
-
-    def _end_archive(self, operation: ArchiveOperation) -> None:
-        super()._end_archive(operation)
-        if operation.extras:
-            self._release_host_state(hybrid(operation.node))
-
-    def _prefetch_extras(self, anchor: TreeNode) -> list[PoolTransfer] | None:
-        slot = self._states.alloc_host(1)
-        if slot is None:
-            return None
-        self._hold_host_state(hybrid(anchor))
-        return [_trailing_state(slot, None)]
-
-    def _leave(self, operation: PrefetchOperation) -> None:
-        super()._leave(operation)
-        self._release_host_state(hybrid(operation.anchor))
-
-    def _add_host_leaf(self, parent: TreeNode, key: RadixKey, rows: IndexArray, hashes: list[str]) -> TreeNode:
-        leaf = super()._add_host_leaf(parent, key, rows, hashes)
-        self.full_lru_list.append(hybrid(leaf))
-        return leaf
-
-    def _take_extras(self, operation: PrefetchOperation, leaf: TreeNode) -> None:
-        if operation.extra_pool_hit_pages.get(PoolName.MAMBA):
-            (fetched,) = operation.extras
-            state = hybrid(leaf)
-            state.mamba_host_value, fetched.host_indices = fetched.host_indices, None
-            self.host_mamba_lru_list.append(state)
 
 
 def _has_state(node: MambaNode) -> bool:
@@ -386,8 +209,3 @@ def _first_on_device(node: TreeNode) -> TreeNode:
             raise CacheStateError(f"node {node.id} does not hang below a node on the device")
         step = step.parent
     return step
-
-
-def _trailing_state(slot: IndexArray, keys: list[str] | None) -> PoolTransfer:
-    """The state at the end of a prefix: of a page that has one in the store, the last that is there."""
-    return PoolTransfer(PoolName.MAMBA, host_indices=slot, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)

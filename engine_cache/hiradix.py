@@ -9,29 +9,25 @@ calls `ready_to_load_host_cache` before a batch and `check_hicache_events` betwe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Unpack
 
 import numpy as np
 
 from engine_cache.base import (
     EvictParams,
     EvictResult,
-    InitLoadBackParams,
     InsertParams,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
 )
 from engine_cache.checks import check_host_tier
-from engine_cache.errors import CacheStateError
 from engine_cache.host_tier import live_prefix
-from engine_cache.node import TreeNode
+from engine_cache.options import RadixOptions
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
-from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.prefetch import StorageTier
-from engine_cache.radix import salted_seed
 from engine_cache.transfer import HiCacheController
-from engine_cache.types import IndexArray, no_indices
+from engine_cache.types import IndexArray
 
 
 class HiRadixCache(StorageTier):
@@ -50,24 +46,10 @@ class HiRadixCache(StorageTier):
         controller: HiCacheController,
         write_policy: str = "write_through",
         load_back_threshold: int = 10,
-        req_to_token_pool: ReqToTokenPool | None = None,
-        eviction_policy: str = "lru",
-        enable_kv_cache_events: bool = False,
-        is_eagle: bool = False,
-        disable: bool = False,
-        seed_of_extra_key: Callable[[str], int] = salted_seed,
+        **options: Unpack[RadixOptions],
     ) -> None:
         self._init_host_tier(controller, allocator, page_size, write_policy, load_back_threshold)
-        super().__init__(
-            page_size=page_size,
-            allocator=allocator,
-            req_to_token_pool=req_to_token_pool,
-            eviction_policy=eviction_policy,
-            enable_kv_cache_events=enable_kv_cache_events,
-            is_eagle=is_eagle,
-            disable=disable,
-            seed_of_extra_key=seed_of_extra_key,
-        )
+        super().__init__(page_size=page_size, allocator=allocator, **options)
 
     def check(self, request_indices: IndexArray | None = None) -> None:
         """Recount every invariant of tree, tiers and pools; exact between two operations, save for prefetches that
@@ -105,19 +87,6 @@ class HiRadixCache(StorageTier):
         for node in hit:  # at last, since a backup may evict what is on the host only
             self._count_hit(node, params)
         return InsertResult(prefix_len, len(key))
-
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
-        """Bring the match back to the device if that is worth it: the rows it got there, and the deepest node of the
-        match that is on the device now."""
-        node = params.best_match_node
-        rows = self.load_back(node, params.mem_quota) if node.value is None else None
-        if rows is not None:
-            return rows, node
-        while node.value is None:
-            if node.parent is None:
-                raise CacheStateError(f"node {node.id} has left the tree since the match")
-            node = node.parent
-        return no_indices(), node
 
     # --- eviction ---------------------------------------------------------------------------------------------------
 

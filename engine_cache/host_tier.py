@@ -9,16 +9,25 @@ modes what has a host copy is always a prefix, as what is on the device is.
 
 from __future__ import annotations
 
-import heapq
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 import numpy as np
 
-from engine_cache.base import DecLockRefResult, EvictParams, IncLockRefResult, InsertParams, MatchResult, Request
+from engine_cache.base import (
+    DecLockRefResult,
+    EvictParams,
+    IncLockRefResult,
+    InitLoadBackParams,
+    InsertParams,
+    MatchResult,
+    Request,
+)
 from engine_cache.errors import CacheStateError
+from engine_cache.eviction import EvictionQueue
 from engine_cache.node import TreeNode, iter_nodes, split_rows
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.radix import RadixCache
@@ -39,12 +48,16 @@ class BackupOperation:
     """A backup that has not been acknowledged."""
 
     node: TreeNode
-    """Locked meanwhile, unless it is a write-back."""
-    is_locked: bool
+    lock: IncLockRefResult | None
+    """Held on the node meanwhile; None: it is a write-back."""
     publish: list[TreeNode]
     """The node and what was split off it since, parents first: whose copies the acknowledgement is about."""
     discarded: list[tuple[PoolName, IndexArray]] = field(default_factory=list)
     """Host rows that the copy still writes and nobody wants any more."""
+
+    @property
+    def is_locked(self) -> bool:
+        return self.lock is not None
 
 
 class HostTier(RadixCache):
@@ -80,11 +93,16 @@ class HostTier(RadixCache):
         self._ack_ids = count()
 
     def reset(self) -> None:
-        self.controller.reset()
+        self._end_transfers()
         self.ongoing_write_through: dict[int, BackupOperation] = {}
         self.ongoing_load_back: dict[int, TreeNode] = {}
-        self.evictable_host_leaves: set[TreeNode] = set()
+        self._load_locks: dict[int, IncLockRefResult] = {}
+        self.evictable_host_leaves = EvictionQueue(self._policy)
         super().reset()
+
+    def _end_transfers(self) -> None:
+        """Let what runs end, and forget what has been begun."""
+        self.controller.reset()
 
     # --- match ------------------------------------------------------------------------------------------------------
 
@@ -114,7 +132,12 @@ class HostTier(RadixCache):
         if params.chunked or threshold is None:
             return
         node.hit_count += 1
-        if node.hit_count >= threshold and node.host_value is None:
+        if node.hit_count >= threshold:
+            self._back_up_what_is_missing(node)
+
+    def _back_up_what_is_missing(self, node: TreeNode) -> None:
+        """The node is in such use that whatever it has on the device should be on the host, too."""
+        if node.host_value is None:
             self.write_backup(node)
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
@@ -133,14 +156,19 @@ class HostTier(RadixCache):
             return 0
         node.host_value = rows
         node.write_through_pending_id = ack_id
-        self.ongoing_write_through[ack_id] = BackupOperation(node, not write_back, [node])
-        if not write_back:
-            self.inc_lock_ref(node)
+        lock = None if write_back else self.inc_lock_ref(node)
+        self.ongoing_write_through[ack_id] = BackupOperation(node, lock, [node])
         return len(rows)
 
     def _start_backup(self, node: TreeNode, ack_id: int) -> IndexArray | None:
         assert node.value is not None
-        return self.controller.write(node.value, ack_id)
+        return self.controller.write(node.value, ack_id, self._get_extra_pools())
+
+    def _get_extra_pools(self) -> list[PoolTransfer]:
+        """What moves with every transfer of KV because it lives on KV's rows; nothing for most models."""
+        return [
+            PoolTransfer(entry.name, indices_from_pool=PoolName.KV) for entry in self.controller.group.sharing_entries()
+        ]
 
     def writing_check(self, write_back: bool = False) -> None:
         """Take over the backups that have ended, oldest first. write_back: wait for all of them."""
@@ -163,8 +191,8 @@ class HostTier(RadixCache):
             self._drop_failed_copies(operation)
         for pool, rows in operation.discarded:
             self.controller.entry(pool).host_pool.free(rows)
-        if operation.is_locked:
-            self.dec_lock_ref(operation.node)
+        if operation.lock is not None:
+            self.release(operation.lock)
 
     def _backed_up(self, node: TreeNode) -> None:
         """The node's bytes are on the host now."""
@@ -191,6 +219,30 @@ class HostTier(RadixCache):
 
     # --- host to device ---------------------------------------------------------------------------------------------
 
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
+        """Bring the match back to the device if that is worth it: the rows that KV got there, and the deepest node of
+        the match that can be gone on from now; of a match that was deleted meanwhile, of what is left of it. Where
+        states are needed `device_indices` may reach beyond that node: the request keeps those up to it only. Raises
+        CacheStateError for a node of another tree, or from before a reset."""
+        node = params.best_match_node
+        rows = self.load_back(node, params.mem_quota, params.req) if self._needs_load(node) else None
+        if rows is not None:
+            return rows, node
+        while not self._can_go_on_from(node):
+            above = node.parent or node.former_parent
+            assert above is not None
+            node = above
+        self._path_to_root(node)
+        return no_indices(), node
+
+    def _needs_load(self, node: TreeNode) -> bool:
+        """Whether a request that goes on from the node needs data that are on the host only."""
+        return node.value is None and node.host_value is not None
+
+    def _can_go_on_from(self, node: TreeNode) -> bool:
+        """Whether the node is in the tree, with all that a request needs on the device."""
+        return node.former_parent is None and node.value is not None
+
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
         """Give an evicted node, and the evicted ones above it, device rows; `start_loading` of the controller fills
         them. The rows, root side first, or None and nothing changed but evictions: too few units, more than
@@ -201,20 +253,26 @@ class HostTier(RadixCache):
         if ancestor is None or not (nodes or extras):
             return None
         host_rows = np.concatenate([no_indices(), *(n.host_value for n in nodes if n.host_value is not None)])
-        protected = -self.inc_lock_ref(ancestor).delta
-        too_many = mem_quota is not None and len(host_rows) > mem_quota - protected
+        lock = self.inc_lock_ref(ancestor)
+        left = None if mem_quota is None else mem_quota + lock.delta
         ack_id = next(self._ack_ids)
         rows = None
-        if extras or (len(host_rows) >= self.load_back_threshold and not too_many):
-            rows = self._load_or_evict(node, host_rows, ack_id, extras)
-        self.dec_lock_ref(ancestor)
+        try:
+            if self._is_worth_loading(len(host_rows), left, extras):
+                rows = self._load_or_evict(node, host_rows, ack_id, extras)
+        finally:
+            self.release(lock)
         if rows is None:
             return None
         self._assign(nodes, rows)
         self._assign_extras(node, extras, req)
         self.ongoing_load_back[ack_id] = node
-        self.inc_lock_ref(node)
+        self._load_locks[ack_id] = self.inc_lock_ref(node)
         return rows
+
+    def _is_worth_loading(self, num_units: int, quota: int | None, extras: list[PoolTransfer]) -> bool:
+        """quota: device units that KV may take; None: no limit."""
+        return bool(extras) or (num_units >= self.load_back_threshold and (quota is None or num_units <= quota))
 
     def _load_extras(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
         """Sidecar state of the node that is loaded along, whatever the threshold and the quota say."""
@@ -236,12 +294,14 @@ class HostTier(RadixCache):
     def _load_or_evict(
         self, node: TreeNode, host_rows: IndexArray, ack_id: int, extras: list[PoolTransfer]
     ) -> IndexArray | None:
-        rows = self.controller.load(host_rows, ack_id, extras)
+        rows = self.controller.load(host_rows, ack_id, [*extras, *self._get_extra_pools()])
         if rows is None:
             node.host_ref_counter += 1  # a write-back may look for room on the host
-            self.evict(EvictParams(len(host_rows)))
-            node.host_ref_counter -= 1
-            rows = self.controller.load(host_rows, ack_id, extras)
+            try:
+                self.evict(EvictParams(len(host_rows)))
+            finally:
+                node.host_ref_counter -= 1
+            rows = self.controller.load(host_rows, ack_id, [*extras, *self._get_extra_pools()])
         if rows is None:
             log.warning("no room on the device to load %d units back", len(host_rows))
         return rows
@@ -256,6 +316,7 @@ class HostTier(RadixCache):
         """An evicted node below one on the device gets rows of its own there."""
         assert node.parent is not None
         node.value = rows.astype(np.int64)
+        node.parent.num_device_children += 1
         self._evictable_size += len(rows)
         self._update_leaf(node)
         self._update_leaf(node.parent)
@@ -270,28 +331,44 @@ class HostTier(RadixCache):
         for ack in self.controller.finished_loads():
             for ack_id in ack.ids:
                 self._end_load(self.ongoing_load_back.pop(ack_id))
+                self.release(self._load_locks.pop(ack_id))
 
     def _end_load(self, node: TreeNode) -> None:
-        self.dec_lock_ref(node)
+        """The node, which is still locked, has its data on the device."""
 
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
     def _evict_leaves(self, num_tokens: int) -> int:
         """Evict leaves of the device as the policy says, until `num_tokens` units are free or none is left that may
         go; the units."""
-        candidates = [(self._policy(leaf), leaf.id, leaf) for leaf in self.evictable_leaves]
-        heapq.heapify(candidates)
+        leaves, before, promised = self.evictable_leaves, self._evictable_size, 0
+        looked_at: dict[TreeNode, None] = {}
         waiting: dict[TreeNode, None] = {}  # on the device until their backups, or those of nodes below, are done
-        before, promised = self._evictable_size, 0
-        while candidates and before - self._evictable_size + promised < num_tokens:
-            _, _, leaf = heapq.heappop(candidates)
-            left = None if leaf.parent is None else self._evict_or_wait(leaf, waiting)  # else it went with another
-            if leaf in waiting:
-                promised += len(leaf.key)
-            if left is not None and left.lock_ref == 0 and all(_children_gone(left, waiting)):
-                heapq.heappush(candidates, (self._policy(left), left.id, left))
-        self._evict_waiting(waiting)
+        num_waiting_below: Counter[TreeNode] = Counter()
+        try:
+            while before - self._evictable_size + promised < num_tokens and (leaf := leaves.pop()) is not None:
+                if leaf in looked_at:  # what it was refused for has changed meanwhile: it has its turn next time
+                    continue
+                looked_at[leaf] = None
+                left = self._evict_or_wait(leaf, waiting)
+                if left is None:
+                    continue
+                if leaf in waiting:
+                    promised += len(leaf.key)
+                    num_waiting_below[left] += 1
+                if left.lock_ref == 0 and left.num_device_children == num_waiting_below[left]:
+                    leaves.add(left)
+            self._evict_waiting(waiting)
+        finally:
+            self._put_back(looked_at)
         return before - self._evictable_size
+
+    def _put_back(self, looked_at: Iterable[TreeNode]) -> None:
+        """Let the queues hold those of the nodes that stay, and their parents, if and only if they belong there."""
+        for node in looked_at:
+            if node.parent is not None:
+                self._update_leaf(node)
+                self._update_leaf(node.parent)
 
     def _evict_or_wait(self, leaf: TreeNode, waiting: dict[TreeNode, None]) -> TreeNode | None:
         """Evict the leaf or note it in `waiting`; the node that is left above it, or None when the leaf has to stay
@@ -327,23 +404,24 @@ class HostTier(RadixCache):
         self._free(node.value)
         self._evictable_size -= len(node.value)
         node.value = None
+        node.parent.num_device_children -= 1
         self._update_leaf(node)
         self._update_leaf(node.parent)
 
     def evict_host(self, num_tokens: int) -> int:
         """Delete nodes that are on the host only, until `num_tokens` units of host rows are free or none is left that
         may go; the units."""
-        candidates = [(self._policy(leaf), leaf.id, leaf) for leaf in self.evictable_host_leaves]
-        heapq.heapify(candidates)
-        pool = self.controller.kv.host_pool
+        leaves, pool = self.evictable_host_leaves, self.controller.kv.host_pool
         before = pool.available_size()
-        while candidates and pool.available_size() - before < num_tokens:
-            _, _, leaf = heapq.heappop(candidates)
-            if leaf.host_ref_counter > 0:
-                continue
-            parent = self._evict_host_leaf(leaf)
-            if parent in self.evictable_host_leaves:
-                heapq.heappush(candidates, (self._policy(parent), parent.id, parent))
+        held = []
+        try:
+            while pool.available_size() - before < num_tokens and (leaf := leaves.pop()) is not None:
+                if leaf.host_ref_counter > 0:
+                    held.append(leaf)
+                else:
+                    self._evict_host_leaf(leaf)
+        finally:
+            self._put_back(held)
         return pool.available_size() - before
 
     def _evict_host_leaf(self, leaf: TreeNode) -> TreeNode:
@@ -352,7 +430,8 @@ class HostTier(RadixCache):
         assert leaf.host_value is not None
         self._record_remove_event(leaf, StorageMedium.CPU)
         self.controller.kv.host_pool.free(leaf.host_value)
-        leaf.host_value = leaf.parent = None
+        leaf.host_value = None
+        leaf.detach()
         del parent.children[leaf.key.page_key(self.page_size)]
         self.evictable_host_leaves.discard(leaf)
         self._update_leaf(parent)
@@ -370,8 +449,9 @@ class HostTier(RadixCache):
         if node.value is None:
             raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
 
-    def _is_evictable_leaf(self, node: TreeNode) -> bool:
-        return node.value is not None and node.lock_ref == 0 and not any(_children_on_device(node))
+    def _touch(self, path: list[TreeNode]) -> None:
+        super()._touch(path)
+        self.evictable_host_leaves.used(path)
 
     def _update_leaf(self, node: TreeNode) -> None:
         super()._update_leaf(node)
@@ -388,14 +468,6 @@ class HostTier(RadixCache):
             publish = self.ongoing_write_through[pending].publish
             publish.insert(publish.index(child), upper)
         return upper
-
-
-def _children_on_device(node: TreeNode) -> Iterator[bool]:
-    return (child.value is not None for child in node.children.values())
-
-
-def _children_gone(node: TreeNode, waiting: dict[TreeNode, None]) -> Iterator[bool]:
-    return (child.value is None or child in waiting for child in node.children.values())
 
 
 def live_prefix(path: list[TreeNode]) -> list[TreeNode]:

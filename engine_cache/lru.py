@@ -8,48 +8,67 @@ Every operation is O(1); a node can hang in several lists, one of each kind.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 from engine_cache.errors import CacheStateError
-from engine_cache.key import RadixKey
-from engine_cache.node import MambaNode
 
 
-class LruList:
-    """Nodes in order of use. kind: which of the links of `MambaNode` this list takes; no two lists that share nodes
-    have the same kind."""
+class Linked(Protocol):
+    """What a list needs of a node: a link to either neighbour for each list that it may hang in."""
+
+    id: int
+    newer: list[Any]
+    older: list[Any]
+
+
+_Node = TypeVar("_Node", bound=Linked)
+
+
+class _End:
+    """The sentinel: a node as far as links go."""
+
+    id = -1
+
+    def __init__(self, kind: int) -> None:
+        self.newer: list[Any] = [None] * kind + [self]
+        self.older: list[Any] = [None] * kind + [self]
+
+
+class LruList(Generic[_Node]):
+    """Nodes in order of use. kind: which of a node's links this list takes; no two lists that share nodes have the
+    same kind."""
 
     def __init__(self, kind: int) -> None:
         self._kind = kind
         self._len = 0
-        self._end = MambaNode(-1, RadixKey([]), None, None, 0, 0)
-        self._end.newer[kind] = self._end.older[kind] = self._end
+        self._end: Any = _End(kind)
 
     def __len__(self) -> int:
         return self._len
 
-    def __contains__(self, node: MambaNode) -> bool:
+    def __contains__(self, node: _Node) -> bool:
         return node.newer[self._kind] is not None
 
-    def __iter__(self) -> Iterator[MambaNode]:
+    def __iter__(self) -> Iterator[_Node]:
         """Oldest first. The list must not change meanwhile."""
         node = self.oldest()
         while node is not None:
             yield node
             node = self.newer_than(node)
 
-    def oldest(self) -> MambaNode | None:
+    def oldest(self) -> _Node | None:
         return self.newer_than(self._end)
 
-    def newer_than(self, node: MambaNode) -> MambaNode | None:
+    def newer_than(self, node: _Node) -> _Node | None:
         """The next one towards the newest, or None at the end. The node must be in the list."""
         following = node.newer[self._kind]
         return None if following is self._end else following
 
-    def append(self, node: MambaNode) -> None:
+    def append(self, node: _Node) -> None:
         """Put in a node that was not there, as the newest."""
         self.insert_below(node, self._end)
 
-    def insert_below(self, node: MambaNode, above: MambaNode) -> None:
+    def insert_below(self, node: _Node, above: _Node) -> None:
         """Put in a node that was not there, as the next older one of `above`. Raises CacheStateError if it was there,
         or `above` is not."""
         kind = self._kind
@@ -62,7 +81,7 @@ class LruList:
         below.newer[kind] = above.older[kind] = node
         self._len += 1
 
-    def remove(self, node: MambaNode) -> None:
+    def remove(self, node: _Node) -> None:
         """Take a node out. Raises CacheStateError if it is not there."""
         kind = self._kind
         older, newer = node.older[kind], node.newer[kind]
@@ -72,7 +91,7 @@ class LruList:
         node.older[kind] = node.newer[kind] = None
         self._len -= 1
 
-    def move_to_newest(self, node: MambaNode) -> None:
+    def move_to_newest(self, node: _Node) -> None:
         """The node has been used. Raises CacheStateError if it is not there."""
         self.remove(node)
         self.append(node)

@@ -13,8 +13,8 @@ from engine_cache.key import PageKey, RadixKey
 from engine_cache.types import IndexArray
 from kv_events.hashing import U64Array, block_hash_chain, sequence_hashes
 
-NUM_LRU_LISTS = 3
-"""Lists that a `MambaNode` can hang in at once: all nodes, those with a state, and those with one on the host."""
+NUM_LRU_LISTS = 2
+"""Lists that a `MambaNode` can hang in at once: nodes with a state on the device, and those with one on the host."""
 
 
 class TreeNode:
@@ -23,6 +23,7 @@ class TreeNode:
     __slots__ = (
         "children",
         "creation_time",
+        "former_parent",
         "hash_value",
         "hit_count",
         "host_ref_counter",
@@ -31,6 +32,7 @@ class TreeNode:
         "key",
         "last_access_time",
         "lock_ref",
+        "num_device_children",
         "parent",
         "priority",
         "sequence_hash",
@@ -47,8 +49,12 @@ class TreeNode:
         self.value = value
         """Device rows, one a unit; None: not on the device."""
         self.parent = parent
+        self.former_parent: TreeNode | None = None
+        """Where a node hung that was deleted; None: it was not."""
         self.children: dict[PageKey, TreeNode] = {}
         """By `RadixKey.page_key` of the child's first page."""
+        self.num_device_children = 0
+        """How many of them are on the device; without any the node may be a leaf there."""
         self.lock_ref = 0
         """Users that need the device data; above 0 it must stay."""
         self.hit_count = 0
@@ -67,6 +73,10 @@ class TreeNode:
         self.write_through_pending_id: int | None = None
         """The backup that has not been acknowledged yet; until then nobody is told of the host copy."""
 
+    def detach(self) -> None:
+        """The node is deleted. Who still holds it finds its way back to the tree by `former_parent`."""
+        self.former_parent, self.parent = self.parent, None
+
 
 class MambaNode(TreeNode):
     """A segment that may also hold the recurrent state after its last unit. `lock_ref` locks its KV.
@@ -74,7 +84,15 @@ class MambaNode(TreeNode):
     A node without a state is a tombstone: its KV is of use only on the way to a deeper state.
     """
 
-    __slots__ = ("host_mamba_ref_counter", "mamba_host_value", "mamba_lock_ref", "mamba_value", "newer", "older")
+    __slots__ = (
+        "host_mamba_ref_counter",
+        "mamba_host_value",
+        "mamba_lock_ref",
+        "mamba_pending_id",
+        "mamba_value",
+        "newer",
+        "older",
+    )
 
     def __init__(
         self, node_id: int, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, now: int, priority: int
@@ -88,6 +106,8 @@ class MambaNode(TreeNode):
         """[1] slot of the state on the host, from the moment a backup is enqueued."""
         self.host_mamba_ref_counter = 0
         """Transfers that need the host slot; above 0 it must stay."""
+        self.mamba_pending_id: int | None = None
+        """The backup of the state alone that has not been acknowledged yet; until then the host slot is not filled."""
         self.newer: list[MambaNode | None] = [None] * NUM_LRU_LISTS
         """Neighbours in each `LruList`; None: not in that list. So is `older`."""
         self.older: list[MambaNode | None] = [None] * NUM_LRU_LISTS

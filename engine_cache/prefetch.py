@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_io import StorageIO
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
 from engine_cache.types import IndexArray
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import InvalidValueError
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
+
+log = logging.getLogger(__name__)
 
 _DETACH_TIMEOUT_S = 10.0
 _RATE_LIMIT_SHARE = 0.8  # of the rows by which the host is larger than the device
@@ -62,9 +65,13 @@ class StorageTier(HostTier):
             return True, "attached already, policy updated"
         try:
             self._register_pools(backend)
-        except KvsightError as error:
+        except Exception as error:  # a store may be anybody's, and the cache works without it
+            log.exception("the store does not take the pools")
             return False, f"the store does not take the pools: {error}"
         self.storage = StorageIO(backend, self.controller.engine, self.page_size, policy)
+        if self._prefetch_capacity() == 0:
+            sizes = self.controller.kv.host_pool.size, self.controller.kv.device_allocator.size
+            log.warning("nothing can be prefetched: the host has %d rows, the device %d, too few to spare", *sizes)
         return True, "attached"
 
     def _register_pools(self, backend: HiCacheStorage) -> None:
@@ -136,13 +143,18 @@ class StorageTier(HostTier):
         operation = ArchiveOperation(node, keys, node.host_value, self._archive_extras(node))
         if self.storage.policy.emit_storage_events and self.enable_kv_cache_events:
             operation.events = list(self._store_events(node, self.storage.backend.medium))
-        node.host_ref_counter += 1
-        self.ongoing_backup[operation] = node
+        self._archive(operation)
+
+    def _archive(self, operation: ArchiveOperation) -> None:
+        """Begin. The node stays on the host until the store has answered."""
+        assert self.storage is not None
+        operation.node.host_ref_counter += 1
+        self.ongoing_backup[operation] = operation.node
         self.storage.archive(operation)
 
     def _archive_extras(self, node: TreeNode) -> list[PoolTransfer]:
         """Sidecar state that is archived along with the node."""
-        return []
+        return self._get_extra_pools()
 
     def _end_archive(self, operation: ArchiveOperation) -> None:
         self.ongoing_backup.pop(operation).host_ref_counter -= 1
@@ -205,20 +217,27 @@ class StorageTier(HostTier):
         last_hash = self._last_hash(last_host_node, last_hash)
         last_host_node.host_ref_counter += 1
         rows = self._alloc_for_prefetch(len(key))
-        extras = None if rows is None else self._prefetch_extras(last_host_node)
+        extras = None if rows is None else self._prefetch_extras(last_host_node, len(rows))
         if rows is None or extras is None:
             self._free_host(rows)
             last_host_node.host_ref_counter -= 1
             return
-        operation = PrefetchOperation(req_id, last_host_node, key[: len(rows)], last_hash, rows, extras)
-        self.ongoing_prefetch[req_id] = operation
-        self.prefetch_tokens_occupied += len(rows)
+        self._enter(PrefetchOperation(req_id, last_host_node, key[: len(rows)], last_hash, rows, extras))
+
+    def _enter(self, operation: PrefetchOperation) -> None:
+        """Begin a prefetch whose anchor is held."""
+        assert self.storage is not None
+        self.ongoing_prefetch[operation.req_id] = operation
+        self.prefetch_tokens_occupied += len(operation.key)
         self.storage.prefetch(operation)
 
     def _is_rate_limited(self) -> bool:
+        return self.prefetch_tokens_occupied >= self._prefetch_capacity()
+
+    def _prefetch_capacity(self) -> int:
+        """Units that prefetches may occupy on the host at a time."""
         kv = self.controller.kv
-        spare = kv.host_pool.size - kv.device_allocator.size
-        return self.prefetch_tokens_occupied >= int(_RATE_LIMIT_SHARE * spare)
+        return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
     def _last_hash(self, anchor: TreeNode, given: str | None) -> str | None:
         if given is not None and not debug_pools():
@@ -245,9 +264,9 @@ class StorageTier(HostTier):
                 rows = pool.alloc(length)
         return rows
 
-    def _prefetch_extras(self, anchor: TreeNode) -> list[PoolTransfer] | None:
-        """Host rows for the sidecar state that is fetched along; None: there is no room."""
-        return []
+    def _prefetch_extras(self, anchor: TreeNode, num_units: int) -> list[PoolTransfer] | None:
+        """Sidecar state that is fetched along with so many units, with host rows; None: there is no room."""
+        return self._get_extra_pools()
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         """Whether the request need not wait any more. The first time that is so, what has arrived is put into the
@@ -296,6 +315,8 @@ class StorageTier(HostTier):
     def _insert_helper_host(self, operation: PrefetchOperation, rows: IndexArray) -> int:
         """Hang fetched pages below the anchor: what is in the tree already is freed, or becomes the host copy of a node
         that had none; the rest is one new node on the host. The units that were in the tree."""
+        if not len(rows):
+            return 0
         self._settle(operation.anchor)
         key, node, done = operation.key[: len(rows)], operation.anchor, 0
         if node.host_value is None and node is not self.root_node:
@@ -314,12 +335,13 @@ class StorageTier(HostTier):
             node, done = child, done + shared
         if done < len(key):
             hashes = operation.hashes[done // self.page_size : len(key) // self.page_size]
-            leaf = self._add_host_leaf(node, key[done:], rows[done:], hashes)
-            self._take_extras(operation, leaf)
+            node = self._add_host_leaf(node, key[done:], rows[done:], hashes)
+        self._take_extras(operation, node, is_new=done < len(key))
         return done
 
-    def _take_extras(self, operation: PrefetchOperation, leaf: TreeNode) -> None:
-        """Give a node that was just made the sidecar state that was read for its end."""
+    def _take_extras(self, operation: PrefetchOperation, end: TreeNode, *, is_new: bool) -> None:
+        """Give the node at which the fetched prefix ends the sidecar state that was read for it. is_new: it was just
+        made."""
 
     def _settle(self, node: TreeNode) -> None:
         """Nothing may be told of the host below a node whose own copy has not been acknowledged: wait for it."""

@@ -9,7 +9,6 @@ a node. Locks run from a node to the root, so what is locked is always a prefix,
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -31,7 +30,7 @@ from engine_cache.base import (
 from engine_cache.checks import check_radix_cache
 from engine_cache.errors import CacheStateError
 from engine_cache.events import KVCacheEventMixin
-from engine_cache.eviction import find_policy
+from engine_cache.eviction import EvictionQueue, find_policy
 from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode, split_node_hash_value, split_node_sequence_hash, split_rows
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
@@ -56,6 +55,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
     caller's business. req_to_token_pool: rows of running requests, wanted only by `cache_unfinished_req` and
     `cache_finished_req`. eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are taken as bigrams. disable:
     nothing is cached, every answer is empty. seed_of_extra_key: seed of a namespace's sequence hashes.
+    enable_kv_cache_events: record what `take_events` gives; emit_group_events: and what `take_group_events` does.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         req_to_token_pool: ReqToTokenPool | None = None,
         eviction_policy: str = "lru",
         enable_kv_cache_events: bool = False,
+        emit_group_events: bool = False,
         is_eagle: bool = False,
         disable: bool = False,
         seed_of_extra_key: Callable[[str], int] = salted_seed,
@@ -74,11 +75,15 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
             raise InvalidValueError("page_size", page_size, "a positive integer")
         if allocator is not None and allocator.page_size != page_size:
             raise InvalidValueError("page_size", page_size, f"the allocator's, {allocator.page_size}")
+        if emit_group_events and not enable_kv_cache_events:
+            raise InvalidValueError("emit_group_events", True, "False without enable_kv_cache_events")
         self.page_size = page_size
         self.allocator = allocator
         self.req_to_token_pool = req_to_token_pool
         self.enable_kv_cache_events = enable_kv_cache_events
         self.kv_event_queue: list[EngineEvent] = []
+        self.emit_group_events = emit_group_events
+        self.group_event_queues = {group: [] for group in self.event_groups if emit_group_events}
         self.is_eagle = is_eagle
         self.disable = disable
         self.seed_of_extra_key = seed_of_extra_key
@@ -91,7 +96,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         self.root_node = self._new_node(RadixKey([]), no_indices(), None, _LOWEST_PRIORITY)
         self.root_node.lock_ref = 1
         self.root_node.hash_value = []
-        self.evictable_leaves: set[TreeNode] = set()
+        self.evictable_leaves = EvictionQueue(self._policy)
         self._evictable_size = 0
         self._protected_size = 0
         self._record_all_cleared_event()
@@ -164,6 +169,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         """The nodes, parents before children, have been used now."""
         for node in path:
             node.last_access_time = next(self._clock)
+        self.evictable_leaves.used(path)
 
     def _count_hit(self, node: TreeNode, params: InsertParams) -> None:
         node.priority = max(node.priority, params.priority)
@@ -173,6 +179,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         rest = key[start:]
         leaf = self._new_node(rest, value[start : len(key)].astype(np.int64), parent, priority)
         parent.children[rest.page_key(self.page_size)] = leaf
+        parent.num_device_children += 1
         self._evictable_size += len(rest)
         self.evictable_leaves.discard(parent)
         self.evictable_leaves.add(leaf)
@@ -194,6 +201,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         upper.sequence_hash, child.sequence_hash = split_node_sequence_hash(child.sequence_hash, split_len, page_size)
         parent.children[upper.key.page_key(page_size)] = upper
         upper.children[child.key.page_key(page_size)] = child
+        upper.num_device_children = int(child.value is not None)
         child.parent = upper
         return upper
 
@@ -203,15 +211,10 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        candidates = [(self._policy(leaf), leaf.id, leaf) for leaf in self.evictable_leaves]
-        heapq.heapify(candidates)
         evicted = 0
-        while candidates and evicted < params.num_tokens:
-            _, _, leaf = heapq.heappop(candidates)
-            parent = self._delete_leaf(leaf)
+        while evicted < params.num_tokens and (leaf := self.evictable_leaves.pop()) is not None:
+            self._delete_leaf(leaf)
             evicted += len(leaf.key)
-            if parent in self.evictable_leaves:
-                heapq.heappush(candidates, (self._policy(parent), parent.id, parent))
         return EvictResult(evicted)
 
     def _delete_leaf(self, leaf: TreeNode) -> TreeNode:
@@ -219,16 +222,17 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         assert parent is not None
         self._free(_rows(leaf))
         del parent.children[leaf.key.page_key(self.page_size)]
+        parent.num_device_children -= 1
         self._evictable_size -= len(leaf.key)
         self._record_remove_event(leaf)
-        leaf.parent = None
+        leaf.detach()
         self.evictable_leaves.discard(leaf)
         self._update_leaf(parent)
         return parent
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
         if self.disable:
-            return IncLockRefResult(0)
+            return IncLockRefResult(0, node)
         protected = 0
         for step in self._path_to_root(node):
             if step.lock_ref == 0:
@@ -237,7 +241,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         self._evictable_size -= protected
         self._protected_size += protected
         self._update_leaf(node)
-        return IncLockRefResult(-protected)
+        return IncLockRefResult(-protected, node)
 
     def dec_lock_ref(self, node: TreeNode) -> DecLockRefResult:
         if self.disable:
@@ -255,6 +259,10 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         self._update_leaf(node)
         return DecLockRefResult(released)
 
+    def release(self, lock: IncLockRefResult) -> DecLockRefResult:
+        """Take back the lock that `inc_lock_ref` gave."""
+        return self.dec_lock_ref(lock.node)
+
     def _path_to_root(self, node: TreeNode) -> list[TreeNode]:
         """The node and its ancestors below the root."""
         path = []
@@ -267,7 +275,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         return path
 
     def _is_evictable_leaf(self, node: TreeNode) -> bool:
-        return node.lock_ref == 0 and not node.children
+        return node.value is not None and node.lock_ref == 0 and not node.num_device_children
 
     def _update_leaf(self, node: TreeNode) -> None:
         if self._is_evictable_leaf(node):
@@ -321,9 +329,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
     def _move_lock(self, req: Request, node: TreeNode | None) -> None:
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
-        if node is not None:
-            self.inc_lock_ref(node)
-        req.last_node = node
+        req.last_node = None if node is None else self.inc_lock_ref(node).node
 
     def _request_rows(self) -> ReqToTokenPool:
         if self.req_to_token_pool is None:

@@ -14,6 +14,7 @@ from itertools import takewhile
 from threading import Lock
 
 from engine_cache.copying import CopyEngine, Lane
+from engine_cache.shared_transfers import resolve_shared_pool_transfers
 from engine_cache.storage.base import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
@@ -113,15 +114,31 @@ class StorageIO:
         start, rows = operation.next_batch(self.policy.batch_pages * self._page_size)
         first, pages = start // self._page_size, len(rows) // self._page_size
         if pages:
-            arrived = _num_leading(self.backend.batch_get_v1(operation.keys[first : first + pages], rows))
+            arrived = self._fetch_pages(operation, operation.keys[first : first + pages], rows)
             return operation.advance(arrived * self._page_size) and arrived == pages
-        if operation.extras and operation.advance(0):
-            self._fetch_extras(operation, first)
+        own = [extra for extra in operation.extras if extra.indices_from_pool is None]
+        if own and operation.advance(0):
+            self._fetch_extras(operation, own, first)
         return False
 
-    def _fetch_extras(self, operation: PrefetchOperation, hit_pages: int) -> None:
+    def _fetch_pages(self, operation: PrefetchOperation, keys: list[str], rows: IndexArray) -> int:
+        """Read KV, and what lives on its rows: leading pages of which all has arrived."""
+        arrived = _num_leading(self.backend.batch_get_v1(keys, rows))
+        for extra in self._resolve_shared_pool_transfers(operation, keys[:arrived], rows[: arrived * self._page_size]):
+            arrived = min(arrived, _num_leading(self.backend.batch_get_v2([extra])[extra.name]))
+            hits = operation.extra_pool_hit_pages
+            hits[extra.name] = hits.get(extra.name, 0) + arrived
+        return arrived
+
+    def _resolve_shared_pool_transfers(
+        self, operation: PrefetchOperation | ArchiveOperation, keys: list[str], rows: IndexArray
+    ) -> list[PoolTransfer]:
+        """What moves along with these pages of KV because it lives on their rows; nothing without pages."""
+        return resolve_shared_pool_transfers(operation.extras, keys, rows, self._page_size) if keys else []
+
+    def _fetch_extras(self, operation: PrefetchOperation, extras: list[PoolTransfer], hit_pages: int) -> None:
         """Read the sidecars at the end of the prefix that is really there."""
-        for extra in operation.extras:
+        for extra in extras:
             assert extra.host_indices is not None
             rows_a_page = len(extra.host_indices) // max(1, len(extra.keys or ()))
             wanted = hit_pages
@@ -155,18 +172,27 @@ class StorageIO:
     def _store(self, operation: ArchiveOperation) -> bool:
         """One batch of KV, before the first one the sidecars; whether there is more to do."""
         first = operation.completed_pages
-        if first == 0 and operation.extras:
-            self._store_extras(operation)
+        own = [extra for extra in operation.extras if extra.indices_from_pool is None]
+        if first == 0 and own:
+            self._store_extras(operation, own)
         keys = operation.keys[first : first + self.policy.batch_pages]
         rows = operation.host_indices[first * self._page_size : (first + len(keys)) * self._page_size]
-        stored = _num_leading(self.backend.batch_set_v1(keys, rows))
+        stored = self._store_pages(operation, keys, rows)
         operation.completed_pages += stored
         return stored == len(keys) and operation.completed_pages < len(operation.keys)
 
-    def _store_extras(self, operation: ArchiveOperation) -> None:
+    def _store_pages(self, operation: ArchiveOperation, keys: list[str], rows: IndexArray) -> int:
+        """Write KV, but first what lives on its rows: leading pages of which all is stored. Who finds KV finds the
+        rest."""
+        ready = len(keys)
+        for extra in self._resolve_shared_pool_transfers(operation, keys, rows):
+            ready = min(ready, _num_leading(self.backend.batch_set_v2([extra])[extra.name]))
+        return _num_leading(self.backend.batch_set_v1(keys[:ready], rows[: ready * self._page_size]))
+
+    def _store_extras(self, operation: ArchiveOperation, extras: list[PoolTransfer]) -> None:
         """Sidecars go first; KV without the state it needs on every page is not written."""
-        stored = self.backend.batch_set_v2(operation.extras)
-        for extra in operation.extras:
+        stored = self.backend.batch_set_v2(extras)
+        for extra in extras:
             if extra.hit_policy is PoolHitPolicy.ALL_PAGES:
                 del operation.keys[_num_leading(stored[extra.name]) :]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tier_rig import FaultyHostPool, Rig, page_content
+from tier_rig import KVPools, Rig, page_content
 
 from engine_cache import (
     EvictParams,
@@ -27,10 +27,10 @@ from engine_cache import (
     ReqToTokenPool,
     Request,
 )
-from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.mamba import MambaPool
 from engine_cache.pools.mamba_host import MambaPoolHost
 from engine_cache.storage.base import PoolName
+from kv_events.schema import StorageMedium
 
 MAMBA_LAYERS = {0: 0, 2: 1}
 FULL_LAYERS = {1: 0, 3: 1}
@@ -53,19 +53,30 @@ class HybridRig(Rig):
     """Pools of `device_pages` and `host_pages` pages and `slots` and `host_slots` states, and a cache on them."""
 
     def __init__(
-        self, *, page_size=2, device_pages=8, host_pages=12, slots=5, host_slots=7, engine=None, is_eagle=False, **cache
+        self,
+        *,
+        page_size=2,
+        device_pages=8,
+        host_pages=12,
+        slots=5,
+        host_slots=7,
+        attention="mha",
+        layout="layer_first",
+        engine=None,
+        is_eagle=False,
+        **cache,
     ):
         self.page_size, self.is_bigram = page_size, is_eagle
         self.pool = PagedTokenToKVPoolAllocator(device_pages * page_size, page_size)
-        shape = PoolShape(device_pages * page_size, page_size, len(FULL_LAYERS), torch.int64)
-        self.device = MHATokenToKVPool(shape, 1, 1)
-        self.host = FaultyHostPool(self.device, ratio=(host_pages - 0.5) / device_pages, reserve_bytes=0)
+        self.kv = KVPools(device_pages, host_pages, page_size, attention, layout)
+        self.device, self.host = self.kv.device, self.kv.host
         self.slots = MambaSlotAllocator(slots)
         self.states = MambaPool(
             slots, len(MAMBA_LAYERS), [(2,)], (1,), conv_dtype=torch.int32, temporal_dtype=torch.int64
         )
-        self.host_states = FaultyStates(self.states, ratio=(host_slots - 0.5) / slots, reserve_bytes=0)
-        assert (self.host.size, self.host_states.size) == (host_pages * page_size, host_slots)
+        ratio = (host_slots - 0.5) / slots
+        self.host_states = FaultyStates(self.states, ratio=ratio, layout=layout, reserve_bytes=0)
+        assert self.host_states.size == host_slots
         self.lines = ReqToTokenPool(2, 64)
         self.engine = engine or ManualCopyEngine()
         self.controller = HiCacheController(
@@ -219,8 +230,11 @@ class HybridRig(Rig):
 
     def run_loads(self):
         self.cache.ready_to_load_host_cache()
-        while self.engine.step(Lane.LOAD):
-            pass
+        if isinstance(self.engine, ManualCopyEngine):
+            while self.engine.step(Lane.LOAD):
+                pass
+        else:
+            self.engine.drain()
 
     def up(self, node):
         path = []
@@ -239,6 +253,16 @@ class HybridRig(Rig):
             {end for node, end in nodes if node.mamba_host_value is not None},
         )
 
+    def usable_states(self, medium):
+        """The same for one medium; on the host those that were acknowledged."""
+        on_device, on_host = self.state_ends()
+        pending = {
+            (extra_key, prefixes[-1])
+            for node, extra_key, prefixes in self.walk()
+            if node.mamba_pending_id is not None or node.write_through_pending_id is not None
+        }
+        return {StorageMedium.GPU: on_device, StorageMedium.CPU: on_host - pending}.get(medium, set())
+
     def write_state(self, slot, content):
         for tensor, values in self._tensors(self.states.mamba_cache, content):
             tensor[:, slot] = values
@@ -253,16 +277,16 @@ class HybridRig(Rig):
         small = (content // 16 % 2**30 + layers).to(torch.int32)
         return zip(cache.tensors(), [content + layers, torch.cat((small, -small), dim=2)], strict=True)
 
-    def check(self):
-        super().check()
+    def check_bytes(self):
+        super().check_bytes()
         loading = {step for node in self.cache.ongoing_load_back.values() for step in self.up(node)}
+        copied = {backup.node for backup in self.cache.ongoing_write_through.values()}
         for node, extra_key, prefixes in self.walk():
             content = page_content(extra_key, prefixes[-1])
             if node.mamba_value is not None and node not in loading:
                 self.check_state(self.states.mamba_cache, node.mamba_value, content)
-            if node.mamba_host_value is not None and node.write_through_pending_id is None:
-                held = self.host_states.get_hybrid_pool_buffer()
-                self.check_state(_Tensors(held), node.mamba_host_value, content)
+            if node.mamba_host_value is not None and node not in copied:
+                self.check_state(_HostStates(self.host_states), node.mamba_host_value, content)
         for req, (node, content) in self.loaded.items():
             if node not in self.cache.ongoing_load_back.values():
                 self.check_state(self.states.mamba_cache, req.mamba_pool_idx, content)
@@ -271,9 +295,12 @@ class HybridRig(Rig):
         self.cache.check(NOTHING, np.concatenate([NOTHING, *(req.mamba_pool_idx for req in self.loaded)]))
 
 
-class _Tensors:
-    def __init__(self, tensors):
-        self._tensors = tensors
+class _HostStates:
+    """The tensors of a host pool, seen as those of the device."""
+
+    def __init__(self, pool):
+        self._pool = pool
 
     def tensors(self):
-        return self._tensors
+        held = self._pool.get_hybrid_pool_buffer()
+        return held if self._pool.layout == "layer_first" else [tensor.squeeze(2).transpose(0, 1) for tensor in held]

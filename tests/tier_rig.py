@@ -23,12 +23,13 @@ from engine_cache import (
     RadixKey,
 )
 from engine_cache.node import iter_nodes
-from engine_cache.pools.device import MHATokenToKVPool, PoolShape
-from engine_cache.pools.host import MHATokenToKVPoolHost
+from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolShape
+from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
-from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
+from kv_events.schema import StorageMedium
 
 LAYERS = 2
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 def page_content(extra_key, raw):
@@ -37,11 +38,18 @@ def page_content(extra_key, raw):
     return int.from_bytes(digest, "little") * 16
 
 
-class FaultyHostPool(MHATokenToKVPoolHost):
-    """Copies fail as often as told to."""
+class _Faults:
+    """Copies fail, and rows are refused, as often as told to."""
 
     write_faults = 0
     load_faults = 0
+    refusals = 0
+
+    def alloc(self, need_size):
+        if self.refusals:
+            self.refusals -= 1
+            return None
+        return super().alloc(need_size)
 
     def backup_from_device_all_layer(self, device_pool, host_indices, device_indices):
         if self.write_faults:
@@ -54,6 +62,60 @@ class FaultyHostPool(MHATokenToKVPoolHost):
             self.load_faults -= 1
             raise RuntimeError("injected load fault")
         super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id)
+
+
+class FaultyHostPool(_Faults, MHATokenToKVPoolHost):
+    pass
+
+
+class FaultyMLAHostPool(_Faults, MLATokenToKVPoolHost):
+    pass
+
+
+class KVPools:
+    """A device pool and a host pool of int64 rows, `attention` "mha" or "mla", and what their rows contain."""
+
+    def __init__(self, device_pages, host_pages, page_size, attention, layout):
+        shape = PoolShape(device_pages * page_size, page_size, LAYERS, torch.int64)
+        ratio = (host_pages - 0.5) / device_pages
+        self.page_size, self.is_mla, self.layout = page_size, attention == "mla", layout
+        if self.is_mla:
+            self.device = MLATokenToKVPool(shape, 1, 1)
+            self.host = FaultyMLAHostPool(self.device, ratio=ratio, layout=layout, reserve_bytes=0)
+        else:
+            self.device = MHATokenToKVPool(shape, 1, 1)
+            self.host = FaultyHostPool(self.device, ratio=ratio, layout=layout, reserve_bytes=0)
+        assert self.host.size == host_pages * page_size
+
+    def write(self, rows, content):
+        """Write pages to rows of the device. content: one number a page."""
+        for layer in range(LAYERS):
+            keys, values = self._rows_of(content, layer)
+            if self.is_mla:
+                self.device.set_kv_buffer(layer, rows, torch.stack((keys, values), dim=-1).unsqueeze(1))
+            else:
+                self.device.set_kv_buffer(layer, rows, keys.view(-1, 1, 1), values.view(-1, 1, 1))
+
+    def check_device(self, rows, content):
+        for layer in range(LAYERS):
+            held = self.device.get_kv_buffer(layer)
+            self._check(held.unbind(-1) if self.is_mla else held, rows, content, layer)
+
+    def check_host(self, rows, content):
+        axis = {"layer_first": 0, "page_first": 1, "page_first_direct": 1}[self.layout]
+        for layer in range(LAYERS):
+            held = self.host.kv_buffer.select(axis + (not self.is_mla), layer)
+            parts = held.unbind(-1) if self.is_mla else held
+            self._check([part.reshape(-1) for part in parts], rows, content, layer)
+
+    def _rows_of(self, content, layer):
+        """Keys and values, one a row."""
+        keys = (content[:, None] + torch.arange(self.page_size)).reshape(-1)
+        return keys + layer, ~keys - layer
+
+    def _check(self, held, rows, content, layer):
+        for part, wanted in zip(held, self._rows_of(content, layer), strict=True):
+            assert torch.equal(part.flatten()[torch.from_numpy(rows)], wanted)
 
 
 class MemoryStorage(HiCacheStorage):
@@ -116,14 +178,22 @@ class MemoryStorage(HiCacheStorage):
 class Rig:
     """Pools of `device_pages` and `host_pages` pages, and a HiRadixCache on them."""
 
-    def __init__(self, *, page_size=2, device_pages=8, host_pages=12, engine=None, is_eagle=False, **cache):
+    def __init__(
+        self,
+        *,
+        page_size=2,
+        device_pages=8,
+        host_pages=12,
+        attention="mha",
+        layout="layer_first",
+        engine=None,
+        is_eagle=False,
+        **cache,
+    ):
         self.page_size, self.is_bigram = page_size, is_eagle
         self.pool = PagedTokenToKVPoolAllocator(device_pages * page_size, page_size)
-        shape = PoolShape(device_pages * page_size, page_size, LAYERS, torch.int64)
-        self.device = MHATokenToKVPool(shape, 1, 1)
-        ratio = (host_pages - 0.5) / device_pages
-        self.host = FaultyHostPool(self.device, ratio=ratio, reserve_bytes=0)
-        assert self.host.size == host_pages * page_size
+        self.kv = KVPools(device_pages, host_pages, page_size, attention, layout)
+        self.device, self.host = self.kv.device, self.kv.host
         self.engine = engine or ManualCopyEngine()
         self.controller = HiCacheController(PoolEntry(PoolName.KV, self.host, self.device, self.pool), self.engine)
         cache = {"load_back_threshold": 1, "enable_kv_cache_events": True} | cache
@@ -156,15 +226,7 @@ class Rig:
 
     def compute(self, rows, extra_key, prefixes):
         """Write the last page of each prefix to rows of the device."""
-        content = torch.tensor([page_content(extra_key, raw) for raw in prefixes], dtype=torch.int64)
-        keys, values = (part.view(-1, 1, 1) for part in self._layer_content(content))
-        for layer in range(LAYERS):
-            self.device.set_kv_buffer(layer, rows, keys + layer, values - layer)
-
-    def _layer_content(self, content):
-        """Keys and values of layer 0, one a row."""
-        keys = (content[:, None] + torch.arange(self.page_size)).reshape(-1)
-        return keys, ~keys
+        self.kv.write(rows, _contents(extra_key, prefixes))
 
     def match(self, tokens, extra_key=None):
         return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key)))
@@ -200,26 +262,20 @@ class Rig:
     def check(self):
         """Tree, tiers and pools recount, and every byte is what it should be."""
         self._check_cache()
+        self.check_bytes()
+
+    def check_bytes(self):
+        """Every byte is what it should be, of what is not being copied."""
         loading = {id(step) for node in self.cache.ongoing_load_back.values() for step in _up(node)}
         for node, extra_key, prefixes in self.walk():
-            content = torch.tensor([page_content(extra_key, raw) for raw in prefixes], dtype=torch.int64)
+            content = _contents(extra_key, prefixes)
             if node.value is not None and id(node) not in loading:
-                for layer in range(LAYERS):
-                    held = self.device.get_kv_buffer(layer)
-                    self._check_content(held, node.value, content, layer)
+                self.kv.check_device(node.value, content)
             if node.host_value is not None and node.write_through_pending_id is None:
-                for layer in range(LAYERS):
-                    held = self.host.kv_buffer[:, layer]
-                    self._check_content(held, node.host_value, content, layer)
+                self.kv.check_host(node.host_value, content)
 
     def _check_cache(self):
         self.cache.check(np.empty(0, np.int64))
-
-    def _check_content(self, held, rows, content, layer):
-        keys, values = self._layer_content(content)
-        rows = torch.from_numpy(rows)
-        assert torch.equal(held[0][rows].flatten(), keys + layer)
-        assert torch.equal(held[1][rows].flatten(), values - layer)
 
     def events(self):
         """(kind, medium, tokens or None) of what was recorded since the last call."""
@@ -229,33 +285,11 @@ class Rig:
         ]
 
 
+def _contents(extra_key, prefixes):
+    return torch.tensor([page_content(extra_key, raw) for raw in prefixes], dtype=torch.int64)
+
+
 def _up(node):
     while node is not None:
         yield node
         node = node.parent
-
-
-class Replay:
-    """Events applied to one set of pages a medium; complains of what no stream may contain."""
-
-    def __init__(self):
-        # per medium: (namespace, block hash) -> (parent block hash, sequence hash)
-        self.pages = {medium: {} for medium in StorageMedium}
-
-    def apply(self, event):
-        if isinstance(event, AllBlocksCleared):
-            for pages in self.pages.values():
-                pages.clear()
-            return
-        pages = self.pages[event.medium]
-        page = (event.extra_key, *event.block_hashes)
-        if isinstance(event, BlockStored):
-            assert page not in pages, f"{page} stored twice on {event.medium}"
-            pages[page] = (event.parent_block_hash, int.from_bytes(event.sequence_hashes, "little"))
-        else:
-            assert page in pages, f"{page} removed from {event.medium}, but not there"
-            del pages[page]
-
-    def has_parent(self, event):
-        parent = event.parent_block_hash
-        return parent is None or (event.extra_key, parent) in self.pages[event.medium]

@@ -1,50 +1,44 @@
 """HiMambaRadixCache with transfers in flight, copies and a store that fail, and hardly any room, in random order.
 
-After every operation tree, tiers, lists and pools are recounted, every byte of KV and state on every tier is compared
-with what the tokens say it is, and the events are replayed: the pages they leave on each medium are those that are
-there.
+A match is compared with what a walk over the whole tree finds; a state, wherever it lies, with what its tokens say.
 """
 
-import random
-
 import pytest
+from cache_machine import operation, soak
 from hybrid_rig import HybridRig
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tier_driver import Driver
+from tier_rig import LAYOUTS
+from tiered_machine import EVERYTHING, OldMatches, is_stepped
 
-from engine_cache import WRITE_POLICIES, EvictParams, Lane
+from engine_cache import WRITE_POLICIES, EvictParams, Lane, ThreadCopyEngine
 from engine_cache.node import iter_nodes
-from engine_cache.storage.base import PoolName
+from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 
 pytestmark = pytest.mark.torch
 
-# few different pages, so that prompts often share, leave and extend each other
-PROMPTS = st.tuples(
-    st.lists(st.integers(0, 1), max_size=6), st.integers(0, 3), st.sampled_from([None, None, None, "a"])
-)
-CLOSE_CALLS = st.sampled_from([Lane.WRITE, Lane.WRITE, Lane.LOAD, Lane.PREFETCH, Lane.PREFETCH, Lane.ARCHIVE])
 
+class HiMambaCacheMachine(OldMatches):
+    OPTIONS = OldMatches.STORE_OPTIONS | {
+        "page_size": (1, 2, 3),
+        "is_eagle": (False, True),
+        "write_policy": WRITE_POLICIES,
+        "enable_kv_cache_events": (True, True, True, False),
+        "attention": ("mha", "mla"),
+        "layout": LAYOUTS,
+    }
 
-@pytest.fixture(autouse=True, scope="module")
-def _watched_pools():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSIGHT_DEBUG_POOLS", "1")
-        yield
+    def make_rig(self, **options):
+        return HybridRig(**options, emit_group_events=options.get("enable_kv_cache_events", True))
 
+    def held_group(self, group, medium):
+        return self.rig.usable_states(medium)
 
-class HybridDriver(Driver):
-    def match(self, prompt):
+    def checked_match(self, tokens, extra_key):
         """What is matched is what is in the tree up to the last state on either tier."""
-        tokens, extra_key = self.tokens(prompt), prompt[2]
-        on_device, in_tree = set(), set()
-        for node, namespace, prefixes in self.rig.walk():
-            in_tree |= {(namespace, raw) for raw in prefixes}
-            if node.value is not None:
-                on_device |= {(namespace, raw) for raw in prefixes}
+        in_tree = {(namespace, raw) for _, namespace, prefixes in self.rig.walk() for raw in prefixes}
+        on_device = self.rig.held(StorageMedium.GPU)
         device_states, host_states = self.rig.state_ends()
-        path = [(extra_key, raw) for raw in self.rig.prefixes(tokens)]
+        path = self.names.prefixes(tokens, extra_key)
         matched = next((i for i, page in enumerate(path) if page not in in_tree), len(path))
         usable = next((i for i in range(matched, 0, -1) if path[i - 1] in device_states | host_states), 0)
         used = path[:usable]
@@ -56,11 +50,13 @@ class HybridDriver(Driver):
         assert match.mamba_branching_seqlen == (beyond if matched > usable else None)
         return match
 
-    def load_back(self, prompt, with_request):
-        match = self.match(prompt)
+    @operation(weight=2)
+    def load_back(self, draw):
+        tokens, extra_key = self.prompt(draw)
+        match = self.checked_match(tokens, extra_key)
         locked = match.last_device_node
         self.cache.inc_lock_ref(locked)
-        result = self.rig.load_back(self.tokens(prompt), prompt[2], with_request=with_request)
+        result = self.rig.load_back(tokens, extra_key, with_request=draw.random() < 0.5)
         assert (result is None) == (not match.host_hit_length and not match.mamba_host_hit_length)
         if result is not None:
             rows, node = result
@@ -68,158 +64,65 @@ class HybridDriver(Driver):
             assert node is self.cache.root_node or node.mamba_value is not None
         self.cache.dec_lock_ref(locked)
 
-    def evict_mamba(self, num, write_faults):
-        free = self.rig.slots.available_size(), self.rig.pool.available_size()
-        self.rig.host_states.write_faults = write_faults
-        result = self.cache.evict(EvictParams(0, mamba_num=num))
-        self.rig.host_states.write_faults = 0
-        freed = self.rig.slots.available_size() - free[0], self.rig.pool.available_size() - free[1]
-        assert freed == (result.mamba_num_evicted, result.num_tokens_evicted)
+    @operation(weight=2, when=lambda machine: machine.rig.loaded)
+    def end_a_loaded_request(self, draw):
+        self.rig.end_request()
 
-    def serve(self, prompt):
-        self.rig.serve(self.tokens(prompt), prompt[2])
+    @operation(weight=2)
+    def serve(self, draw):
+        self.rig.serve(*self.prompt(draw))
 
-    def step(self, lane, position, write_faults=0, load_faults=0, state_faults=0):
-        self.rig.host_states.write_faults = state_faults
-        super().step(lane, position, write_faults, load_faults)
+    @operation()
+    def evict_mamba(self, draw):
+        self.rig.host_states.write_faults = draw.choice((0, 0, 1, 2))
+        self.checked_evict(EvictParams(0, mamba_num=draw.randrange(4)))
         self.rig.host_states.write_faults = 0
 
-    def reset(self):
-        super().reset()
+    def checked_evict(self, params):
+        free = self.rig.slots.available_size()
+        result = super().checked_evict(params)
+        assert self.rig.slots.available_size() - free == result.mamba_num_evicted
+        return result
+
+    @operation()
+    def evict_mamba_host(self, draw):
+        self.cache.evict_mamba_host(draw.randrange(4))
+
+    @operation(when=is_stepped)
+    def step_with_a_failing_write_of_a_state(self, draw):
+        self.rig.host_states.write_faults = draw.choice((1, 2, 2))
+        self.engine.step(Lane.WRITE)
+        self.rig.host_states.write_faults = 0
+
+    def start_anew(self):
+        super().start_anew()
         self.rig.slots.clear()
         self.rig.loaded.clear()
 
+    def let_go(self):
+        super().let_go()
+        self.rig.host_states.write_faults = 0
+        while self.rig.loaded:
+            self.rig.end_request()
+
     def end(self):
-        """All that was begun ends, and nothing is left behind."""
-        cache = self.cache
-        for _ in range(len(cache.ongoing_prefetch)):
-            self.abort(0)
-        self.rig.settle()
-        assert cache.prefetch_tokens_occupied == 0
-        assert not any((cache.ongoing_write_through, cache.ongoing_load_back, cache.ongoing_backup))
-        for node in (cache.root_node, *iter_nodes(cache.root_node)):
-            assert node.host_ref_counter == node.host_mamba_ref_counter == 0
-        if cache.storage is not None:
-            assert not any((cache.storage.prefetches, cache.storage.release_queue))
-        self.check()
+        super().end()
+        assert self.cache.mamba_protected_size() == 0
 
+    def settle(self):
+        super().settle()
+        anchors = self.anchors()
+        for node in (self.cache.root_node, *iter_nodes(self.cache.root_node)):
+            assert node.host_mamba_ref_counter == anchors[node]
 
-class HiMambaCacheMachine(RuleBasedStateMachine):
-    @initialize(
-        page_size=st.sampled_from([1, 2, 3]),
-        is_bigram=st.booleans(),
-        write_policy=st.sampled_from(WRITE_POLICIES),
-        events=st.sampled_from([True, True, True, False]),
-        stop=st.sampled_from(["best_effort", "wait_complete"]),
-        storage=st.sampled_from([True, True, True, False]),
-    )
-    def start(self, events, stop, storage, is_bigram, **options):
-        rig = HybridRig(is_eagle=is_bigram, enable_kv_cache_events=events, **options)
-        self.driver = HybridDriver(rig, events=events, stop=stop, storage=storage)
+    def evict_all(self):
+        states = self.checked_evict(EvictParams(EVERYTHING, mamba_num=EVERYTHING)).mamba_num_evicted
+        return states + super().evict_all()
 
-    @rule(prompt=PROMPTS, chunked=st.booleans(), priority=st.integers(0, 3))
-    def insert(self, prompt, chunked, priority):
-        self.driver.insert(prompt, chunked and priority > 1, priority)
-
-    @rule(prompt=PROMPTS)
-    def serve(self, prompt):
-        self.driver.serve(prompt)
-
-    @rule(prompt=PROMPTS)
-    def match(self, prompt):
-        self.driver.match(prompt)
-
-    @rule(prompt=PROMPTS)
-    def lock(self, prompt):
-        self.driver.lock(prompt)
-
-    @precondition(lambda self: self.driver.locks)
-    @rule(position=st.integers(0, 5))
-    def unlock(self, position):
-        self.driver.unlock(position)
-
-    @rule(num_tokens=st.integers(0, 8), faults=st.sampled_from([0, 0, 0, 1, 2]))
-    def evict(self, num_tokens, faults):
-        self.driver.evict(num_tokens, faults)
-
-    @rule(num=st.integers(0, 3), faults=st.sampled_from([0, 0, 0, 1, 2]))
-    def evict_mamba(self, num, faults):
-        self.driver.evict_mamba(num, faults)
-
-    @rule(num_tokens=st.integers(0, 8))
-    def evict_host(self, num_tokens):
-        self.driver.cache.evict_host(num_tokens)
-
-    @rule(num=st.integers(0, 3))
-    def evict_mamba_host(self, num):
-        self.driver.cache.evict_mamba_host(num)
-
-    @rule(prompt=PROMPTS, with_request=st.booleans())
-    def load_back(self, prompt, with_request):
-        self.driver.load_back(prompt, with_request)
-
-    @precondition(lambda self: self.driver.rig.loaded)
-    @rule()
-    def end_a_loaded_request(self):
-        self.driver.rig.end_request()
-
-    @rule()
-    def start_loading(self):
-        self.driver.cache.ready_to_load_host_cache()
-
-    @rule(lane=CLOSE_CALLS, position=st.sampled_from([0, 0, 0, 1]))
-    def step(self, lane, position):
-        self.driver.step(lane, position)
-
-    @rule(faults=st.sampled_from([1, 2, 2]), of_states=st.booleans())
-    def step_with_a_failing_write(self, faults, of_states):
-        self.driver.step(Lane.WRITE, 0, **{"state_faults" if of_states else "write_faults": faults})
-
-    @rule()
-    def step_with_a_load_that_works_the_second_time(self):
-        self.driver.step(Lane.LOAD, 0, load_faults=1)
-
-    @rule()
-    def check_hicache_events(self):
-        self.driver.cache.check_hicache_events()
-
-    @rule(prompt=PROMPTS)
-    def prefetch(self, prompt):
-        self.driver.prefetch(prompt)
-
-    @precondition(lambda self: self.driver.cache.ongoing_prefetch)
-    @rule(position=st.integers(0, 3))
-    def check_prefetch_progress(self, position):
-        self.driver.progress(position)
-
-    @precondition(lambda self: self.driver.cache.ongoing_prefetch)
-    @rule(position=st.integers(0, 3))
-    def abort(self, position):
-        self.driver.abort(position)
-
-    @precondition(lambda self: self.driver.store is not None)
-    @rule(broken=st.booleans(), full=st.booleans())
-    def the_store_fails_or_recovers(self, broken, full):
-        self.driver.store.broken, self.driver.store.full = broken, full
-
-    @precondition(lambda self: self.driver.store is not None and self.driver.store.pages)
-    @rule(data=st.data())
-    def the_store_loses_a_page_or_a_state(self, data):
-        name, key = data.draw(st.sampled_from(list(self.driver.store.pages)))
-        self.driver.store.lose(key, name)
-
-    @precondition(lambda self: len(list(iter_nodes(self.driver.cache.root_node))) > 5)
-    @rule()
-    def reset(self):
-        self.driver.reset()
-
-    @invariant()
-    def everything_recounts(self):
-        self.driver.check()
-
-    def teardown(self):
-        if hasattr(self, "driver"):
-            self.driver.end()
+    def check_all_free(self):
+        super().check_all_free()
+        for pool in (self.rig.slots, self.rig.host_states):
+            assert pool.available_size() == pool.size
 
 
 TestHiMambaCache = HiMambaCacheMachine.TestCase
@@ -228,63 +131,16 @@ TestHiMambaCache.settings = settings(max_examples=150, stateful_step_count=50, d
 
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
 def test_ten_thousand_operations_leave_everything_in_order(write_policy):
-    rng = random.Random(write_policy)
-    driver = HybridDriver(HybridRig(write_policy=write_policy))
-    cache, rig = driver.cache, driver.rig
+    machine = HiMambaCacheMachine()
+    machine.begin(write_policy=write_policy)
+    soak(machine, 10_000, seed=write_policy)
+    assert machine.cache.num_failed_backups > 0
+    assert machine.num_fetched > 0
+    for medium in (StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK):
+        assert min(machine.told[kind, medium] for kind in (BlockStored, BlockRemoved)) > 10
 
-    def prompt():
-        pages = [rng.choice((0, 0, 1)) for _ in range(rng.randrange(1, 7))]
-        return pages, rng.randrange(4), rng.choice((None, None, "a"))
 
-    def step():
-        lane = rng.choice(list(Lane))
-        faults = [rng.choice((0, 0, 0, 1, 2)), rng.choice((0, 0, 1)), rng.choice((0, 0, 0, 1, 2))]
-        driver.step(lane, rng.choice((0, 0, 1)), *faults)
-
-    def lock_or_unlock():
-        if len(driver.locks) > rng.randrange(3):
-            driver.unlock(rng.randrange(3))
-        else:
-            driver.lock(prompt())
-
-    def take_prefetch():
-        if cache.ongoing_prefetch:
-            rng.choice((driver.progress, driver.progress, driver.abort))(rng.randrange(3))
-
-    def end_request():
-        if rig.loaded:
-            rig.end_request()
-
-    def change_storage():
-        driver.store.broken, driver.store.full = rng.random() < 0.1, rng.random() < 0.1
-        if driver.store.pages and rng.random() < 0.2:
-            name, key = rng.choice(sorted(driver.store.pages, key=str))
-            driver.store.lose(key, name)
-
-    operations = [
-        *2 * [lambda: driver.insert(prompt())],
-        *2 * [lambda: driver.serve(prompt())],
-        lambda: driver.evict(rng.randrange(9), rng.choice((0, 0, 1, 2))),
-        lambda: driver.evict_mamba(rng.randrange(3), rng.choice((0, 0, 1, 2))),
-        lambda: cache.evict_host(rng.randrange(5)),
-        lambda: cache.evict_mamba_host(rng.randrange(2)),
-        *2 * [lambda: driver.load_back(prompt(), rng.random() < 0.5)],
-        *2 * [end_request],
-        cache.ready_to_load_host_cache,
-        cache.check_hicache_events,
-        *6 * [step],
-        *2 * [lambda: driver.prefetch(prompt())],
-        take_prefetch,
-        lock_or_unlock,
-        change_storage,
-    ]
-    for turn in range(10_000):
-        rng.choice(operations)()
-        driver.check_events()
-        if turn % 10 == 0:
-            rig.check()
-    assert cache.num_failed_backups > 0
-    assert {name for name, _ in driver.store.pages} == {PoolName.KV, PoolName.MAMBA}
-    while rig.loaded:
-        rig.end_request()
-    driver.end()
+def test_three_thousand_operations_with_copies_on_threads_leave_everything_in_order():
+    machine = HiMambaCacheMachine()
+    machine.begin(engine=ThreadCopyEngine(), store="directory")
+    soak(machine, 3000, seed=1)

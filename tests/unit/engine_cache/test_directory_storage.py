@@ -249,6 +249,36 @@ def test_the_oldest_page_may_begin_a_batch_that_needs_room(open_store):
     assert held(store) == [0, 1, 2]
 
 
+def test_a_page_that_cannot_be_removed_still_counts_and_is_tried_again(open_store, tmp_path, caplog):
+    store = open_store(num_pages=2)
+    put(store, 0)
+    put(store, 1)
+    path = file_of(tmp_path, 0)
+    path.unlink()
+    path.mkdir()  # which nobody can unlink
+    assert put(store, 2) == [True]
+    assert f"page {path.name} cannot be evicted" in caplog.text
+    assert held(store) == [0, 2]
+    assert store.take_removed() == [KEYS[1]]
+    assert store.get_stats()[-3:] == (1, 2, 2 * FILE_BYTES)
+    path.rmdir()
+    assert put(store, 3) == [True]  # the place of page 2, which is older now
+    assert put(store, 4) == [True]
+    assert held(store) == [3, 4]
+    store.check()
+
+
+def test_where_nothing_can_be_removed_nothing_is_written(open_store, tmp_path):
+    store = open_store(num_pages=1)
+    put(store, 0)
+    path = file_of(tmp_path, 0)
+    path.unlink()
+    path.mkdir()
+    assert put(store, 1) == [False]
+    assert held(store) == [0]
+    assert store.get_stats().held_bytes == FILE_BYTES
+
+
 def test_the_next_opening_takes_over_pages_and_their_order(open_store, tmp_path):
     store = open_store(num_pages=4)
     for page in (0, 1, 2):

@@ -373,14 +373,6 @@ def test_a_load_back_without_room_changes_nothing():
     assert rig.events() == []
 
 
-def test_a_node_that_left_the_tree_is_not_loaded(rig):
-    demoted(rig, [1, 2])
-    node = rig.match([1, 2]).best_match_node
-    rig.cache.evict_host(2)
-    with pytest.raises(CacheStateError, match="left the tree"):
-        rig.cache.init_load_back(InitLoadBackParams(node, 2))
-
-
 def test_a_prompt_that_is_computed_again_is_told_again_and_its_pages_are_taken(rig):
     demoted(rig, [1, 2, 3, 4])
     result = rig.insert([1, 2, 3, 4, 5, 6])

@@ -148,7 +148,8 @@ def test_locked_prefixes_are_not_evicted(cache):
     insert(cache, [1, 2, 3, 4])
     insert(cache, [1, 2, 5, 6])
     node = match(cache, [1, 2, 3, 4]).last_device_node
-    assert cache.inc_lock_ref(node) == (-4,)
+    lock = cache.inc_lock_ref(node)
+    assert (lock.delta, lock.node) == (-4, node)
     assert (cache.evictable_size(), cache.protected_size()) == (2, 4)
     assert cache.evict(EvictParams(100)).num_tokens_evicted == 2
     assert match(cache, [1, 2, 3, 4]).device_indices.tolist() == [1, 2, 3, 4]
@@ -160,7 +161,7 @@ def test_locks_count(cache):
     insert(cache, [1, 2])
     node = match(cache, [1, 2]).last_device_node
     cache.inc_lock_ref(node)
-    assert cache.inc_lock_ref(node) == (0,)
+    assert cache.inc_lock_ref(node).delta == 0
     assert cache.dec_lock_ref(node) == (0,)
     assert cache.dec_lock_ref(node) == (2,)
 
@@ -174,7 +175,7 @@ def test_unlocking_what_is_not_locked_raises_and_changes_nothing(cache):
 
 
 def test_the_root_is_locked_and_unlocked_for_free(cache):
-    assert cache.inc_lock_ref(cache.root_node) == (0,)
+    assert cache.inc_lock_ref(cache.root_node).delta == 0
     assert cache.dec_lock_ref(cache.root_node) == (0,)
 
 
@@ -203,7 +204,7 @@ def test_a_disabled_cache_keeps_nothing_and_locks_nothing():
     assert insert(cache, [1, 2], [5, 6]) == (0, 0)
     result = match(cache, [1, 2])
     assert result.device_indices.tolist() == []
-    assert cache.inc_lock_ref(result.last_device_node) == (0,)
+    assert cache.inc_lock_ref(result.last_device_node).delta == 0
     assert cache.dec_lock_ref(result.last_device_node) == (0,)
 
 
@@ -226,7 +227,7 @@ def test_a_cache_and_its_pool_agree_on_the_page_size():
     [
         (lambda c, n: setattr(c, "_evictable_size", 3), "evictable size.*3 != 4"),
         (lambda c, n: setattr(c, "_protected_size", 2), "protected size.*2 != 0"),
-        (lambda c, n: c.evictable_leaves.clear(), "evictable leaves"),
+        (lambda c, n: c.evictable_leaves.discard(n), "evictable leaves"),
         (lambda c, n: setattr(n, "value", n.value[:2]), "rows, units: 2 != 4"),
         (lambda c, n: setattr(n, "parent", n), "its parent"),
         (lambda c, n: setattr(n, "key", RadixKey([9, 2, 3, 4])), "dictionary key"),

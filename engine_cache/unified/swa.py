@@ -1,0 +1,273 @@
+"""KV of sliding-window layers in a unified tree: of use for the last tokens before a match ends, and only whole.
+
+    root ── A ── B* ── C*        *: has SWA rows. window 4, C 3 units, B 2: a match may end at C (3 + 2 units),
+                                 not at B (2 units, then a gap)
+
+The root counts as covered: a prefix shorter than the window needs SWA rows all along. A lock runs from a node up to
+where one window is covered and leaves a number there, by which its release finds the end again whatever is split in
+between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import ClassVar
+
+import numpy as np
+
+from engine_cache.base import InsertParams, MatchPrefixParams, MatchResult, Request
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
+from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
+from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.types import IndexArray
+from engine_cache.unified.component import AuxiliaryComponent, LockTicket
+from engine_cache.unified.match import MatchedPath, MatchValidator
+from engine_cache.unified.node import ComponentType, UnifiedNode, unified
+from kv_events.errors import InvalidValueError
+from kv_events.streams import swa_group
+
+_LOCK_END, _HOST_LOCK_END = "lock_uuid", "host_lock_uuid"
+
+
+class SWAComponent(AuxiliaryComponent):
+    """Sliding-window KV.
+
+    allocator: the tree's, which owns full and SWA rows. sliding_window_size: tokens, a positive number.
+    """
+
+    kind: ClassVar[ComponentType] = ComponentType.SWA
+    pool: ClassVar[PoolName] = PoolName.SWA
+    eviction_priority: ClassVar[int] = 1
+
+    def __init__(self, allocator: SWATokenToKVPoolAllocator, sliding_window_size: int) -> None:
+        if sliding_window_size < 1:
+            raise InvalidValueError("sliding_window_size", sliding_window_size, "a positive integer")
+        self.allocator = allocator
+        self.window = sliding_window_size
+        self.window_pages = -(-sliding_window_size // allocator.page_size)
+        self._lock_ids = count(1)
+        self.event_group = swa_group(sliding_window_size)
+
+    @property
+    def device_allocator(self) -> PagedTokenToKVPoolAllocator:
+        return self.allocator.swa
+
+    # --- match ------------------------------------------------------------------------------------------------------
+
+    def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
+        covered = math.inf  # units with SWA rows right above the end of the node
+
+        def accepts(node: UnifiedNode) -> bool:
+            nonlocal covered
+            data = self.data(node)
+            if data.value is None and (match_device_only or data.host_value is None):
+                covered = 0
+                return False
+            covered += len(node.key)
+            return covered >= self.window
+
+        return accepts
+
+    def finalize_match_result(self, result: MatchResult, path: MatchedPath, params: MatchPrefixParams) -> MatchResult:
+        to_load = self._to_load(unified(result.best_match_node))
+        return result._replace(swa_host_hit_length=sum(len(node.key) for node in to_load))
+
+    def touch(self, path: Sequence[UnifiedNode]) -> None:
+        """Only what a match at the end of the path needs has been used."""
+        first, covered = len(path), 0
+        while first > 0 and covered < self.window + self.allocator.page_size:
+            first -= 1
+            covered += len(path[first].key)
+        super().touch(path[first:])
+
+    def _window_above(self, node: UnifiedNode) -> Iterator[UnifiedNode]:
+        """The node and those above it, until one window is covered or the root is reached."""
+        step, covered = node, 0
+        while step.parent is not None and covered < self.window:
+            yield step
+            covered += len(step.key)
+            step = unified(step.parent)
+
+    def _to_load(self, node: UnifiedNode) -> list[UnifiedNode]:
+        """Nodes of the window whose SWA rows are on the host only, root side first; none above a gap."""
+        nodes = []
+        for step in self._window_above(node):
+            data = self.data(step)
+            if data.value is None and data.host_value is None:
+                break
+            if data.value is None:
+                nodes.append(step)
+        nodes.reverse()
+        return nodes
+
+    # --- where data are ---------------------------------------------------------------------------------------------
+
+    def _free_device_rows(self, node: UnifiedNode, rows: IndexArray) -> None:
+        assert node.value is not None
+        self.allocator.free_swa(node.value)
+
+    def redistribute_on_split(self, upper: UnifiedNode, lower: UnifiedNode, split_len: int) -> None:
+        above, below = self.data(upper), self.data(lower)
+        above.lock_ref, above.host_lock_ref = below.lock_ref, below.host_lock_ref
+        above.metadata, below.metadata = below.metadata, {}
+        if below.value is not None:
+            above.value, below.value = below.value[:split_len].copy(), below.value[split_len:].copy()
+            self.device_lru_list.insert_below(upper, lower)
+        if below.host_value is not None:
+            above.host_value, below.host_value = (
+                below.host_value[:split_len].copy(),
+                below.host_value[split_len:].copy(),
+            )
+            if lower in self.host_lru_list:
+                self.host_lru_list.insert_below(upper, lower)
+
+    # --- locks ------------------------------------------------------------------------------------------------------
+
+    def acquire(self, node: UnifiedNode) -> LockTicket | None:
+        last = None
+        for step in self._window_above(node):
+            if self.data(step).value is None:
+                break
+            self.lock(step)
+            last = step
+        return self._mark(last, _LOCK_END)
+
+    def release(self, node: UnifiedNode, ticket: LockTicket) -> None:
+        for step in self._up_to(node, _LOCK_END, ticket):
+            self.unlock(step)
+
+    def acquire_host(self, node: UnifiedNode) -> LockTicket | None:
+        last = None
+        for step in self._window_above(node):
+            if self.data(step).host_value is None:
+                break
+            self.lock_host(step)
+            last = step
+        return self._mark(last, _HOST_LOCK_END)
+
+    def release_host(self, node: UnifiedNode, ticket: LockTicket) -> None:
+        for step in self._up_to(node, _HOST_LOCK_END, ticket):
+            self.unlock_host(step)
+
+    def _mark(self, last: UnifiedNode | None, field: str) -> LockTicket | None:
+        """The number of the locks that end at this node."""
+        return None if last is None else self.data(last).metadata.setdefault(field, next(self._lock_ids))
+
+    def _up_to(self, node: UnifiedNode, field: str, ticket: LockTicket) -> Iterator[UnifiedNode]:
+        step = node
+        while True:
+            yield step
+            if self.data(step).metadata.get(field) == ticket:
+                return
+            above = step.parent or step.former_parent  # an anchor may leave the tree when its own backup has failed
+            assert above is not None, f"no lock {ticket} ends above node {node.id}"
+            step = unified(above)
+
+    # --- insert -----------------------------------------------------------------------------------------------------
+
+    def check_insert(self, params: InsertParams) -> None:
+        evicted, page_size = params.swa_evicted_seqlen, self.allocator.page_size
+        if evicted < 0 or evicted % page_size:
+            raise InvalidValueError("swa_evicted_seqlen", evicted, f"a multiple of the page size {page_size}")
+        assert params.value is not None
+        own = params.value[max(evicted, params.prev_prefix_len) :]
+        bare = own[self.allocator.translate(own) == 0]
+        if len(bare):
+            raise InvalidValueError(
+                "value", f"full row {bare[0]} without an SWA row", "rows with one behind those given up"
+            )
+
+    def should_skip_leaf_creation(self, end: int, params: InsertParams) -> bool:
+        return params.swa_evicted_seqlen >= end
+
+    def update_on_overlap(self, node: UnifiedNode, start: int, rows: IndexArray, params: InsertParams) -> None:
+        """A tombstone takes over the SWA rows of the caller, under its own Full rows, which others may be using."""
+        bare = self._bare_units(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
+        if self.data(node).value is not None or bare >= len(node.key):
+            return
+        if bare:
+            self.tree.split(node, bare)
+        assert node.value is not None
+        self.put_on_device(node, self.allocator.move_swa(rows[bare:], node.value))
+
+    def recover_after_unevict(self, node: UnifiedNode, start: int, params: InsertParams) -> None:
+        """SWA rows came along with the Full rows that the node has taken, but for those given up before. A leaf is cut
+        so that a lock pins no more than one window."""
+        bare = self._bare_units(start, params.swa_evicted_seqlen)
+        if bare >= len(node.key):
+            return
+        if bare:
+            self.tree.split(node, bare)
+        assert node.value is not None
+        self.put_on_device(node, self.allocator.translate(node.value))
+        beyond = len(node.key) - self.window_pages * self.allocator.page_size
+        if beyond > 0 and not node.children:
+            self.tree.split(node, beyond)
+
+    def _bare_units(self, start: int, evicted: int) -> int:
+        """Leading units, whole pages, of a node that begins after `start` units, for which there are no SWA rows."""
+        page_size = self.allocator.page_size
+        return -(-max(0, evicted - start) // page_size) * page_size
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def needed_nodes(self, node: UnifiedNode) -> list[UnifiedNode]:
+        return list(self._window_above(node))
+
+    def load_transfers(self, node: UnifiedNode, req: Request | None) -> list[PoolTransfer]:
+        nodes = self._to_load(node)
+        if not nodes:
+            return []
+        rows = np.concatenate([self.data(step).host_value for step in nodes])
+        return [PoolTransfer(self.pool, host_indices=rows, nodes_to_load=list(nodes))]
+
+    def commit_load(self, node: UnifiedNode, transfers: list[PoolTransfer], req: Request | None) -> None:
+        for transfer in transfers:
+            assert transfer.device_indices is not None
+            start = 0
+            for step in map(unified, transfer.nodes_to_load or ()):
+                rows = transfer.device_indices[start : start + len(step.key)].copy()
+                assert step.value is not None
+                self.allocator.map_swa(step.value, rows)
+                self.put_on_device(step, rows)
+                start += len(rows)
+
+    def archive_transfer(self, node: UnifiedNode, keys: list[str]) -> PoolTransfer:
+        rows = self.data(node).host_value
+        return PoolTransfer(self.pool, host_indices=rows, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+    def prefetch_transfer(self, num_pages: int) -> PoolTransfer | None:
+        if num_pages < self.window_pages:
+            return None
+        # the names are those of the last pages that are found; here they say how many
+        return PoolTransfer(self.pool, keys=[""] * self.window_pages, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+    def prefetch_rows(self) -> int:
+        return self.window_pages * self.allocator.page_size
+
+    def commit_prefetch(self, end: UnifiedNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
+        """All pages of one window or none: they fill tombstones from the end upward."""
+        if operation.extra_pool_hit_pages.get(self.pool, 0) < self.window_pages:
+            return
+        assert fetched.host_indices is not None
+        rows, fetched.host_indices = fetched.host_indices, None
+        node = end
+        while len(rows):
+            taken = min(len(node.key), len(rows))
+            self._fill_on_host(node, rows[-taken:])
+            rows = rows[:-taken]
+            assert node.parent is not None
+            node = unified(node.parent)
+
+    def _fill_on_host(self, node: UnifiedNode, rows: IndexArray) -> None:
+        """Rows for the last units of a node."""
+        if self.data(node).host_value is not None or node.host_value is None:
+            self.entry.host_pool.free(rows)
+            return
+        if len(rows) < len(node.key):
+            self.tree.split(node, len(node.key) - len(rows))
+        self.put_on_host(node, rows.copy())
+        self.tell_of_host(node)

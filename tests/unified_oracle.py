@@ -1,0 +1,52 @@
+"""Where a match of a UnifiedRadixCache must end, by brute force over the pages of a prompt."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Page(NamedTuple):
+    """What a tree holds of one page of a prompt; the first three are sets of tiers, "d" and "h"."""
+
+    full: set
+    swa: set
+    mamba: set
+    """The state behind the page, of a page that ends a node."""
+    ends_node: bool
+
+
+def pages_along(rig, tokens, extra_key):
+    """A `Page` for each page of the prompt that is in the tree, up to the first that is not."""
+    found = {}
+    for node, namespace, prefixes in rig.walk():
+        tiers = {kind: _tiers(rig.data(node, kind)) for kind in ("full", "swa", "mamba")}
+        for raw in prefixes:
+            is_end = raw == prefixes[-1]
+            found[namespace, raw] = Page(tiers["full"], tiers["swa"], tiers["mamba"] if is_end else set(), is_end)
+    pages = []
+    for raw in rig.prefixes(tokens):
+        if (extra_key, raw) not in found:
+            break
+        pages.append(found[extra_key, raw])
+    return pages
+
+
+def _tiers(data):
+    return {name for name, rows in (("d", data.value), ("h", data.host_value)) if rows is not None}
+
+
+def num_usable(rig, pages, tiers):
+    """Pages of the longest prefix that can be used on these tiers."""
+    return max(n for n in range(len(pages) + 1) if n == 0 or _is_usable(rig, pages, n, tiers))
+
+
+def _is_usable(rig, pages, num_pages, tiers):
+    last = pages[num_pages - 1]
+    if not (last.ends_node or num_pages == len(pages)) or not last.full & tiers:
+        return False
+    if "mamba" in rig.kinds and not last.mamba & tiers:
+        return False
+    if "swa" in rig.kinds:
+        first = max(0, num_pages - -(-rig.window // rig.page_size))
+        return all(page.swa & tiers for page in pages[first:num_pages])
+    return True

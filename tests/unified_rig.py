@@ -1,0 +1,281 @@
+"""A UnifiedRadixCache of any kinds of state with pools whose rows hold one number each, and an engine that computes.
+
+The number in a row follows from the tokens up to the end of its page, and so does that of a state, so whatever is found
+anywhere, on any tier, can be told right or wrong.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from number_pools import DeviceRows, HostPool, content
+
+from engine_cache import (
+    ComponentType,
+    EvictParams,
+    HiCacheController,
+    InitLoadBackParams,
+    InsertParams,
+    Lane,
+    MambaComponent,
+    MambaSlotAllocator,
+    ManualCopyEngine,
+    MatchPrefixParams,
+    PagedTokenToKVPoolAllocator,
+    PoolEntry,
+    RadixKey,
+    Request,
+    SWAComponent,
+    SWATokenToKVPoolAllocator,
+    UnifiedRadixCache,
+)
+from engine_cache.node import iter_nodes
+from engine_cache.storage.base import PoolName
+from kv_events.schema import StorageMedium
+
+NOTHING = np.empty(0, np.int64)
+
+
+class Place(NamedTuple):
+    """A node by what its pages are."""
+
+    node: object
+    extra_key: str | None
+    prefixes: list
+    """Raw tokens of the prefix that each of its pages ends."""
+
+
+class UnifiedRig:
+    """kinds: of "swa" and "mamba", in the order of the components. tiers: 1 or 2."""
+
+    def __init__(
+        self,
+        kinds=(),
+        *,
+        tiers=2,
+        page_size=2,
+        device_pages=8,
+        host_pages=12,
+        swa_pages=7,
+        swa_host_pages=10,
+        window=3,
+        slots=5,
+        host_slots=7,
+        write_policy="write_through",
+        load_back_threshold=1,
+        engine=None,
+        is_eagle=False,
+        **cache,
+    ):
+        self.page_size, self.is_bigram, self.window, self.kinds = page_size, is_eagle, window, kinds
+        rows = device_pages * page_size
+        self.pool = PagedTokenToKVPoolAllocator(rows, page_size)
+        self.slots = MambaSlotAllocator(slots)
+        self.swa = SWATokenToKVPoolAllocator(rows, swa_pages * page_size, page_size) if "swa" in kinds else None
+        self.pool = self.swa.full if self.swa else self.pool
+        self.tokens = self.swa or self.pool
+        self.device_pools = {
+            PoolName.KV: DeviceRows(rows + page_size),
+            PoolName.SWA: DeviceRows((swa_pages + 1) * page_size),
+            PoolName.MAMBA: DeviceRows(slots + 1),
+        }
+        self.host_pools = {
+            PoolName.KV: HostPool(host_pages * page_size, page_size),
+            PoolName.SWA: HostPool(swa_host_pages * page_size, page_size),
+            PoolName.MAMBA: HostPool(host_slots, 1),
+        }
+        self.host = self.host_pools[PoolName.KV]
+        make = {
+            "swa": lambda: SWAComponent(self.swa, window),
+            "mamba": lambda: MambaComponent(self.slots, chunk_size=2, enable_extra_buffer=True),
+        }
+        cache = {"enable_kv_cache_events": True} | cache
+        cache = {"emit_group_events": cache["enable_kv_cache_events"]} | cache
+        components = [make[kind]() for kind in kinds]
+        self.cache = UnifiedRadixCache(
+            page_size=page_size, allocator=self.tokens, components=components, is_eagle=is_eagle, **cache
+        )
+        self.engine = engine or ManualCopyEngine()
+        if tiers > 1:
+            entries = [self._entry(PoolName.KV, self.pool)]
+            entries += [self._entry(each.pool, each.device_allocator) for each in components]
+            self.controller = HiCacheController(entries[0], self.engine, sidecars=entries[1:], transfer_layer_num=1)
+            self.cache.init_hicache(self.controller, write_policy, load_back_threshold)
+        self.requests = []  # those that own a slot
+
+    def _entry(self, pool, allocator):
+        return PoolEntry(pool, self.host_pools[pool], self.device_pools[pool], allocator)
+
+    # --- an engine that computes ---
+
+    def prefixes(self, tokens):
+        """Raw tokens of every prefix of whole pages, shortest first."""
+        pages = max(0, len(tokens) - self.is_bigram) // self.page_size
+        return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(1, pages + 1)]
+
+    def insert(self, tokens, extra_key=None, *, evicted=0, **params):
+        """Compute a prompt anew and insert it; None when there is no room. evicted: leading pages whose SWA rows are
+        given up before."""
+        prefixes = self.prefixes(tokens)
+        length = len(prefixes) * self.page_size
+        rows, slot = self.alloc(length) if length else None, self.alloc_slot() if "mamba" in self.kinds else NOTHING
+        if rows is None or slot is None:
+            self.tokens.free(NOTHING if rows is None else rows)
+            self.slots.free(NOTHING if slot is None else slot)
+            return None
+        self.compute(rows, extra_key, prefixes)
+        evicted = min(evicted, len(prefixes)) * self.page_size if self.swa else 0
+        if evicted:
+            self.swa.free_swa(rows[:evicted])
+        if len(slot):
+            self.device_pools[PoolName.MAMBA].rows[slot] = content(extra_key, prefixes[-1], "mamba")
+        key = RadixKey(tokens[: length + self.is_bigram], extra_key)
+        result = self.cache.insert(InsertParams(key, rows, mamba_value=slot, swa_evicted_seqlen=evicted, **params))
+        if result.mamba_exist and len(slot):
+            self.slots.free(slot)
+        return result
+
+    def alloc(self, length):
+        rows = self.tokens.alloc(length)
+        if rows is None:
+            lack = length - self.swa.swa.available_size() if self.swa else 0
+            self.cache.evict(EvictParams(length - self.pool.available_size(), swa_num_tokens=lack))
+            rows = self.tokens.alloc(length)
+        return rows
+
+    def alloc_slot(self):
+        slot = self.slots.alloc(1)
+        if slot is None:
+            self.cache.evict(EvictParams(0, mamba_num=1))
+            slot = self.slots.alloc(1)
+        return slot
+
+    def compute(self, rows, extra_key, prefixes):
+        """Write the last page of each prefix."""
+        self.device_pools[PoolName.KV].rows[rows] = self.page_rows(extra_key, prefixes, "kv")
+        if self.swa:
+            self.device_pools[PoolName.SWA].rows[self.swa.translate(rows)] = self.page_rows(extra_key, prefixes, "swa")
+
+    def page_rows(self, extra_key, prefixes, kind):
+        pages = np.array([content(extra_key, raw, kind) for raw in prefixes], np.int64).reshape(-1, 1)
+        return (pages + np.arange(self.page_size)).reshape(-1)
+
+    def match(self, tokens, extra_key=None, **params):
+        return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key), **params))
+
+    def load_back(self, match, *, mem_quota=None):
+        """What a scheduler does with a match: lock the device node, load, and lock where it goes on from; the result,
+        the request, and that lock."""
+        lock = self.cache.inc_lock_ref(match.last_device_node)
+        req = Request(f"r{len(self.requests)}", [], 0, last_node=match.last_device_node)
+        req.swa_host_hit_length, req.mamba_host_hit_length = match.swa_host_hit_length, match.mamba_host_hit_length
+        params = InitLoadBackParams(match.best_match_node, match.host_hit_length, mem_quota, req)
+        result = self.cache.init_load_back(params)
+        held = self.cache.inc_lock_ref(result[1])
+        self.cache.release(lock)
+        if req.mamba_pool_idx is not None:
+            self.requests.append(req)
+        return result, req, held
+
+    def end_requests(self):
+        """Free the slots that requests own; what is still being loaded into them is waited for."""
+        if self.cache_loads():
+            self.cache.ready_to_load_host_cache()
+            while self.engine.step(Lane.LOAD):
+                pass
+        for req in self.requests:
+            self.slots.free(req.mamba_pool_idx)
+        self.requests.clear()
+
+    def settle(self):
+        """Let all transfers end and take over what they did."""
+        if self.cache.cache_controller is None:
+            return
+        for _ in range(3):
+            self.cache.ready_to_load_host_cache()
+            self.engine.drain()
+            self.cache.check_hicache_events()
+
+    # --- what is where ---
+
+    def data(self, node, kind):
+        return node.component_data[ComponentType[kind.upper()]]
+
+    def node_of(self, tokens, extra_key=None):
+        """The node at whose end this prefix ends."""
+        raw = self.prefixes(tokens)[-1]
+        return next(place.node for place in self.walk() if (place.extra_key, place.prefixes[-1]) == (extra_key, raw))
+
+    def walk(self):
+        raw_of = {self.cache.root_node: ()}
+        for node in iter_nodes(self.cache.root_node):
+            above = raw_of[node.parent]
+            raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)
+            yield Place(node, node.key.extra_key, self.prefixes(raw)[-(len(node.key) // self.page_size) :])
+
+    def held(self, medium):
+        """`(namespace, raw tokens)` of every page that is on the tier, and was acknowledged."""
+        return {
+            (place.extra_key, raw)
+            for place in self.walk()
+            for raw in place.prefixes
+            if (medium is StorageMedium.GPU and place.node.value is not None)
+            or (medium is StorageMedium.CPU and place.node.host_value is not None and not is_pending(place.node))
+        }
+
+    def held_group(self, group, medium):
+        """The same of one kind beside KV: the ends of its states, or all pages of its rows."""
+        kind, field = group.partition(":")[0], {StorageMedium.GPU: "value", StorageMedium.CPU: "host_value"}.get(medium)
+        found = set()
+        for place in self.walk():
+            data = self.data(place.node, kind)
+            is_copied = medium is StorageMedium.CPU and (data.pending_id is not None or is_pending(place.node))
+            if field is not None and getattr(data, field) is not None and not is_copied:
+                prefixes = place.prefixes[-1:] if kind == "mamba" else place.prefixes
+                found |= {(place.extra_key, raw) for raw in prefixes}
+        return found
+
+    def check(self):
+        """Everything recounts, and every number is what it should be, of what is not being copied."""
+        slots = [req.mamba_pool_idx for req in self.requests]
+        self.cache.check(NOTHING, np.concatenate([NOTHING, *slots]))
+        self.check_bytes()
+
+    def check_bytes(self):
+        loading = {step for node in self.cache_loads() for step in self.up(node)}
+        for place in self.walk():
+            if place.node not in loading:
+                self._check_rows(self.device_pools, place, "value")
+            if not is_pending(place.node):
+                self._check_rows(self.host_pools, place, "host_value")
+
+    def cache_loads(self):
+        return [] if self.cache.cache_controller is None else list(self.cache.ongoing_load_back.values())
+
+    def up(self, node):
+        while node is not self.cache.root_node:
+            yield node
+            node = node.parent
+
+    def _check_rows(self, pools, place, field):
+        for kind, pool in (("full", PoolName.KV), ("swa", PoolName.SWA), ("mamba", PoolName.MAMBA)):
+            data = self.data(place.node, kind)
+            rows = getattr(data, field)
+            if rows is None or (field == "host_value" and getattr(data, "pending_id", None) is not None):
+                continue
+            expected = [content(place.extra_key, place.prefixes[-1], "mamba")]
+            if kind != "mamba":
+                expected = self.page_rows(place.extra_key, place.prefixes, pool.value)
+            assert pools[pool].rows[rows].tolist() == list(expected), (field, kind, place)
+
+    def events(self):
+        """(kind, medium, tokens or None) of what was recorded since the last call."""
+        return [
+            (type(event).__name__, getattr(event, "medium", None), getattr(event, "token_ids", None))
+            for event in self.cache.take_events()
+        ]
+
+
+def is_pending(node):
+    return node.write_through_pending_id is not None

@@ -1,0 +1,108 @@
+"""States that move between tiers, in group events."""
+
+import pytest
+from hybrid_rig import HybridRig
+from hybrid_steps import CPU, GPU, node_of, tombstone_and_leaf
+from tier_rig import MemoryStorage
+
+from engine_cache import EvictParams, Lane, StoragePolicy
+from kv_events.schema import AllBlocksCleared, BlockStored
+
+pytestmark = pytest.mark.torch
+STORE, REMOVE = "store", "remove"
+
+
+@pytest.fixture
+def rig():
+    rig = HybridRig(emit_group_events=True)
+    assert rig.cache.take_group_events() == {"mamba": [AllBlocksCleared()]}
+    yield rig
+    rig.check()
+
+
+def told(rig):
+    """What was told since the last time: what happened, on which medium."""
+    events = rig.cache.take_group_events()["mamba"]
+    return [(STORE if isinstance(event, BlockStored) else REMOVE, event.medium) for event in events]
+
+
+def test_a_state_is_on_the_host_when_its_copy_is_acknowledged(rig):
+    rig.insert([1, 2, 3, 4])
+    assert told(rig) == [(STORE, GPU)]
+    while rig.engine.step(Lane.WRITE):
+        pass
+    assert told(rig) == []
+    rig.cache.writing_check()
+    assert told(rig) == [(STORE, CPU)]
+
+
+def test_a_copy_that_failed_is_not_told_of(rig):
+    rig.host_states.write_faults = 2
+    rig.insert([1, 2])
+    rig.settle()
+    assert told(rig) == [(STORE, GPU)]
+
+
+def test_a_state_that_follows_its_kv_is_told_of_when_it_has_arrived(rig):
+    upper, _ = tombstone_and_leaf(rig)
+    told(rig)
+    rig.insert([1, 2])
+    assert upper.mamba_pending_id is not None
+    assert told(rig) == [(STORE, GPU)]
+    rig.settle()
+    assert told(rig) == [(STORE, CPU)]
+
+
+def test_a_follower_that_failed_is_not_told_of(rig):
+    tombstone_and_leaf(rig)
+    told(rig)
+    rig.host_states.write_faults = 2
+    rig.insert([1, 2])
+    rig.settle()
+    assert told(rig) == [(STORE, GPU)]
+
+
+def test_a_slot_that_is_written_once_more_does_not_count_meanwhile(rig):
+    rig.insert([1, 2])
+    rig.settle()
+    told(rig)
+    assert rig.cache.write_state_backup(node_of(rig, [1, 2]))
+    assert told(rig) == [(REMOVE, CPU)]
+    rig.settle()
+    assert told(rig) == [(STORE, CPU)]
+
+
+def test_demotion_and_load_back_are_those_of_the_state(rig):
+    rig.insert([1, 2])
+    rig.settle()
+    told(rig)
+    rig.cache.evict(EvictParams(100))
+    assert told(rig) == [(REMOVE, GPU)]
+    rig.load_back([1, 2])
+    rig.settle()
+    assert told(rig) == [(STORE, GPU)]
+
+
+def test_a_host_slot_that_goes_alone_is_told_of(rig):
+    rig.insert([1, 2])
+    rig.settle()
+    told(rig)
+    rig.events()
+    rig.cache.evict_mamba_host(1)
+    assert told(rig) == [(REMOVE, CPU)]
+    assert rig.events() == []
+
+
+def test_a_state_that_was_fetched_is_on_the_host(rig):
+    rig.cache.attach_storage_backend(MemoryStorage(), StoragePolicy(1))
+    rig.insert([1, 2, 3, 4])
+    rig.settle()
+    rig.cache.evict(EvictParams(100))
+    rig.cache.evict_host(100)
+    told(rig)
+    rig.cache.prefetch_from_storage("r", rig.cache.root_node, [1, 2, 3, 4])
+    rig.settle()
+    assert rig.cache.check_prefetch_progress("r")
+    assert node_of(rig, [1, 2, 3, 4]).mamba_host_value is not None
+    assert told(rig) == [(STORE, CPU)]
+    rig.settle()

@@ -1,0 +1,10 @@
+import pytest
+from mamba_rig import NOTHING, Rig
+
+
+@pytest.fixture
+def rig():
+    rig = Rig(enable_kv_cache_events=True)
+    rig.cache.take_events()
+    yield rig
+    rig.cache.check(NOTHING, NOTHING)

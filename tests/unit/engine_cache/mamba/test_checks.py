@@ -1,0 +1,51 @@
+import pytest
+from mamba_rig import NOTHING, Rig
+
+from engine_cache import CacheStateError
+from kv_events.schema import AllBlocksCleared
+
+
+def test_reset_forgets_states_too(rig):
+    rig.insert([1, 2])
+    rig.lock([1, 2])
+    rig.cache.reset()
+    rig.pool.clear()
+    rig.slots.clear()
+    assert (rig.cache.mamba_evictable_size(), rig.cache.mamba_protected_size()) == (0, 0)
+    assert rig.match([1, 2]).device_indices.tolist() == []
+    assert isinstance(rig.cache.take_events()[-1], AllBlocksCleared)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda c, n: setattr(c, "_mamba_evictable_size", 3), "evictable states.*3 != 1"),
+        (lambda c, n: setattr(c, "_mamba_protected_size", 2), "protected states.*2 != 0"),
+        (lambda c, n: setattr(n, "mamba_value", None), "a leaf without a state"),
+        (lambda c, n: setattr(n, "mamba_lock_ref", 1), "0 <= mamba_lock_ref <= lock_ref"),
+        (lambda c, n: c.mamba_lru_list.remove(n), "mamba list: nodes listed"),
+        (lambda c, n: c.mamba_allocator.free(n.mamba_value), "distinct pages"),
+    ],
+)
+def test_check_finds_damage_and_says_both_figures(damage, what):
+    rig = Rig()
+    rig.insert([1, 2])
+    damage(rig.cache, rig.node([1, 2]))
+    with pytest.raises(CacheStateError, match=what):
+        rig.cache.check()
+
+
+def test_check_finds_a_list_out_of_order():
+    rig = Rig()
+    rig.insert([1])
+    rig.insert([2])
+    rig.cache.mamba_lru_list.move_to_newest(rig.node([1]))
+    with pytest.raises(CacheStateError, match="times of use"):
+        rig.cache.check()
+
+
+def test_check_finds_slots_that_nobody_owns():
+    rig = Rig()
+    rig.slots.alloc(1)
+    with pytest.raises(CacheStateError, match="free 7"):
+        rig.cache.check(NOTHING, NOTHING)

@@ -1,0 +1,23 @@
+import pytest
+from prefetch_steps import PROMPT, attach
+from tier_rig import MemoryStorage, Rig
+
+
+@pytest.fixture
+def store():
+    """A store in which another cache has left the pages of `PROMPT`."""
+    store = MemoryStorage()
+    writer = attach(Rig(), store)
+    writer.insert(PROMPT)
+    writer.settle()
+    assert len(store.pages) == 4
+    store.batches.clear()
+    return store
+
+
+@pytest.fixture
+def rig(store):
+    rig = attach(Rig(), store)
+    rig.cache.take_events()
+    yield rig
+    rig.check()

@@ -1,0 +1,94 @@
+import threading
+
+import pytest
+from prefetch_steps import PROMPT, attach, prefetch
+from tier_rig import MemoryStorage, Rig
+
+from engine_cache import (
+    BytelessHostPool,
+    HiCacheController,
+    HiRadixCache,
+    Lane,
+    ManualCopyEngine,
+    PagedTokenToKVPoolAllocator,
+    PoolEntry,
+    StoragePolicy,
+    ThreadCopyEngine,
+)
+from engine_cache.storage.base import PoolName
+from kv_events.errors import InvalidValueError
+from kv_events.schema import StorageMedium
+
+pytestmark = pytest.mark.torch
+DISK = StorageMedium.DISK
+
+
+def test_one_store_at_a_time(store, rig):
+    assert rig.cache.attach_storage_backend(MemoryStorage())[0] is False
+    ok, word = rig.cache.attach_storage_backend(store, StoragePolicy(stop="wait_complete"))
+    assert (ok, word) == (True, "attached already, policy updated")
+    assert rig.cache.storage.policy.stop == "wait_complete"
+
+
+def test_a_pool_without_bytes_takes_no_store():
+    pool = PagedTokenToKVPoolAllocator(8, 2)
+    entry = PoolEntry(PoolName.KV, BytelessHostPool(12, 2), None, pool)
+    cache = HiRadixCache(page_size=2, allocator=pool, controller=HiCacheController(entry, ManualCopyEngine()))
+    ok, word = cache.attach_storage_backend(MemoryStorage())
+    assert not ok
+    assert "BytelessHostPool" in word
+
+
+def test_detaching_releases_everything(store):
+    rig = attach(Rig(), store, emit_storage_events=True)
+    rig.insert([9, 9])
+    rig.settle()
+    prefetch(rig)
+    rig.engine.step(Lane.PREFETCH)
+    rig.cache.take_events()
+    assert rig.cache.detach_storage_backend() == (True, "detached")
+    assert rig.events() == [("BlockRemoved", DISK, None)]
+    assert rig.host.available_size() == rig.host.size - 2
+    assert rig.cache.root_node.host_ref_counter == 0
+    assert rig.cache.detach_storage_backend()[0]
+    assert len(store.pages) == 5
+    rig.check()
+
+
+def test_a_store_that_hangs_is_not_detached(monkeypatch):
+    monkeypatch.setattr("engine_cache.prefetch._DETACH_TIMEOUT_S", 0.02)
+    rig = attach(Rig(engine=ThreadCopyEngine()), MemoryStorage())
+    gate = threading.Event()
+    rig.engine.submit(Lane.ARCHIVE, [gate.wait])
+    ok, word = rig.cache.detach_storage_backend()
+    assert not ok
+    assert "0.02" in word
+    gate.set()
+    assert rig.cache.detach_storage_backend()[0]
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("error", [InvalidValueError("pool", "kv", "another"), RuntimeError("answered -600")])
+def test_a_store_that_does_not_take_the_pools_is_refused_and_the_cache_works_without_it(monkeypatch, caplog, error):
+    def refuse(pool):
+        raise error
+
+    store, rig = MemoryStorage(), Rig()
+    monkeypatch.setattr(store, "register_mem_pool_host", refuse)
+    ok, word = rig.cache.attach_storage_backend(store)
+    assert not ok
+    assert str(error) in word
+    assert "does not take the pools" in caplog.text
+    assert rig.cache.storage is None
+    rig.insert(PROMPT)
+    rig.settle()
+    assert attach(rig, MemoryStorage()).cache.storage is not None
+
+
+@pytest.mark.parametrize(("host_pages", "is_told"), [(9, True), (10, False)])
+def test_a_host_too_small_for_any_prefetch_is_told_once_with_its_size(caplog, host_pages, is_told):
+    store = MemoryStorage()
+    rig = attach(Rig(page_size=1, device_pages=8, host_pages=host_pages), store)
+    assert rig.cache.attach_storage_backend(store)[0]
+    expected = "nothing can be prefetched: the host has 9 rows, the device 8, too few to spare"
+    assert [record.getMessage() for record in caplog.records] == [expected] * is_told

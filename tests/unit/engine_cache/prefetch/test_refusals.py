@@ -1,0 +1,75 @@
+import pytest
+from prefetch_steps import PROMPT, attach, nothing_is_left, prefetch
+from tier_rig import Rig
+
+from engine_cache import EvictParams, StoragePolicy
+from kv_events.errors import InvalidValueError
+from kv_events.schema import StorageMedium
+
+pytestmark = pytest.mark.torch
+CPU = StorageMedium.CPU
+
+
+def test_nothing_is_begun_without_a_store_or_for_too_little(rig):
+    assert prefetch(Rig()) is None
+    assert prefetch(rig, [1]) is None
+    rig.cache.storage.policy = StoragePolicy()
+    assert prefetch(rig) is None
+    assert rig.cache.root_node.host_ref_counter == 0
+
+
+def test_a_request_prefetches_once_at_a_time(rig):
+    prefetch(rig)
+    with pytest.raises(InvalidValueError, match="'r'"):
+        prefetch(rig)
+
+
+def test_a_wrong_last_hash_is_told_in_debug_mode(rig):
+    with pytest.raises(InvalidValueError, match="last_hash"):
+        rig.cache.prefetch_from_storage("r", rig.cache.root_node, PROMPT, last_hash="00" * 32)
+
+
+def test_prefetches_are_limited_by_what_the_host_has_beyond_the_device(store):
+    rig = attach(Rig(device_pages=8, host_pages=12), store)
+    assert prefetch(rig, [9, 9, 8, 8, 7, 7], "a") is not None  # 6 of int(0.8 * 8) units
+    assert rig.cache.prefetch_tokens_occupied == 6
+    assert prefetch(rig, PROMPT, "b") is None
+    rig.cache.release_aborted_request("a")
+    assert prefetch(rig, PROMPT, "b") is not None
+
+
+def test_a_prefetch_evicts_from_the_host_but_not_its_anchor(store):
+    rig = attach(Rig(device_pages=2, host_pages=5), store)
+    rig.insert(PROMPT[:4])
+    rig.settle()
+    rig.cache.evict(EvictParams(4))
+    rig.cache.storage.policy = StoragePolicy(prefetch_threshold=2, batch_pages=2)
+    held = rig.host.alloc(rig.host.available_size())
+    assert prefetch(rig) is None
+    assert len(rig.held(CPU)) == 2
+    rig.host.free(held)
+
+
+def test_a_prefetch_is_cut_to_the_pages_that_are_free_without_evicting_twice(store, monkeypatch):
+    rig = attach(Rig(), store)
+    held = rig.host.alloc(rig.host.size - 6)
+    evictions = []
+    monkeypatch.setattr(rig.cache, "evict_host", lambda units: evictions.append(units) or 0)
+    operation = prefetch(rig)
+    assert (len(operation.key), evictions) == (6, [8])
+    assert rig.cache.prefetch_tokens_occupied == 6
+    rig.settle()
+    rig.cache.check_prefetch_progress("r")
+    assert rig.cache.pop_prefetch_loaded_tokens("r") == 6
+    assert rig.held(CPU) == {(None, tuple(PROMPT[:end])) for end in (2, 4, 6)}
+    assert nothing_is_left(rig)
+    rig.host.free(held)
+
+
+def test_a_prefetch_that_would_be_cut_below_the_threshold_is_given_up(store):
+    rig = attach(Rig(), store, prefetch_threshold=6)
+    held = rig.host.alloc(rig.host.size - 4)
+    assert prefetch(rig) is None
+    assert rig.cache.root_node.host_ref_counter == 0
+    assert rig.host.available_size() == 4
+    rig.host.free(held)

@@ -1,0 +1,198 @@
+"""What an eviction looks at does not depend on the size of the tree."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engine_cache import (
+    EVICTION_POLICIES,
+    BytelessHostPool,
+    EvictParams,
+    HiCacheController,
+    HiMambaRadixCache,
+    HiRadixCache,
+    InsertParams,
+    MambaRadixCache,
+    MambaSlotAllocator,
+    ManualCopyEngine,
+    MatchPrefixParams,
+    PagedTokenToKVPoolAllocator,
+    PoolEntry,
+    RadixCache,
+    RadixKey,
+)
+from engine_cache.storage.base import PoolName
+
+SMALL, LARGE, TURNS = 1_000, 16_000, 500
+CASES = [(kind, policy) for kind in ("radix", "hiradix") for policy in ("lru", "mru", "slru")]
+CASES += [("mamba", "lru"), ("himamba", "lru")]
+
+
+class Unwalked(dict):
+    """Children that may be looked up, not gone through."""
+
+    def __iter__(self):
+        raise AssertionError("somebody goes through all the children of a node")
+
+    keys = values = items = __iter__
+
+
+def make_cache(kind, device_pages, host_pages, policy, write_policy="write_through"):
+    pool, slots = PagedTokenToKVPoolAllocator(device_pages, 1), MambaSlotAllocator(device_pages)
+    if kind == "radix":
+        return RadixCache(page_size=1, allocator=pool, eviction_policy=policy)
+    if kind == "mamba":
+        return MambaRadixCache(page_size=1, allocator=pool, mamba_allocator=slots)
+    kv = PoolEntry(PoolName.KV, BytelessHostPool(host_pages, 1), None, pool)
+    if kind == "hiradix":
+        controller = HiCacheController(kv, ManualCopyEngine())
+        return HiRadixCache(
+            page_size=1, allocator=pool, controller=controller, eviction_policy=policy, write_policy=write_policy
+        )
+    states = PoolEntry(PoolName.MAMBA, BytelessHostPool(host_pages, 1), None, slots)
+    controller = HiCacheController(kv, ManualCopyEngine(), sidecars=[states])
+    return HiMambaRadixCache(page_size=1, allocator=pool, mamba_allocator=slots, controller=controller)
+
+
+def insert(cache, tokens):
+    """Insert a prompt of which all but the last page is there already."""
+    rows = cache.allocator.alloc(1)
+    if rows is None:
+        cache.evict(EvictParams(1))
+        rows = cache.allocator.alloc(1)
+    value, state = np.concatenate((np.zeros(len(tokens) - 1, np.int64), rows)), None
+    if isinstance(cache, MambaRadixCache):
+        state = cache.mamba_allocator.alloc(1)
+    params = InsertParams(RadixKey(tokens), value, mamba_value=state, prev_prefix_len=len(tokens) - 1)
+    assert cache.insert(params).prefix_len == len(tokens) - 1
+    if isinstance(cache, HiRadixCache | HiMambaRadixCache):
+        cache.writing_check(write_back=True)
+
+
+def looked_at_in_a_full_cache(kind, num_leaves, policy, monkeypatch):
+    """Policy calls of some turns, in each of which one leaf is used and one comes, for which another has to go from
+    every tier. All leaves hang below one node."""
+    calls, original = [], EVICTION_POLICIES[policy]
+
+    def counted(node):
+        calls.append(node)
+        return original.key(node)
+
+    monkeypatch.setitem(EVICTION_POLICIES, policy, original._replace(key=counted))
+    cache = make_cache(kind, num_leaves // 2, num_leaves, policy)
+    for leaf in range(num_leaves):
+        insert(cache, [1] if leaf == 0 else [1, 1 + leaf])
+    (shared,) = cache.root_node.children.values()
+    shared.children = Unwalked(shared.children)
+    calls.clear()
+    draw = random.Random(num_leaves)
+    for leaf in range(num_leaves, num_leaves + TURNS):
+        cache.match_prefix(MatchPrefixParams(RadixKey([1, 1 + draw.randrange(leaf)])))
+        insert(cache, [1, 1 + leaf])
+    return len(calls)
+
+
+@pytest.mark.parametrize(("kind", "policy"), CASES)
+def test_a_full_cache_looks_at_no_more_nodes_when_it_is_sixteen_times_as_large(kind, policy, monkeypatch):
+    small = looked_at_in_a_full_cache(kind, SMALL, policy, monkeypatch)
+    large = looked_at_in_a_full_cache(kind, LARGE, policy, monkeypatch)
+    assert TURNS < small < 8 * TURNS
+    assert large < 1.4 * small, "log 16,000 / log 1,000"
+
+
+def host_tier(num_leaves, write_policy, monkeypatch):
+    """A cache of one-page nodes that fill the device, with a page more on the host, and a list of those looked at."""
+    looked_at = []
+
+    def watched(node):
+        looked_at.append(node)
+        return node.last_access_time, node.id
+
+    monkeypatch.setitem(EVICTION_POLICIES, "lru", EVICTION_POLICIES["lru"]._replace(key=watched))
+    cache = make_cache("hiradix", num_leaves, num_leaves + 1, "lru", write_policy=write_policy)
+    for leaf in range(num_leaves):
+        insert(cache, [leaf])
+    return cache, looked_at
+
+
+def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkeypatch):
+    cache, looked_at = host_tier(8, "write_back", monkeypatch)
+    cache.evict(EvictParams(8))
+    for leaf in range(8):
+        insert(cache, [100 + leaf])
+    assert cache.evict(EvictParams(1)).num_tokens_evicted == 1, "the page that was free on the host"
+    held = list(cache.evictable_host_leaves)
+    for node in held:
+        node.host_ref_counter = 1
+    for _ in range(3):
+        looked_at.clear()
+        assert cache.evict(EvictParams(5)).num_tokens_evicted == 0
+        for leaf in cache.evictable_leaves:
+            assert 1 <= looked_at.count(leaf) <= 2, "sorted in and taken out"
+        assert len(cache.evictable_leaves) == 7
+        cache.check()
+    held[0].host_ref_counter = 0
+    assert cache.evict(EvictParams(5)).num_tokens_evicted > 0
+    cache.check()
+
+
+def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(monkeypatch):
+    cache = make_cache("hiradix", 5, 6, "lru", write_policy="write_back")
+
+    def put(tokens):
+        rows = cache.allocator.alloc(len(tokens))
+        cache.allocator.free(rows[: cache.insert(InsertParams(RadixKey(tokens), rows)).prefix_len])
+
+    put([1, 2])
+    put([1, 2, 3])
+    cache.evict(EvictParams(1))  # the host has page 3, below two pages that are on the device only
+    for others in ([5, 6, 7], [8, 9]):
+        put(others)
+        leaf = cache.match_prefix(MatchPrefixParams(RadixKey([1, 2]))).last_device_node
+        cache.evict(EvictParams(len(others)))
+        (node,) = (node for node in cache.evictable_host_leaves if node.key.raw[0] == others[0])
+        node.host_ref_counter = 1
+    assert cache.controller.kv.host_pool.available_size() == 0
+    tried, write_backup = [], cache.write_backup
+    monkeypatch.setattr(cache, "write_backup", lambda node, **how: tried.append(node) or write_backup(node, **how))
+    assert cache.evict(EvictParams(2)).num_tokens_evicted == 0
+    assert cache.controller.kv.host_pool.available_size() == 1, "page 3 went, in vain"
+    assert tried == list(cache.evictable_leaves) == [leaf]
+    cache.check()
+
+
+def test_host_leaves_that_somebody_holds_are_passed_over_and_stay(monkeypatch):
+    cache, _ = host_tier(4, "write_through", monkeypatch)
+    cache.evict(EvictParams(4))
+    first, *_ = sorted(cache.evictable_host_leaves, key=lambda node: node.id)
+    first.host_ref_counter = 1
+    assert cache.evict_host(2) == 2
+    assert first in cache.evictable_host_leaves
+    assert cache.evict_host(9) == 1
+    first.host_ref_counter = 0
+    assert cache.evict_host(1) == 1
+    cache.check()
+
+
+def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
+    cache, _ = host_tier(4, "write_back", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.controller, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.evict(EvictParams(2))
+    cache.check()
+    assert cache.evict(EvictParams(4)).num_tokens_evicted == 4
+
+
+def test_use_counts_on_the_host_too():
+    """Most recently used goes first: the one that was just matched, though it was not when it was sorted in."""
+    cache = make_cache("hiradix", 4, 5, "mru")
+    for leaf in range(4):
+        insert(cache, [leaf])
+    cache.evict(EvictParams(4))
+    assert cache.evict_host(1) == 1
+    cache.match_prefix(MatchPrefixParams(RadixKey([1])))
+    cache.check()
+    cache.evict_host(1)
+    assert sorted(int(node.key.raw[0]) for node in cache.evictable_host_leaves) == [0, 2]

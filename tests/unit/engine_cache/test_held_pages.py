@@ -1,0 +1,57 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_cache.storage.held_pages import HeldPages
+
+KEYS = st.lists(st.sampled_from("abcdef"), max_size=4)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("hold"), KEYS, st.booleans()),
+        st.tuples(st.just("lose"), KEYS),
+        st.tuples(st.sampled_from(["lose_all", "forget_all", "take_lost"])),
+    ),
+    max_size=30,
+)
+
+
+def test_what_was_found_before_all_was_lost_is_not_believed():
+    held = HeldPages(limit=9)
+    epoch = held.epoch
+    held.lose_all()
+    held.hold(["a"], epoch)
+    assert "a" not in held
+    held.hold(["a"], held.epoch)
+    assert "a" in held
+
+
+def test_the_page_that_was_seen_longest_ago_goes_first():
+    held = HeldPages(limit=2)
+    held.hold(["a", "b"], 0)
+    held.hold(["a"], 0)
+    held.hold(["c"], 0)
+    assert (held.keys(), held.take_lost()) == (["a", "c"], ["b"])
+
+
+@given(STEPS, st.integers(1, 4))
+def test_announcing_what_is_held_and_withdrawing_what_is_lost_ends_as_what_is_held(steps, limit):
+    held, seen, told = HeldPages(limit), [], set()
+    for what, *arguments in steps:
+        if what == "hold":
+            keys, is_late = arguments
+            held.hold(keys, held.epoch - is_late)
+            if not is_late:
+                seen = ([key for key in seen if key not in keys] + list(dict.fromkeys(reversed(keys)))[::-1])[-limit:]
+                told |= {key for key in keys if key in held}
+        elif what == "lose":
+            held.lose(*arguments)
+            seen = [key for key in seen if key not in arguments[0]]
+        elif what == "take_lost":
+            told -= set(held.take_lost())
+        else:
+            getattr(held, what)()
+            seen = []
+            if what == "forget_all":
+                told = set()
+        assert held.keys() == seen
+        assert len(held) == len(seen)
+    assert told - set(held.take_lost()) == set(seen)

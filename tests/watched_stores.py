@@ -1,0 +1,116 @@
+"""Stores that fail when told to, and what they really hold, found out without asking them.
+
+Both kinds have `broken` (reads and writes raise), `full` (nothing more is taken), `acknowledged` (keys of KV pages
+whose writing was answered with true, and so were those before them in their batch), `held` (keys of the KV pages that
+are there) and `harm`.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import deque
+from itertools import takewhile
+from pathlib import Path
+
+from tier_rig import MemoryStorage
+
+from engine_cache.storage import PageLayout, PoolName, StorageIdentity
+from engine_cache.storage.directory import DirectoryStorage
+
+_FILE = re.compile(r"[0-9a-f]{20}_((?:[0-9a-f]{16}_)?[0-9a-f]{64})_m(?:_0_1)?\.bin")
+
+
+class _Acknowledging:
+    def __init__(self, *args, **params):
+        super().__init__(*args, **params)
+        self.acknowledged = deque()
+
+    def batch_set_v1(self, keys, host_indices):
+        done = super().batch_set_v1(keys, host_indices)
+        self.acknowledged.extend(keys[: sum(takewhile(bool, done))])
+        return done
+
+
+class WatchedMemory(_Acknowledging, MemoryStorage):
+    """Pages in a dict."""
+
+    def held(self):
+        return {key for name, key in list(self.pages) if name is PoolName.KV}
+
+    def harm(self, draw):
+        """Lose a page of any pool, and know it; the keys of KV pages that are gone without the store knowing."""
+        pages = list(self.pages)
+        if pages:
+            name, key = draw.choice(sorted(pages))
+            self.lose(key, name)
+        return set()
+
+
+class WatchedDirectory(_Acknowledging, DirectoryStorage):
+    """Files in a folder of its own, which `discard` removes."""
+
+    broken = full = False
+
+    def __init__(self, kv, num_pages):
+        """kv: `tier_rig.KVPools`. num_pages: KV pages for which there is room."""
+        self._temporary = tempfile.TemporaryDirectory()
+        layout = PageLayout("int64", kv.page_size, tuple(kv.host.kv_buffer.shape), kv.layout)
+        page_bytes = kv.host.get_dummy_flat_data_page().nbytes + 8
+        self._identity = StorageIdentity("m", layout, is_mla=kv.is_mla)
+        super().__init__(Path(self._temporary.name), self._identity, capacity_bytes=num_pages * page_bytes)
+
+    def neighbour(self, host_pool):
+        """Another worker's store on the same folder."""
+        store = DirectoryStorage(Path(self._temporary.name), self._identity, capacity_bytes=10**6)
+        store.register_mem_pool_host(host_pool)
+        return store
+
+    def held(self):
+        found = map(_FILE.fullmatch, (path.name for path in self._files()))
+        return {match[1] for match in found if match}
+
+    def harm(self, draw):
+        """Remove, cut or change a file of any pool; the keys of KV pages that are gone without the store knowing."""
+        files = sorted(self._files())
+        if not files:
+            return set()
+        path = draw.choice(files)
+        kind, content = draw.randrange(3), bytearray(path.read_bytes())
+        if kind == 0 or not content:
+            path.unlink()
+            match = _FILE.fullmatch(path.name)
+            return {match[1]} if match else set()
+        if kind == 1:
+            path.write_bytes(content[: draw.randrange(len(content))])
+        else:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(content)
+        return set()
+
+    def discard(self):
+        self._temporary.cleanup()
+
+    def _files(self):
+        return [path for path in Path(self._temporary.name).iterdir() if path.suffix == ".bin"]
+
+    def _present(self, name, keys):
+        self._fail_if_broken()
+        return super()._present(name, keys)
+
+    def _read(self, name, pool, keys, rows):
+        self._fail_if_broken()
+        return super()._read(name, pool, keys, rows)
+
+    def _write(self, name, pool, keys, rows):
+        self._fail_if_broken()
+        if not self.full:
+            return super()._write(name, pool, keys, rows)
+        there = list(super()._present(name, keys))
+        known = [(key, row) for key, row, is_there in zip(keys, rows, there, strict=True) if is_there]
+        done = iter(super()._write(name, pool, [key for key, _ in known], [row for _, row in known]))
+        return [is_there and next(done) for is_there in there]
+
+    def _fail_if_broken(self):
+        if self.broken:
+            raise OSError("injected storage fault")
