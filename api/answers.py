@@ -46,7 +46,8 @@ def _namespaces_of(question: Question, namespaces: Namespaces) -> list[Namespace
 
 def _unknown_model(question: Question, namespaces: Namespaces) -> ProblemError:
     group, model = ("routing_group", "model_name") if question.is_peer else ("tenant_id", "model")
-    known = sorted({f"{n.key.model} ({group}={n.key.tenant})" for n in namespaces})
+    asked_for = (n for n in namespaces if not namespaces.is_group(n))
+    known = sorted({f"{n.key.model} ({group}={n.key.tenant})" for n in asked_for})
     names = ", ".join(known[:_MOST_NAMES]) + (f" and {len(known) - _MOST_NAMES} more" if known[_MOST_NAMES:] else "")
     detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
     return ProblemError(404, "unknown-model", detail, model, question.model)
@@ -65,6 +66,10 @@ def _weighted(worker: WorkerScore, weights: Weights | None) -> float | UnsetType
     return UNSET if weights is None else worker.weighted(weights)
 
 
+def _reusable_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
+    return UNSET if worker.reusable_by_rank is None else worker.reusable_by_rank
+
+
 def _peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float) -> PeerAnswer:
     instances = {
         worker.worker: PeerInstance(
@@ -77,6 +82,8 @@ def _peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float)
             state=worker.state.value,
             age_ms=age_ms(worker.heard_at, now),
             weighted=_weighted(worker, weights),
+            reusable=worker.reusable if worker.has_groups else UNSET,
+            reusable_dp=_reusable_dp(worker),
         )
         for worker in scores
     }
@@ -101,6 +108,8 @@ def _rfc_answer(scores: list[WorkerScore], question: Question, now: float) -> Rf
             state=worker.state.value,
             age_ms=age_ms(worker.heard_at, now),
             weighted=_weighted(worker, question.weights),
+            reusable=worker.reusable if worker.has_groups else UNSET,
+            reusable_dp=_reusable_dp(worker),
         )
         for worker in scores
         if question.instance is None or worker.worker == question.instance

@@ -93,6 +93,10 @@ class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     age_ms: int
     weighted: float | UnsetType = UNSET
+    reusable: int | UnsetType = UNSET
+    """Of a worker that says where its states and windows are: tokens that it can go on from, at its best rank."""
+    reusable_dp: dict[int, int] | UnsetType = UNSET
+    """DP rank -> the same."""
 
 
 class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +121,10 @@ class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     age_ms: int
     weighted: float | UnsetType = UNSET
+    reusable: int | UnsetType = UNSET
+    """Of a worker that says where its states and windows are: tokens that it can go on from, at its best rank."""
+    reusable_dp: dict[int, int] | UnsetType = UNSET
+    """DP rank -> the same."""
 
 
 RfcAnswer: TypeAlias = dict[str, dict[str, RfcInstance]]

@@ -23,7 +23,7 @@ from indexer.views import View, ViewCounters, ViewState
 from kv_events.digest import digest_bytes
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
-from kv_events.streams import StreamId
+from kv_events.streams import StreamId, split_group
 
 MAX_PAGES_PER_ANSWER = 10_000
 _MOST_NAMES = 20
@@ -72,6 +72,9 @@ class Worker:
     """The least trustworthy among the ranks."""
     age_ms: int
     """The oldest among the ranks."""
+    groups: dict[str, dict[str, Listener]]
+    """What it says of its states and windows: by group, by DP rank. They do not count in `status`, `state` and
+    `age_ms`."""
     source: str = "log"
 
 
@@ -119,7 +122,10 @@ def worker_routes(consumer: Consumer) -> APIRouter:
 
     @router.get("/workers", response_model=list[Worker])
     async def workers(model_name: str | None = None, routing_group: str | None = None) -> Response:
-        """Every worker, with the state of each of its ranks; no match: an empty list."""
+        """Every worker, with the state of each of its ranks; no match: an empty list.
+
+        Group streams are shown with their worker, not as models of their own.
+        """
         found = [worker async for worker in _workers(consumer, model_name, routing_group)]
         return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
 
@@ -133,15 +139,20 @@ def worker_routes(consumer: Consumer) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MAX_PAGES_PER_ANSWER)] = 1000,
         cursor: Annotated[int, Query(ge=0, le=2**31)] = 0,
     ) -> RadixView:
-        """What a worker stream holds, `limit` pages at a time, in no particular order."""
-        found = _one(_streams(consumer, worker, dp_rank, model, tenant), worker)
+        """What a worker stream holds, `limit` pages at a time, in no particular order.
+
+        `model` may name a group in full: `m#mamba`.
+        """
+        views = _streams(consumer, worker, dp_rank, model, tenant)
+        meant = [view for view in views if view.stream.model in (model, _base_model(view))]
+        found = _one(meant or views, worker)
         return await _radix_view(consumer, found, limit, cursor)
 
     @router.post("/workers/{worker:path}/resync", status_code=202)
     async def resync(
         worker: str, dp_rank: RankFilter = None, model: str | None = None, tenant: str | None = None
     ) -> ResyncAccepted:
-        """Ask a worker's publishers to name everything they hold again, at the next opportunity."""
+        """Ask a worker's publishers to name everything they hold again, at the next opportunity; groups too."""
         views = _streams(consumer, worker, dp_rank, model, tenant)
         for each in views:
             consumer.demand_resync(each)
@@ -156,12 +167,15 @@ async def _workers(consumer: Consumer, model: str | None, tenant: str | None) ->
     for namespace in list(consumer.namespaces):
         if model not in (None, namespace.key.model) or tenant not in (None, namespace.key.tenant):
             continue
+        if consumer.namespaces.is_group(namespace):
+            continue
         for name, views in _by_worker(namespace).items():
             now = time.time()
             known = [view for view in views if is_known(consumer, view)]
             if known:
                 listeners = {str(view.stream.dp_rank): _listener(consumer, view, now) for view in known}
-                yield _encoder.encode(_worker(name, namespace.key, listeners))
+                groups = _groups(consumer, namespace, known, now)
+                yield _encoder.encode(_worker(name, namespace.key, listeners, groups))
             if time.perf_counter() - slice_began > _SLICE_S:
                 await asyncio.sleep(0)
                 slice_began = time.perf_counter()
@@ -174,7 +188,20 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
     return by_worker
 
 
-def _worker(name: str, key: NamespaceKey, listeners: dict[str, Listener]) -> Worker:
+def _groups(consumer: Consumer, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[str, Listener]]:
+    """Of the worker to which the views belong."""
+    groups: dict[str, dict[str, Listener]] = {}
+    for name, group in sorted(namespace.groups.items()):
+        for view in views:
+            found = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
+            if found is not None:
+                groups.setdefault(name, {})[str(view.stream.dp_rank)] = _listener(consumer, found, now)
+    return groups
+
+
+def _worker(
+    name: str, key: NamespaceKey, listeners: dict[str, Listener], groups: dict[str, dict[str, Listener]]
+) -> Worker:
     return Worker(
         instance_id=name,
         status="active" if any(each.status == "active" for each in listeners.values()) else "failed",
@@ -185,6 +212,7 @@ def _worker(name: str, key: NamespaceKey, listeners: dict[str, Listener]) -> Wor
         listeners=listeners,
         state=max((each.state for each in listeners.values()), key=tuple(ViewState).index),
         age_ms=max(each.age_ms for each in listeners.values()),
+        groups=groups,
     )
 
 
@@ -205,13 +233,13 @@ def _listener(consumer: Consumer, view: View, now: float) -> Listener:
 
 
 def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:
-    """The views that a caller means. Raises ProblemError (404) when there is none."""
+    """The views that a caller means, a model's groups among them. Raises ProblemError (404) when there is none."""
     found = [
         view
         for view in consumer.namespaces.views
         if view.stream.worker == worker
         and dp_rank in (None, view.stream.dp_rank)
-        and model in (None, view.stream.model)
+        and model in (None, view.stream.model, _base_model(view))
         and tenant in (None, view.stream.tenant)
     ]
     if found:
@@ -219,6 +247,10 @@ def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | 
     known = [view.stream for view in consumer.namespaces.views]
     detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_few(known)}"
     raise ProblemError(404, "unknown-worker", detail, "worker", worker)
+
+
+def _base_model(view: View) -> str:
+    return split_group(view.stream.model)[0]
 
 
 def _one(views: list[View], worker: str) -> View:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from indexer.errors import IndexFullError
 from indexer.kernels import apply, holder_sets
 from indexer.kernels.find import find
+from indexer.kernels.reuse import sets_of_pages, shorten
 from kv_events import page_table
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.digest import Digest, empty_digest
@@ -183,6 +184,30 @@ class OverlapIndex:
         pages = np.empty((64 * self._width, NUM_MEDIA), _UINT32)
         found = find(*self._asked, hashes, self._alive, streams, pages)
         return Matches(streams[:found], pages)
+
+    def holders(self, hashes: U64Array) -> npt.NDArray[np.uint32]:
+        """uint32[n]: names of the sets of streams that hold each page, for `shorten`. Good until the next change.
+
+        hashes: uint64[n], C order, sequence hashes.
+        """
+        sets = np.empty(len(hashes), _UINT32)
+        sets_of_pages(*self._asked, hashes, sets)
+        return sets
+
+    def shorten(
+        self,
+        holders: npt.NDArray[np.uint32],
+        streams: npt.NDArray[np.int64],
+        window: int,
+        lengths: npt.NDArray[np.int64],
+    ) -> bool:
+        """Shorten prefixes until each stream holds the last `window` pages of its own on some tier, or all pages of a
+        shorter one. Returns whether one of them became shorter.
+
+        holders: of the prompt's pages. streams: [k], -1: leave this one. window: at least 1. lengths: [k] pages, at
+        most as many as there are holders; changed.
+        """
+        return bool(shorten(self._pages.sets.words, holders, streams, window, lengths))
 
     def held_pages(self, stream: int) -> Iterator[HeldPages]:
         """Everything a stream holds, slice by slice, in no particular order."""

@@ -1,4 +1,7 @@
-"""All views, by namespace: one index for each (model, tenant, block size)."""
+"""All views, by namespace: one index for each (model, tenant, block size).
+
+Namespaces of group streams hang below that of their model, in whatever order the two are made.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from indexer.errors import IndexFullError
 from indexer.index import OverlapIndex
 from indexer.settings import IndexerSettings
 from indexer.views import View
-from kv_events.streams import StreamId
+from kv_events.streams import StreamId, split_group
 
 
 class NamespaceKey(NamedTuple):
@@ -21,7 +24,7 @@ class NamespaceKey(NamedTuple):
     block_size: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Namespace:
     """One index and the views that live in it."""
 
@@ -29,6 +32,10 @@ class Namespace:
     index: OverlapIndex
     views: dict[int, View] = field(default_factory=dict)
     """By stream number of the index."""
+    by_rank: dict[tuple[str, int], View] = field(default_factory=dict)
+    """The same by worker and DP rank."""
+    groups: dict[str, Namespace] = field(default_factory=dict, repr=False)
+    """Namespaces of its group streams, of the same tenant and block size."""
 
 
 class Namespaces:
@@ -39,6 +46,7 @@ class Namespaces:
         self._namespaces: dict[NamespaceKey, Namespace] = {}
         self._homes: dict[StreamId, Namespace] = {}
         self._views: dict[StreamId, View] = {}
+        self._groups_of: dict[NamespaceKey, dict[str, Namespace]] = {}  # also of namespaces that are not there (yet)
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._namespaces.values())
@@ -60,6 +68,11 @@ class Namespaces:
         """The namespaces of a model and tenant, one for each block size that workers use."""
         return [n for n in self._namespaces.values() if n.key.model == model and n.key.tenant == tenant]
 
+    def is_group(self, namespace: Namespace) -> bool:
+        """Whether it is of a group of a namespace that is there, too."""
+        base, group = _base_key(namespace.key)
+        return group is not None and base in self._namespaces
+
     def add_view(self, stream: StreamId, block_size: int) -> View:
         """A new, empty view. Raises IndexFullError when a bound of the settings is met."""
         namespace = self.add_namespace(stream.model, stream.tenant, block_size)
@@ -70,6 +83,7 @@ class Namespaces:
     def adopt(self, namespace: Namespace, view: View) -> None:
         """Take up a view whose stream number the namespace's index knows already."""
         namespace.views[view.number] = view
+        namespace.by_rank[view.stream.worker, view.stream.dp_rank] = view
         self._homes[view.stream], self._views[view.stream] = namespace, view
 
     def add_namespace(self, model: str, tenant: str, block_size: int) -> Namespace:
@@ -80,7 +94,10 @@ class Namespaces:
             if len(self._namespaces) == self._settings.max_namespaces:
                 raise IndexFullError("namespaces", self._settings.max_namespaces)
             index = OverlapIndex(self._settings.max_pages, self._settings.max_streams, self._settings.max_set_bytes)
-            namespace = self._namespaces[key] = Namespace(key, index)
+            namespace = self._namespaces[key] = Namespace(key, index, groups=self._groups_of.setdefault(key, {}))
+            base, group = _base_key(key)
+            if group is not None:
+                self._groups_of.setdefault(base, {})[group] = namespace
         return namespace
 
     def forget(self, stream: StreamId) -> Iterator[None]:
@@ -94,5 +111,22 @@ class Namespaces:
             return
         namespace.index.drop_stream(view.number)
         del namespace.views[view.number], self._homes[stream], self._views[stream]
+        del namespace.by_rank[stream.worker, stream.dp_rank]
         if not namespace.views:
             del self._namespaces[namespace.key]
+            self._drop_groups_of(namespace.key)
+
+    def _drop_groups_of(self, gone: NamespaceKey) -> None:
+        """A namespace is gone, and with it what knew of its groups, unless some of them are left."""
+        base, group = _base_key(gone)
+        if group is not None:
+            del self._groups_of[base][group]
+        for key in (base, gone):
+            if key not in self._namespaces and not self._groups_of.get(key, True):
+                del self._groups_of[key]
+
+
+def _base_key(key: NamespaceKey) -> tuple[NamespaceKey, str | None]:
+    """The namespace that this one is a group of, and which; itself and None if it is none."""
+    model, group = split_group(key.model)
+    return key._replace(model=model), group

@@ -35,4 +35,11 @@ def _sum_up(a: WorkerScore, b: WorkerScore) -> WorkerScore:
         a.ranks | b.ranks,
         max(a.state, b.state, key=_TRUST),
         min(a.heard_at, b.heard_at),
+        _reusable_by_rank(a) | _reusable_by_rank(b) if a.has_groups or b.has_groups else None,
     )
+
+
+def _reusable_by_rank(score: WorkerScore) -> dict[int, int]:
+    if score.reusable_by_rank is not None:
+        return score.reusable_by_rank
+    return {rank: tiers.external for rank, tiers in score.ranks.items()}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
+from indexer.reuse import reusable_pages
 from indexer.views import View, ViewState
 from kv_events.hashing import U64Array
 
@@ -34,6 +35,18 @@ class WorkerScore(NamedTuple):
     """The least trustworthy state among the ranks that count."""
     heard_at: float
     """Seconds since 1970: when the oldest of these views was last confirmed by a batch."""
+    reusable_by_rank: dict[int, int] | None = None
+    """Tokens by DP rank, see `reusable`; None: no rank has group streams."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the worker says where its states and windows are."""
+        return self.reusable_by_rank is not None
+
+    @property
+    def reusable(self) -> int:
+        """Tokens that the engine can go on from, which with states or windows are fewer than are matched; best rank."""
+        return self.longest_matched if self.reusable_by_rank is None else max(self.reusable_by_rank.values())
 
     @property
     def longest_matched(self) -> int:
@@ -63,7 +76,22 @@ def score(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[
         if freshness.state(view) is not ViewState.EXPIRED:
             tokens = TierTokens(*[pages * block_size for pages in row])
             by_worker.setdefault(view.stream.worker, []).append((view, tokens))
-    return [_worker_score(worker, ranks) for worker, ranks in by_worker.items()]
+    scores = [_worker_score(worker, ranks) for worker, ranks in by_worker.items()]
+    if namespace.groups:
+        reusable = reusable_pages(namespace, hashes, matches, freshness)
+        return [_with_reusable(each, reusable, block_size) for each in scores]
+    return scores
+
+
+def _with_reusable(score: WorkerScore, pages: dict[tuple[str, int], int], block_size: int) -> WorkerScore:
+    """pages: by worker and rank, of those that have group streams."""
+    if not any((score.worker, rank) in pages for rank in score.ranks):
+        return score
+    by_rank = {
+        rank: pages[score.worker, rank] * block_size if (score.worker, rank) in pages else tiers.external
+        for rank, tiers in score.ranks.items()
+    }
+    return score._replace(reusable_by_rank=by_rank)
 
 
 def _worker_score(worker: str, ranks: list[tuple[View, TierTokens]]) -> WorkerScore:

@@ -81,6 +81,7 @@ def _mamba(settings: SimulationSettings, allocator: PagedTokenToKVPoolAllocator)
         enable_mamba_extra_buffer=True,
         mamba_cache_chunk_size=_chunk_tokens(settings),
         enable_kv_cache_events=True,
+        emit_group_events=settings.groups,
     )
     return WorkerCache(cache, allocator, None, States(cache, slots))
 
@@ -97,6 +98,7 @@ def _himamba(settings: SimulationSettings, allocator: PagedTokenToKVPoolAllocato
         enable_mamba_extra_buffer=True,
         mamba_cache_chunk_size=_chunk_tokens(settings),
         enable_kv_cache_events=True,
+        emit_group_events=settings.groups,
     )
     tiers = Tiers(cache, engine, BytelessStore(_disk_pages(settings)))
     return WorkerCache(cache, allocator, tiers, States(cache, slots))

@@ -44,7 +44,10 @@ class DirectFleet:
 
     def __init__(self, settings: SimulationSettings, policy: str, log: EventLogWriter | None) -> None:
         unused = MemorySink(MemoryLog())  # nobody starts these publishers, so nothing is ever sent
-        self._publishers = [EventPublisher(each, unused) for each in publisher_settings(settings, policy)]
+        self._publishers = [
+            {group: EventPublisher(each, unused) for group, each in own.items()}
+            for own in publisher_settings(settings, policy)
+        ]
         indexer = IndexerSettings.ignoring_environment()
         self._applier = Applier(Namespaces(indexer), DeadLetters())
         self._log = log
@@ -55,13 +58,15 @@ class DirectFleet:
     def advance(self, arrival_s: float) -> None:
         """Move the clock and send what is due: heartbeats, mostly."""
         self._now = self._began_at + arrival_s
-        for publisher in self._publishers:
-            self._apply(publisher, force=False)
+        for own in self._publishers:
+            for publisher in own.values():
+                self._apply(publisher, force=False)
         self._freshness.log_is_alive(self._now)
 
     def deliver(self, worker: int) -> None:
         """Apply everything that a worker has published."""
-        self._apply(self._publishers[worker], force=True)
+        for publisher in self._publishers[worker].values():
+            self._apply(publisher, force=True)
 
     def _apply(self, publisher: EventPublisher, *, force: bool) -> None:
         for out in publisher.take_records(self._now, force=force):

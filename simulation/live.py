@@ -92,7 +92,7 @@ class LiveFleet:
     async def settle(self, deadline_s: float = _SETTLE_S) -> None:
         """Wait until every view is as new as its worker. Raises SimulationError."""
         give_up_at = time.monotonic() + deadline_s
-        while late := [worker.publisher for worker in self.trial.workers if not self._is_seen(worker.publisher)]:
+        while late := [each for worker in self.trial.workers for each in worker.publishers if not self._is_seen(each)]:
             self._check_alive(late)
             if time.monotonic() > give_up_at:
                 stats = late[0].stats()
@@ -135,8 +135,11 @@ async def publishing_fleet(
     """
     async with AsyncExitStack() as running:
         publishers = [
-            await running.enter_async_context(EventPublisher(each, transport.sink(each)))
-            for each in publisher_settings(settings, policy)
+            {
+                group: await running.enter_async_context(EventPublisher(each, transport.sink(each)))
+                for group, each in own.items()
+            }
+            for own in publisher_settings(settings, policy)
         ]
         trial = Trial(policy, settings, publishers, consumer.namespaces, consumer.freshness)
         fleet = LiveFleet(trial, consumer)

@@ -32,6 +32,9 @@ class WorkerLoad:
     """Requests longer than the cache, of which only the beginning was kept."""
     divergent_pages: int = 0
     """Pages at the end that its cache or the router's view of it held, but not both."""
+    divergent_answers: int = 0
+    """Of the last prompts, with group streams: those of which its cache matched another length at the end than the
+    router said could be reused."""
 
     @property
     def computed_tokens(self) -> int:
@@ -80,6 +83,11 @@ class PolicyReport:
         """Over all workers; 0 means that every view equalled its cache."""
         return sum(load.divergent_pages for load in self.workers)
 
+    @property
+    def divergent_answers(self) -> int:
+        """Over all workers; 0 means that the router knew what every cache would match."""
+        return sum(load.divergent_answers for load in self.workers)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         summary = {
@@ -89,6 +97,7 @@ class PolicyReport:
             "found_share": self.found_share,
             "imbalance": self.imbalance,
             "divergent_pages": self.divergent_pages,
+            "divergent_answers": self.divergent_answers,
         }
         return {**asdict(self), **summary, "workers": [asdict(load) for load in self.workers]}
 
@@ -106,7 +115,7 @@ def reports_table(reports: Sequence[PolicyReport]) -> Table:
             _spread([load.requests for load in report.workers], "{:.0f}"),
             _spread([load.computed_tokens / 1e6 for load in report.workers], "{:.1f}"),
             f"{report.queries}",
-            f"{report.divergent_pages}",
+            f"{report.divergent_pages + report.divergent_answers}",
             f"{report.seconds:.1f}",
         )
     return table

@@ -30,13 +30,17 @@ class Router:
         return len(self._number_of_worker)
 
     def overlaps(self, request: Request) -> list[int]:
-        """Tokens of the prompt that each worker holds, by worker number."""
+        """Tokens of the prompt that each worker could go on from, by worker number."""
         self.num_queries += 1
+        return self.reusable(request)
+
+    def reusable(self, request: Request) -> list[int]:
+        """The same. Not counted: nobody acts on it."""
         found = [0] * self.num_workers
         for held in self._scores(request):
             number = self._number_of_worker.get(held.worker)
             if number is not None:
-                found[number] = held.longest_matched
+                found[number] = held.reusable
         return found
 
     def num_tiers(self, request: Request) -> int:

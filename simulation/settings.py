@@ -7,11 +7,13 @@ from pathlib import Path
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE
+from kv_events.streams import MAMBA_GROUP
 
 MAX_WORKERS = 4096
 MAX_RATIO = 1000
 CACHES = ("radix", "hiradix", "mamba", "himamba")
 """Kinds of caches: on the device alone or with host and disk (`hi`), without and with recurrent states (`mamba`)."""
+_HYBRID = ("mamba", "himamba")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class SimulationSettings:
     """Each policy's fleet serves the model `<model>-<policy>`, so that fleets on one log are kept apart."""
     log_folder: Path | None = None
     """Record every policy's run as an event log in `<log_folder>/<policy>`."""
+    groups: bool = False
+    """Workers with recurrent states say where these are, in group streams (see `kv_events.streams`)."""
     kafka: str | None = None
     """Bootstrap servers: events go through this broker. None: straight into the index, which is deterministic."""
 
@@ -52,6 +56,8 @@ class SimulationSettings:
             raise InvalidValueError("host_ratio", self.host_ratio, f"1 .. {MAX_RATIO}")
         if not 0 < self.disk_ratio <= MAX_RATIO:
             raise InvalidValueError("disk_ratio", self.disk_ratio, f"more than 0, at most {MAX_RATIO}")
+        if self.groups and self.cache not in _HYBRID:
+            raise InvalidValueError("groups", True, f"a cache with states ({', '.join(_HYBRID)}), got {self.cache}")
         if self.kafka is not None and self.log_folder is not None:
             raise InvalidValueError("log_folder", str(self.log_folder), "none with kafka: the topic is the recording")
 
@@ -59,6 +65,11 @@ class SimulationSettings:
     def has_tiers(self) -> bool:
         """Whether there are host and disk below the device."""
         return self.cache in ("hiradix", "himamba")
+
+    @property
+    def event_groups(self) -> tuple[str, ...]:
+        """Groups of which every worker publishes a stream."""
+        return (MAMBA_GROUP,) if self.groups else ()
 
     def model_of(self, policy: str) -> str:
         """Model name of a policy's fleet."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
+from kv_events.streams import group_model
 from publisher import EventPublisher, PublisherSettings
 from simulation.caches import create_cache, num_ledger_pages
 from simulation.divergence import divergent_pages
@@ -21,17 +23,27 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 """Called now and then with a policy's name, requests done, and requests in all."""
 
 _PROGRESS_EVERY = 32
+_REQUESTS_TO_CHECK = 64
 
 
-def publisher_settings(settings: SimulationSettings, policy: str) -> list[PublisherSettings]:
-    """Those of a policy's fleet, one a worker."""
+GroupName: TypeAlias = str | None
+"""A group of a worker's streams; None: full KV, which is in none."""
+
+
+def publisher_settings(settings: SimulationSettings, policy: str) -> list[dict[GroupName, PublisherSettings]]:
+    """Those of a policy's fleet, by worker."""
+    model = settings.model_of(policy)
+    models = {None: model} | {group: group_model(model, group) for group in settings.event_groups}
     return [
-        PublisherSettings.ignoring_environment(
-            model=settings.model_of(policy),
-            worker=f"worker-{number}",
-            block_size=settings.page_size,
-            ledger_pages=num_ledger_pages(settings),
-        )
+        {
+            group: PublisherSettings.ignoring_environment(
+                model=name,
+                worker=f"worker-{number}",
+                block_size=settings.page_size,
+                ledger_pages=num_ledger_pages(settings),
+            )
+            for group, name in models.items()
+        }
         for number in range(settings.workers)
     ]
 
@@ -43,21 +55,27 @@ class Trial:
         self,
         policy: str,
         settings: SimulationSettings,
-        publishers: Sequence[EventPublisher],
+        publishers: Sequence[Mapping[GroupName, EventPublisher]],
         namespaces: Namespaces,
         freshness: Freshness,
     ) -> None:
-        """Raises InvalidValueError for an unknown policy."""
-        names = [publisher.stream.worker for publisher in publishers]
+        """publishers: of each worker. Raises InvalidValueError for an unknown policy."""
+        names = [own[None].stream.worker for own in publishers]
         self._name = policy
         self._policy = create_policy(policy, settings.workers, settings.seed)
         self._namespaces = namespaces
         self.router = Router(namespaces, freshness, settings.model_of(policy), names)
         self._loads = [WorkerLoad(name) for name in names]
-        self.workers = [SimulatedWorker(each, create_cache(settings)) for each in publishers]
+        self.workers = [
+            SimulatedWorker(own[None], create_cache(settings), {group: own[group] for group in settings.event_groups})
+            for own in publishers
+        ]
+        self._has_groups = settings.groups
+        self._last_requests = deque[Request](maxlen=_REQUESTS_TO_CHECK)
 
     def step(self, request: Request) -> int:
         """Route and serve one request. Returns the number of the worker that served it."""
+        self._last_requests.append(request)
         chosen = self._policy.choose(request, self.router)
         served = self.workers[chosen].serve(request)
         load = self._loads[chosen]
@@ -74,8 +92,15 @@ class Trial:
             progress(self._name, done, total)
 
     def report(self, seconds: float) -> PolicyReport:
-        """The result; compares every view with its cache."""
-        for worker, load in zip(self.workers, self._loads, strict=True):
+        """The result; compares every view with its cache and, where workers tell of their states, the router's answers
+        with what the caches match."""
+        for number, (worker, load) in enumerate(zip(self.workers, self._loads, strict=True)):
             divergent = divergent_pages(worker, self._namespaces.view(worker.publisher.stream))
             load.divergent_pages = sum(divergent.values())
+            load.divergent_answers = sum(self._is_divergent(number, each) for each in self._last_requests)
         return PolicyReport(self._name, tuple(self._loads), self.router.num_queries, seconds)
+
+    def _is_divergent(self, worker: int, request: Request) -> bool:
+        if not self._has_groups:
+            return False
+        return self.router.reusable(request)[worker] != self.workers[worker].match_length(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +26,32 @@ class Served(NamedTuple):
 class SimulatedWorker:
     """Serves one request at a time, at once: find, lock, evict, allocate, insert, unlock, publish."""
 
-    def __init__(self, publisher: EventPublisher, cache: WorkerCache) -> None:
+    def __init__(
+        self,
+        publisher: EventPublisher,
+        cache: WorkerCache,
+        group_publishers: Mapping[str, EventPublisher] | None = None,
+    ) -> None:
+        """group_publishers: one for each group of which the cache records events."""
         self.publisher = publisher
+        self.group_publishers = group_publishers or {}
         self.cache, self._allocator, self.tiers, self._states = cache
-        publisher.publish(self.cache.take_events())
+        self._publish()
+
+    @property
+    def publishers(self) -> list[EventPublisher]:
+        """All of them."""
+        return [self.publisher, *self.group_publishers.values()]
+
+    def _publish(self) -> None:
+        self.publisher.publish(self.cache.take_events())
+        for group, events in self.cache.take_group_events().items():
+            self.group_publishers[group].publish(events)
+
+    def match_length(self, request: Request) -> int:
+        """Tokens of the prompt that the cache matches now, on device and host."""
+        match = self.cache.match_prefix(MatchPrefixParams(RadixKey(request.token_ids, request.extra_key)))
+        return len(match.device_indices) + match.host_hit_length
 
     def serve(self, request: Request) -> Served:
         """Prompt and output are in cache afterwards, as far as they fit."""
@@ -41,7 +64,7 @@ class SimulatedWorker:
         if self.tiers is not None:
             self.tiers.settle()
         self.cache.dec_lock_ref(found.node)
-        self.publisher.publish(self.cache.take_events())
+        self._publish()
         return Served(num_found, is_cut=len(held) < len(key))
 
     def _key(self, request: Request) -> RadixKey:

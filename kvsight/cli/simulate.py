@@ -26,6 +26,9 @@ def simulate(
     cache: Annotated[str, typer.Option(help="What a worker keeps: radix, hiradix, mamba or himamba.")] = "radix",
     host_ratio: Annotated[float, typer.Option(help="Host tokens per device token, with hiradix and himamba.")] = 2.0,
     disk_ratio: Annotated[float, typer.Option(help="Disk tokens per device token, likewise.")] = 8.0,
+    groups: Annotated[
+        bool, typer.Option(help="With mamba and himamba: let workers tell of their states, too.")
+    ] = False,
     policy: Annotated[
         list[str] | None, typer.Option(help="random, round-robin or kv-aware; may be given more than once.")
     ] = None,
@@ -37,7 +40,8 @@ def simulate(
     """Compare routing policies on a fleet of simulated workers with real caches and real events.
 
     Reports for each policy the share of prompt tokens found in cache, the workers' load, and the divergence between
-    every router view and its cache at the end, which must be zero pages.
+    every router view and its cache at the end, which must be zero: pages and, with --groups, answers about the last
+    prompts.
 
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
@@ -52,6 +56,7 @@ def simulate(
         cache=cache,
         host_ratio=host_ratio,
         disk_ratio=disk_ratio,
+        groups=groups,
         seed=seed,
         kafka=kafka,
         log_folder=record,

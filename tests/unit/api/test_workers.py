@@ -37,6 +37,7 @@ async def test_workers_have_the_peers_shape_and_more(serving: Any) -> None:
         "block_size": 4,
         "endpoints": {"0": "default/m/1/0", "1": "default/m/1/1"},
         "state": "live",
+        "groups": {},
     }
     assert listeners["0"]["pages"] == {"GPU": 4, "CPU_PINNED": 0, "DISK": 1, "EXTERNAL": 0}
     assert listeners["0"]["digest"] == digest_of(stream.held).hex()

@@ -20,6 +20,7 @@ from simulation import SimulationSettings, simulate
         ("cache", {"cache": "best"}),
         ("host_ratio", {"cache": "hiradix", "host_ratio": 0.9}),
         ("disk_ratio", {"cache": "hiradix", "disk_ratio": 0.0}),
+        ("groups", {"cache": "hiradix", "groups": True}),
         ("log_folder", {"kafka": "localhost:9092", "log_folder": Path("log")}),
     ],
 )

@@ -1,0 +1,82 @@
+"""Kernels on a group's index: where a prefix can end for a worker that holds more than KV.
+
+A group says of each page whether it is *marked* for a stream (on any tier). A prefix can end behind a page if the last
+`window` pages up to there are marked, all of them if there are fewer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from indexer.kernels.apply import look_up
+from indexer.kernels.find import Asked
+from kv_events.kernels import array_function, array_kernel
+from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.schema import NUM_MEDIA
+from kv_events.xxh3 import U64_IN
+
+_EMPTY = np.uint64(0)
+_SETS = types.Array(types.uint32, 1, "C")
+_WORDS = types.Array(types.uint64, 2, "C")
+
+
+@array_kernel(types.void(*TABLE_ARRAYS, _SETS, _WORDS, U64_IN, _SETS))
+def sets_of_pages(
+    keys, directory, slots, segments, meta, holders, words,
+    hashes, out_sets,
+):  # fmt: skip
+    """Holder sets of a prompt's pages: one look-up a page, for all streams.
+
+    Takes the arrays of `Asked`, one by one. hashes: uint64[n], sequence hashes. out_sets: uint32[n], written; 0, the
+    empty set, for a page that nobody holds. Good until the next change.
+    """
+    pages = Asked(Table(keys, directory, slots, segments, meta), holders, words)
+    entry = np.int64(-1)
+    for i in range(hashes.shape[0]):
+        entry = look_up(pages, entry, hashes[i])
+        out_sets[i] = pages.holders[entry] if entry >= 0 else np.uint32(0)
+
+
+@array_function
+def _is_marked(words, held, stream):
+    width = words.shape[1] // NUM_MEDIA
+    any_tier = _EMPTY
+    for tier in range(NUM_MEDIA):
+        any_tier |= words[held, tier * width + (stream >> 6)]
+    return (any_tier >> np.uint64(stream & 63)) & np.uint64(1) != _EMPTY
+
+
+@array_function
+def _longest(words, sets, stream, window, length):
+    """Longest prefix of at most `length` pages at whose end the window is marked."""
+    marked = 0
+    for i in range(length - 1, -1, -1):
+        if not _is_marked(words, np.int64(sets[i]), stream):
+            marked, length = 0, i
+            continue
+        marked += 1
+        if marked == window:
+            break
+    return length
+
+
+@array_kernel(
+    types.boolean(
+        _WORDS, types.Array(types.uint32, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,
+        types.Array(types.int64, 1, "C"),
+    )
+)  # fmt: skip
+def shorten(words, sets, streams, window, lengths):
+    """Shorten prefixes until each can end where it ends. Returns whether one of them became shorter.
+
+    words: uint64[sets, 4 * width]. sets: uint32[n], of the prompt's pages. streams: int64[k], -1: left as it is.
+    window: pages, at least 1. lengths: int64[k], pages of each stream's prefix, at most n; changed.
+    """
+    has_changed = False
+    for k in range(streams.shape[0]):
+        if streams[k] >= 0:
+            shorter = _longest(words, sets, streams[k], window, lengths[k])
+            has_changed |= shorter < lengths[k]
+            lengths[k] = shorter
+    return has_changed

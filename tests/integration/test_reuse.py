@@ -1,0 +1,65 @@
+"""From the states of a cache to a router's answer: what it says can be reused is what the cache matches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kv_events.memory_log import MemoryLog
+from simulation import Request, SimulationSettings, WorkloadSettings, generate
+from simulation.direct import DirectFleet
+from simulation.live import KafkaTransport, MemoryTransport, Transport, run_live
+
+HYBRID = ["mamba", "himamba"]
+SMALL = SimulationSettings(workers=3, capacity_tokens=8192, page_size=16, groups=True, cache="mamba", disk_ratio=4.0)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Enough for every worker to evict KV and states."""
+    return generate(WorkloadSettings(num_requests=150, seed=1))
+
+
+@pytest.mark.parametrize("cache", HYBRID)
+def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str, requests: list[Request]) -> None:
+    fleet = DirectFleet(replace(SMALL, cache=cache), "round-robin", None)
+    router = fleet.trial.router
+    lengths = []
+    for request in requests:
+        fleet.advance(request.arrival_s)
+        matched = [worker.match_length(request) for worker in fleet.trial.workers]
+        assert router.reusable(request) == matched
+        held = {score.worker: score for score in router._scores(request)}
+        lengths += [(score.reusable, score.longest_matched) for score in held.values()]
+        fleet.deliver(fleet.trial.step(request))
+    assert any(0 < reusable < longest for reusable, longest in lengths)  # so that something was asked here
+    assert any(reusable == longest > 0 for reusable, longest in lengths)
+
+
+@pytest.mark.parametrize("cache", HYBRID)
+async def test_no_answer_diverges_over_a_running_log(cache: str, requests: list[Request]) -> None:
+    report = await run_live(requests, replace(SMALL, cache=cache), "kv-aware", MemoryTransport(MemoryLog()))
+    assert (report.divergent_pages, report.divergent_answers) == (0, 0)
+
+
+async def test_no_answer_diverges_over_a_broker(kafka_bootstrap: str, requests: list[Request]) -> None:
+    transport: Transport = KafkaTransport(kafka_bootstrap, "reuse-events", "reuse-control")
+    report = await run_live(requests[:60], SMALL, "round-robin", transport)
+    assert (report.divergent_pages, report.divergent_answers) == (0, 0)
+
+
+def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:
+    fleet = DirectFleet(SMALL, "round-robin", None)
+    for request in requests[:30]:
+        fleet.advance(request.arrival_s)
+        fleet.trial.step(request)
+    for publisher in (worker.publisher for worker in fleet.trial.workers):
+        fleet._apply(publisher, force=True)  # the groups' events stay behind
+    assert fleet.trial.report(0.0).divergent_answers > 0
+
+
+def test_who_does_not_ask_for_groups_publishes_none(requests: list[Request]) -> None:
+    fleet = DirectFleet(replace(SMALL, groups=False), "round-robin", None)
+    fleet.deliver(fleet.trial.step(requests[0]))
+    assert {namespace.key.model for namespace in fleet.trial._namespaces} == {"simulation-round-robin"}

@@ -1,0 +1,100 @@
+"""Group streams over HTTP: `reusable` in answers, groups under their worker, and nothing for who knows of none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from http_checks import check_problem
+from wire import Stream, stored
+
+TOKENS = list(range(1, 17))
+PEER = {"model_name": "m", "token_ids": TOKENS}
+RFC = {"model": "m", "block_size": 4, "token_ids": TOKENS}
+
+
+def states(worker: str = "1", **more: int) -> Stream:
+    return Stream(worker, model="m#mamba", **more)
+
+
+async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more: int) -> None:
+    """The whole prompt, and a state at the end of one page."""
+    hashes = await fed.hold(Stream(worker, **more), TOKENS)
+    await fed.feed(states(worker, **more).batch(stored((0, [hashes[state_page]]))))
+
+
+@pytest.mark.parametrize(("query", "path"), [(PEER, ("instances",)), (RFC, ("default",))], ids=["peer", "rfc"])
+async def test_an_answer_says_what_can_be_reused_of_a_worker_with_groups_only(
+    serving: Any, query: dict[str, Any], path: tuple[str]
+) -> None:
+    async with serving() as (client, fed):
+        await hold_with_a_state(fed, 1)
+        await hold_with_a_state(fed, 2, dp_rank=1)
+        await fed.hold(Stream("2"), TOKENS)
+        workers = (await client.post("/query", json=query)).json()[path[0]]
+    assert (workers["1"]["longest_matched"], workers["1"]["reusable"]) == (16, 12)
+    assert workers["1"]["reusable_dp"] == {"0": 8, "1": 12}
+    assert not {"reusable", "reusable_dp"} & workers["2"].keys()
+
+
+async def test_hashes_and_batches_get_it_too(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await hold_with_a_state(fed, 1)
+        hashes = await fed.hold(Stream("2"), TOKENS)
+        by_hash = (await client.post("/query_by_hash", json={"model_name": "m", "seq_hashes": hashes})).json()
+        batch = (await client.post("/query/batch", json={"queries": [PEER, RFC]})).json()["results"]
+    assert by_hash["instances"]["1"]["reusable"] == 8
+    assert [batch[0]["instances"]["1"]["reusable"], batch[1]["default"]["1"]["reusable"]] == [8, 8]
+
+
+async def test_nothing_to_go_on_from_is_0(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("1"), TOKENS)
+        await fed.feed(states().batch())
+        answer = (await client.post("/query", json=PEER)).json()
+    assert (answer["instances"]["1"]["reusable"], answer["scores"]) == (0, {"1": {"0": 16}})
+
+
+async def test_workers_show_their_groups_and_models_do_not(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await hold_with_a_state(fed, 1)
+        await fed.feed(Stream("1", model="m#swa:8", dp_rank=0).batch(stored((0, [1, 2])), digest=bytes(64)))
+        (worker,) = (await client.get("/workers")).json()
+        filtered = (await client.get("/workers", params={"model_name": "m#mamba"})).json()
+    assert (worker["model_name"], worker["state"], filtered) == ("m", "live", [])
+    assert {name: sorted(ranks) for name, ranks in worker["groups"].items()} == {"mamba": ["0"], "swa:8": ["0"]}
+    listener = worker["groups"]["mamba"]["0"]
+    assert (listener["endpoint"], listener["pages"]["GPU"]) == ("default/m%23mamba/1/0", 1)
+    assert worker["groups"]["swa:8"]["0"]["state"] == "stale"
+
+
+async def test_groups_of_a_model_that_nobody_serves_are_listed_by_themselves(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.feed(states().batch())
+        (worker,) = (await client.get("/workers")).json()
+    assert worker["model_name"] == "m#mamba"
+
+
+async def test_a_view_is_that_of_full_kv_unless_a_group_is_named(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await hold_with_a_state(fed, 1)
+        pages = {}
+        for model in (None, "m", "m#mamba"):
+            params = {} if model is None else {"model": model}
+            pages[model] = (await client.get("/workers/1/view", params=params)).json()["num_pages"]
+    assert pages == {None: 4, "m": 4, "m#mamba": 1}
+
+
+@pytest.mark.parametrize("params", [{}, {"model": "m"}])
+async def test_a_resync_is_one_of_the_groups_too(serving: Any, params: dict[str, str]) -> None:
+    async with serving() as (client, fed):
+        await hold_with_a_state(fed, 1)
+        answer = (await client.post("/workers/1/resync", params=params)).json()
+    assert answer["streams"] == ["default/m/1/0", "default/m%23mamba/1/0"]
+
+
+async def test_models_that_are_known_do_not_name_groups(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await hold_with_a_state(fed, 1)
+        response = await client.post("/query", json={**PEER, "model_name": "x"})
+    assert check_problem(response, 404)["detail"].endswith("known: m (routing_group=default)")

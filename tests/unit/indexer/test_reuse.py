@@ -1,0 +1,210 @@
+"""What can be reused of a match, as group streams say it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from wire import Stream, removed, stored
+
+from indexer.applier import Applier
+from indexer.dead_letters import DeadLetters
+from indexer.freshness import Freshness
+from indexer.namespaces import Namespace, Namespaces
+from indexer.questions import score_all
+from indexer.scores import WorkerScore
+from indexer.settings import IndexerSettings
+from indexer.snapshots import image
+from kv_events.streams import StreamId
+
+PROMPT = np.arange(1, 11, dtype=np.uint64)
+SETTINGS = IndexerSettings(max_pages=1000)
+
+
+class Views:
+    """Views made by hand; everybody was heard of just now unless `now` says otherwise."""
+
+    def __init__(self) -> None:
+        self.namespaces = Namespaces(SETTINGS)
+        self._applier = Applier(self.namespaces, DeadLetters())
+        self.freshness = Freshness(10.0, 100.0)
+
+    def hold(self, stream: Stream, *pages: int, tier: int = 0, now: float = 100.0) -> None:
+        self.apply(stream, stored((0, pages), tier=tier) if pages else None, now=now)
+
+    def apply(self, stream: Stream, event: object = None, now: float = 100.0) -> None:
+        record = stream.batch(*([] if event is None else [event]), now=now)  # type: ignore[list-item]
+        for _ in self._applier.apply(record, now):
+            pass
+
+    def scores(self, prompt: np.ndarray = PROMPT) -> dict[str, WorkerScore]:
+        found = score_all(self.namespaces.find("m", "default"), lambda _: prompt, self.freshness)
+        return {score.worker: score for score in found}
+
+    def reusable(self, prompt: np.ndarray = PROMPT) -> dict[str, int]:
+        return {worker: score.reusable for worker, score in self.scores(prompt).items()}
+
+
+@pytest.fixture
+def views() -> Views:
+    return Views()
+
+
+def mamba(worker: str = "w0", **more: int) -> Stream:
+    return Stream(worker, model="m#mamba", **more)
+
+
+def swa(window: int, worker: str = "w0") -> Stream:
+    return Stream(worker, model=f"m#swa:{window}")
+
+
+def test_a_prefix_ends_at_the_last_page_with_a_state(views: Views) -> None:
+    views.hold(Stream(), *range(1, 9))
+    views.hold(mamba(), 2, 5, 9)
+    assert views.reusable() == {"w0": 5 * 4}
+
+
+def test_a_state_on_any_tier_counts_and_one_that_has_left_them_all_does_not(views: Views) -> None:
+    states = mamba()
+    views.hold(Stream(), *range(1, 9))
+    views.hold(states, 7, tier=0)
+    views.hold(states, 7, tier=1)
+    views.apply(states, removed([7], tier=0))
+    assert views.reusable() == {"w0": 28}
+    views.apply(states, removed([7], tier=1))
+    assert views.reusable() == {"w0": 0}
+
+
+def test_a_worker_without_group_streams_can_reuse_all_that_is_matched(views: Views) -> None:
+    views.hold(Stream("plain"), 1, 2, 3)
+    views.hold(Stream("hybrid"), 1, 2, 3)
+    views.hold(mamba("hybrid"), 2)
+    scores = views.scores()
+    assert (scores["plain"].reusable, scores["plain"].reusable_by_rank) == (12, None)
+    assert (scores["hybrid"].reusable, scores["hybrid"].reusable_by_rank) == (8, {0: 8})
+
+
+def test_a_worker_is_as_good_as_its_best_rank(views: Views) -> None:
+    for rank, (pages, state) in enumerate(((6, 2), (4, 4), (3, None))):
+        views.hold(Stream(dp_rank=rank), *range(1, pages + 1))
+        if state is not None:
+            views.hold(mamba(dp_rank=rank), state)
+    score = views.scores()["w0"]
+    assert score.reusable_by_rank == {0: 8, 1: 16, 2: 12}
+    assert (score.reusable, score.longest_matched) == (16, 24)
+
+
+@pytest.mark.parametrize(
+    ("window", "held", "expected"),
+    [
+        (9, (1, 2, 3, 5, 6, 7), 7),  # three pages of 4
+        (8, (1, 2, 4, 5), 5),
+        (9, (1, 2, 4, 5), 2),  # shorter than the window, but all of it
+        (9, (2, 3, 5, 6, 8), 0),
+        (1, (3, 8), 8),
+        (400, (1, 2, 3, 4, 5, 6, 7, 8), 8),
+        (400, (2, 3, 4, 5, 6, 7, 8), 0),
+    ],
+)
+def test_a_prefix_ends_where_a_window_is_whole(views: Views, window: int, held: tuple[int, ...], expected: int) -> None:
+    views.hold(Stream(), *range(1, 9))
+    views.hold(swa(window), *held)
+    assert views.reusable() == {"w0": expected * 4}
+
+
+def test_a_prefix_ends_where_all_groups_agree(views: Views) -> None:
+    views.hold(Stream(), *range(1, 10))
+    views.hold(mamba(), 3, 5, 8)
+    views.hold(swa(8), 2, 3, 5, 7, 9)
+    assert views.reusable() == {"w0": 12}
+
+
+def test_an_expired_group_stream_holds_nothing(views: Views) -> None:
+    views.hold(mamba(), 1, 2, now=80.0)
+    views.hold(mamba("fresh"), 1)
+    for worker in ("w0", "fresh"):
+        views.hold(Stream(worker), 1, 2)
+    views.freshness = Freshness(10.0, 85.0)
+    for tick in range(85, 101):
+        views.freshness.log_is_alive(float(tick))
+    assert views.reusable() == {"w0": 0, "fresh": 4}
+
+
+def test_groups_of_another_tenant_block_size_or_model_do_not_count(views: Views) -> None:
+    views.hold(Stream(), 1, 2)
+    views.hold(Stream(model="m#mamba", tenant="other"), 1)
+    views.hold(Stream(model="m#mamba", block_size=8, worker="w1"), 1)
+    views.hold(Stream(model="m2#mamba"), 1)
+    assert views.scores()["w0"].reusable_by_rank is None
+
+
+def test_a_model_with_a_hash_in_its_name_is_no_group(views: Views) -> None:
+    views.hold(Stream(), 1, 2)
+    views.hold(Stream(model="m#v2"), 1)
+    assert views.scores()["w0"].reusable_by_rank is None
+
+
+def test_ranks_of_other_block_sizes_are_summed_up(views: Views) -> None:
+    views.hold(Stream(block_size=4), 1, 2, 3)
+    views.hold(mamba(block_size=4), 2)
+    views.hold(Stream(block_size=8, dp_rank=1), 1)
+    assert views.scores()["w0"].reusable_by_rank == {0: 8, 1: 8}
+
+
+# --- namespaces come and go in any order ---
+
+
+def linked(namespaces: Namespaces) -> dict[str, list[str]]:
+    return {namespace.key.model: sorted(namespace.groups) for namespace in namespaces}
+
+
+def forget(namespaces: Namespaces, model: str) -> None:
+    for _ in namespaces.forget(StreamId(model, "default", "w0", 0)):
+        pass
+
+
+@pytest.mark.parametrize("models", [["m", "m#mamba", "m#swa:4"], ["m#swa:4", "m#mamba", "m"]])
+def test_groups_are_found_whatever_is_made_first(views: Views, models: list[str]) -> None:
+    for model in models:
+        views.hold(Stream(model=model), 1)
+    groups = {"m": ["mamba", "swa:4"], "m#mamba": [], "m#swa:4": []}
+    assert linked(views.namespaces) == groups
+    assert [views.namespaces.is_group(each) for each in views.namespaces] == [model != "m" for model in models]
+
+
+def test_namespaces_that_go_and_come_back_are_linked_again(views: Views) -> None:
+    for model in ("m", "m#mamba"):
+        views.hold(Stream(model=model), 1)
+    forget(views.namespaces, "m")
+    (group,) = views.namespaces
+    assert not views.namespaces.is_group(group)
+    views.hold(Stream(), 1)
+    assert linked(views.namespaces) == {"m#mamba": [], "m": ["mamba"]}
+    forget(views.namespaces, "m#mamba")
+    assert views.scores()["w0"].reusable_by_rank is None
+    forget(views.namespaces, "m")
+    assert views.namespaces._groups_of == {}
+
+
+def test_a_group_that_is_forgotten_after_its_model_leaves_nothing(views: Views) -> None:
+    for model in ("m", "m#mamba"):
+        views.hold(Stream(model=model), 1)
+    forget(views.namespaces, "m")
+    forget(views.namespaces, "m#mamba")
+    assert views.namespaces._groups_of == {}
+
+
+def test_a_snapshot_brings_groups_back(views: Views) -> None:
+    views.hold(mamba(), 2)
+    views.hold(Stream(), 1, 2, 3)
+    taking = image.take(views.namespaces, {}, 100.0)
+    while True:
+        try:
+            next(taking)
+        except StopIteration as end:
+            views.namespaces = image.unpack(end.value.pack(), SETTINGS).namespaces
+            break
+    views.freshness = Freshness(10.0, 100.0)
+    namespace: Namespace
+    (namespace,) = views.namespaces.find("m", "default")
+    assert list(namespace.groups) == ["mamba"]
+    assert views.reusable() == {"w0": 8}
