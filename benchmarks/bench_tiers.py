@@ -4,12 +4,13 @@ Requests: one simulated worker a kind of cache serves the same conversations wit
 attached pages are hashed in both; elsewhere "on" pays for the hashing, too. Round trips: a prompt is inserted, backed
 up, acknowledged, evicted and loaded back, with copies that move nothing, so that only the tree is measured. Copies:
 real tensors, one node of 64 pages after another, through the controller and its threads. Tree size: match of a cached
-prompt and insert of a new one, up to a million pages.
+prompt and insert of a new one, up to a million pages; then the same with both tiers full, so that what comes makes
+something else go. "nodes" are those on the way of a match or an insert and those that an eviction compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ from engine_cache import (
     RadixKey,
     ThreadCopyEngine,
 )
+from engine_cache.eviction import SortKey, find_policy
+from engine_cache.node import TreeNode
 from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName
@@ -53,12 +56,34 @@ def tokens(count: int) -> np.ndarray:
     return rng.integers(0, VOCABULARY, count, dtype=np.uint32)
 
 
-def byteless_cache(num_pages: int, *, events: bool) -> HiRadixCache:
+class CountingCache(HiRadixCache):
+    """Counts the nodes that it looks at."""
+
+    def reset(self) -> None:
+        self.looked_at = 0
+        key = find_policy("lru").key
+
+        def counted(node: TreeNode) -> SortKey:
+            self.looked_at += 1
+            return key(node)
+
+        self._policy = self._policy._replace(key=counted)
+        super().reset()
+
+    def _descend(self, key: RadixKey) -> tuple[list[TreeNode], int]:
+        path, done = super()._descend(key)
+        self.looked_at += len(path)
+        return path, done
+
+
+def byteless_cache(
+    device_pages: int, host_pages: int, *, events: bool = False, kind: type[HiRadixCache] = HiRadixCache
+) -> HiRadixCache:
     """A cache whose copies are done at once when somebody waits for them."""
-    pool = PagedTokenToKVPoolAllocator(num_pages * PAGE, PAGE)
-    entry = PoolEntry(PoolName.KV, BytelessHostPool((num_pages + 1) * PAGE, PAGE), None, pool)
+    pool = PagedTokenToKVPoolAllocator(device_pages * PAGE, PAGE)
+    entry = PoolEntry(PoolName.KV, BytelessHostPool(host_pages * PAGE, PAGE), None, pool)
     controller = HiCacheController(entry, ManualCopyEngine())
-    return HiRadixCache(page_size=PAGE, allocator=pool, controller=controller, enable_kv_cache_events=events)
+    return kind(page_size=PAGE, allocator=pool, controller=controller, enable_kv_cache_events=events)
 
 
 def round_trip(cache: HiRadixCache, key: RadixKey) -> None:
@@ -78,7 +103,8 @@ def round_trip(cache: HiRadixCache, key: RadixKey) -> None:
 
 def bench_events() -> Iterator[Figure]:
     spent: dict[bool, list[float]] = {False: [], True: []}
-    caches = {events: byteless_cache(2 * PROMPT // PAGE, events=events) for events in spent}
+    num_pages = 2 * PROMPT // PAGE
+    caches = {events: byteless_cache(num_pages, num_pages + 1, events=events) for events in spent}
     for _ in range(ROUNDS):
         for events, cache in caches.items():  # turn by turn, so that a busy moment hits both
             key = RadixKey(tokens(PROMPT))
@@ -160,9 +186,8 @@ def bench_copies(layout: str) -> Iterator[Figure]:
     yield figure(f"to the device, {layout}", "pages/s", to_device)
 
 
-def grown_cache(num_pages: int) -> tuple[HiRadixCache, list[np.ndarray]]:
-    """A cache that holds so many pages, and some of the prompts in it."""
-    cache = byteless_cache(num_pages + 2 * ROUNDS * (SHARED_PAGES + OWN_PAGES), events=False)
+def grow(cache: HiRadixCache, num_pages: int) -> list[np.ndarray]:
+    """Insert so many pages; the prompts."""
     system, prompts, held = tokens(0), [], 0
     for number in range(num_pages):
         if held >= num_pages:
@@ -171,11 +196,17 @@ def grown_cache(num_pages: int) -> tuple[HiRadixCache, list[np.ndarray]]:
             system = tokens(SHARED_PAGES * PAGE)
             held += SHARED_PAGES
         prompt = np.concatenate((system, tokens(OWN_PAGES * PAGE)))
+        make_room(cache, prompt)
         insert(cache, prompt)
         held += OWN_PAGES
         prompts.append(prompt)
-    cache.writing_check(write_back=True)
-    return cache, prompts
+        cache.writing_check(write_back=True)
+    return prompts
+
+
+def make_room(cache: HiRadixCache, prompt: np.ndarray) -> None:
+    assert cache.allocator is not None
+    cache.evict(EvictParams(max(0, len(prompt) - cache.allocator.available_size())))
 
 
 def insert(cache: HiRadixCache, prompt: np.ndarray) -> None:
@@ -186,7 +217,9 @@ def insert(cache: HiRadixCache, prompt: np.ndarray) -> None:
 
 
 def bench_size(num_pages: int) -> Iterator[Figure]:
-    cache, prompts = grown_cache(num_pages)
+    spare = 2 * ROUNDS * (SHARED_PAGES + OWN_PAGES)
+    cache = byteless_cache(num_pages + spare, num_pages + spare + 1)
+    prompts = grow(cache, num_pages)
     matches, inserts = [], []
     for turn in range(ROUNDS):
         old = prompts[turn * len(prompts) // ROUNDS]
@@ -198,11 +231,39 @@ def bench_size(num_pages: int) -> Iterator[Figure]:
     yield figure(f"insert of {OWN_PAGES} new pages, {num_pages:,} pages in the tree", "us", inserts)
 
 
+def bench_full(num_pages: int) -> Iterator[Figure]:
+    """Operations on a cache that holds so many pages, as many as the host has, and half of them on the device."""
+    cache = byteless_cache(num_pages // 2, num_pages, kind=CountingCache)
+    assert isinstance(cache, CountingCache)
+    prompts = grow(cache, 2 * num_pages)[-num_pages // OWN_PAGES // 2 :]
+    match, evict = f"match of {SHARED_PAGES + OWN_PAGES} pages", f"evict {OWN_PAGES} pages"
+    put = f"insert of {OWN_PAGES} new pages"
+    spent: dict[str, list[float]] = {match: [], evict: [], put: []}
+    nodes = dict.fromkeys(spent, 0)
+
+    def measure(what: str, run: Callable[[], object]) -> None:
+        before = cache.looked_at
+        spent[what].append(timed(run) * 1e6)
+        nodes[what] += cache.looked_at - before
+
+    for turn in range(ROUNDS):
+        old = prompts[turn * len(prompts) // ROUNDS]
+        new = np.concatenate((old[: SHARED_PAGES * PAGE], tokens(OWN_PAGES * PAGE)))
+        measure(match, lambda p=old: cache.match_prefix(MatchPrefixParams(RadixKey(p))))
+        measure(evict, lambda p=new: make_room(cache, p))
+        measure(put, lambda p=new: insert(cache, p))
+        cache.writing_check(write_back=True)
+    for what, values in spent.items():
+        yield figure(f"{what}, both tiers full, {num_pages:,} pages", "us", values, nodes=nodes[what] / ROUNDS)
+
+
 def run() -> list[Figure]:
     figures = [each for kind in CACHES for each in bench_requests(kind)]
     figures += [*bench_events(), *bench_copies("layer_first"), *bench_copies("page_first_direct")]
     for num_pages in TREE_PAGES:
         figures.extend(bench_size(num_pages))
+    for num_pages in TREE_PAGES:
+        figures.extend(bench_full(num_pages))
     return figures
 
 

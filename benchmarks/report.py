@@ -29,15 +29,17 @@ class Figure(NamedTuple):
     high: float
     """Last decile."""
     goal: str = ""
+    nodes: float | None = None
+    """Nodes of a tree that the operation looked at, in the mean."""
 
 
-def figure(name: str, unit: str, values: Iterable[float], goal: str = "") -> Figure:
+def figure(name: str, unit: str, values: Iterable[float], goal: str = "", nodes: float | None = None) -> Figure:
     """A figure of some measured values."""
     values = sorted(values)
     if len(values) == 1:
-        return Figure(name, unit, values[0], values[0], values[0], goal)
+        return Figure(name, unit, values[0], values[0], values[0], goal, nodes)
     deciles = quantiles(values, n=10, method="inclusive")
-    return Figure(name, unit, deciles[4], deciles[0], deciles[8], goal)
+    return Figure(name, unit, deciles[4], deciles[0], deciles[8], goal, nodes)
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -67,9 +69,10 @@ def show(title: str, figures: list[Figure]) -> None:
         table.add_column(column, justify="right")
     table.add_column("unit")
     table.add_column("goal")
+    table.add_column("nodes", justify="right")
     for each in figures:
         spread = [f"{value:,.4g}" for value in (each.median, each.low, each.high)]
-        table.add_row(each.name, *spread, each.unit, each.goal)
+        table.add_row(each.name, *spread, each.unit, each.goal, "" if each.nodes is None else f"{each.nodes:,.3g}")
     Console(width=150).print(table)
 
 
