@@ -155,7 +155,11 @@ class Request:
 
 
 class BasePrefixCache(ABC):
-    """Pages of earlier prompts, kept for later ones. Belongs to one thread; nothing here waits.
+    """Pages of earlier prompts, kept for later ones. Belongs to one thread.
+
+    A cache without a host tier never waits. One with a host tier waits for copies to the host in four places: where a
+    write-back evicts, where pages from a store come below a node whose own copy is under way, where a store is
+    detached, and in `reset`.
 
     The tree owns the device rows of the pages it stores and frees them when it evicts; it keeps whole pages only. Keys
     are cut to whole pages first, and a key without one gives the empty result and changes nothing.

@@ -91,13 +91,16 @@ def check_host_states(cache: HiMambaRadixCache) -> None:
 
 def check_host_tier(cache: StorageTier) -> None:
     """Residency, pending backups, host leaves and host pages of a cache with a host tier; see `HiRadixCache.check`."""
+    cache.controller.require_loads()
     nodes = list(iter_nodes(cache.root_node))
     for node in nodes:
         _check_tiers(node, cache)
     leaves = {
         node.id
         for node in nodes
-        if node.value is None and all(child.host_value is None for child in node.children.values())
+        if node.value is None
+        and node.host_ref_counter == 0
+        and all(child.host_value is None for child in node.children.values())
     }
     require({node.id for node in cache.evictable_host_leaves}, leaves, "evictable host leaves kept, found")
     cache.evictable_host_leaves.check()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode, compute_node_hash_values, compute_node_sequence_hashes, iter_nodes
+from kv_events.errors import InvalidValueError
 from kv_events.hashing import SEED, U64Array, hash_str_to_int64, hash_strs_to_int64
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium, TokenIds
 
@@ -66,8 +67,13 @@ class KVCacheEventMixin:
         return taken
 
     def iter_resident(self, medium: StorageMedium) -> Iterator[ResidentPage]:
-        """Every page resident on `medium`, parents before children. The tree must not change meanwhile. Hashes that
-        are not there yet are computed and kept."""
+        """Every page resident on `medium`, the device or the host, parents before children. The tree must not change
+        meanwhile. Hashes that are not there yet are computed and kept. Raises InvalidValueError for another medium."""
+        if medium not in (StorageMedium.GPU, StorageMedium.CPU):
+            raise InvalidValueError("medium", medium, "GPU or CPU_PINNED; pages of a store are in iter_announced()")
+        return self._iter_resident(medium)
+
+    def _iter_resident(self, medium: StorageMedium) -> Iterator[ResidentPage]:
         for node in iter_nodes(self.root_node):
             if not self._is_resident(node, medium):
                 continue
@@ -80,7 +86,7 @@ class KVCacheEventMixin:
     def _is_resident(self, node: TreeNode, medium: StorageMedium) -> bool:
         if medium is StorageMedium.GPU:
             return node.value is not None
-        return medium is StorageMedium.CPU and node.host_value is not None and node.write_through_pending_id is None
+        return node.host_value is not None and node.write_through_pending_id is None
 
     def _record_store_event(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
         """One `BlockStored` a page, in page order. medium None: GPU."""

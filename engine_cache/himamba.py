@@ -63,7 +63,7 @@ class HiMambaRadixCache(StateTier):
         """Recount every invariant of tree, tiers, states and pools; exact as in `HiRadixCache`. Raises CacheStateError
         with both figures of the first that fails."""
         check_radix_cache(self, request_indices)
-        check_mamba_states(self, request_slots)
+        check_mamba_states(self, self._with_loading(request_slots))
         check_host_tier(self)
         check_host_states(self)
 
@@ -142,7 +142,7 @@ class HiMambaRadixCache(StateTier):
         node = self.host_mamba_lru_list.oldest()
         while node is not None and freed < mamba_num:
             following = self.host_mamba_lru_list.newer_than(node)  # stays: what goes along with a node has no state
-            if node in self.evictable_host_leaves and node.host_ref_counter == 0:
+            if node in self.evictable_host_leaves:
                 self._evict_host_leaf(node)
             else:
                 self._free_host_state(node)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, takewhile
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from engine_cache.base import (
 )
 from engine_cache.errors import CacheStateError
 from engine_cache.eviction import EvictionQueue
+from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode, iter_nodes, split_rows
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.radix import RadixCache
@@ -90,6 +93,8 @@ class HostTier(RadixCache):
         self.load_back_threshold = load_back_threshold
         self.num_failed_backups = 0
         """Copies to the host that failed twice, since the cache was made."""
+        self.num_refused_backups = 0
+        """Copies to the host for which there was no room, since then; a later hit, or eviction, tries again."""
         self._ack_ids = count()
 
     def reset(self) -> None:
@@ -104,7 +109,15 @@ class HostTier(RadixCache):
         """Let what runs end, and forget what has been begun."""
         self.controller.reset()
 
+    def _require_loads(self) -> None:
+        """Raises TransferError after a load that failed: what should be on the device may be anything."""
+        self.controller.require_loads()
+
     # --- match ------------------------------------------------------------------------------------------------------
+
+    def _whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
+        self._require_loads()  # nothing is given out any more, or built upon
+        return super()._whole_pages(key, value)
 
     def _match_result(self, used: list[TreeNode]) -> MatchResult:
         """The match that ends at the last of these nodes, or at the root: from there up to the first node that is on
@@ -127,12 +140,18 @@ class HostTier(RadixCache):
     # --- device to host ---------------------------------------------------------------------------------------------
 
     def _count_hit(self, node: TreeNode, params: InsertParams) -> None:
+        self._raise_use(node, params)
+        self._back_up_if_due(node, params)
+
+    def _raise_use(self, node: TreeNode, params: InsertParams) -> None:
+        """An insert uses the node."""
         node.priority = max(node.priority, params.priority)
+        node.hit_count += not params.chunked and self.write_policy in _HITS_TO_BACK_UP
+
+    def _back_up_if_due(self, node: TreeNode, params: InsertParams) -> None:
+        """The insert is through with the node; if that has been used often enough, a backup is due."""
         threshold = _HITS_TO_BACK_UP.get(self.write_policy)
-        if params.chunked or threshold is None:
-            return
-        node.hit_count += 1
-        if node.hit_count >= threshold:
+        if threshold is not None and not params.chunked and node.hit_count >= threshold:
             self._back_up_what_is_missing(node)
 
     def _back_up_what_is_missing(self, node: TreeNode) -> None:
@@ -153,6 +172,7 @@ class HostTier(RadixCache):
             self.evict_host(len(node.key))
             rows = self._start_backup(node, ack_id)
         if rows is None:
+            self.num_refused_backups += 1
             return 0
         node.host_value = rows
         node.write_through_pending_id = ack_id
@@ -172,27 +192,35 @@ class HostTier(RadixCache):
 
     def writing_check(self, write_back: bool = False) -> None:
         """Take over the backups that have ended, oldest first. write_back: wait for all of them."""
-        for ack in self.controller.finished_writes(wait=write_back):
-            for ack_id in ack.ids:
-                self._end_backup(self.ongoing_write_through.pop(ack_id), ack.ticket.error)
+        finished = self.controller.finished_writes(wait=write_back)
+        _for_each([(ack_id, ack.ticket.error) for ack in finished for ack_id in ack.ids], self._end_backup)
 
     def flush_write_through_acks(self) -> None:
         """`writing_check` without waiting."""
         self.writing_check()
 
-    def _end_backup(self, operation: BackupOperation, error: Exception | None) -> None:
+    def _end_backup(self, ack_id: int, error: Exception | None) -> None:
+        operation = self.ongoing_write_through.pop(ack_id)
+        try:
+            self._take_over(operation, error)
+        finally:
+            for pool, rows in operation.discarded:
+                self.controller.entry(pool).host_pool.free(rows)
+            if operation.lock is not None:
+                self.release(operation.lock)
+
+    def _take_over(self, operation: BackupOperation, error: Exception | None) -> None:
+        """A backup has ended, well or not."""
         if error is None:
-            for node in operation.publish:
-                node.write_through_pending_id = None
-                self._backed_up(node)
+            _for_each([(node,) for node in operation.publish], self._publish)
         else:
             log.error("backup of node %d failed: %s", operation.node.id, error)
             self.num_failed_backups += 1
             self._drop_failed_copies(operation)
-        for pool, rows in operation.discarded:
-            self.controller.entry(pool).host_pool.free(rows)
-        if operation.lock is not None:
-            self.release(operation.lock)
+
+    def _publish(self, node: TreeNode) -> None:
+        node.write_through_pending_id = None
+        self._backed_up(node)
 
     def _backed_up(self, node: TreeNode) -> None:
         """The node's bytes are on the host now."""
@@ -233,6 +261,7 @@ class HostTier(RadixCache):
             assert above is not None
             node = above
         self._path_to_root(node)
+        self._stay_at(node, params.req)
         return no_indices(), node
 
     def _needs_load(self, node: TreeNode) -> bool:
@@ -242,6 +271,9 @@ class HostTier(RadixCache):
     def _can_go_on_from(self, node: TreeNode) -> bool:
         """Whether the node is in the tree, with all that a request needs on the device."""
         return node.former_parent is None and node.value is not None
+
+    def _stay_at(self, node: TreeNode, req: Request | None) -> None:
+        """The request goes on from this node, and nothing is loaded for it."""
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
         """Give an evicted node, and the evicted ones above it, device rows; `start_loading` of the controller fills
@@ -265,7 +297,7 @@ class HostTier(RadixCache):
         if rows is None:
             return None
         self._assign(nodes, rows)
-        self._assign_extras(node, extras, req)
+        self._assign_extras(ack_id, node, extras, req)
         self.ongoing_load_back[ack_id] = node
         self._load_locks[ack_id] = self.inc_lock_ref(node)
         return rows
@@ -278,7 +310,7 @@ class HostTier(RadixCache):
         """Sidecar state of the node that is loaded along, whatever the threshold and the quota say."""
         return []
 
-    def _assign_extras(self, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
+    def _assign_extras(self, ack_id: int, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
         """The sidecar state has got device rows, too."""
 
     def _evicted_path(self, node: TreeNode) -> list[TreeNode]:
@@ -296,11 +328,8 @@ class HostTier(RadixCache):
     ) -> IndexArray | None:
         rows = self.controller.load(host_rows, ack_id, [*extras, *self._get_extra_pools()])
         if rows is None:
-            node.host_ref_counter += 1  # a write-back may look for room on the host
-            try:
+            with self._host_kv_held(node):  # a write-back may look for room on the host
                 self.evict(EvictParams(len(host_rows)))
-            finally:
-                node.host_ref_counter -= 1
             rows = self.controller.load(host_rows, ack_id, [*extras, *self._get_extra_pools()])
         if rows is None:
             log.warning("no room on the device to load %d units back", len(host_rows))
@@ -328,12 +357,16 @@ class HostTier(RadixCache):
 
     def loading_check(self) -> None:
         """Release the nodes whose load has ended. Raises TransferError if one failed: then the cache must be reset."""
-        for ack in self.controller.finished_loads():
-            for ack_id in ack.ids:
-                self._end_load(self.ongoing_load_back.pop(ack_id))
-                self.release(self._load_locks.pop(ack_id))
+        finished = self.controller.finished_loads()
+        _for_each([(ack_id,) for ack in finished for ack_id in ack.ids], self._release_loaded)
 
-    def _end_load(self, node: TreeNode) -> None:
+    def _release_loaded(self, ack_id: int) -> None:
+        try:
+            self._end_load(ack_id, self.ongoing_load_back.pop(ack_id))
+        finally:
+            self.release(self._load_locks.pop(ack_id))
+
+    def _end_load(self, ack_id: int, node: TreeNode) -> None:
         """The node, which is still locked, has its data on the device."""
 
     # --- eviction and locks -----------------------------------------------------------------------------------------
@@ -413,15 +446,8 @@ class HostTier(RadixCache):
         may go; the units."""
         leaves, pool = self.evictable_host_leaves, self.controller.kv.host_pool
         before = pool.available_size()
-        held = []
-        try:
-            while pool.available_size() - before < num_tokens and (leaf := leaves.pop()) is not None:
-                if leaf.host_ref_counter > 0:
-                    held.append(leaf)
-                else:
-                    self._evict_host_leaf(leaf)
-        finally:
-            self._put_back(held)
+        while pool.available_size() - before < num_tokens and (leaf := leaves.pop()) is not None:
+            self._evict_host_leaf(leaf)
         return pool.available_size() - before
 
     def _evict_host_leaf(self, leaf: TreeNode) -> TreeNode:
@@ -453,9 +479,32 @@ class HostTier(RadixCache):
         super()._touch(path)
         self.evictable_host_leaves.used(path)
 
+    def _hold_host_kv(self, node: TreeNode) -> None:
+        """Keep the KV that the node has on the host, until `_release_host_kv`."""
+        node.host_ref_counter += 1
+        self.evictable_host_leaves.discard(node)
+
+    def _release_host_kv(self, node: TreeNode) -> None:
+        """Take one `_hold_host_kv` back."""
+        assert node.host_ref_counter > 0, f"node {node.id} released with host_ref_counter 0"
+        node.host_ref_counter -= 1
+        self._update_host_leaf(node)
+
+    @contextmanager
+    def _host_kv_held(self, node: TreeNode) -> Iterator[None]:
+        self._hold_host_kv(node)
+        try:
+            yield
+        finally:
+            self._release_host_kv(node)
+
     def _update_leaf(self, node: TreeNode) -> None:
         super()._update_leaf(node)
-        if node.value is None and node.host_value is not None and not node.children:
+        self._update_host_leaf(node)
+
+    def _update_host_leaf(self, node: TreeNode) -> None:
+        is_on_host_only = node.value is None and node.host_value is not None
+        if is_on_host_only and not node.children and node.host_ref_counter == 0:
             self.evictable_host_leaves.add(node)
         else:
             self.evictable_host_leaves.discard(node)
@@ -468,6 +517,20 @@ class HostTier(RadixCache):
             publish = self.ongoing_write_through[pending].publish
             publish.insert(publish.index(child), upper)
         return upper
+
+
+def _for_each(calls: Sequence[tuple[Any, ...]], action: Callable[..., None]) -> None:
+    """Call `action` with each of the argument lists, in order and to the end, whatever it raises; all of that is
+    logged, and the first exception raised in the end."""
+    failed: Exception | None = None
+    for arguments in calls:
+        try:
+            action(*arguments)
+        except Exception as error:  # no part of the tree may be left waiting for what went wrong at another
+            log.exception("the end of a transfer could not be taken over")
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def live_prefix(path: list[TreeNode]) -> list[TreeNode]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U32Array, block_hash_chain
-from kv_events.limits import MAX_TOKEN_ID
+from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_TOKEN_ID
 from kv_events.schema import TokenIds
 
 PageKey: TypeAlias = bytes | tuple[str, bytes]
@@ -37,7 +37,8 @@ class RadixKey:
     """An immutable row of logical units in one namespace.
 
     token_ids: raw tokens, any sequence of integers in 0 .. 2**32 - 1; copied. extra_key: namespace (LoRA name, cache
-    salt, tenant), None or "" for the common one. Raises InvalidValueError naming the first position that does not fit.
+    salt, tenant), None or "" for the common one, else UTF-8 text of at most `MAX_EXTRA_KEY_BYTES`. Raises
+    InvalidValueError naming the first position that does not fit, or `extra_key`.
     """
 
     __slots__ = ("data", "extra_key", "is_bigram")
@@ -54,7 +55,7 @@ class RadixKey:
         is_bigram: bool = False,
     ) -> None:
         self.data = _token_bytes(token_ids)
-        self.extra_key = extra_key or None
+        self.extra_key = _namespace(extra_key)
         self.is_bigram = is_bigram
 
     def _with_data(self, data: bytes) -> RadixKey:
@@ -171,6 +172,21 @@ def _common_prefix(a: U32Array, b: U32Array) -> int:
     differs = a[:n] != b[:n]
     first = int(differs.argmax())
     return first if differs[first] else n
+
+
+def _namespace(extra_key: str | None) -> str | None:
+    """None for the common one. What is in a tree must be fit for hashes, storage keys and events."""
+    if extra_key is None or extra_key == "":
+        return None
+    if not isinstance(extra_key, str):
+        raise InvalidValueError("extra_key", extra_key, "a text or None")
+    try:
+        num_bytes = len(extra_key.encode())
+    except UnicodeEncodeError:
+        raise InvalidValueError("extra_key", extra_key, "text that UTF-8 can encode") from None
+    if num_bytes > MAX_EXTRA_KEY_BYTES:
+        raise InvalidValueError("extra_key", f"{num_bytes} bytes", f"at most {MAX_EXTRA_KEY_BYTES}")
+    return extra_key
 
 
 def _token_bytes(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,10 @@ import numpy.typing as npt
 from engine_cache.host_tier import HostTier
 from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode, compute_node_hash_values
-from engine_cache.settings import debug_pools
-from engine_cache.storage.base import HiCacheStorage, PoolTransfer, StorageClosedError
+from engine_cache.storage.base import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_io import StorageIO
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
@@ -24,6 +24,7 @@ from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 log = logging.getLogger(__name__)
 
 _DETACH_TIMEOUT_S = 10.0
+_MOST_LOADED_NOTES = 4_096
 _RATE_LIMIT_SHARE = 0.8  # of the rows by which the host is larger than the device
 
 
@@ -35,6 +36,8 @@ class StorageTier(HostTier):
     """
 
     storage: StorageIO | None = None
+    num_skipped_archives = 0
+    """Nodes that were not archived because too much of the host waited for that already, since the cache was made."""
 
     def reset(self) -> None:
         super().reset()
@@ -42,6 +45,8 @@ class StorageTier(HostTier):
             self.storage.reset()
         self.ongoing_prefetch: dict[str, PrefetchOperation] = {}
         self.ongoing_backup: dict[ArchiveOperation, TreeNode] = {}
+        self.archive_tokens_occupied = 0
+        """Units on the host that have to stay there until they are archived."""
         self.prefetch_tokens_occupied = 0
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
         self._announced: dict[str, BlockStored] = {}  # by storage key: what events say is in the store
@@ -56,33 +61,42 @@ class StorageTier(HostTier):
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
         """Put a store behind an idle cache: whether it is there now, and a word on it. A store that is attached
-        already takes the new policy; another one is refused."""
-        policy = policy or StoragePolicy()
+        already takes the new policy; another one is refused. policy None: the one of a store that is attached, else the
+        default."""
         if self.storage is not None and self.storage.backend is not backend:
             return False, "another store is attached, detach it first"
         if self.storage is not None:
+            if policy is None:
+                return True, "attached already"
             self.storage.policy = policy
             return True, "attached already, policy updated"
         try:
-            self._register_pools(backend)
+            self.attach_store(backend, policy)
         except Exception as error:  # a store may be anybody's, and the cache works without it
             log.exception("the store does not take the pools")
             return False, f"the store does not take the pools: {error}"
-        self.storage = StorageIO(backend, self.controller.engine, self.page_size, policy)
+        return True, "attached"
+
+    def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
+        """Put a store behind a cache that has none. Raises what the store raises when it refuses the pools, of which it
+        then knows none, and InvalidValueError for pools without bytes and for a cache with a store."""
+        if self.storage is not None:
+            raise InvalidValueError("store", type(backend).__name__, "a cache without one")
+        backend.register_host_pools(self._pools_to_store(backend))
+        self.storage = StorageIO(backend, self.controller.engine, self.page_size, policy or StoragePolicy())
         if self._prefetch_capacity() == 0:
             sizes = self.controller.kv.host_pool.size, self.controller.kv.device_allocator.size
             log.warning("nothing can be prefetched: the host has %d rows, the device %d, too few to spare", *sizes)
-        return True, "attached"
 
-    def _register_pools(self, backend: HiCacheStorage) -> None:
+    def _pools_to_store(self, backend: HiCacheStorage) -> dict[PoolName, Any]:
+        """Host pools, the anchor's as KV."""
+        pools: dict[PoolName, Any] = {}
         for name, entry in self.controller.entries.items():
-            pool: Any = entry.host_pool
-            if backend.needs_bytes and not hasattr(pool, "get_data_page"):
-                raise InvalidValueError(f"host pool {name.value}", type(pool).__name__, "a pool that holds bytes")
-            if entry is self.controller.kv:
-                backend.register_mem_pool_host(pool)
-            else:
-                backend.register_mem_host_pool_v2(pool, name)
+            if backend.needs_bytes and not hasattr(entry.host_pool, "get_data_page"):
+                kind = type(entry.host_pool).__name__
+                raise InvalidValueError(f"host pool {name.value}", kind, "a pool that holds bytes")
+            pools[PoolName.KV if entry is self.controller.kv else name] = entry.host_pool
+        return pools
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Abort what runs against the store, wait for it and let go of the store, which stays open; whether that
@@ -121,7 +135,7 @@ class StorageTier(HostTier):
             self._free_host(storage.release_queue.popleft())
         for operation in [operation for operation in storage.prefetches if operation.is_over]:
             storage.prefetches.remove(operation)
-            self._free_extras(operation)
+            self._free_extras(operation.extras)
         self._withdraw(self._lost_keys(storage.backend))
 
     def iter_announced(self) -> Iterator[tuple[str, BlockStored]]:
@@ -136,7 +150,7 @@ class StorageTier(HostTier):
             self.write_backup_storage(node)
 
     def write_backup_storage(self, node: TreeNode) -> None:
-        """Archive a node that is on the host. It must stay there until the store has answered."""
+        """Archive a node that is on the host, unless too much waits for that already."""
         assert self.storage is not None
         assert node.host_value is not None
         keys = page_keys(compute_node_hash_values(node, self.page_size), node.key.extra_key)
@@ -146,18 +160,37 @@ class StorageTier(HostTier):
         self._archive(operation)
 
     def _archive(self, operation: ArchiveOperation) -> None:
-        """Begin. The node stays on the host until the store has answered."""
+        """Begin, unless too much waits for that already. The node stays on the host until the store has answered."""
         assert self.storage is not None
-        operation.node.host_ref_counter += 1
+        if self.archive_tokens_occupied >= self.storage.policy.archive_share * self.controller.kv.host_pool.size:
+            self.num_skipped_archives += 1
+            return
+        with ExitStack() as undo:
+            self._hold_host_kv(operation.node)
+            undo.callback(self._release_host_kv, operation.node)
+            self._hold_extras(operation, operation.node)
+            undo.callback(self._release_extras, operation, operation.node)
+            self.storage.archive(operation)
+            undo.pop_all()
         self.ongoing_backup[operation] = operation.node
-        self.storage.archive(operation)
+        operation.num_units = len(operation.node.key)
+        self.archive_tokens_occupied += operation.num_units
+
+    def _hold_extras(self, operation: StorageOperation, node: TreeNode) -> None:
+        """Keep what the operation needs of the node's sidecar state on the host, until `_release_extras`."""
+
+    def _release_extras(self, operation: StorageOperation, node: TreeNode) -> None:
+        """Take one `_hold_extras` back."""
 
     def _archive_extras(self, node: TreeNode) -> list[PoolTransfer]:
         """Sidecar state that is archived along with the node."""
         return self._get_extra_pools()
 
     def _end_archive(self, operation: ArchiveOperation) -> None:
-        self.ongoing_backup.pop(operation).host_ref_counter -= 1
+        node = self.ongoing_backup.pop(operation)
+        self.archive_tokens_occupied -= operation.num_units
+        self._release_extras(operation, node)
+        self._release_host_kv(node)
         assert self.storage is not None
         for key, event in zip(operation.keys[: operation.completed_pages], operation.events, strict=False):
             if key not in self._announced and self._is_held(key):
@@ -201,35 +234,44 @@ class StorageTier(HostTier):
         """Begin to fetch the pages of `new_input_tokens`, which start where the prefix of `last_host_node` ends.
 
         last_host_node: as a match gave it; if it is the root, extra_key is the namespace. last_hash: its last block
-        hash, computed if None. Nothing is begun, and nothing said, without a store, for too few units, over the rate
-        limit, without room on the host, and when the node has lost its host copy since the match. Raises
-        InvalidValueError for a request that has a prefetch already.
+        hash, which is computed if None. Nothing is begun, and nothing said, without a store, for too few units, over
+        the rate limit, without room on the host, and when the node has lost its host copy since the match. Raises
+        InvalidValueError for a request that has a prefetch already, and for an extra_key or a last_hash that is not the
+        node's.
         """
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
         is_root = last_host_node is self.root_node
+        namespace = extra_key if is_root else last_host_node.key.extra_key
+        if extra_key is not None and (extra_key or None) != (namespace or None):
+            raise InvalidValueError("extra_key", extra_key, f"that of node {last_host_node.id}, {namespace!r}")
         if self.storage is None or (last_host_node.host_value is None and not is_root):
             return
-        namespace = extra_key if is_root else last_host_node.key.extra_key
         key, _ = self._whole_pages(RadixKey(new_input_tokens, namespace), None)
         if len(key) < self.storage.prefetch_threshold or self._is_rate_limited():
             return
-        last_hash = self._last_hash(last_host_node, last_hash)
-        last_host_node.host_ref_counter += 1
-        rows = self._alloc_for_prefetch(len(key))
-        extras = None if rows is None else self._prefetch_extras(last_host_node, len(rows))
-        if rows is None or extras is None:
-            self._free_host(rows)
-            last_host_node.host_ref_counter -= 1
-            return
-        self._enter(PrefetchOperation(req_id, last_host_node, key[: len(rows)], last_hash, rows, extras))
+        self._begin_prefetch(req_id, last_host_node, key, self._last_hash(last_host_node, last_hash))
 
-    def _enter(self, operation: PrefetchOperation) -> None:
-        """Begin a prefetch whose anchor is held."""
+    def _begin_prefetch(self, req_id: str, anchor: TreeNode, key: RadixKey, last_hash: str | None) -> None:
         assert self.storage is not None
-        self.ongoing_prefetch[operation.req_id] = operation
+        with ExitStack() as undo:
+            self._hold_host_kv(anchor)
+            undo.callback(self._release_host_kv, anchor)
+            rows = self._alloc_for_prefetch(len(key))
+            if rows is None:
+                return
+            undo.callback(self._free_host, rows)
+            extras = self._prefetch_extras(anchor, len(rows))
+            if extras is None:
+                return
+            undo.callback(self._free_extras, extras)
+            operation = PrefetchOperation(req_id, anchor, key[: len(rows)], last_hash, rows, extras)
+            self._hold_extras(operation, anchor)
+            undo.callback(self._release_extras, operation, anchor)
+            self.storage.prefetch(operation)
+            undo.pop_all()
+        self.ongoing_prefetch[req_id] = operation
         self.prefetch_tokens_occupied += len(operation.key)
-        self.storage.prefetch(operation)
 
     def _is_rate_limited(self) -> bool:
         return self.prefetch_tokens_occupied >= self._prefetch_capacity()
@@ -240,8 +282,6 @@ class StorageTier(HostTier):
         return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
     def _last_hash(self, anchor: TreeNode, given: str | None) -> str | None:
-        if given is not None and not debug_pools():
-            return given
         hashes = compute_node_hash_values(anchor, self.page_size) if anchor is not self.root_node else []
         last_hash = hashes[-1] if hashes else None
         if given is not None and given != last_hash:
@@ -278,13 +318,25 @@ class StorageTier(HostTier):
         if not operation.may_finish(self.storage.policy):
             return False
         rows = operation.take()
-        matched = self._insert_helper_host(operation, rows)
-        self._leave(operation)
-        self.prefetch_loaded_tokens_by_reqid[req_id] = len(rows) - matched
+        try:
+            matched = self._insert_helper_host(operation, rows)
+        finally:
+            self._leave(operation)
+        self._note_loaded(req_id, len(rows) - matched)
         return True
 
+    def _note_loaded(self, req_id: str, num_units: int) -> None:
+        """For `pop_prefetch_loaded_tokens`. Nobody has to ask, so the oldest notes go."""
+        noted = self.prefetch_loaded_tokens_by_reqid
+        noted.pop(req_id, None)
+        if num_units > 0:
+            noted[req_id] = num_units
+        if len(noted) > _MOST_LOADED_NOTES:
+            del noted[next(iter(noted))]
+
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        """Units that a prefetch has added to the tree; told once, 0 for a request that had none."""
+        """Units that a prefetch has added to the tree; told once, 0 for a request that had none, or whose prefetch
+        ended more than 4,096 such prefetches ago."""
         return self.prefetch_loaded_tokens_by_reqid.pop(req_id, 0)
 
     def release_aborted_request(self, req_id: str) -> None:
@@ -299,14 +351,15 @@ class StorageTier(HostTier):
         """The tree is through with a prefetch whose rows it has taken."""
         del self.ongoing_prefetch[operation.req_id]
         self.prefetch_tokens_occupied -= len(operation.key)
-        operation.anchor.host_ref_counter -= 1
+        self._release_extras(operation, operation.anchor)
+        self._release_host_kv(operation.anchor)
 
     def _free_host(self, rows: IndexArray | None) -> None:
         if rows is not None and len(rows):
             self.controller.kv.host_pool.free(rows)
 
-    def _free_extras(self, operation: PrefetchOperation) -> None:
-        for extra in operation.extras:
+    def _free_extras(self, extras: Iterable[PoolTransfer]) -> None:
+        for extra in extras:
             if extra.host_indices is not None:
                 self.controller.entry(extra.name).host_pool.free(extra.host_indices)
 
@@ -314,34 +367,36 @@ class StorageTier(HostTier):
 
     def _insert_helper_host(self, operation: PrefetchOperation, rows: IndexArray) -> int:
         """Hang fetched pages below the anchor: what is in the tree already is freed, or becomes the host copy of a node
-        that had none; the rest is one new node on the host. The units that were in the tree."""
+        that had none; the rest is one new node on the host. The units that were in the tree. If that fails, the rows
+        that the tree has not taken are freed."""
         if not len(rows):
             return 0
-        self._settle(operation.anchor)
         key, node, done = operation.key[: len(rows)], operation.anchor, 0
-        if node.host_value is None and node is not self.root_node:
-            self._free_host(rows)  # its own backup has failed, so nothing may hang below it on the host
-            return len(rows)
-        while done < len(key):
-            child = node.children.get(key.page_key(self.page_size, done))
-            if child is None:
-                break
-            shared = key.match(child.key, self.page_size, done)
-            if shared < len(child.key):
-                child = self._split_node(child, shared)
-            self._touch([child])
-            self._settle(child)
-            self._adopt_or_free(child, rows[done : done + shared])
-            node, done = child, done + shared
-        if done < len(key):
-            hashes = operation.hashes[done // self.page_size : len(key) // self.page_size]
-            node = self._add_host_leaf(node, key[done:], rows[done:], hashes)
-        self._take_extras(operation, node, is_new=done < len(key))
+        with ExitStack() as undo:
+            undo.callback(lambda: self._free_host(rows[done:]))
+            self._settle(node)
+            if node.host_value is None and node is not self.root_node:
+                return len(rows)  # its own backup has failed, so nothing may hang below it on the host
+            while done < len(key):
+                child = node.children.get(key.page_key(self.page_size, done))
+                if child is None:
+                    break
+                shared = key.match(child.key, self.page_size, done)
+                if shared < len(child.key):
+                    child = self._split_node(child, shared)
+                self._touch([child])
+                self._settle(child)
+                self._adopt_or_free(child, rows[done : done + shared])
+                node, done = child, done + shared
+            if done < len(key):
+                hashes = operation.hashes[done // self.page_size : len(key) // self.page_size]
+                node = self._add_host_leaf(node, key[done:], rows[done:], hashes)
+            undo.pop_all()
+        self._take_extras(operation, node)
         return done
 
-    def _take_extras(self, operation: PrefetchOperation, end: TreeNode, *, is_new: bool) -> None:
-        """Give the node at which the fetched prefix ends the sidecar state that was read for it. is_new: it was just
-        made."""
+    def _take_extras(self, operation: PrefetchOperation, end: TreeNode) -> None:
+        """Give the node at which the fetched prefix ends the sidecar state that was read for it."""
 
     def _settle(self, node: TreeNode) -> None:
         """Nothing may be told of the host below a node whose own copy has not been acknowledged: wait for it."""
@@ -352,14 +407,14 @@ class StorageTier(HostTier):
         if node.host_value is not None:
             self._free_host(rows)
         else:
+            self._record_store_event(node, StorageMedium.CPU)  # before anything changes: naming the pages may fail
             node.host_value = rows.copy()
-            self._record_store_event(node, StorageMedium.CPU)
 
     def _add_host_leaf(self, parent: TreeNode, key: RadixKey, rows: IndexArray, hashes: list[str]) -> TreeNode:
         leaf = self._new_node(key, None, parent, parent.priority)
         leaf.host_value, leaf.hash_value = rows.copy(), hashes
+        self._record_store_event(leaf, StorageMedium.CPU)  # before anything changes, as above
         parent.children[key.page_key(self.page_size)] = leaf
         self._update_leaf(leaf)
         self._update_leaf(parent)
-        self._record_store_event(leaf, StorageMedium.CPU)
         return leaf

@@ -178,12 +178,12 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
     def _add_leaf(self, parent: TreeNode, key: RadixKey, value: IndexArray, start: int, priority: int) -> TreeNode:
         rest = key[start:]
         leaf = self._new_node(rest, value[start : len(key)].astype(np.int64), parent, priority)
+        self._record_store_event(leaf)  # before anything changes: naming the pages may fail
         parent.children[rest.page_key(self.page_size)] = leaf
         parent.num_device_children += 1
         self._evictable_size += len(rest)
         self.evictable_leaves.discard(parent)
         self.evictable_leaves.add(leaf)
-        self._record_store_event(leaf)
         return leaf
 
     def _split_node(self, child: TreeNode, split_len: int) -> TreeNode:
@@ -296,7 +296,10 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
             req.prefix_indices = rows
             return
         key = self._insert_request(req, rows, chunked=chunked)
-        self._share_rows(req, key, rows)
+        if len(key) >= req.cache_protected_len:
+            self._share_rows(req, key, rows)
+        else:  # bigrams: the token that ends the last unit it was given is not there yet
+            req.prefix_indices = rows
 
     def _share_rows(self, req: Request, key: RadixKey, rows: IndexArray) -> None:
         """Put the request on the tree's rows of `key`, which was just inserted, and its lock on their last node."""
@@ -315,7 +318,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
             return
         own_from = req.cache_protected_len
         if is_insert:
-            own_from = len(self._insert_request(req, rows, chunked=False))
+            own_from = max(own_from, len(self._insert_request(req, rows, chunked=False)))
         self._free(rows[own_from:])
         self._move_lock(req, None)
 

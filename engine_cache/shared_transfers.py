@@ -1,4 +1,5 @@
-"""Transfers of pools that have no rows and keys of their own, between host and store. No torch."""
+"""Transfers of several pools between host and store: those that share rows and keys, those that go in batches. No
+torch."""
 
 from __future__ import annotations
 
@@ -36,3 +37,19 @@ def resolve_shared_pool_transfers(
             raise InvalidValueError(f"keys of pool {transfer.name.value}", len(own or ()), expected)
         resolved.append(replace(transfer, keys=own, host_indices=source.host_indices))
     return resolved
+
+
+def next_batch(transfers: Sequence[PoolTransfer], done_pages: int, max_pages: int) -> tuple[int, PoolTransfer] | None:
+    """What moves after `done_pages` pages of these transfers, one after the other: the page of its own transfer with
+    which it begins, and a transfer of at most `max_pages` pages. None: all has moved."""
+    for transfer in transfers:
+        assert transfer.keys is not None
+        assert transfer.host_indices is not None
+        num_pages = len(transfer.keys)
+        if done_pages < num_pages:
+            rows_a_page = len(transfer.host_indices) // num_pages
+            end = min(done_pages + max_pages, num_pages)
+            rows = transfer.host_indices[done_pages * rows_a_page : end * rows_a_page]
+            return done_pages, replace(transfer, keys=transfer.keys[done_pages:end], host_indices=rows)
+        done_pages -= num_pages
+    return None

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 class TieredCache(Protocol):
     """What a builder needs of a cache."""
 
-    def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
-        """Put a store behind the cache: whether it is there now, and a word on it."""
+    def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
+        """Put a store behind the cache, which has none. Raises why that is not possible."""
 
 
 CacheT = TypeVar("CacheT", bound=TieredCache)
@@ -206,7 +206,8 @@ def build_hybrid_stack(
             step = "cache"
             cache = make_cache(controller)
             step = "attaching the store"
-            _attach(cache, store, options)
+            if store is not None:
+                cache.attach_store(store, options.get("policy"))
         except Exception as error:
             names = ", ".join(spec.name.value for spec in specs)
             log.exception("building the stack of pools %s failed at: %s", names, step)
@@ -277,11 +278,3 @@ def _opened_store(options: StackOptions, opened: ExitStack) -> HiCacheStorage | 
     store = options["open_store"]()
     opened.callback(store.close)
     return store
-
-
-def _attach(cache: TieredCache, store: HiCacheStorage | None, options: StackOptions) -> None:
-    if store is None:
-        return
-    is_attached, word = cache.attach_storage_backend(store, options.get("policy"))
-    if not is_attached:
-        raise InvalidValueError("store", type(store).__name__, f"one that can be attached ({word})")

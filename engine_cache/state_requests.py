@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
+
+import numpy as np
 
 from engine_cache.base import EvictResult, InsertParams, InsertResult, Request
 from engine_cache.errors import PoolExhaustedError
 from engine_cache.key import RadixKey
+from engine_cache.loading_slots import LoadingSlots
 from engine_cache.node import TreeNode
 from engine_cache.pools.allocators import MambaSlotAllocator
 from engine_cache.radix import RadixCache
@@ -33,6 +37,10 @@ class StateRequests(RadixCache):
     mamba_pool: StatePool | None
     enable_mamba_extra_buffer: bool
 
+    def reset(self) -> None:
+        self._loading_slots = LoadingSlots()
+        super().reset()
+
     @abstractmethod
     def evict_mamba(self, mamba_num: int) -> EvictResult:
         """Free so many states of the device, least recently used first."""
@@ -48,10 +56,10 @@ class StateRequests(RadixCache):
         if state is None:
             return
         if req.mamba_pool_idx is None:
-            locks = [self.inc_lock_ref(node) for node in needed]
-            req.mamba_pool_idx = self._alloc_slot()
-            for lock in locks:
-                self.release(lock)
+            with ExitStack() as locks:
+                for node in needed:
+                    locks.callback(self.release, self.inc_lock_ref(node))
+                req.mamba_pool_idx = self._alloc_slot()
         if req.mamba_pool_idx is None:
             raise PoolExhaustedError(
                 f"request {req.rid} needs a state slot: 0 of {self.mamba_allocator.size} free, "
@@ -125,8 +133,23 @@ class StateRequests(RadixCache):
         return copy
 
     def _free_slots(self, req: Request, given: IndexArray | None) -> None:
-        """Free the slots of a request but the one given to the tree."""
+        """Free the slots of a request but the one given to the tree; one that is being loaded into when that ends."""
         for slot in (req.mamba_pool_idx, req.mamba_track_idx):
-            if slot is not None and slot is not given:
+            if slot is not None and slot is not given and not self._loading_slots.give_up(slot):
                 self.mamba_allocator.free(slot)
         req.mamba_pool_idx = req.mamba_track_idx = req.mamba_cow_src_index = req.mamba_last_track_seqlen = None
+
+    def _with_loading(self, request_slots: IndexArray | None) -> IndexArray | None:
+        """Slots of running requests, and those that only loads keep; None stays None."""
+        return None if request_slots is None else np.concatenate((request_slots, self._loading_slots.given_up()))
+
+    def _begin_slot_load(self, load: int, req: Request) -> None:
+        """A load is on its way to the request's own slot."""
+        assert req.mamba_pool_idx is not None
+        self._loading_slots.begin(load, req.mamba_pool_idx)
+
+    def _end_slot_load(self, load: int) -> None:
+        """The load has ended; nothing happens if it filled no slot of a request."""
+        slots = self._loading_slots.end(load)
+        if len(slots):
+            self.mamba_allocator.free(slots)

@@ -22,7 +22,7 @@ from engine_cache.pool_entry import PoolEntry
 from engine_cache.prefetch import StorageTier
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.object_names import page_keys
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation
 from engine_cache.types import IndexArray, no_indices
 from kv_events.schema import StorageMedium
 from kv_events.streams import MAMBA_GROUP
@@ -52,33 +52,27 @@ class StateTier(StorageTier, MambaRadixCache):
     # --- device to host ---------------------------------------------------------------------------------------------
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        node.host_ref_counter += 1  # what makes room on the host must not take a tombstone that lost its children
-        try:
+        with self._host_kv_held(node):  # what makes room on the host must not take a tombstone that lost its children
             return super().write_backup(node, write_back)
-        finally:
-            node.host_ref_counter -= 1
 
     def _back_up_what_is_missing(self, node: TreeNode) -> None:
         super()._back_up_what_is_missing(node)
-        if hybrid(node).mamba_host_value is None:
-            self.write_state_backup(node)
+        self.write_state_backup(node)
 
     def write_state_backup(self, node: TreeNode) -> bool:
-        """Start to copy the state of a node whose KV has a host copy, acknowledged or not, to the host; a slot that the
-        state has there is written once more. False: there is nothing to copy, no room, or somebody is at the slot.
+        """Start to copy the state of a node whose KV has a host copy, acknowledged or not, to the host. False: there is
+        nothing to copy, or no room. A state that is there is never written again: the prefix says what it is.
 
         Node and slot stay until `writing_check`; until then it does not count as being on the host.
         """
         state = hybrid(node)
-        is_in_use = state.mamba_host_value is not None and state.host_mamba_ref_counter > 0
-        if node.host_value is None or state.mamba_value is None or is_in_use:
+        if node.host_value is None or state.mamba_value is None or state.mamba_host_value is not None:
             return False
         ack_id = next(self._ack_ids)
-        copy = PoolTransfer(PoolName.MAMBA, host_indices=state.mamba_host_value, device_indices=state.mamba_value)
+        copy = PoolTransfer(PoolName.MAMBA, device_indices=state.mamba_value)
         if self.controller.write(no_indices(), ack_id, [copy]) is None:
+            self.num_refused_backups += 1
             return False
-        if state.mamba_host_value is not None:
-            self._record_group_remove(MAMBA_GROUP, state, StorageMedium.CPU, LAST_PAGE)
         self._hold_host_state(state)
         state.mamba_host_value, state.mamba_pending_id = copy.host_indices, ack_id
         self.ongoing_write_through[ack_id] = StateBackup(node, self.inc_lock_ref(node), [])
@@ -96,10 +90,10 @@ class StateTier(StorageTier, MambaRadixCache):
             self._hold_host_state(state)
         return rows
 
-    def _end_backup(self, operation: BackupOperation, error: Exception | None) -> None:
+    def _take_over(self, operation: BackupOperation, error: Exception | None) -> None:
         if isinstance(operation, StateBackup) and not operation.discarded:
             self._end_state_backup(operation, error)
-        super()._end_backup(operation, error)
+        super()._take_over(operation, error)
 
     def _end_state_backup(self, operation: StateBackup, error: Exception | None) -> None:
         state = hybrid(operation.node)
@@ -159,6 +153,12 @@ class StateTier(StorageTier, MambaRadixCache):
         has_state = hybrid(node).mamba_value is not None or node is self.root_node
         return has_state and super()._can_go_on_from(node)
 
+    def _stay_at(self, node: TreeNode, req: Request | None) -> None:
+        """Raises PoolExhaustedError as `copy_on_write` does."""
+        super()._stay_at(node, req)
+        if req is not None:
+            self.copy_on_write(req, hybrid(node).mamba_value, [node])
+
     def _load_extras(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
         state = hybrid(node)
         slot = state.mamba_host_value
@@ -172,27 +172,28 @@ class StateTier(StorageTier, MambaRadixCache):
     def _load_or_evict(
         self, node: TreeNode, host_rows: IndexArray, ack_id: int, extras: list[PoolTransfer]
     ) -> IndexArray | None:
-        node.host_ref_counter += 1  # making room for the state may demote others, which look for room on the host
         self._hold_host_state(hybrid(node))
         rows = None
         try:
-            rows = super()._load_or_evict(node, host_rows, ack_id, extras)
+            with self._host_kv_held(node):  # room for the state may demote others, which look for room on the host
+                rows = super()._load_or_evict(node, host_rows, ack_id, extras)
         finally:
-            node.host_ref_counter -= 1
             if rows is None:
                 self._release_host_state(hybrid(node))
         return rows
 
-    def _assign_extras(self, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
+    def _assign_extras(self, ack_id: int, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
         if extras and extras[0].device_indices is not None:
             self._attach_state(hybrid(node), extras[0].device_indices)
         if extras and req is not None:
             req.mamba_pool_idx, req.mamba_cow_src_index = extras[1].device_indices, None
+            self._begin_slot_load(ack_id, req)
         self._touch(self._path_to_root(node)[::-1])
 
-    def _end_load(self, node: TreeNode) -> None:
+    def _end_load(self, ack_id: int, node: TreeNode) -> None:
         self._release_host_state(hybrid(node))
-        super()._end_load(node)
+        self._end_slot_load(ack_id)
+        super()._end_load(ack_id, node)
 
     # --- storage ----------------------------------------------------------------------------------------------------
 
@@ -200,32 +201,29 @@ class StateTier(StorageTier, MambaRadixCache):
         state = hybrid(node)
         if state.mamba_host_value is None or state.mamba_pending_id is not None:
             return []
-        self._hold_host_state(state)
         keys = page_keys(compute_node_hash_values(node, self.page_size)[-1:], node.key.extra_key)
         return [_trailing_state(state.mamba_host_value, keys)]
 
-    def _end_archive(self, operation: ArchiveOperation) -> None:
-        super()._end_archive(operation)
+    def _hold_extras(self, operation: StorageOperation, node: TreeNode) -> None:
         if operation.extras:
-            self._release_host_state(hybrid(operation.node))
+            self._hold_host_state(hybrid(node))
+
+    def _release_extras(self, operation: StorageOperation, node: TreeNode) -> None:
+        if operation.extras:
+            self._release_host_state(hybrid(node))
 
     def _prefetch_extras(self, anchor: TreeNode, num_units: int) -> list[PoolTransfer] | None:
         slot = self._states.alloc_host(1)
-        if slot is None:
-            return None
-        self._hold_host_state(hybrid(anchor))
-        return [_trailing_state(slot, None)]
+        return None if slot is None else [_trailing_state(slot, None)]
 
-    def _leave(self, operation: PrefetchOperation) -> None:
-        super()._leave(operation)
-        self._release_host_state(hybrid(operation.anchor))
-
-    def _take_extras(self, operation: PrefetchOperation, end: TreeNode, *, is_new: bool) -> None:
-        if is_new and operation.extra_pool_hit_pages.get(PoolName.MAMBA):
+    def _take_extras(self, operation: PrefetchOperation, end: TreeNode) -> None:
+        state = hybrid(end)
+        is_wanted = state.host_value is not None and state.mamba_host_value is None
+        if is_wanted and operation.extra_pool_hit_pages.get(PoolName.MAMBA):
             (fetched,) = operation.extras
-            state = hybrid(end)
+            self._hold_host_state(state)
             state.mamba_host_value, fetched.host_indices = fetched.host_indices, None
-            self.host_mamba_lru_list.append(state)
+            self._release_host_state(state)
             self._record_host_state(state)
 
 

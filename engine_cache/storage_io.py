@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 from threading import Lock
 
-from engine_cache.copying import CopyEngine, Lane
-from engine_cache.shared_transfers import resolve_shared_pool_transfers
+from engine_cache.copying import CopyEngine, Lane, Step
+from engine_cache.shared_transfers import next_batch, resolve_shared_pool_transfers
 from engine_cache.storage.base import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
@@ -71,9 +71,10 @@ class StorageIO:
     # --- storage to host --------------------------------------------------------------------------------------------
 
     def prefetch(self, operation: PrefetchOperation) -> None:
-        """Begin. The operation ends with its rows beyond what arrived in the release queue."""
-        self.prefetches.append(operation)
+        """Begin. The operation ends with its rows beyond what arrived in the release queue. Nothing is begun if the
+        engine raises."""
         self._engine.submit(Lane.PREFETCH, [lambda: self._query(operation)])
+        self.prefetches.append(operation)
 
     def _query(self, operation: PrefetchOperation) -> None:
         try:
@@ -87,7 +88,8 @@ class StorageIO:
             self.revoked.append(operation)
             return
         self.release_queue.append(operation.cut_to_hit(hit_units))
-        self._engine.submit(Lane.PREFETCH, [lambda: self._fetch_batch(operation)])
+        if not self._queue(Lane.PREFETCH, lambda: self._fetch_batch(operation)):
+            self._end(operation)
 
     def _find(self, operation: PrefetchOperation) -> int:
         key = operation.key
@@ -104,22 +106,18 @@ class StorageIO:
             log.exception("a prefetch failed")
             self._count_error()
             more = False
-        if more:
-            self._engine.submit(Lane.PREFETCH, [lambda: self._fetch_batch(operation)])
-        else:
+        if not (more and self._queue(Lane.PREFETCH, lambda: self._fetch_batch(operation))):
             self._end(operation)
 
     def _fetch(self, operation: PrefetchOperation) -> bool:
-        """One batch, or after the last one the sidecars; whether there is more to do."""
+        """One batch, of KV while there is some, then of the sidecars; whether there is more to do."""
         start, rows = operation.next_batch(self.policy.batch_pages * self._page_size)
         first, pages = start // self._page_size, len(rows) // self._page_size
         if pages:
             arrived = self._fetch_pages(operation, operation.keys[first : first + pages], rows)
             return operation.advance(arrived * self._page_size) and arrived == pages
         own = [extra for extra in operation.extras if extra.indices_from_pool is None]
-        if own and operation.advance(0):
-            self._fetch_extras(operation, own, first)
-        return False
+        return operation.advance(0) and self._fetch_extras(operation, own, first)
 
     def _fetch_pages(self, operation: PrefetchOperation, keys: list[str], rows: IndexArray) -> int:
         """Read KV, and what lives on its rows: leading pages of which all has arrived."""
@@ -136,17 +134,18 @@ class StorageIO:
         """What moves along with these pages of KV because it lives on their rows; nothing without pages."""
         return resolve_shared_pool_transfers(operation.extras, keys, rows, self._page_size) if keys else []
 
-    def _fetch_extras(self, operation: PrefetchOperation, extras: list[PoolTransfer], hit_pages: int) -> None:
-        """Read the sidecars at the end of the prefix that is really there."""
-        for extra in extras:
-            assert extra.host_indices is not None
-            rows_a_page = len(extra.host_indices) // max(1, len(extra.keys or ()))
-            wanted = hit_pages
-            if extra.hit_policy is PoolHitPolicy.TRAILING_PAGES:
-                wanted = min(hit_pages, max(1, len(extra.keys or ())))
-            keys = operation.keys[hit_pages - wanted : hit_pages]
-            aimed = PoolTransfer(extra.name, host_indices=extra.host_indices[: wanted * rows_a_page], keys=keys)
-            operation.extra_pool_hit_pages[extra.name] = sum(self.backend.batch_get_v2([aimed])[extra.name])
+    def _fetch_extras(self, operation: PrefetchOperation, extras: list[PoolTransfer], hit_pages: int) -> bool:
+        """Read a batch of the sidecars at the end of the prefix that is really there; whether there was one."""
+        aimed = [_aimed(extra, operation.keys[:hit_pages]) for extra in extras]
+        batch = next_batch(aimed, operation.extra_pages, self.policy.batch_pages)
+        if batch is None:
+            return False
+        _, extra = batch
+        done = self.backend.batch_get_v2([extra])[extra.name]
+        operation.extra_pages += len(done)
+        hits = operation.extra_pool_hit_pages
+        hits[extra.name] = hits.get(extra.name, 0) + sum(done)
+        return True
 
     def _end(self, operation: PrefetchOperation) -> None:
         self.release_queue.append(operation.end())
@@ -154,7 +153,7 @@ class StorageIO:
     # --- host to storage --------------------------------------------------------------------------------------------
 
     def archive(self, operation: ArchiveOperation) -> None:
-        """Begin. The operation comes back in `archived`."""
+        """Begin. The operation comes back in `archived`. Nothing is begun if the engine raises."""
         self._engine.submit(Lane.ARCHIVE, [lambda: self._archive_batch(operation)])
 
     def _archive_batch(self, operation: ArchiveOperation) -> None:
@@ -164,17 +163,15 @@ class StorageIO:
             log.exception("an archive failed")
             self._count_error()
             more = False
-        if more:
-            self._engine.submit(Lane.ARCHIVE, [lambda: self._archive_batch(operation)])
-        else:
+        if not (more and self._queue(Lane.ARCHIVE, lambda: self._archive_batch(operation))):
             self.archived.append(operation)
 
     def _store(self, operation: ArchiveOperation) -> bool:
-        """One batch of KV, before the first one the sidecars; whether there is more to do."""
-        first = operation.completed_pages
+        """One batch, of the sidecars while there are some, then of KV; whether there is more to do."""
         own = [extra for extra in operation.extras if extra.indices_from_pool is None]
-        if first == 0 and own:
-            self._store_extras(operation, own)
+        if self._store_extras(operation, own):
+            return True
+        first = operation.completed_pages
         keys = operation.keys[first : first + self.policy.batch_pages]
         rows = operation.host_indices[first * self._page_size : (first + len(keys)) * self._page_size]
         stored = self._store_pages(operation, keys, rows)
@@ -189,16 +186,42 @@ class StorageIO:
             ready = min(ready, _num_leading(self.backend.batch_set_v2([extra])[extra.name]))
         return _num_leading(self.backend.batch_set_v1(keys[:ready], rows[: ready * self._page_size]))
 
-    def _store_extras(self, operation: ArchiveOperation, extras: list[PoolTransfer]) -> None:
-        """Sidecars go first; KV without the state it needs on every page is not written."""
-        stored = self.backend.batch_set_v2(extras)
-        for extra in extras:
-            if extra.hit_policy is PoolHitPolicy.ALL_PAGES:
-                del operation.keys[_num_leading(stored[extra.name]) :]
+    def _store_extras(self, operation: ArchiveOperation, extras: list[PoolTransfer]) -> bool:
+        """Write a batch of the sidecars; whether there was one. KV without the state it needs on every page is not
+        written."""
+        batch = next_batch(extras, operation.extra_pages, self.policy.batch_pages)
+        if batch is None:
+            return False
+        first, extra = batch
+        done = self.backend.batch_set_v2([extra])[extra.name]
+        operation.extra_pages += len(done)
+        if extra.hit_policy is PoolHitPolicy.ALL_PAGES and not all(done):
+            del operation.keys[first + _num_leading(done) :]
+        return True
+
+    def _queue(self, lane: Lane, job: Step) -> bool:
+        """Go on with an operation in a job of its own; False: the engine does not take it."""
+        try:
+            self._engine.submit(lane, [job])
+        except Exception:
+            log.exception("a storage operation cannot go on")
+            self._count_error()
+            return False
+        return True
 
     def _count_error(self) -> None:
         with self._errors_lock:
             self._num_errors += 1
+
+
+def _aimed(extra: PoolTransfer, keys: list[str]) -> PoolTransfer:
+    """A sidecar's read for a prefix of these pages: all of them, or the last ones by its policy."""
+    assert extra.host_indices is not None
+    window = max(1, len(extra.keys or ()))
+    rows_a_page = len(extra.host_indices) // window
+    wanted = min(len(keys), window) if extra.hit_policy is PoolHitPolicy.TRAILING_PAGES else len(keys)
+    rows = extra.host_indices[: wanted * rows_a_page]
+    return PoolTransfer(extra.name, host_indices=rows, keys=keys[len(keys) - wanted :])
 
 
 def _num_leading(done: Iterable[bool]) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TypeAlias
 
 from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode
@@ -34,6 +35,8 @@ class StoragePolicy:
     """Seconds a 1024 units that the store has."""
     timeout_cap_s: float = 30.0
     batch_pages: int = 128
+    archive_share: float = 0.5
+    """Share of the host's rows that may wait to be archived; with more, what comes then is not archived."""
     emit_storage_events: bool = False
     """Whether pages in the store are announced like those of other tiers."""
 
@@ -43,6 +46,8 @@ class StoragePolicy:
         for name in ("prefetch_threshold", "batch_pages"):
             if getattr(self, name) < 1:
                 raise InvalidValueError(name, getattr(self, name), "a positive integer")
+        if not 0 < self.archive_share <= 1:
+            raise InvalidValueError("archive_share", self.archive_share, "above 0 and at most 1")
         for name in ("timeout_base_s", "timeout_per_1024_s", "timeout_cap_s"):
             if getattr(self, name) < 0:
                 raise InvalidValueError(name, getattr(self, name), "0 or more")
@@ -74,6 +79,8 @@ class PrefetchOperation:
         the rows sets `host_indices` to None."""
         self.extra_pool_hit_pages: dict[PoolName, int] = {}
         """Pages of each sidecar that were really read."""
+        self.extra_pages = 0
+        """Pages of sidecars with rows of their own that were asked for, found or not; the I/O side's."""
         self.hashes: list[str] = []
         """Block hashes, one a page."""
         self.keys: list[str] = []
@@ -163,4 +170,11 @@ class ArchiveOperation:
     extras: list[PoolTransfer] = field(default_factory=list)
     events: list[BlockStored] = field(default_factory=list)
     """What to say of each page; empty when storage is not announced."""
+    extra_pages: int = 0
+    """Pages of sidecars with rows of their own that were handed to the store, taken or not."""
     completed_pages: int = 0
+    num_units: int = 0
+    """On the host, that wait for the acknowledgement."""
+
+
+StorageOperation: TypeAlias = ArchiveOperation | PrefetchOperation

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import count
+from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -65,10 +65,11 @@ class HiCacheController:
         require_larger_than_device(self.kv.host_pool.size, self.kv.device_allocator.size)
         self.transfer_layer_num = self.kv.host_pool.layer_num if transfer_layer_num is None else transfer_layer_num
         self.group.check_layers(self.transfer_layer_num)
-        self._consumer_ids = count()
+        self._next_consumer = 0
         self._forget()
 
     def _forget(self) -> None:
+        self._first_consumer = self._next_consumer  # of those whose loads were not given up
         self._writes: deque[Ack] = deque()
         self._load_queue: list[_QueuedLoad] = []
         self._loads: deque[Ack] = deque()
@@ -109,14 +110,19 @@ class HiCacheController:
 
     def finished_writes(self, *, wait: bool = False) -> list[Ack]:
         """Backups that have ended, oldest first, up to the first that has not; each is told once. wait: for all."""
-        return _take_finished(self._writes, wait=wait)
+        if wait:
+            for ack in self._writes:
+                ack.ticket.synchronize()
+        return [self._writes.popleft() for _ in range(_num_finished(self._writes))]
 
     # --- host to device ---------------------------------------------------------------------------------------------
 
     def load(
         self, host_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
-        """Queue a load for `start_loading`: the device rows it will fill. None: no room, and nothing taken."""
+        """Queue a load for `start_loading`: the device rows it will fill. None: no room, and nothing taken. Raises
+        TransferError after a load that failed."""
+        self.require_loads()
         kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
         transfers = [kv, *extra_pools]
         if not self._resolve_pool_transfers_allocation(transfers, "device_indices"):
@@ -134,7 +140,7 @@ class HiCacheController:
         ticket = self.engine.submit(Lane.LOAD, steps)
         queued, self._load_queue = self._load_queue, []
         self._loads.append(Ack(ticket, [load.ack_id for load in queued]))
-        consumer = next(self._consumer_ids)
+        consumer, self._next_consumer = self._next_consumer, self._next_consumer + 1
         self._load_tickets[consumer] = ticket
         return consumer
 
@@ -149,19 +155,28 @@ class HiCacheController:
         return copy
 
     def wait_for_layer(self, consumer: int, layer: int) -> None:
-        """Return once a layer of an operation that `start_loading` began is on the device. Raises TransferError if
-        its copy failed."""
+        """Return once a layer of an operation that `start_loading` began is on the device; -1 is none. Any thread.
+        Raises TransferError if its copy failed or a reset gave it up, InvalidValueError for one that never began."""
+        if not -1 <= consumer < self._next_consumer:
+            raise InvalidValueError("consumer", consumer, f"-1 .. {self._next_consumer - 1}, as start_loading gave it")
+        if 0 <= consumer < self._first_consumer:
+            raise TransferError(f"load {consumer} was given up in a reset")
         ticket = self._load_tickets.get(consumer)
-        if ticket is not None:  # else acknowledged already
+        if ticket is not None:  # else there is nothing to load, or it is acknowledged already
             ticket.wait_for_step(layer)
+
+    def require_loads(self) -> None:
+        """Raises TransferError if a load has failed since the last reset: device rows of the tree hold anything."""
+        for ack in self._loads:
+            if ack.ticket.error is not None:
+                raise TransferError(f"load of {len(ack.ids)} nodes failed: {ack.ticket.error}") from ack.ticket.error
 
     def finished_loads(self) -> list[Ack]:
         """Loads that have ended, oldest first, up to the first that has not; each is told once. Raises TransferError
-        if one failed: its rows may be in use already."""
-        finished = _take_finished(self._loads, wait=False)
-        for ack in finished:
-            if ack.ticket.error is not None:
-                raise TransferError(f"load of {len(ack.ids)} nodes failed: {ack.ticket.error}") from ack.ticket.error
+        if one failed, then and until a reset: its rows may be in use already."""
+        num_finished = _num_finished(self._loads)
+        self.require_loads()  # what has failed stays, and so says so again
+        finished = [self._loads.popleft() for _ in range(num_finished)]
         ended = {id(ack.ticket) for ack in finished}
         self._load_tickets = {n: ticket for n, ticket in self._load_tickets.items() if id(ticket) not in ended}
         return finished
@@ -262,11 +277,6 @@ def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
     return [move for move in moves if len(move.host)]
 
 
-def _take_finished(acks: deque[Ack], *, wait: bool) -> list[Ack]:
-    if wait and acks:
-        for ack in acks:
-            ack.ticket.synchronize()
-    finished = []
-    while acks and acks[0].ticket.query():
-        finished.append(acks.popleft())
-    return finished
+def _num_finished(acks: deque[Ack]) -> int:
+    """Leading ones whose jobs have ended."""
+    return sum(1 for _ in takewhile(lambda ack: ack.ticket.query(), acks))

@@ -16,4 +16,7 @@ MAX_DP_RANK = 65_535
 MAX_NAME_BYTES = 256
 """Largest UTF-8 length of a model, tenant or worker name."""
 
+MAX_EXTRA_KEY_BYTES = 1024
+"""Largest UTF-8 length of an extra key, the name of a namespace of pages."""
+
 MAX_TOKEN_ID = 2**32 - 1

@@ -16,10 +16,9 @@ import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes, token_array
-from kv_events.limits import MAX_HASHES_PER_QUERY
+from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_HASHES_PER_QUERY
 from kv_events.schema import MEDIUM_INDEX, BlockRemoved, BlockStored
 
-MAX_EXTRA_KEY_BYTES = 1024
 MAX_PAGES_PER_EVENT = MAX_HASHES_PER_QUERY
 
 _MASK64 = 2**64 - 1

@@ -11,11 +11,11 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kv_events.digest import Digest
+from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher.change_kernels import REMOVAL
 from publisher.hand_over import HandOver, PageChanges, QueueStats
 from publisher.intake import (
-    MAX_EXTRA_KEY_BYTES,
     BadEventError,
     StoredColumns,
     check_extra_key,

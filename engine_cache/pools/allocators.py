@@ -58,8 +58,7 @@ class PagedTokenToKVPoolAllocator:
             return None
         self._num_free -= num_pages
         pages = self._stack[self._num_free : self._num_free + num_pages][::-1]
-        rows: IndexArray = (pages[:, None] * self.page_size + self._rows_of_page).reshape(-1)
-        return rows
+        return _rows_of(pages, self._rows_of_page)
 
     def free(self, indices: IndexArray) -> None:
         """Take back every page that one of the rows lies in."""
@@ -84,6 +83,16 @@ class MambaSlotAllocator(PagedTokenToKVPoolAllocator):
 
     def __init__(self, size: int) -> None:
         super().__init__(size, page_size=1)
+
+
+def rows_of_pages(indices: IndexArray, page_size: int) -> IndexArray:
+    """All rows of every page that one of these rows lies in, ascending."""
+    return _rows_of(_pages_of(indices, page_size), np.arange(page_size, dtype=np.int64))
+
+
+def _rows_of(pages: IndexArray, rows_of_page: IndexArray) -> IndexArray:
+    rows: IndexArray = (pages[:, None] * len(rows_of_page) + rows_of_page).reshape(-1)
+    return rows
 
 
 def _pages_of(indices: IndexArray, page_size: int) -> IndexArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine_cache.errors import PoolError
-from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator, rows_of_pages
 from engine_cache.settings import debug_pools
 from engine_cache.types import IndexArray
 
@@ -57,9 +57,11 @@ class SWATokenToKVPoolAllocator:
         self.full.free(full_indices)
 
     def free_swa(self, full_indices: IndexArray) -> None:
-        """Take back the SWA pages of these rows, as far as they have any; the full rows stay their owner's."""
-        swa_indices = self.translate(full_indices)
-        self.full_to_swa_index_mapping[full_indices] = 0
+        """Take back the SWA pages of every page that one of the rows lies in, as far as it has one; the full rows stay
+        their owner's."""
+        rows = rows_of_pages(full_indices, self.page_size)  # the next owner of a page must not inherit any of it
+        swa_indices = self.translate(rows)
+        self.full_to_swa_index_mapping[rows] = 0
         self.swa.free(swa_indices[swa_indices > 0])
 
     def translate(self, full_indices: IndexArray) -> IndexArray:

@@ -8,7 +8,7 @@ never an exception.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -140,6 +140,18 @@ class HiCacheStorage(abc.ABC):
         self._pools: dict[PoolName, PagedHostPool] = {}
         self._closed = False
 
+    def register_host_pools(self, pools: Mapping[PoolName, PagedHostPool]) -> None:
+        """Name all pools of a cache. If one is refused the store knows no pool, not even those of before."""
+        try:
+            for name, pool in pools.items():
+                if name is PoolName.KV:
+                    self.register_mem_pool_host(pool)
+                else:
+                    self.register_mem_host_pool_v2(pool, name)
+        except BaseException:
+            self._forget_pools()
+            raise
+
     def register_mem_pool_host(self, pool: PagedHostPool) -> None:
         """Name the KV pool: the host pool itself, or the anchor of a hybrid group. Once, before the first page."""
         self._register(PoolName.KV, pool)
@@ -238,6 +250,10 @@ class HiCacheStorage(abc.ABC):
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         self._check_open()
         self._pools[name] = pool
+
+    def _forget_pools(self) -> None:
+        """As if none had been named. No page is on its way."""
+        self._pools.clear()
 
     def _pool(self, name: PoolName) -> PagedHostPool:
         self._check_open()

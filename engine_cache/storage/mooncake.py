@@ -6,6 +6,7 @@ byte for byte, without a copy in between. It may drop any object at any time, an
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import Counter
@@ -17,7 +18,14 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from engine_cache.settings import MooncakeSettings
-from engine_cache.storage.base import HiCacheStorage, PagedHostPool, PoolName, StorageStats, ZeroCopyHostPool
+from engine_cache.storage.base import (
+    HiCacheStorage,
+    PagedHostPool,
+    PoolName,
+    StorageClosedError,
+    StorageStats,
+    ZeroCopyHostPool,
+)
 from engine_cache.storage.held_pages import HeldPages
 from engine_cache.storage.mooncake_client import MooncakeClient
 from engine_cache.storage.mooncake_watch import MooncakeWatch
@@ -128,6 +136,14 @@ class MooncakeStorage(HiCacheStorage):
         super()._register(name, pool)
         self._registered[name] = _Registered(pool, buffers, name_ends, sum(sizes))
 
+    def _forget_pools(self) -> None:
+        super()._forget_pools()
+        self._held.forget_all()  # nobody can ask for these pages, nor tell of them
+        registered, self._registered = self._registered, {}
+        with contextlib.suppress(StorageClosedError):
+            for address in {buffer.data_ptr() for each in registered.values() for buffer in each.buffers}:
+                self._client.unregister(address)
+
     def _register_buffers(self, name: PoolName, buffers: Sequence[torch.Tensor]) -> None:
         """Each tensor once, however often its pool is named; those that the pool of that name had before are let go."""
         known = {buffer.data_ptr() for each in self._registered.values() for buffer in each.buffers}
@@ -150,32 +166,34 @@ class MooncakeStorage(HiCacheStorage):
     # --- pages -------------------------------------------------------------------------------------------------------
 
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
+        moment = self._held.moment
         done = self._whole_pages(name, self._client.exist(self._names(name, keys)))
         if name is PoolName.KV:
-            self._held.lose(_without(keys, done))
+            self._held.lose(_without(keys, done), moment)
         return done
 
     def _read(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
-        objects, epoch = self._objects(name, keys, rows), self._held.epoch
+        objects, moment = self._objects(name, keys, rows), self._held.moment
         read, odd = self._client.get(objects.names, objects.addresses, objects.sizes)
         self._client.remove(list(compress(objects.names, odd)))  # or the page would be there for ever, never readable
         done = self._whole_pages(name, read)
         sound = self._whole_pages(name, [not each for each in odd])
         if name is PoolName.KV:
-            self._held.hold(compress(keys, done), epoch)
-            self._held.lose(_without(keys, done))
+            self._held.hold(compress(keys, done), moment)
+            self._held.lose(_without(keys, done), moment)
         self._count(num_read=sum(done), num_missed=len(done) - sum(done), num_damaged=sound.count(False))
         return done
 
     def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
-        objects, epoch = self._objects(name, keys, rows), self._held.epoch
+        objects, moment = self._objects(name, keys, rows), self._held.moment
         there = self._client.exist(objects.names)
         missing = objects.only([not each for each in there])
         written = self._client.put(missing.names, missing.addresses, missing.sizes)
         before, stored = self._whole_pages(name, there), iter(written)
         done = self._whole_pages(name, [each or next(stored) for each in there])
         if name is PoolName.KV:
-            self._hold_written(keys, before, done, epoch)
+            self._held.hold(compress(keys, before), moment)
+            self._hold_written([key for key, was, now in zip(keys, before, done, strict=True) if now and not was])
         self._count(
             num_already_stored=sum(before),
             num_written=sum(done) - sum(before),
@@ -183,13 +201,12 @@ class MooncakeStorage(HiCacheStorage):
         )
         return done
 
-    def _hold_written(self, keys: Sequence[str], before: list[bool], done: list[bool], epoch: int) -> None:
+    def _hold_written(self, keys: Sequence[str]) -> None:
         """A page that another engine is writing at this moment is as good as written, but is not there yet and may
         never be: only what is seen there is held."""
-        self._held.hold(compress(keys, before), epoch)
-        written = [key for key, was, now in zip(keys, before, done, strict=True) if now and not was]
-        seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, written)))
-        self._held.hold(compress(written, seen), epoch)
+        moment = self._held.moment
+        seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, keys)))
+        self._held.hold(compress(keys, seen), moment)
 
     def _look_again(self) -> None:
         """Withdraw what is told to be in the store and is not."""

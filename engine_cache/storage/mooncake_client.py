@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 # Codes of the native client.
 _OK = 0
 _EXISTS = 1
+_NO_CODE = -1  # our own: the answer has another length than the question, so it says nothing of any name
 _BAD_ARGUMENTS = -600
 _TRANSFER_FAILED = -800
 _NO_MASTER = -900  # and below: the call to the master failed, timed out, ...
@@ -103,12 +104,11 @@ class MooncakeClient:
     def get(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Whether each object was read, and whether it is there with another length than asked for. The memory of what
-        was not read is undefined."""
+        """Whether each object was read, and whether it is sure to be there with another length than asked for. The
+        memory of what was not read is undefined."""
         codes = self._run(names, lambda: self._native.batch_get_into(list(names), list(addresses), list(sizes)))
         read = [code == size for code, size in zip(codes, sizes, strict=True)]
-        odd = [code == _BAD_ARGUMENTS or code >= 0 for code in codes]
-        return read, [is_odd and not was_read for is_odd, was_read in zip(odd, read, strict=True)]
+        return read, [self._is_odd(*each) for each in zip(names, codes, sizes, strict=True)]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, leased or not."""
@@ -180,13 +180,21 @@ class MooncakeClient:
             codes = call()
         if len(codes) != len(names):
             log.error("Mooncake answered %d names with %d codes", len(names), len(codes))
-            return [_BAD_ARGUMENTS] * len(names)
+            return [_NO_CODE] * len(names)
         lowest = min(codes)
         if lowest <= _NO_MASTER:
             self._lose_master()
         elif _TRANSFER_FAILED in codes:
             self.on_transfer_failed()
         return codes
+
+    def _is_odd(self, name: str, code: int, size: int) -> bool:
+        """Whether an object whose reading ended with that code has another length. An object that is longer answers
+        with the code of many other faults: only the length that the store tells makes it sure."""
+        if code == size or (code < 0 and code != _BAD_ARGUMENTS):
+            return False
+        (length,) = self._run([name], lambda: [self._native.get_size(name)])
+        return length >= 0 and length != size
 
     def _lose_master(self) -> None:
         with self._idle:

@@ -29,6 +29,8 @@ class MooncakeWatch:
         self._client = client
         self._interval_s = interval_s
         self._look_again = look_again
+        self._is_emptied = False  # and was not looked at since; the thread's own
+        self._lock = threading.Lock()  # guards what follows
         self._suspicious_until: float | None = None  # monotonic time of the look that is due
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"mooncake-watch:{client.address}", daemon=True)
@@ -37,7 +39,8 @@ class MooncakeWatch:
 
     def suspect(self) -> None:
         """A machine did not answer: look again when the master must have noticed. Any thread."""
-        self._suspicious_until = time.monotonic() + _LENDER_TTL_S
+        with self._lock:
+            self._suspicious_until = time.monotonic() + _LENDER_TTL_S
 
     def stop(self) -> None:
         """End the thread, with the call it is in."""
@@ -56,10 +59,13 @@ class MooncakeWatch:
 
     def _look(self) -> None:
         state = self._client.probe()
+        self._is_emptied |= state is MasterState.EMPTIED
         due = self._suspicious_until
-        overdue = due is not None and time.monotonic() > due
-        if state is MasterState.AWAY or not (overdue or state is MasterState.EMPTIED):
+        is_due = due is not None and time.monotonic() > due
+        if state is MasterState.AWAY or not (is_due or self._is_emptied):
             return
-        if overdue:
-            self._suspicious_until = None
-        self._look_again()
+        self._look_again()  # if that fails, it is as due as before
+        self._is_emptied = False
+        with self._lock:
+            if is_due and self._suspicious_until == due:  # else a machine did not answer meanwhile
+                self._suspicious_until = None

@@ -149,6 +149,12 @@ class UnifiedRadixCache(UnifiedRequests, UnifiedTransfers):
             nodes, num_accepted(nodes, [each.create_match_validator() for each in self.components]), on_device
         )
 
+    def _is_usable(self, node: TreeNode) -> bool:
+        if node.former_parent is not None:
+            return False
+        path = [unified(step) for step in reversed(self._path_to_root(node))]
+        return self._find_ends(path).num_best == len(path)
+
     def _last(self, nodes: list[UnifiedNode]) -> TreeNode:
         return nodes[-1] if nodes else self.root_node
 
@@ -183,6 +189,8 @@ class UnifiedRadixCache(UnifiedRequests, UnifiedTransfers):
     def _insert(self, key: RadixKey, value: IndexArray, params: InsertParams) -> InsertResult:
         path, prefix_len = self._descend(key)
         self._touch(path)
+        for node in path:  # before a component cuts one, of which both parts are used
+            self._raise_use(node, params)
         self._insert_overlap(path, value, params)
         total_len = len(key)
         if prefix_len < total_len and any(
@@ -195,8 +203,9 @@ class UnifiedRadixCache(UnifiedRequests, UnifiedTransfers):
                 path.append(self._insert_leaf(path, key, value, prefix_len, params))
             end = unified(path[-1])
             is_taken = self._finish_insert(end, params)
-        for node in path:  # at last, since a hit may start a backup, which takes along what is there
-            self._count_hit(node, params)
+        end_of_path = path[-1] if path else self.root_node
+        for node in reversed(self._path_to_root(end_of_path)):  # at last, since a backup takes along what is there
+            self._back_up_if_due(node, params)
         return InsertResult(prefix_len, total_len, mamba_exist=not is_taken)
 
     def _insert_overlap(self, path: list[TreeNode], value: IndexArray, params: InsertParams) -> None:
@@ -218,6 +227,7 @@ class UnifiedRadixCache(UnifiedRequests, UnifiedTransfers):
         self, path: list[TreeNode], key: RadixKey, value: IndexArray, start: int, params: InsertParams
     ) -> TreeNode:
         leaf = self._add_leaf(path[-1] if path else self.root_node, key, value, start, params.priority)
+        self._raise_use(leaf, params)
         for component in self.auxiliaries:
             component.recover_after_unevict(unified(leaf), start, params)
         return leaf

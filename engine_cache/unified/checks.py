@@ -35,7 +35,7 @@ def check_unified_cache(
         rows = np.concatenate(
             [no_indices(), *(each.value for each in _data(component, nodes) if each.value is not None)]
         )
-        owned = request_slots
+        owned = cache._with_loading(request_slots)
         if isinstance(component, SWAComponent):
             _check_mapping(component, nodes)
             owned = None if request_indices is None else _mapped(component, request_indices)

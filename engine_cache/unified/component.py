@@ -253,19 +253,17 @@ class AuxiliaryComponent(TreeComponent):
         """Device rows are assigned, Full's too."""
 
     def refuse_load(self, anchor: TreeNode, req: Request) -> None:
-        """The request goes on from `anchor`, not from the best match."""
+        """The request goes on from `anchor`, not from the best match. Raises PoolExhaustedError without room for what
+        it needs of its own there."""
 
     @abstractmethod
     def archive_transfer(self, node: UnifiedNode, keys: list[str]) -> PoolTransfer:
         """How the node's host rows are named in the store. keys: one a page of the node."""
 
     @abstractmethod
-    def prefetch_transfer(self, num_pages: int) -> PoolTransfer | None:
-        """What to fetch along with so many pages; without host rows, whose number is `prefetch_rows`. None: nothing."""
-
-    @abstractmethod
-    def prefetch_rows(self) -> int:
-        """Host rows of what `prefetch_transfer` asks for."""
+    def prefetch_transfer(self, anchor: UnifiedNode, num_pages: int) -> PoolTransfer | None:
+        """What to fetch along with so many pages behind the anchor: as many pages of this kind as there are keys, which
+        say no more than that; still without host rows. None: nothing that could be matched would come of it."""
 
     @abstractmethod
     def commit_prefetch(self, end: UnifiedNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:

@@ -97,7 +97,7 @@ class UnifiedEviction(StorageTier):
         node = component.host_lru_list.oldest()
         while node is not None and pool.available_size() - before < num_rows:
             following = component.host_lru_list.newer_than(node)
-            if node in self.evictable_host_leaves and node.host_ref_counter == 0:
+            if node in self.evictable_host_leaves:
                 self._evict_host_leaf(node)
             else:
                 for each in self._going_with(component):

@@ -153,18 +153,13 @@ class MambaComponent(AuxiliaryComponent):
             req.mamba_pool_idx, req.mamba_cow_src_index = slots[1], None
 
     def refuse_load(self, anchor: TreeNode, req: Request) -> None:
-        state = self.data(anchor).value
-        if req.mamba_cow_src_index is not None:
-            req.mamba_cow_src_index = None if state is None else state.copy()
+        self.tree.copy_on_write(req, self.data(anchor).value, [anchor])
 
     def archive_transfer(self, node: UnifiedNode, keys: list[str]) -> PoolTransfer:
         return _trailing_state(self.data(node).host_value, keys[-1:])
 
-    def prefetch_transfer(self, num_pages: int) -> PoolTransfer | None:
-        return _trailing_state(None, None)
-
-    def prefetch_rows(self) -> int:
-        return 1
+    def prefetch_transfer(self, anchor: UnifiedNode, num_pages: int) -> PoolTransfer | None:
+        return _trailing_state(None, [""])
 
     def commit_prefetch(self, end: UnifiedNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
         is_wanted = end.host_value is not None and self.data(end).host_value is None

@@ -9,6 +9,7 @@ from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode
 from engine_cache.radix import RadixCache
 from engine_cache.state_requests import StateRequests
+from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.types import IndexArray
 from engine_cache.unified.eviction import UnifiedEviction
 from engine_cache.unified.mamba import MambaComponent
@@ -66,6 +67,15 @@ class UnifiedRequests(UnifiedEviction, StateRequests):
         if node is not None:
             lock = self.inc_lock_ref(node)
             req.last_node, req.lock_params = lock.node, lock.to_dec_params()
+
+    def _assign_extras(self, ack_id: int, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
+        super()._assign_extras(ack_id, node, extras, req)
+        if req is not None and any(transfer.name is PoolName.MAMBA for transfer in extras):
+            self._begin_slot_load(ack_id, req)
+
+    def _end_load(self, ack_id: int, node: TreeNode) -> None:
+        super()._end_load(ack_id, node)
+        self._end_slot_load(ack_id)
 
     def evict_mamba(self, mamba_num: int) -> EvictResult:
         return self.evict(EvictParams(0, mamba_num=mamba_num))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, takewhile
 from typing import ClassVar
 
 import numpy as np
@@ -239,21 +239,22 @@ class SWAComponent(AuxiliaryComponent):
         rows = self.data(node).host_value
         return PoolTransfer(self.pool, host_indices=rows, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
-    def prefetch_transfer(self, num_pages: int) -> PoolTransfer | None:
-        if num_pages < self.window_pages:
+    def prefetch_transfer(self, anchor: UnifiedNode, num_pages: int) -> PoolTransfer | None:
+        """What less than a window lacks, the anchor must have."""
+        above = (self.data(step) for step in self._window_above(anchor))
+        if any(data.value is None and data.host_value is None for data in above):
             return None
-        # the names are those of the last pages that are found; here they say how many
-        return PoolTransfer(self.pool, keys=[""] * self.window_pages, hit_policy=PoolHitPolicy.TRAILING_PAGES)
-
-    def prefetch_rows(self) -> int:
-        return self.window_pages * self.allocator.page_size
+        num_keys = min(num_pages, self.window_pages)
+        return PoolTransfer(self.pool, keys=[""] * num_keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
     def commit_prefetch(self, end: UnifiedNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
-        """All pages of one window or none: they fill tombstones from the end upward."""
-        if operation.extra_pool_hit_pages.get(self.pool, 0) < self.window_pages:
-            return
+        """All pages of the window that lie behind the anchor, or none: they fill tombstones from the end upward."""
         assert fetched.host_indices is not None
-        rows, fetched.host_indices = fetched.host_indices, None
+        behind = takewhile(lambda step: step is not operation.anchor, self._window_above(end))
+        num_units = min(len(fetched.host_indices), sum(len(step.key) for step in behind))
+        if operation.extra_pool_hit_pages.get(self.pool, 0) * self.allocator.page_size < num_units:
+            return
+        rows, fetched.host_indices = fetched.host_indices[:num_units], fetched.host_indices[num_units:]
         node = end
         while len(rows):
             taken = min(len(node.key), len(rows))

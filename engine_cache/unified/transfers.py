@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +13,7 @@ from engine_cache.host_tier import BackupOperation
 from engine_cache.node import TreeNode, compute_node_hash_values
 from engine_cache.storage.base import HiCacheStorage, PoolTransfer
 from engine_cache.storage.object_names import page_keys
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
 from engine_cache.transfer import HiCacheController
 from engine_cache.types import IndexArray, no_indices
 from engine_cache.unified.component import AuxiliaryComponent
@@ -36,12 +38,16 @@ class UnifiedTransfers(UnifiedEviction):
     write_policy = "write_through"
 
     def reset(self) -> None:
-        self._host_locks: dict[ArchiveOperation | PrefetchOperation, DecLockRefParams] = {}
+        self._host_locks: dict[StorageOperation, DecLockRefParams] = {}
         super().reset()
 
     def _end_transfers(self) -> None:
         if self.cache_controller is not None:
             super()._end_transfers()
+
+    def _require_loads(self) -> None:
+        if self.cache_controller is not None:
+            super()._require_loads()
 
     def check_hicache_events(self) -> None:
         if self.cache_controller is not None:
@@ -50,8 +56,10 @@ class UnifiedTransfers(UnifiedEviction):
     # --- device to host ---------------------------------------------------------------------------------------------
 
     def _back_up_what_is_missing(self, node: TreeNode) -> None:
-        if self.cache_controller is None:
-            return
+        parent = node.parent
+        assert parent is not None
+        if self.cache_controller is None or (parent is not self.root_node and parent.host_value is None):
+            return  # the parent had its turn in this insert, and found no room
         super()._back_up_what_is_missing(node)
         if node.host_value is not None and node.write_through_pending_id is None:
             self.write_auxiliary_backup(node)
@@ -94,7 +102,10 @@ class UnifiedTransfers(UnifiedEviction):
         parts = self._not_on_host(unified_node)
         transfers = [PoolTransfer(each.pool, device_indices=each.data(node).value) for each in parts]
         ack_id = next(self._ack_ids)
-        if not parts or self.controller.write(no_indices(), ack_id, transfers) is None:
+        if not parts:
+            return False
+        if self.controller.write(no_indices(), ack_id, transfers) is None:
+            self.num_refused_backups += 1
             return False
         self._put_on_host(unified_node, parts, transfers)
         for component in parts:
@@ -112,10 +123,10 @@ class UnifiedTransfers(UnifiedEviction):
                 assert isinstance(operation, AuxiliaryBackup)
                 operation.parts.append((component, upper))
 
-    def _end_backup(self, operation: BackupOperation, error: Exception | None) -> None:
+    def _take_over(self, operation: BackupOperation, error: Exception | None) -> None:
         if isinstance(operation, AuxiliaryBackup):
             self._end_auxiliary_backup(operation, error)
-        super()._end_backup(operation, error)
+        super()._take_over(operation, error)
 
     def _end_auxiliary_backup(self, operation: AuxiliaryBackup, error: Exception | None) -> None:
         for component, node in operation.parts:
@@ -156,12 +167,16 @@ class UnifiedTransfers(UnifiedEviction):
         added = self._path_below(anchor, node) if node.former_parent is None else []
         is_wanted = node.value is None or params.host_hit_length > 0
         if is_wanted or req.swa_host_hit_length > 0 or req.mamba_host_hit_length > 0:
-            if self.load_back(node, params.mem_quota, req) is not None:
+            if self._is_usable(node) and self.load_back(node, params.mem_quota, req) is not None:
                 rows = self._collect_new_prefix_indices(added)
                 return rows, node if len(rows) else anchor
             for component in self.auxiliaries:
                 component.refuse_load(anchor, req)
         return no_indices(), anchor
+
+    @abstractmethod
+    def _is_usable(self, node: TreeNode) -> bool:
+        """Whether a match may still end at a node: since the last one it may have lost data, or left the tree."""
 
     def _path_below(self, anchor: TreeNode, node: TreeNode) -> list[TreeNode]:
         """Nodes on the way from `anchor`, which is left out, down to `node`."""
@@ -195,7 +210,7 @@ class UnifiedTransfers(UnifiedEviction):
         needed = [(each, step) for each in self.auxiliaries for step in each.needed_nodes(unified(node))]
         on_device = [(each, step) for each, step in needed if each.data(step).value is not None]
         on_host = [(each, step) for each, step in needed if each.data(step).host_value is not None]
-        node.host_ref_counter += 1
+        self._hold_host_kv(node)
         for component, step in on_device:
             component.lock(step)
         for component, step in on_host:
@@ -203,13 +218,13 @@ class UnifiedTransfers(UnifiedEviction):
         try:
             return super()._load_or_evict(node, host_rows, ack_id, extras)
         finally:
-            node.host_ref_counter -= 1
+            self._release_host_kv(node)
             for component, step in on_device:
                 component.unlock(step)
             for component, step in on_host:
                 component.unlock_host(step)
 
-    def _assign_extras(self, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
+    def _assign_extras(self, ack_id: int, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
         for component in self.auxiliaries:
             transfers = [transfer for transfer in extras if transfer.name is component.pool]
             component.commit_load(unified(node), transfers, req)
@@ -233,39 +248,34 @@ class UnifiedTransfers(UnifiedEviction):
         keys = page_keys(compute_node_hash_values(node, self.page_size), node.key.extra_key)
         return [component.archive_transfer(node, keys) for component in parts]
 
-    def _archive(self, operation: ArchiveOperation) -> None:
-        self._host_locks[operation] = self._hold_on_host(unified(operation.node))
-        super()._archive(operation)
+    def _hold_extras(self, operation: StorageOperation, node: TreeNode) -> None:
+        self._host_locks[operation] = self._hold_on_host(unified(node))
 
-    def _end_archive(self, operation: ArchiveOperation) -> None:
-        super()._end_archive(operation)
-        self._let_go_on_host(unified(operation.node), self._host_locks.pop(operation))
+    def _release_extras(self, operation: StorageOperation, node: TreeNode) -> None:
+        self._let_go_on_host(unified(node), self._host_locks.pop(operation))
 
     def _prefetch_extras(self, anchor: TreeNode, num_units: int) -> list[PoolTransfer] | None:
-        taken: list[tuple[AuxiliaryComponent, PoolTransfer]] = []
-        for component in self.auxiliaries:
-            transfer = component.prefetch_transfer(num_units // self.page_size)
-            if transfer is None:
-                continue
-            transfer.host_indices = component.entry.alloc_host(component.prefetch_rows())
-            if transfer.host_indices is None:
-                for owner, given in taken:
-                    assert given.host_indices is not None
-                    owner.entry.host_pool.free(given.host_indices)
+        """None also if nothing that could be matched would come of it."""
+        extras: list[PoolTransfer] = []
+        with ExitStack() as undo:
+            for component in self.auxiliaries:
+                transfer = component.prefetch_transfer(unified(anchor), num_units // self.page_size)
+                if transfer is None:
+                    return None
+                pool = component.entry.host_pool
+                rows = component.entry.alloc_host(len(transfer.keys or ()) * pool.page_size)
+                if rows is None:
+                    return None
+                undo.callback(pool.free, rows)
+                transfer.host_indices = rows
+                extras.append(transfer)
+            shared = super()._prefetch_extras(anchor, num_units)
+            if shared is None:
                 return None
-            taken.append((component, transfer))
-        shared = super()._prefetch_extras(anchor, num_units)
-        return None if shared is None else [*(transfer for _, transfer in taken), *shared]
+            undo.pop_all()
+        return [*extras, *shared]
 
-    def _enter(self, operation: PrefetchOperation) -> None:
-        super()._enter(operation)
-        self._host_locks[operation] = self._hold_on_host(unified(operation.anchor))
-
-    def _leave(self, operation: PrefetchOperation) -> None:
-        super()._leave(operation)
-        self._let_go_on_host(unified(operation.anchor), self._host_locks.pop(operation))
-
-    def _take_extras(self, operation: PrefetchOperation, end: TreeNode, *, is_new: bool) -> None:
+    def _take_extras(self, operation: PrefetchOperation, end: TreeNode) -> None:
         for transfer in operation.extras:
             for component in self.auxiliaries:
                 if component.pool is transfer.name:
