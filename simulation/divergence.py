@@ -28,6 +28,8 @@ def _held(worker: SimulatedWorker, medium: StorageMedium) -> tuple[U64Array, int
     """Pages that the worker holds, and the number of those that it holds and never told of."""
     if medium is StorageMedium.DISK and worker.tiers is not None:
         return worker.tiers.on_disk()
+    if medium not in (StorageMedium.GPU, StorageMedium.CPU):
+        return np.zeros(0, np.uint64), 0
     return np.array([page.sequence_hash for page in worker.cache.iter_resident(medium)], np.uint64), 0
 
 

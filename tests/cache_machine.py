@@ -120,9 +120,15 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def soak(machine, num_operations, seed, recount_every=10):
-    """Operations of a machine that has begun, all that can be run as often as their weights say; checked after each,
-    recounted now and then, and brought to an end within `MOST_SOAK_CPU_S`."""
-    draw, began = random.Random(seed), process_time()
+    """Operations of a machine that has begun, brought to an end within `MOST_SOAK_CPU_S`."""
+    began = process_time()
+    run_some(machine, num_operations, random.Random(seed), recount_every)
+    machine.teardown()
+    assert process_time() - began < MOST_SOAK_CPU_S
+
+
+def run_some(machine, num_operations, draw, recount_every=10):
+    """All operations that can be run as often as their weights say; checked after each, recounted now and then."""
     operations = [each for _, each in inspect.getmembers(type(machine), inspect.isfunction) if hasattr(each, "weight")]
     weights = [each.weight for each in operations]
     for turn in range(num_operations):
@@ -132,5 +138,3 @@ def soak(machine, num_operations, seed, recount_every=10):
             machine.check_events()
             if turn % recount_every == 0:
                 machine.check()
-    machine.teardown()
-    assert process_time() - began < MOST_SOAK_CPU_S

@@ -157,14 +157,16 @@ class HybridRig(Rig):
         except PoolExhaustedError:
             return 0
         node, rows = match.last_device_node, match.device_indices
-        self.cache.inc_lock_ref(match.last_device_node)
+        req.last_node = self.cache.inc_lock_ref(node).node
         if match.host_hit_length or match.mamba_host_hit_length:
             params = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req)
-            fresh, node = self.cache.init_load_back(params)
+            try:
+                fresh, node = self.cache.init_load_back(params)
+            except PoolExhaustedError:
+                return 0
             rows = np.concatenate((rows, fresh))
             if node is not match.best_match_node:
                 rows = rows[: sum(len(step.key) for step in self.up(node))]
-                req.mamba_cow_src_index = node.mamba_value
         self.cache.inc_lock_ref(node)
         self.cache.dec_lock_ref(match.last_device_node)
         req.last_node, req.cache_protected_len = node, len(rows)
@@ -215,18 +217,18 @@ class HybridRig(Rig):
         params = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req, **params)
         rows, node = self.cache.init_load_back(params)
         if req is not None and req.mamba_pool_idx is not None:
-            path, raw = self.up(node), next(prefixes[-1] for held, _, prefixes in self.walk() if held is node)
-            assert path[0] is node is match.best_match_node
+            raw = next(prefixes[-1] for held, _, prefixes in self.walk() if held is node)
             self.loaded[req] = (node, page_content(extra_key, raw))
+            if req.mamba_cow_src_index is not None:
+                self.run_loads()  # one of them may be that of the state
+                self.states.copy_from(req.mamba_cow_src_index, req.mamba_pool_idx)
         return rows, node
 
     def end_request(self):
-        """Free the slot of the request that was loaded first."""
+        """The request that was loaded first goes away, whatever is still being loaded into its slot."""
         req = next(iter(self.loaded))
-        node, _ = self.loaded.pop(req)
-        if node in self.cache.ongoing_load_back.values():
-            self.run_loads()
-        self.slots.free(req.mamba_pool_idx)
+        del self.loaded[req]
+        self.cache.cache_finished_req(req, is_insert=False)
 
     def run_loads(self):
         self.cache.ready_to_load_host_cache()

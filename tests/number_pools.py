@@ -15,11 +15,36 @@ def content(extra_key, raw, kind):
     return int.from_bytes(digest, "little") * 16
 
 
+class NumberPools:
+    """One kind of state: both its pools, and what their rows contain."""
+
+    def __init__(self, device_rows, host_rows, page_size):
+        self.page_size = page_size
+        self.device, self.host = DeviceRows(device_rows), HostPool(host_rows, page_size)
+
+    def write(self, rows, contents):
+        """Write pages to rows of the device. contents: one number a page."""
+        self.device.rows[rows] = self._rows_of(contents)
+
+    def check_device(self, rows, contents):
+        assert self.device.rows[rows].tolist() == self._rows_of(contents).tolist()
+
+    def check_host(self, rows, contents):
+        assert self.host.rows[rows].tolist() == self._rows_of(contents).tolist()
+
+    def _rows_of(self, contents):
+        return (contents.reshape(-1, 1) + np.arange(self.page_size)).reshape(-1)
+
+
 class DeviceRows:
     """Rows of a device pool."""
 
     def __init__(self, num_rows):
         self.rows = np.zeros(num_rows, np.int64)
+
+    def copy_from(self, src, dst):
+        """As a pool of states does for a request."""
+        self.rows[dst] = self.rows[src]
 
 
 class HostPool(HostRows):
@@ -45,8 +70,26 @@ class HostPool(HostRows):
             raise RuntimeError("injected load fault")
         device_pool.rows[device_indices] = self.rows[host_indices]
 
+    # --- what stores need ---
+
     def get_data_page(self, index):
-        return self.rows[index : index + self.page_size].copy()
+        return _tensor(self.rows[index : index + self.page_size].copy())
+
+    def get_dummy_flat_data_page(self):
+        return _tensor(np.zeros(self.page_size, np.int64))
 
     def set_from_flat_data_page(self, index, data):
         self.rows[index : index + self.page_size] = data
+
+    def get_hybrid_pool_buffer(self):
+        return [_tensor(self.rows)]
+
+    def get_page_buffer_meta(self, indices):
+        first = self.rows.ctypes.data + self.rows.itemsize * indices[:: self.page_size]
+        return first.tolist(), [self.rows.itemsize * self.page_size] * len(first)
+
+
+def _tensor(rows):
+    import torch  # not before somebody has bytes to move: trees do without
+
+    return torch.from_numpy(rows)

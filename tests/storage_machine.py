@@ -13,12 +13,12 @@ from cache_machine import CacheMachine, operation
 from page_names import block_hash
 from watched_stores import WatchedDirectory, WatchedMemory
 
-from engine_cache import ManualCopyEngine, StoragePolicy
+from engine_cache import Lane, ManualCopyEngine, StoragePolicy
 from engine_cache.node import iter_nodes
 from engine_cache.storage_operations import STOP_POLICIES
 from kv_events.schema import StorageMedium
 
-CPU, DISK = StorageMedium.CPU, StorageMedium.DISK
+CPU, DISK, EXTERNAL = StorageMedium.CPU, StorageMedium.DISK, StorageMedium.EXTERNAL
 _NAMESPACES = {"": None, sha256(b"a").hexdigest()[:16] + "_": "a"}  # by what stands before the block hash in a key
 
 
@@ -37,6 +37,9 @@ def is_stepped(machine):
 class StorageMachine(CacheMachine):
     """Wants of the class that is made of it `rig`, `engine`, `store`, `num_stores`, `num_requests`, `seen` and
     `checked_match`."""
+
+    STORES = ("memory", "directory")
+    """Kinds that are attached at run time."""
 
     STORE_OPTIONS: ClassVar = {
         "store": ("memory", "memory", "directory", "directory", None),
@@ -66,9 +69,24 @@ class StorageMachine(CacheMachine):
                 return list(raw), extra_key
         return self.prompt(draw)
 
+    @operation(weight=3, when=has_store)
+    def prefetch_to_the_end(self, draw):
+        """With nothing in between, so that what the store has arrives."""
+        self.prefetch(draw)
+        if is_stepped(self):
+            while self.engine.step(Lane.PREFETCH):
+                pass
+        else:
+            self.engine.drain()
+        self.cache.check_hicache_events()
+        if str(self.num_requests) in self.cache.ongoing_prefetch:
+            self.look_at(str(self.num_requests))
+
     @operation(weight=3, when=has_prefetch)
     def check_prefetch_progress(self, draw):
-        request = draw.choice(list(self.cache.ongoing_prefetch))
+        self.look_at(draw.choice(list(self.cache.ongoing_prefetch)))
+
+    def look_at(self, request):
         if self.cache.check_prefetch_progress(request):
             assert request not in self.cache.ongoing_prefetch
             units = self.cache.pop_prefetch_loaded_tokens(request)
@@ -114,22 +132,28 @@ class StorageMachine(CacheMachine):
             self.cache.clear_storage_backend()
             assert not is_stepped(self) or self.store.held() == set()
 
-    @operation()
+    @operation(when=lambda machine: machine.STORES)
     def attach_or_detach(self, draw):
         if draw.random() > 0.1 + 0.4 * (self.store is None):
             return
         if self.store is None:
-            self.attach(draw.choice(("memory", "directory")), draw.choice(STOP_POLICIES), draw.random() < 0.8)
+            self.attach(draw.choice(self.STORES), draw.choice(STOP_POLICIES), draw.random() < 0.8)
         elif draw.random() < 0.5:
             self.change_policy(draw.choice(STOP_POLICIES))
         else:
             self.detach()
 
     def attach(self, kind, stop, emit):
-        self.store = WatchedMemory() if kind == "memory" else WatchedDirectory(self.rig.kv, 12)
+        self.store = self.make_store(kind)
         self.emit = emit
         self.num_stores += 1
         assert self.cache.attach_storage_backend(self.store, self.policy(stop)) == (True, "attached")
+
+    def make_store(self, kind):
+        if kind == "memory":
+            return WatchedMemory()
+        pools = [entry.host_pool for entry in self.rig.controller.entries.values()]
+        return WatchedDirectory(self.rig.identity, pools, num_pages=12)
 
     def change_policy(self, stop):
         assert self.cache.attach_storage_backend(self.store, self.policy(stop))[0]
@@ -141,8 +165,7 @@ class StorageMachine(CacheMachine):
 
     def detach(self):
         assert self.cache.detach_storage_backend() == (True, "detached")
-        if isinstance(self.store, WatchedDirectory):
-            self.store.discard()
+        self.store.discard()
         self.store = None
         self.forget_store()
 
@@ -173,10 +196,10 @@ class StorageMachine(CacheMachine):
     def check_store(self, all_taken):
         """What is announced of the store is what this cache has archived and the store holds; more only as long as its
         losses are not taken over, less only as long as archives are not acknowledged."""
-        announced = self.replay.pages[DISK]
         if self.store is None or not self.emit:
-            assert announced == {}
+            assert self.replay.pages[DISK] == self.replay.pages[EXTERNAL] == {}
             return
+        announced = self.replay.pages[self.store.medium]
         while self.store.acknowledged:
             self.archived.add(self.store.acknowledged.popleft())
         self.once_archived |= self.archived

@@ -26,6 +26,7 @@ from engine_cache.node import iter_nodes
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
+from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
 
 LAYERS = 2
@@ -200,6 +201,12 @@ class Rig:
         self.cache = HiRadixCache(
             page_size=page_size, allocator=self.pool, controller=self.controller, is_eagle=is_eagle, **cache
         )
+
+    @property
+    def identity(self):
+        """Of these pools in a store."""
+        layout = PageLayout("int64", self.page_size, tuple(self.host.kv_buffer.shape), self.host.layout)
+        return StorageIdentity("m", layout, is_mla=self.kv.is_mla)
 
     # --- an engine that computes ---
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pytest
 from cache_machine import operation
 from storage_machine import CPU, StorageMachine, is_stepped
-from watched_stores import WatchedDirectory
 
 from engine_cache import EvictParams, InitLoadBackParams, Lane, TransferError
 from engine_cache.node import iter_nodes
@@ -235,7 +234,7 @@ class TieredCacheMachine(StorageMachine):
                 self.end()
             finally:
                 self.engine.close()
-                if isinstance(self.store, WatchedDirectory):
+                if self.store is not None:
                     self.store.discard()
 
     def end(self):

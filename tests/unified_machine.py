@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from cache_machine import CacheMachine, operation
 from reuse_oracle import num_reusable
+from storage_machine import is_stepped
 from tiered_machine import CPU, EVERYTHING, GPU, TieredCacheMachine
 from unified_oracle import num_usable, pages_along
+from unified_requests import Requests, RequestSteps
 from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, Lane, PoolExhaustedError, Request
 from engine_cache.node import iter_nodes
 
 
-class UnifiedSteps:
+class UnifiedSteps(RequestSteps):
     """Operations on one tier or several. A machine has `rig` and `cache`."""
 
     KINDS: tuple[str, ...] = ()
@@ -128,9 +130,12 @@ class UnifiedSteps:
         self.rig.tokens.clear()
         self.rig.slots.clear()
         self.rig.requests.clear()
+        self.rig.served.forget()
 
     def release_all(self):
         self.rig.end_requests()
+        for req in list(self.rig.served.running):
+            self.rig.served.end(req, is_insert=False)
         while self.locks:
             self.cache.release(self.locks.pop())
 
@@ -145,6 +150,7 @@ class UnifiedDeviceMachine(UnifiedSteps, CacheMachine):
 
     def begin(self, **options):
         self.rig = UnifiedRig(self.KINDS, tiers=1, **options)
+        Requests(self.rig)
         self.cache = self.rig.cache
         events = self.cache.enable_kv_cache_events
         self.watch(self.rig.page_size, is_bigram=self.rig.is_bigram, events=events)
@@ -176,10 +182,9 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
     """On device and host, with a store behind them."""
 
     def make_rig(self, **options):
-        return UnifiedRig(self.KINDS, **options)
-
-    def attach(self, kind, stop, emit):
-        super().attach("memory", stop, emit)
+        rig = UnifiedRig(self.KINDS, **options)
+        Requests(rig)
+        return rig
 
     def prompt_to_insert(self, draw):
         tokens, extra_key = self.prompt(draw)
@@ -188,11 +193,11 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
             self.seen.update(self.names.prefixes(tokens, extra_key))
         return tokens, extra_key
 
-    @operation(when=lambda machine: machine.KINDS)
+    @operation(when=lambda machine: machine.cache.auxiliaries)
     def evict_a_kind_on_the_host(self, draw):
         self.cache.evict_component_on_host(draw.choice(self.cache.auxiliaries), draw.randrange(4))
 
-    @operation()
+    @operation(when=is_stepped)
     def step_with_a_failing_write(self, draw):
         self.fail(draw.choice((1, 2, 2)))
         self.engine.step(Lane.WRITE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from number_pools import DeviceRows, HostPool, content
+from number_pools import NumberPools, content
 
 from engine_cache import (
     ComponentType,
@@ -24,7 +24,9 @@ from engine_cache import (
     MatchPrefixParams,
     PagedTokenToKVPoolAllocator,
     PoolEntry,
+    PoolExhaustedError,
     RadixKey,
+    ReqToTokenPool,
     Request,
     SWAComponent,
     SWATokenToKVPoolAllocator,
@@ -32,6 +34,7 @@ from engine_cache import (
 )
 from engine_cache.node import iter_nodes
 from engine_cache.storage.base import PoolName
+from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
 
 NOTHING = np.empty(0, np.int64)
@@ -47,7 +50,8 @@ class Place(NamedTuple):
 
 
 class UnifiedRig:
-    """kinds: of "swa" and "mamba", in the order of the components. tiers: 1 or 2."""
+    """kinds: of "swa" and "mamba", in the order of the components, or "indexer" alone: a model with sparse attention,
+    with real pools in a `layout`. tiers: 1 or 2."""
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class UnifiedRig:
         load_back_threshold=1,
         engine=None,
         is_eagle=False,
+        layout="page_first",
         **cache,
     ):
         self.page_size, self.is_bigram, self.window, self.kinds = page_size, is_eagle, window, kinds
@@ -75,24 +80,30 @@ class UnifiedRig:
         self.swa = SWATokenToKVPoolAllocator(rows, swa_pages * page_size, page_size) if "swa" in kinds else None
         self.pool = self.swa.full if self.swa else self.pool
         self.tokens = self.swa or self.pool
-        self.device_pools = {
-            PoolName.KV: DeviceRows(rows + page_size),
-            PoolName.SWA: DeviceRows((swa_pages + 1) * page_size),
-            PoolName.MAMBA: DeviceRows(slots + 1),
+        self.pools = {
+            PoolName.KV: NumberPools(rows + page_size, host_pages * page_size, page_size),
+            PoolName.SWA: NumberPools((swa_pages + 1) * page_size, swa_host_pages * page_size, page_size),
+            PoolName.MAMBA: NumberPools(slots + 1, host_slots, 1),
         }
-        self.host_pools = {
-            PoolName.KV: HostPool(host_pages * page_size, page_size),
-            PoolName.SWA: HostPool(swa_host_pages * page_size, page_size),
-            PoolName.MAMBA: HostPool(host_slots, 1),
-        }
+        if "indexer" in kinds:
+            from nsa_pools import NsaPools  # they need torch
+
+            self.pools[PoolName.KV] = NsaPools(device_pages, host_pages, page_size, layout)
+        self.device_pools = {name: pools.device for name, pools in self.pools.items()}
+        self.host_pools = {name: pools.host for name, pools in self.pools.items()}
         self.host = self.host_pools[PoolName.KV]
         make = {
             "swa": lambda: SWAComponent(self.swa, window),
-            "mamba": lambda: MambaComponent(self.slots, chunk_size=2, enable_extra_buffer=True),
+            "mamba": lambda: MambaComponent(
+                self.slots,
+                state_pool=self.device_pools[PoolName.MAMBA],
+                chunk_size=2,
+                enable_extra_buffer=True,
+            ),
         }
-        cache = {"enable_kv_cache_events": True} | cache
+        cache = {"enable_kv_cache_events": True, "req_to_token_pool": ReqToTokenPool(6, 64)} | cache
         cache = {"emit_group_events": cache["enable_kv_cache_events"]} | cache
-        components = [make[kind]() for kind in kinds]
+        components = [make[kind]() for kind in kinds if kind in make]
         self.cache = UnifiedRadixCache(
             page_size=page_size, allocator=self.tokens, components=components, is_eagle=is_eagle, **cache
         )
@@ -100,12 +111,25 @@ class UnifiedRig:
         if tiers > 1:
             entries = [self._entry(PoolName.KV, self.pool)]
             entries += [self._entry(each.pool, each.device_allocator) for each in components]
-            self.controller = HiCacheController(entries[0], self.engine, sidecars=entries[1:], transfer_layer_num=1)
+            if "indexer" in kinds:
+                entries.append(self._index_entry())
+            self.controller = HiCacheController(entries[0], self.engine, sidecars=entries[1:])
             self.cache.init_hicache(self.controller, write_policy, load_back_threshold)
-        self.requests = []  # those that own a slot
+        self.requests = []  # those that own a slot and nothing else
+        self.served = None  # `unified_requests.Requests`, where some run from beginning to end
 
     def _entry(self, pool, allocator):
         return PoolEntry(pool, self.host_pools[pool], self.device_pools[pool], allocator)
+
+    def _index_entry(self):
+        kv = self.pools[PoolName.KV]
+        return PoolEntry(PoolName.INDEXER, kv.index, kv.device, self.pool, share_indices_with_anchor=True)
+
+    @property
+    def identity(self):
+        """Of these pools in a store: each page is one run of bytes, as with compressed KV."""
+        layout = PageLayout("int64", self.page_size, (self.host.layer_num,), self.host.layout)
+        return StorageIdentity("m", layout, is_mla=True)
 
     # --- an engine that computes ---
 
@@ -129,7 +153,7 @@ class UnifiedRig:
         if evicted:
             self.swa.free_swa(rows[:evicted])
         if len(slot):
-            self.device_pools[PoolName.MAMBA].rows[slot] = content(extra_key, prefixes[-1], "mamba")
+            self.pools[PoolName.MAMBA].write(slot, contents(extra_key, prefixes[-1:], "mamba"))
         key = RadixKey(tokens[: length + self.is_bigram], extra_key)
         result = self.cache.insert(InsertParams(key, rows, mamba_value=slot, swa_evicted_seqlen=evicted, **params))
         if result.mamba_exist and len(slot):
@@ -153,40 +177,44 @@ class UnifiedRig:
 
     def compute(self, rows, extra_key, prefixes):
         """Write the last page of each prefix."""
-        self.device_pools[PoolName.KV].rows[rows] = self.page_rows(extra_key, prefixes, "kv")
+        self.pools[PoolName.KV].write(rows, contents(extra_key, prefixes, "kv"))
         if self.swa:
-            self.device_pools[PoolName.SWA].rows[self.swa.translate(rows)] = self.page_rows(extra_key, prefixes, "swa")
-
-    def page_rows(self, extra_key, prefixes, kind):
-        pages = np.array([content(extra_key, raw, kind) for raw in prefixes], np.int64).reshape(-1, 1)
-        return (pages + np.arange(self.page_size)).reshape(-1)
+            self.pools[PoolName.SWA].write(self.swa.translate(rows), contents(extra_key, prefixes, "swa"))
 
     def match(self, tokens, extra_key=None, **params):
         return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key), **params))
 
-    def load_back(self, match, *, mem_quota=None):
+    def load_back(self, match, *, mem_quota=None, req=None):
         """What a scheduler does with a match: lock the device node, load, and lock where it goes on from; the result,
-        the request, and that lock."""
+        the request, a new one unless it is given, and that lock."""
         lock = self.cache.inc_lock_ref(match.last_device_node)
-        req = Request(f"r{len(self.requests)}", [], 0, last_node=match.last_device_node)
+        req = req or Request(f"r{len(self.requests)}", [], 0)
+        req.last_node = match.last_device_node
         req.swa_host_hit_length, req.mamba_host_hit_length = match.swa_host_hit_length, match.mamba_host_hit_length
         params = InitLoadBackParams(match.best_match_node, match.host_hit_length, mem_quota, req)
-        result = self.cache.init_load_back(params)
+        try:
+            result = self.cache.init_load_back(params)
+        except PoolExhaustedError:  # of a slot for the state of the device node
+            assert self.slots.available_size() == 0
+            result = NOTHING, match.last_device_node
         held = self.cache.inc_lock_ref(result[1])
         self.cache.release(lock)
-        if req.mamba_pool_idx is not None:
+        req.last_node = None
+        if req.mamba_pool_idx is not None and req not in self.requests:
             self.requests.append(req)
         return result, req, held
 
     def end_requests(self):
-        """Free the slots that requests own; what is still being loaded into them is waited for."""
-        if self.cache_loads():
-            self.cache.ready_to_load_host_cache()
-            while self.engine.step(Lane.LOAD):
-                pass
+        """Requests that own a slot go away, whatever is still being loaded into it."""
         for req in self.requests:
-            self.slots.free(req.mamba_pool_idx)
+            self.cache.cache_finished_req(req, is_insert=False)
         self.requests.clear()
+
+    def settle_writes(self):
+        """Let backups end, and nothing else."""
+        while self.engine.step(Lane.WRITE):
+            pass
+        self.cache.check_hicache_events()
 
     def settle(self):
         """Let all transfers end and take over what they did."""
@@ -238,17 +266,19 @@ class UnifiedRig:
 
     def check(self):
         """Everything recounts, and every number is what it should be, of what is not being copied."""
-        slots = [req.mamba_pool_idx for req in self.requests]
-        self.cache.check(NOTHING, np.concatenate([NOTHING, *slots]))
+        rows, slots = [], [req.mamba_pool_idx for req in self.requests]
+        if self.served is not None:
+            rows, slots = self.served.owned_rows(), slots + self.served.owned_slots()
+        self.cache.check(np.concatenate([NOTHING, *rows]), np.concatenate([NOTHING, *slots]))
         self.check_bytes()
 
     def check_bytes(self):
         loading = {step for node in self.cache_loads() for step in self.up(node)}
         for place in self.walk():
             if place.node not in loading:
-                self._check_rows(self.device_pools, place, "value")
+                self._check_rows(place, "value")
             if not is_pending(place.node):
-                self._check_rows(self.host_pools, place, "host_value")
+                self._check_rows(place, "host_value")
 
     def cache_loads(self):
         return [] if self.cache.cache_controller is None else list(self.cache.ongoing_load_back.values())
@@ -258,16 +288,15 @@ class UnifiedRig:
             yield node
             node = node.parent
 
-    def _check_rows(self, pools, place, field):
+    def _check_rows(self, place, field):
         for kind, pool in (("full", PoolName.KV), ("swa", PoolName.SWA), ("mamba", PoolName.MAMBA)):
             data = self.data(place.node, kind)
             rows = getattr(data, field)
             if rows is None or (field == "host_value" and getattr(data, "pending_id", None) is not None):
                 continue
-            expected = [content(place.extra_key, place.prefixes[-1], "mamba")]
-            if kind != "mamba":
-                expected = self.page_rows(place.extra_key, place.prefixes, pool.value)
-            assert pools[pool].rows[rows].tolist() == list(expected), (field, kind, place)
+            pools, prefixes = self.pools[pool], place.prefixes[-1:] if kind == "mamba" else place.prefixes
+            check = pools.check_device if field == "value" else pools.check_host
+            check(rows, contents(place.extra_key, prefixes, pool.value))
 
     def events(self):
         """(kind, medium, tokens or None) of what was recorded since the last call."""
@@ -275,6 +304,11 @@ class UnifiedRig:
             (type(event).__name__, getattr(event, "medium", None), getattr(event, "token_ids", None))
             for event in self.cache.take_events()
         ]
+
+
+def contents(extra_key, prefixes, kind):
+    """One number a page, or for the state behind it."""
+    return np.array([content(extra_key, raw, kind) for raw in prefixes], np.int64)
 
 
 def is_pending(node):

@@ -1,8 +1,8 @@
 """Stores that fail when told to, and what they really hold, found out without asking them.
 
-Both kinds have `broken` (reads and writes raise), `full` (nothing more is taken), `acknowledged` (keys of KV pages
+All kinds have `broken` (reads and writes raise), `full` (nothing more is taken), `acknowledged` (keys of KV pages
 whose writing was answered with true, and so were those before them in their batch), `held` (keys of the KV pages that
-are there) and `harm`.
+are there), `harm`, and `discard`, which ends the store and all that is in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tier_rig import MemoryStorage
 
-from engine_cache.storage import PageLayout, PoolName, StorageIdentity
+from engine_cache.storage import PoolName
 from engine_cache.storage.directory import DirectoryStorage
 
 _FILE = re.compile(r"[0-9a-f]{20}_((?:[0-9a-f]{16}_)?[0-9a-f]{64})_m(?:_0_1)?\.bin")
@@ -32,6 +32,33 @@ class _Acknowledging:
         return done
 
 
+class Failing(_Acknowledging):
+    """A store that knows nothing of failing by itself."""
+
+    broken = full = False
+
+    def _present(self, name, keys):
+        self._fail_if_broken()
+        return super()._present(name, keys)
+
+    def _read(self, name, pool, keys, rows):
+        self._fail_if_broken()
+        return super()._read(name, pool, keys, rows)
+
+    def _write(self, name, pool, keys, rows):
+        self._fail_if_broken()
+        if not self.full:
+            return super()._write(name, pool, keys, rows)
+        there = list(super()._present(name, keys))
+        known = [(key, row) for key, row, is_there in zip(keys, rows, there, strict=True) if is_there]
+        done = iter(super()._write(name, pool, [key for key, _ in known], [row for _, row in known]))
+        return [is_there and next(done) for is_there in there]
+
+    def _fail_if_broken(self):
+        if self.broken:
+            raise OSError("injected storage fault")
+
+
 class WatchedMemory(_Acknowledging, MemoryStorage):
     """Pages in a dict."""
 
@@ -46,18 +73,18 @@ class WatchedMemory(_Acknowledging, MemoryStorage):
             self.lose(key, name)
         return set()
 
+    def discard(self):
+        """Nothing outlives it."""
 
-class WatchedDirectory(_Acknowledging, DirectoryStorage):
-    """Files in a folder of its own, which `discard` removes."""
 
-    broken = full = False
+class WatchedDirectory(Failing, DirectoryStorage):
+    """Files in a folder of its own."""
 
-    def __init__(self, kv, num_pages):
-        """kv: `tier_rig.KVPools`. num_pages: KV pages for which there is room."""
+    def __init__(self, identity, host_pools, num_pages):
+        """identity: of model "m". num_pages: for which there is room, of these pools together."""
         self._temporary = tempfile.TemporaryDirectory()
-        layout = PageLayout("int64", kv.page_size, tuple(kv.host.kv_buffer.shape), kv.layout)
-        page_bytes = kv.host.get_dummy_flat_data_page().nbytes + 8
-        self._identity = StorageIdentity("m", layout, is_mla=kv.is_mla)
+        page_bytes = sum(pool.get_dummy_flat_data_page().nbytes + 8 for pool in host_pools)
+        self._identity = identity
         super().__init__(Path(self._temporary.name), self._identity, capacity_bytes=num_pages * page_bytes)
 
     def neighbour(self, host_pool):
@@ -93,24 +120,3 @@ class WatchedDirectory(_Acknowledging, DirectoryStorage):
 
     def _files(self):
         return [path for path in Path(self._temporary.name).iterdir() if path.suffix == ".bin"]
-
-    def _present(self, name, keys):
-        self._fail_if_broken()
-        return super()._present(name, keys)
-
-    def _read(self, name, pool, keys, rows):
-        self._fail_if_broken()
-        return super()._read(name, pool, keys, rows)
-
-    def _write(self, name, pool, keys, rows):
-        self._fail_if_broken()
-        if not self.full:
-            return super()._write(name, pool, keys, rows)
-        there = list(super()._present(name, keys))
-        known = [(key, row) for key, row, is_there in zip(keys, rows, there, strict=True) if is_there]
-        done = iter(super()._write(name, pool, [key for key, _ in known], [row for _, row in known]))
-        return [is_there and next(done) for is_there in there]
-
-    def _fail_if_broken(self):
-        if self.broken:
-            raise OSError("injected storage fault")

@@ -17,7 +17,7 @@ from waiting import wait_until  # noqa: E402
 
 from engine_cache import EvictParams, ThreadCopyEngine  # noqa: E402
 from engine_cache.settings import MooncakeSettings  # noqa: E402
-from engine_cache.storage import StorageClosedError, mooncake_client, page_keys  # noqa: E402
+from engine_cache.storage import PoolName, StorageClosedError, mooncake_client, page_keys  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
 from engine_cache.storage.mooncake_client import (  # noqa: E402
     MooncakeClient,
@@ -102,6 +102,21 @@ def test_a_pool_that_was_refused_leaves_nothing_registered(connect, mooncake_mas
     assert put(store, 3) == [True]
 
 
+def test_a_store_that_refuses_a_second_pool_knows_none_and_takes_them_later(connect, mooncake_master):
+    store, pool = connect(mooncake_master), PagePool(num_runs=1, page_size=1)
+    put(store, 0)
+    unlikely = PagePool(num_runs=1, page_size=1)
+    unlikely.get_hybrid_pool_buffer = lambda: [unlikely.rows, unlikely.rows[1:]]
+    with pytest.raises(StorageRegistrationError, match="pool indexer"):
+        store.register_host_pools({PoolName.KV: store.kv, PoolName.INDEXER: unlikely})
+    with pytest.raises(ValueError, match="none yet"):
+        put(store, 1)
+    assert store.take_removed() == []
+    store._look_again()
+    store.register_host_pools({PoolName.KV: store.kv, PoolName.INDEXER: pool})
+    assert put(store, 0, 1) == [True, True]
+
+
 def test_a_pool_whose_pages_are_not_what_the_names_say_is_refused(connect, mooncake_master):
     store = connect(mooncake_master)
     with pytest.raises(ValueError, match=r"runs of memory a page of pool kv: got 1, expected 2"):
@@ -140,6 +155,25 @@ def test_an_answer_that_does_not_fit_the_question_counts_for_nothing(connect, mo
     store = connect(mooncake_master)
     put(store, 0, 1)
     assert get(store, 0, 1) == [False, False]
+    assert (store.batch_exists(KEYS), store.get_stats().num_damaged) == (2, 0)
+
+
+class RefusingNative(mooncake_client.MooncakeDistributedStore):
+    """Answers a read as if the arguments were bad, which is also its answer for an object that is too long."""
+
+    def batch_get_into(self, names, addresses, sizes):
+        return [-600] * len(names)
+
+
+def test_a_page_that_was_refused_for_another_reason_than_its_length_stays(connect, mooncake_master, monkeypatch):
+    identity = own_identity()
+    sound = connect(mooncake_master, identity)
+    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", RefusingNative)
+    refused = connect(mooncake_master, identity)
+    assert put(sound, 0, 1) == [True, True]
+    assert get(refused, 0, 1, 2) == [False] * 3
+    assert refused.get_stats().num_damaged == 0
+    assert get(sound, 0, 1) == [True, True]
 
 
 # --- what the store holds --------------------------------------------------------------------------------------------

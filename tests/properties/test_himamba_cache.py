@@ -10,7 +10,7 @@ from hypothesis import settings
 from tier_rig import LAYOUTS
 from tiered_machine import EVERYTHING, OldMatches, is_stepped
 
-from engine_cache import WRITE_POLICIES, EvictParams, Lane, ThreadCopyEngine
+from engine_cache import WRITE_POLICIES, EvictParams, Lane, PoolExhaustedError, ThreadCopyEngine
 from engine_cache.node import iter_nodes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 
@@ -56,7 +56,12 @@ class HiMambaCacheMachine(OldMatches):
         match = self.checked_match(tokens, extra_key)
         locked = match.last_device_node
         self.cache.inc_lock_ref(locked)
-        result = self.rig.load_back(tokens, extra_key, with_request=draw.random() < 0.5)
+        try:
+            result = self.rig.load_back(tokens, extra_key, with_request=draw.random() < 0.5)
+        except PoolExhaustedError:
+            assert self.rig.slots.available_size() == 0
+            self.cache.dec_lock_ref(locked)
+            return
         assert (result is None) == (not match.host_hit_length and not match.mamba_host_hit_length)
         if result is not None:
             rows, node = result

@@ -17,6 +17,7 @@ from engine_cache import (
     RadixKey,
 )
 from engine_cache import events as events_module
+from kv_events.errors import InvalidValueError
 from kv_events.hashing import namespace_seed
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 
@@ -199,6 +200,13 @@ def test_a_device_cache_holds_nothing_on_other_tiers():
     cache = make_cache()
     insert(cache, range(8))
     assert list(cache.iter_resident(StorageMedium.CPU)) == []
+
+
+@pytest.mark.parametrize("medium", [StorageMedium.DISK, StorageMedium.EXTERNAL])
+def test_a_store_is_no_medium_of_the_tree(medium):
+    cache = RadixCache(page_size=2, enable_kv_cache_events=True)
+    with pytest.raises(InvalidValueError, match=f"medium.*{medium.value}.*iter_announced"):
+        cache.iter_resident(medium)
 
 
 def test_event_values_are_plain_python():

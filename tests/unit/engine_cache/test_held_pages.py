@@ -16,12 +16,21 @@ STEPS = st.lists(
 
 def test_what_was_found_before_all_was_lost_is_not_believed():
     held = HeldPages(limit=9)
-    epoch = held.epoch
+    moment = held.moment
     held.lose_all()
-    held.hold(["a"], epoch)
+    held.hold(["a"], moment)
     assert "a" not in held
-    held.hold(["a"], held.epoch)
+    held.hold(["a"], held.moment)
     assert "a" in held
+
+
+def test_what_was_missed_before_it_was_seen_is_not_lost():
+    held = HeldPages(limit=9)
+    held.hold(["a", "b"], held.moment)
+    moment = held.moment
+    held.hold(["a"], moment)
+    held.lose(["a", "b"], moment)
+    assert (held.keys(), held.take_lost()) == (["a"], ["b"])
 
 
 def test_the_page_that_was_seen_longest_ago_goes_first():
@@ -34,20 +43,21 @@ def test_the_page_that_was_seen_longest_ago_goes_first():
 
 @given(STEPS, st.integers(1, 4))
 def test_announcing_what_is_held_and_withdrawing_what_is_lost_ends_as_what_is_held(steps, limit):
-    held, seen, told = HeldPages(limit), [], set()
+    held, seen, told, before = HeldPages(limit), [], set(), -1
     for what, *arguments in steps:
         if what == "hold":
             keys, is_late = arguments
-            held.hold(keys, held.epoch - is_late)
+            held.hold(keys, before if is_late else held.moment)
             if not is_late:
                 seen = ([key for key in seen if key not in keys] + list(dict.fromkeys(reversed(keys)))[::-1])[-limit:]
                 told |= {key for key in keys if key in held}
         elif what == "lose":
-            held.lose(*arguments)
+            held.lose(*arguments, held.moment)
             seen = [key for key in seen if key not in arguments[0]]
         elif what == "take_lost":
             told -= set(held.take_lost())
         else:
+            before = held.moment
             getattr(held, what)()
             seen = []
             if what == "forget_all":

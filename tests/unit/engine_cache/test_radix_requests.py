@@ -112,6 +112,23 @@ def test_an_eagle_request_keeps_the_row_of_its_last_token():
     engine.cache.check(NOTHING)
 
 
+@pytest.mark.parametrize("is_insert", [False, True])
+def test_an_eagle_request_that_has_computed_nothing_leaves_the_tree_its_rows(is_insert):
+    """The last unit that it was given ends with a token of the prompt that it does not count yet."""
+    engine = Engine(is_eagle=True)
+    first = engine.start(list(range(9)))
+    engine.cache.cache_finished_req(first)
+    req = engine.start(list(range(9)))
+    engine.pool.free(engine.own(req))
+    req.token_ids = req.token_ids[: req.cache_protected_len]
+    rows = engine.rows(req).tolist()
+    engine.cache.cache_unfinished_req(req)
+    assert (req.cache_protected_len, req.prefix_indices.tolist()) == (8, rows)
+    engine.cache.check(engine.own(req))
+    engine.cache.cache_finished_req(req, is_insert=is_insert)
+    engine.cache.check(NOTHING)
+
+
 def test_a_disabled_cache_gives_every_row_back():
     engine = Engine(disable=True)
     req = engine.start(list(range(10)))

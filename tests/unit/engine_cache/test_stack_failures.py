@@ -71,8 +71,8 @@ class NoCache:
     def __init__(self, controller):
         self.controller = controller
 
-    def attach_storage_backend(self, backend, policy=None):
-        return False, "not here"
+    def attach_store(self, backend, policy=None):
+        raise InvalidValueError("store", backend, "not here")
 
 
 def fail(*_args, **_options):
@@ -137,7 +137,8 @@ def test_a_step_that_fails_is_told_with_its_cause_and_leaves_nothing_behind(step
             open_store=open_store,
             policy=StoragePolicy(),
         )
-    assert "injected" in str(raised.value.__cause__)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert str(raised.value.__cause__) == "injected"
     assert f"kv, indexer failed at: {step}" in caplog.text
     assert len(pools.made) == 2
     assert pools.held_bytes() == 0

@@ -62,16 +62,6 @@ def test_a_follower_that_failed_is_not_told_of(rig):
     assert told(rig) == [(STORE, GPU)]
 
 
-def test_a_slot_that_is_written_once_more_does_not_count_meanwhile(rig):
-    rig.insert([1, 2])
-    rig.settle()
-    told(rig)
-    assert rig.cache.write_state_backup(node_of(rig, [1, 2]))
-    assert told(rig) == [(REMOVE, CPU)]
-    rig.settle()
-    assert told(rig) == [(STORE, CPU)]
-
-
 def test_demotion_and_load_back_are_those_of_the_state(rig):
     rig.insert([1, 2])
     rig.settle()

@@ -54,3 +54,19 @@ def test_a_request_that_no_slot_is_left_for_is_told_so_and_leaves_no_lock():
 def test_copying_a_state_needs_a_request(rig):
     with pytest.raises(ValueError, match="req: got None"):
         rig.match([1], cow_mamba=True)
+
+
+def test_an_eviction_that_fails_leaves_no_lock_behind():
+    rig = Rig(slots=1)
+    rig.insert([1, 2])
+
+    def fail(mamba_num):
+        raise RuntimeError("injected")
+
+    evict_mamba, rig.cache.evict_mamba = rig.cache.evict_mamba, fail
+    req = Request("r", [], 0)
+    with pytest.raises(RuntimeError, match="injected"):
+        rig.match([1, 2], cow_mamba=True, req=req)
+    assert (rig.cache.protected_size(), rig.cache.mamba_protected_size(), req.mamba_pool_idx) == (0, 0, None)
+    rig.cache.evict_mamba = evict_mamba
+    rig.cache.check(NOTHING, NOTHING)

@@ -3,6 +3,7 @@ import threading
 import pytest
 from prefetch_steps import PROMPT, attach, prefetch
 from tier_rig import MemoryStorage, Rig
+from unified_rig import UnifiedRig
 
 from engine_cache import (
     BytelessHostPool,
@@ -28,6 +29,14 @@ def test_one_store_at_a_time(store, rig):
     ok, word = rig.cache.attach_storage_backend(store, StoragePolicy(stop="wait_complete"))
     assert (ok, word) == (True, "attached already, policy updated")
     assert rig.cache.storage.policy.stop == "wait_complete"
+
+
+def test_a_store_that_is_attached_once_more_without_a_policy_keeps_its_own(store):
+    rig = Rig()
+    policy = StoragePolicy(2, stop="wait_complete", emit_storage_events=True)
+    assert rig.cache.attach_storage_backend(store, policy)[0]
+    assert rig.cache.attach_storage_backend(store) == (True, "attached already")
+    assert rig.cache.storage.policy == policy
 
 
 def test_a_pool_without_bytes_takes_no_store():
@@ -83,6 +92,33 @@ def test_a_store_that_does_not_take_the_pools_is_refused_and_the_cache_works_wit
     rig.insert(PROMPT)
     rig.settle()
     assert attach(rig, MemoryStorage()).cache.storage is not None
+
+
+def test_a_store_that_refuses_one_pool_knows_none(monkeypatch):
+    def refuse(pool, name):
+        raise RuntimeError("answered -600")
+
+    store, cache = MemoryStorage(), UnifiedRig(("mamba",)).cache
+    monkeypatch.setattr(store, "register_mem_host_pool_v2", refuse)
+    assert not cache.attach_storage_backend(store)[0]
+    with pytest.raises(InvalidValueError, match="none yet"):
+        store.batch_exists(["00" * 32])
+    monkeypatch.undo()
+    assert cache.attach_storage_backend(store)[0]
+
+
+def test_a_caller_that_wants_the_reason_gets_the_store_s_own_error(monkeypatch, store, rig):
+    with pytest.raises(InvalidValueError, match="store: got 'MemoryStorage', expected a cache without one"):
+        rig.cache.attach_store(MemoryStorage())
+    error, refusing = RuntimeError("answered -600"), MemoryStorage()
+
+    def refuse(pool):
+        raise error
+
+    monkeypatch.setattr(refusing, "register_mem_pool_host", refuse)
+    with pytest.raises(RuntimeError) as raised:
+        Rig().cache.attach_store(refusing)
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(("host_pages", "is_told"), [(9, True), (10, False)])

@@ -1,5 +1,5 @@
 import pytest
-from prefetch_steps import PROMPT, attach, nothing_is_left, prefetch
+from prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, prefetch
 from tier_rig import Rig
 
 from engine_cache import EvictParams, StoragePolicy
@@ -24,9 +24,33 @@ def test_a_request_prefetches_once_at_a_time(rig):
         prefetch(rig)
 
 
-def test_a_wrong_last_hash_is_told_in_debug_mode(rig):
-    with pytest.raises(InvalidValueError, match="last_hash"):
-        rig.cache.prefetch_from_storage("r", rig.cache.root_node, PROMPT, last_hash="00" * 32)
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_wrong_last_hash_is_told(rig, monkeypatch, debug):
+    """Or pages of another prompt would be fetched."""
+    monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", debug)
+    rig.insert(PROMPT[:2])
+    rig.settle()
+    right, another = page_hashes(PROMPT)[0], page_hashes([9, 9])[0]
+    for anchor, tokens in ((rig.cache.root_node, PROMPT), (rig.match(PROMPT).last_host_node, PROMPT[2:])):
+        with pytest.raises(InvalidValueError, match=f"last_hash: got '{another}'"):
+            rig.cache.prefetch_from_storage("r", anchor, tokens, last_hash=another)
+    assert nothing_is_left(rig)
+    assert prefetch(rig, last_hash=right) is not None
+
+
+def test_a_namespace_that_is_not_the_anchors_is_told(rig):
+    rig.insert(PROMPT[:2], "tenant")
+    rig.insert(PROMPT[:2])
+    rig.settle()
+    own, common = (rig.match(PROMPT, extra_key).last_host_node for extra_key in ("tenant", None))
+    for anchor, extra_key, expected in ((own, "other", "'tenant'"), (own, "", "'tenant'"), (common, "tenant", "None")):
+        with pytest.raises(InvalidValueError, match=f"extra_key: got '{extra_key}', expected .*{expected}"):
+            rig.cache.prefetch_from_storage("r", anchor, PROMPT[2:], extra_key=extra_key)
+    rig.cache.prefetch_from_storage("a", own, [3, 4], extra_key="tenant")
+    rig.cache.prefetch_from_storage("b", own, [3, 4])
+    rig.cache.prefetch_from_storage("c", common, [3, 4], extra_key="")
+    namespaces = {req_id: operation.key.extra_key for req_id, operation in rig.cache.ongoing_prefetch.items()}
+    assert namespaces == {"a": "tenant", "b": "tenant", "c": None}
 
 
 def test_prefetches_are_limited_by_what_the_host_has_beyond_the_device(store):

@@ -78,14 +78,6 @@ def test_swa_rows_of_one_window_are_fetched_and_no_more():
     rig.check()
 
 
-def test_a_prefetch_shorter_than_the_window_takes_no_swa_rows():
-    rig = attached(("swa",), archived(("swa",), A), window=3)
-    prefetch(rig, A)
-    assert used(rig)["swa"] == 0
-    finish(rig)
-    rig.check()
-
-
 def test_a_hit_ends_at_the_last_state():
     store = archived(("mamba",), AB, ABCD)
     store.lose(block_hash(tuple(ABCD), 2, False).hex(), PoolName.MAMBA)

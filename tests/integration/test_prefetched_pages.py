@@ -1,0 +1,61 @@
+"""Pages that a cache fetched from a store, all the way to a router's answer."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
+
+from hand_fed import HandFed
+from prefetch_steps import PROMPT, attach, prefetch, run
+from tier_rig import MemoryStorage, Rig
+from waiting import async_wait_until
+
+from api.app import create_app
+from api.settings import ApiSettings
+from publisher import EventPublisher, PublisherSettings
+from publisher.sinks.memory import MemorySink
+
+pytestmark = pytest.mark.torch
+
+
+def filled_store() -> MemoryStorage:
+    """A store with the prompt, which another engine has computed."""
+    store = MemoryStorage()
+    other = attach(Rig(), store)
+    other.insert(PROMPT)
+    other.settle()
+    return store
+
+
+async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them() -> None:
+    rig, fed = attach(Rig(), filled_store()), HandFed()
+    settings = PublisherSettings(model="m", worker="engine-0", block_size=rig.page_size)
+    app = create_app(fed.consumer, ApiSettings())
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://t") as router,
+        EventPublisher(settings, MemorySink(fed.log)) as publisher,
+    ):
+
+        async def scores() -> tuple[int, int] | None:
+            """Tokens on device and host, cumulative; None: nothing is known of the prompt."""
+            response = await router.post("/query", json={"model_name": "m", "token_ids": PROMPT})
+            instance = response.json().get("instances", {}).get("engine-0")
+            return instance and (instance["gpu"], instance["cpu"])
+
+        await async_wait_until(lambda: fed.consumer.namespaces.view(publisher.stream) is not None)
+        prefetch(rig, req_id="r")
+        run(rig)
+        publisher.publish(rig.cache.take_events())
+        assert await scores() is None  # they have arrived, but nobody has put them into the tree
+        assert rig.cache.check_prefetch_progress("r")
+        publisher.publish(rig.cache.take_events())
+
+        async def are_seen() -> bool:
+            return await scores() == (0, len(PROMPT))
+
+        await async_wait_until(are_seen, what="the prefetched pages in the answer")
+    assert len(rig.match(PROMPT).device_indices) == 0

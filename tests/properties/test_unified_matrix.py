@@ -1,0 +1,87 @@
+"""UnifiedRadixCache: every kind of model on every set of tiers, operation after operation in random order.
+
+Events, tree, pools and the bytes on all tiers are compared as the machines say (`unified_machine`), matches with brute
+force.
+"""
+
+import pytest
+from cache_machine import soak
+from unified_matrix import MODELS, machine_of
+
+from engine_cache import ThreadCopyEngine
+from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
+
+pytestmark = pytest.mark.torch
+
+MATRIX = [
+    ("Full", "device"),
+    ("Full", "host"),
+    ("Full", "host+directory"),
+    ("Full", "host+mooncake"),
+    ("Full+Mamba", "device"),
+    ("Full+Mamba", "host"),
+    ("Full+Mamba", "host+directory"),
+    ("Full+Mamba", "host+mooncake"),
+    ("Full+SWA", "device"),
+    ("Full+SWA", "host"),
+    ("Full+SWA", "host+directory"),
+    ("Full+SWA", "host+mooncake"),
+    ("Full+DSA", "device"),
+    ("Full+DSA", "host"),
+    ("Full+DSA", "host+directory"),
+    ("Full+DSA", "host+mooncake"),
+]
+MEDIA = {
+    "device": {StorageMedium.GPU},
+    "host": {StorageMedium.GPU, StorageMedium.CPU},
+    "host+directory": {StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK},
+    "host+mooncake": {StorageMedium.GPU, StorageMedium.CPU, StorageMedium.EXTERNAL},
+}
+COMBINATIONS = [pytest.param(*each, marks=[pytest.mark.mooncake] * ("mooncake" in each[1])) for each in MATRIX]
+SETTINGS = [
+    {"write_policy": "write_through", "page_size": 2},
+    {"write_policy": "write_through_selective", "page_size": 1},
+    {"write_policy": "write_back", "page_size": 3, "is_eagle": True},
+]
+
+
+@pytest.fixture
+def begin(request):
+    """Begins a machine of a model on tiers."""
+
+    def begun(model, tiers, **options):
+        is_mooncake = tiers == "host+mooncake"
+        attributes = {"master": request.getfixturevalue("mooncake_master")} if is_mooncake else {}
+        machine = machine_of(MODELS[model], tiers, **attributes)()
+        if tiers == "device":
+            options.pop("write_policy")
+        else:
+            options["store"] = next(iter(machine.STORES), None)
+        machine.begin(**options)
+        return machine
+
+    return begun
+
+
+def media_told(machine):
+    """Those of which pages were told to come and to go."""
+    kinds = BlockStored, BlockRemoved
+    return {medium for medium in StorageMedium if all(machine.told[kind, medium] for kind in kinds)}
+
+
+@pytest.mark.parametrize(("model", "tiers"), COMBINATIONS)
+def test_thousands_of_operations_keep_every_promise(begin, model, tiers):
+    num_fetched = 0
+    for settings in SETTINGS:
+        machine = begin(model, tiers, **settings)
+        soak(machine, 3000, seed=model + tiers)
+        assert media_told(machine) == MEDIA[tiers]
+        num_fetched += tiers != "device" and machine.num_fetched
+    assert (num_fetched > 0) == ("+" in tiers)
+
+
+@pytest.mark.parametrize(("model", "tiers"), [each for each in COMBINATIONS if "+" in each.values[1]])
+def test_a_thousand_operations_with_copies_on_threads_keep_every_promise(begin, model, tiers):
+    machine = begin(model, tiers, engine=ThreadCopyEngine())
+    soak(machine, 1000, seed=model + tiers)
+    assert media_told(machine) == MEDIA[tiers]

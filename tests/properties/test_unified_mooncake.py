@@ -1,0 +1,112 @@
+"""UnifiedRadixCache before a real Mooncake store: as in `test_unified_cache`, as one of two trees that share the store,
+and with a master that is killed in the middle of it."""
+
+import contextlib
+import random
+
+import pytest
+from cache_machine import operation, run_some
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from unified_matrix import MODELS, MooncakeMachine, machine_of
+from unified_rig import UnifiedRig
+from waiting import wait_until
+
+from engine_cache import StoragePolicy, ThreadCopyEngine
+from kv_events.schema import StorageMedium
+
+pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
+pytestmark = pytest.mark.torch
+EXTERNAL = StorageMedium.EXTERNAL
+PROMPT = [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_order_of_operations_keeps_every_promise(mooncake_master, model):
+    machine = machine_of(MODELS[model], "host+mooncake", master=mooncake_master)
+    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=40, deadline=None))
+
+
+# --- two trees -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master, model, layout):
+    from watched_mooncake import WatchedMooncake
+
+    writer, reader = (UnifiedRig(MODELS[model], window=4, layout=layout) for _ in range(2))
+    stores = [WatchedMooncake(rig.identity, mooncake_master, tag="shared-by-two-trees") for rig in (writer, reader)]
+    for rig, store in zip((writer, reader), stores, strict=True):
+        policy = StoragePolicy(1, "wait_complete", batch_pages=2, emit_storage_events=True)
+        assert rig.cache.attach_storage_backend(store, policy) == (True, "attached")
+    writer.insert(PROMPT)
+    writer.settle()
+    assert len(stores[0].held()) == 3
+    reader.cache.prefetch_from_storage("r", reader.cache.root_node, PROMPT)
+    reader.settle()
+    assert reader.cache.check_prefetch_progress("r")
+    assert reader.cache.pop_prefetch_loaded_tokens("r") == len(PROMPT)
+    match = reader.match(PROMPT)
+    assert match.host_hit_length == len(PROMPT)
+    (rows, _), _, lock = reader.load_back(match)
+    reader.settle()
+    assert len(rows) == len(PROMPT)
+    reader.check()
+    reader.cache.release(lock)
+    for store in stores:
+        store.discard()
+
+
+# --- a master that dies ----------------------------------------------------------------------------------------------
+
+
+class MortalMasterMachine(MooncakeMachine):
+    """Its store loses its master, and is the only one there is."""
+
+    STORES = ()
+    own_client = True
+    is_uncertain = False
+    """Whether the loss of the master may not be noticed yet."""
+
+    def check_events(self, all_taken=False):
+        super().check_events(all_taken and not self.is_uncertain)
+
+    @operation()
+    def clear_storage(self, draw):
+        from engine_cache.storage.mooncake_client import StorageUnreachableError
+
+        with contextlib.suppress(StorageUnreachableError):
+            super().clear_storage(draw)
+
+    def notice(self):
+        """Whether nothing is told of the store any more."""
+        self.check_hicache_events(None)
+        return not self.replay.pages[EXTERNAL]
+
+
+@pytest.mark.parametrize("model", ["Full+Mamba", "Full+DSA"])
+def test_a_master_killed_in_the_middle_costs_hits_and_nothing_else(own_mooncake_master, model):
+    kinds, draw = MODELS[model], random.Random(model)
+    machine = type("Machine", (MortalMasterMachine,), {"KINDS": kinds, "master": own_mooncake_master})()
+    machine.begin(store="mooncake", engine=ThreadCopyEngine(), host_pages=16)
+    wait_until(lambda: run_some(machine, 50, draw) or machine.num_fetched > 20, 30, "pages from the store")
+    machine.is_uncertain = True
+    own_mooncake_master.kill()
+    run_some(machine, 100, draw)
+    wait_until(machine.notice, 20, "nothing is told of the store")
+    machine.is_uncertain = False
+    machine.let_go()
+    machine.settle()
+    before = machine.num_fetched
+    run_some(machine, 500, draw)
+    machine.let_go()
+    machine.settle()
+    assert machine.num_fetched == before
+    assert machine.replay.pages[EXTERNAL] == {}
+    own_mooncake_master.restart()
+    wait_until(
+        lambda: run_some(machine, 50, draw) or machine.num_fetched > before + 20, 30, "pages from the store again"
+    )
+    machine.settle()
+    machine.teardown()

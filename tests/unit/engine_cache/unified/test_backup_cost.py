@@ -1,0 +1,35 @@
+"""What an insert costs when the host is full: each node looks for room at most once."""
+
+import pytest
+from unified_rig import UnifiedRig
+
+from engine_cache import InsertParams, RadixKey
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("depth", [1, 30, 60])
+def test_an_insert_along_a_path_that_found_no_room_looks_for_it_once(depth):
+    rig = UnifiedRig(page_size=1, device_pages=2 * depth, host_pages=2 * depth + 1)
+    taken = rig.host.alloc(rig.host.size)
+    keys = [RadixKey(list(range(length + 1))) for length in range(depth)]
+    for key in keys:
+        rig.cache.insert(InsertParams(key, rig.alloc(len(key)), chunked=True))
+    asked, evict_host = [], rig.cache.evict_host
+    rig.cache.evict_host = lambda num: asked.append(num) or evict_host(num)
+    rig.cache.insert(InsertParams(keys[-1], rig.alloc(depth)))
+    assert asked == [1]
+    rig.host.free(taken)
+    rig.cache.check()
+
+
+def test_with_room_again_the_whole_path_is_backed_up():
+    rig = UnifiedRig(page_size=1, device_pages=8, host_pages=10)
+    taken = rig.host.alloc(rig.host.size)
+    for length in (1, 2, 3):
+        rig.insert(list(range(length)))
+    rig.host.free(taken)
+    rig.insert([0, 1, 2])
+    rig.settle()
+    assert [place.node.host_value is not None for place in rig.walk()] == [True] * 3
+    rig.check()

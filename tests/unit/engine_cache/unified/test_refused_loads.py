@@ -1,0 +1,81 @@
+"""A request whose load-back is refused goes on from its anchor, with a slot and the state to copy into it."""
+
+import pytest
+from unified_rig import NOTHING, UnifiedRig
+
+from engine_cache import InitLoadBackParams, PoolExhaustedError, Request
+
+pytestmark = pytest.mark.torch
+
+A, AB = [1, 1], [1, 1, 2, 2]
+
+
+def at_the_anchor(**params):
+    """A request on [1, 1], which is on the device, whose best match is on the host; and that match."""
+    rig = UnifiedRig(("mamba",), **params)
+    for tokens in (A, AB):
+        rig.insert(tokens)
+        rig.settle()
+    rig.cache._evict_device_leaf(rig.node_of(AB))
+    req = Request("r", [], 0)
+    match = rig.match(AB, cow_mamba=True, req=req)
+    assert (req.mamba_pool_idx, req.mamba_cow_src_index) == (None, None)
+    lock = rig.cache.inc_lock_ref(match.last_device_node)
+    req.last_node, req.lock_params = lock.node, lock.to_dec_params()
+    return rig, req, match
+
+
+def load(rig, req, match, quota=0):
+    params = InitLoadBackParams(match.best_match_node, match.host_hit_length, quota, req)
+    return rig.cache.init_load_back(params)
+
+
+@pytest.mark.parametrize("has_slot", [False, True])
+def test_the_request_gets_the_state_of_its_anchor(has_slot):
+    rig, req, match = at_the_anchor()
+    own = req.mamba_pool_idx = rig.slots.alloc(1) if has_slot else None
+    rows, node = load(rig, req, match)
+    assert (rows.tolist(), node) == ([], rig.node_of(A))
+    assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
+    assert own is None or req.mamba_pool_idx is own
+    rig.cache.check(NOTHING, req.mamba_pool_idx)
+    rig.cache.cache_finished_req(req, is_insert=False)
+    rig.check()
+
+
+def test_room_for_the_slot_is_not_made_of_the_state_that_is_copied():
+    rig, req, match = at_the_anchor(slots=2)
+    rig.insert([7, 7])
+    rig.settle()
+    assert rig.slots.available_size() == 0
+    _, node = load(rig, req, match)
+    assert rig.data(rig.node_of([7, 7]), "mamba").value is None
+    assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
+
+
+def test_without_a_slot_to_be_had_the_caller_is_told():
+    rig, req, match = at_the_anchor(slots=2)
+    taken = rig.slots.alloc(1)
+    with pytest.raises(PoolExhaustedError, match="needs a state slot"):
+        load(rig, req, match)
+    rig.cache.cache_finished_req(req, is_insert=False)
+    rig.slots.free(taken)
+    rig.check()
+
+
+def test_a_request_at_the_root_starts_from_nothing():
+    rig, req, match = at_the_anchor()
+    rig.cache.cache_finished_req(req, is_insert=False)
+    rig.cache._evict_device_leaf(rig.node_of(A))
+    match = rig.match(AB)
+    req.last_node = rig.cache.root_node
+    rows, node = load(rig, req, match)
+    assert (rows.tolist(), node, req.mamba_pool_idx) == ([], rig.cache.root_node, None)
+
+
+def test_a_state_that_went_since_the_match_is_not_gone_on_from():
+    rig, req, match = at_the_anchor()
+    rig.cache.auxiliaries[0].free_on_host(rig.node_of(AB))
+    rows, node = load(rig, req, match, quota=None)
+    assert (rows.tolist(), node) == ([], rig.node_of(A))
+    assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
