@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.routing import Route
@@ -13,13 +13,18 @@ from starlette.routing import Route
 from api import problems
 from api.auth import BearerToken
 from api.dump import dump_routes
+from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
 from api.metrics import HttpMetrics, MeasureRequests
 from api.openapi import add_hot_routes
+from api.register import RegisterRoutes
 from api.service import service_routes
 from api.settings import ApiSettings
 from api.workers import worker_routes
 from indexer.consumer import Consumer
+
+if TYPE_CHECKING:
+    from api.registrations import Registrations
 
 
 class Application(FastAPI):
@@ -31,23 +36,35 @@ class Application(FastAPI):
             add_hot_routes(super().openapi())
         return super().openapi()
 
+    def end_streams(self) -> None:
+        """End the answers that have no end of their own: the server is about to stop."""
+        feed: EventFeed = self.state.feed
+        feed.close()
 
-def create_app(consumer: Consumer, settings: ApiSettings) -> FastAPI:
-    """The application on a consumer that is not running yet: its lifespan runs it, in the same event loop."""
+
+def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registrations | None = None) -> Application:
+    """The application on a consumer that is not running yet: its lifespan runs it, in the same event loop.
+
+    registrations: engines that this process reads itself; None: it does not, and refuses to be told of any.
+    """
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with consumer.running():
+        async with consumer.running(), registrations.running() if registrations is not None else nullcontext():
             yield
 
     app = Application(title="kvsight", version=_version(), lifespan=lifespan)
+    app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     endpoints = HotRoutes(consumer, settings.max_body_bytes).endpoints()
-    metrics = HttpMetrics(consumer, endpoints)
-    for path, endpoint in endpoints.items():
+    metrics = HttpMetrics(consumer, endpoints, feed)
+    if registrations is not None:
+        metrics.registry.register(registrations.metrics())
+    for path, endpoint in {**endpoints, **RegisterRoutes(registrations).endpoints()}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     app.include_router(service_routes(consumer, metrics))
-    app.include_router(worker_routes(consumer))
+    app.include_router(worker_routes(consumer, registrations))
     app.include_router(dump_routes(consumer))
+    app.include_router(feed_routes(feed))
     problems.install(app)
     # the last one added is the outermost: refused callers are counted, too
     if settings.api_token is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from api.schemas import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, P
 from kv_events.errors import InvalidValueError
 
 T_co = TypeVar("T_co", covariant=True)
+_T = TypeVar("_T")
 Query: TypeAlias = PeerQuery[Any] | RfcQuery[Any]
 
 ITEMS = {
@@ -45,6 +47,8 @@ class Codec(NamedTuple):
     batch: _Decoder[BatchQuery | RawBatch]
     untyped: _Decoder[Any] | None
     """Finds the value that a typed decoder refused."""
+    build: Callable[[type[Any]], _Decoder[Any]]
+    """A decoder of another type."""
     large: Codec | None = None
     """For bodies beyond `LARGE_BYTES`."""
 
@@ -59,6 +63,7 @@ _LARGE_JSON = Codec(
     msgspec.json.Decoder(RfcQuery[Raw]),
     msgspec.json.Decoder(RawBatch),
     None,
+    msgspec.json.Decoder,
 )
 _JSON = Codec(
     msgspec.json.Decoder(Probe),
@@ -66,6 +71,7 @@ _JSON = Codec(
     msgspec.json.Decoder(RfcQuery[IntList]),
     msgspec.json.Decoder(BatchQuery),
     msgspec.json.Decoder(),
+    msgspec.json.Decoder,
     _LARGE_JSON,
 )
 _MSGPACK = Codec(
@@ -74,6 +80,7 @@ _MSGPACK = Codec(
     msgspec.msgpack.Decoder(RfcQuery[IntList | bytes]),
     msgspec.msgpack.Decoder(BatchQuery),
     msgspec.msgpack.Decoder(),
+    msgspec.msgpack.Decoder,
 )
 _MSGPACK = _MSGPACK._replace(large=_MSGPACK._replace(untyped=None))
 CONTENT_TYPES = {
@@ -127,7 +134,10 @@ def decode_batch(data: bytes, codec: Codec) -> list[Raw]:
         raise ProblemError.of_value(error) from None
 
 
-_T = TypeVar("_T")
+def decode_as(kind: type[_T], data: bytes, codec: Codec) -> _T:
+    """A small body as some struct; for requests that do not come often. Raises ProblemError (400, 422)."""
+    decoder: _Decoder[_T] = codec.build(kind)
+    return _decode(decoder, data, codec)
 
 
 def _decode(decoder: _Decoder[_T], data: bytes | Raw, codec: Codec) -> _T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -23,7 +24,7 @@ _SLICE_S = 0.001
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-Handler = Callable[[bytes, Codec], Awaitable[bytes]]
+Handler = Callable[[bytes, Codec], Awaitable[Response]]
 
 
 class _ClientGoneError(Exception):
@@ -43,13 +44,13 @@ class HotRoutes:
         handlers = {"/query": self._query, "/query_by_hash": self._query_by_hash, "/query/batch": self._batch}
         return {path: HotEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
 
-    async def _query(self, body: bytes, codec: Codec) -> bytes:
-        return await self._answer(body, codec, BY_TOKENS)
+    async def _query(self, body: bytes, codec: Codec) -> Response:
+        return json_response(await self._answer(body, codec, BY_TOKENS))
 
-    async def _query_by_hash(self, body: bytes, codec: Codec) -> bytes:
-        return await self._answer(body, codec, BY_HASH)
+    async def _query_by_hash(self, body: bytes, codec: Codec) -> Response:
+        return json_response(await self._answer(body, codec, BY_HASH))
 
-    async def _batch(self, body: bytes, codec: Codec) -> bytes:
+    async def _batch(self, body: bytes, codec: Codec) -> Response:
         queries = await self._off_the_loop(body, decode_batch, body, codec)
         results = []
         slice_began = time.perf_counter()
@@ -58,7 +59,7 @@ class HotRoutes:
             if time.perf_counter() - slice_began > _SLICE_S:
                 await asyncio.sleep(0)  # let events and other callers through
                 slice_began = time.perf_counter()
-        return b'{"results":[' + b",".join(results) + b"]}"
+        return json_response(b'{"results":[' + b",".join(results) + b"]}")
 
     async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, wanted: Collection[str]) -> bytes:
         question = await self._off_the_loop(data, decode_question, data, codec, wanted)
@@ -92,12 +93,17 @@ class HotEndpoint:
         try:
             codec = codec_of(headers.get("content-type"))
             body = await read_body(receive, headers.get("content-length"), self._max_body_bytes)
-            response = Response(await self._handler(body, codec), media_type="application/json")
+            response = await self._handler(body, codec)
         except ProblemError as problem:
             response = problem.response()
         except _ClientGoneError:
             return
         await response(scope, receive, send)
+
+
+def json_response(body: bytes, status: int = HTTPStatus.OK) -> Response:
+    """An answer that is JSON already."""
+    return Response(body, status, media_type="application/json")
 
 
 async def read_body(receive: Receive, content_length: str | None, limit: int) -> bytes:

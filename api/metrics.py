@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics import Histogram
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.feed import EventFeed
 from indexer.consumer import Consumer
 from indexer.views import ViewCounters, ViewState
 from kv_events.schema import MEDIA
@@ -26,8 +27,10 @@ _STREAM_COUNTERS = tuple(f.name for f in fields(ViewCounters))
 class HttpMetrics:
     """Counts of one application, in a registry of its own."""
 
-    def __init__(self, consumer: Consumer, timed_paths: Collection[str]) -> None:
+    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventFeed) -> None:
         self.registry = CollectorRegistry()
+        listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
+        listening.set_function(lambda: feed.num_clients)
         self.registry.register(ConsumerMetrics(consumer))
         queries = PrometheusCounter("kvsight_queries", "Queries answered", ["route"], registry=self.registry)
         seconds = Histogram(

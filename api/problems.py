@@ -28,10 +28,17 @@ TITLES = {
     "unknown-model": "Nobody serves this model",
     "unknown-worker": "No such worker",
     "ambiguous-worker": "Several streams fit",
+    "already-registered": "It is registered already, otherwise",
+    "too-many-registrations": "There is no room for another registration",
+    "invalid-endpoint": "An address cannot be read from",
+    "endpoint-not-allowed": "This service may not connect there",
+    "not-embedded": "This service reads no engines itself",
     "content-type": "The content type is not supported",
     "body-too-large": "The body is too large",
     "unauthorized": "A token is needed",
     "unavailable": "The service is not available",
+    "overloaded": "There are too many connections",
+    "too-many-clients": "Too many listen already",
 }
 
 

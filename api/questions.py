@@ -58,6 +58,8 @@ class Question(NamedTuple):
     """uint32[n] tokens, or uint64[n] hashes."""
     lora_name: str | None
     cache_salt: str | None
+    is_bigram: bool
+    """Pages are of token pairs."""
     weights: Weights | None
     """[4], fastest tier first."""
     is_peer: bool
@@ -74,7 +76,7 @@ class Question(NamedTuple):
         seed = namespace_seed(self.lora_name, self.cache_salt)
         if self.field == "block_hashes":
             return rolling_hashes(self.numbers, seed)
-        return sequence_hashes(self.numbers, block_size, seed)
+        return sequence_hashes(self.numbers, block_size, seed, is_bigram=self.is_bigram)
 
 
 def decode_question(data: bytes | Raw, codec: Codec, wanted: Collection[str]) -> Question:
@@ -89,12 +91,12 @@ def question_of(query: Query, wanted: Collection[str]) -> Question:
     salt = query.cache_salt or query.additionalsalt or query.additional_salt
     model = query.modelname if query.model is UNSET else query.model
     assert isinstance(model, str)  # the decoder saw to it
-    if query.lora_id is not None and query.lora_name is None:
-        fault = InvalidValueError("lora_id", query.lora_id, "lora_name in its place: the adapter's name")
-        raise ProblemError.of_value(fault)
+    lora_name = query.lora_name
+    if lora_name is None and query.lora_id:  # a bridge names adapters so of which engines say nothing else
+        lora_name = str(query.lora_id)
     instance = None if query.instance_id is None else str(query.instance_id)
     question = _question(query, wanted, model, query.tenant_id, salt)
-    return question._replace(is_peer=False, block_size=query.block_size, instance=instance)
+    return question._replace(is_peer=False, block_size=query.block_size, instance=instance, lora_name=lora_name)
 
 
 def _question(
@@ -109,7 +111,19 @@ def _question(
         weights = None if query.tier_weights is None else _weights(query.tier_weights)
     except InvalidValueError as error:
         raise ProblemError.of_value(error) from None
-    return Question(model, tenant or DEFAULT_TENANT, field, numbers, query.lora_name, salt, weights, True, None, None)
+    return Question(
+        model=model,
+        tenant=tenant or DEFAULT_TENANT,
+        field=field,
+        numbers=numbers,
+        lora_name=query.lora_name,
+        cache_salt=salt,
+        is_bigram=bool(query.is_eagle),
+        weights=weights,
+        is_peer=True,
+        block_size=None,
+        instance=None,
+    )
 
 
 def _prompt_field(query: Query, wanted: Collection[str]) -> str:

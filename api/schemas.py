@@ -32,6 +32,8 @@ class Prompt(msgspec.Struct, Generic[Numbers], frozen=True, kw_only=True):
     """Local hashes, i64; msgpack: also packed. Rolled here."""
     lora_name: str | None = None
     cache_salt: str | None = None
+    is_eagle: bool | None = None
+    """The workers' pages are of token pairs: so are those of `token_ids`. Hashes are what they are."""
     tier_weights: TierWeights | None = None
     """Weights of gpu, cpu, disk, external, in this order or by name: asks for `weighted`."""
 
@@ -55,7 +57,8 @@ class RfcQuery(Prompt[Numbers], Generic[Numbers], frozen=True, kw_only=True):
     block_hash: Numbers | UnsetType = UNSET
     """`seq_hashes` in the spelling of older drafts."""
     lora_id: str | int | None = None
-    """Of older drafts; refused where there is no `lora_name` beside it."""
+    """Of older drafts: the adapter's number, which is its name where engines say no other. Not used beside a
+    `lora_name`; 0 is the base model."""
     additionalsalt: str | None = None
     additional_salt: str | None = None
     """The cache salt where `cache_salt` is absent, in either spelling."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
+from api.app import Application
 from api.errors import CannotListenError, PortInUseError
+from api.problems import ProblemError
 from api.settings import ApiSettings
 
 _BACKLOG = 2048
@@ -40,20 +43,22 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_server(app: ASGIApp, settings: ApiSettings, bound: socket.socket | None = None) -> None:
+def run_server(app: Application, settings: ApiSettings, bound: socket.socket | None = None) -> None:
     """Serve until SIGINT or SIGTERM; requests under way get five seconds to end, then the lifespan ends.
 
     bound: of `listen`, closed at the end; None: made here. Raises what `listen` raises, before the application starts.
     """
     with bound or listen(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(uvicorn.Server(_config(app, settings)).serve([bound]))
+        runner.run(_Server(app, settings).serve([bound]))
 
 
 @asynccontextmanager
-async def running_server(app: ASGIApp, settings: ApiSettings, bound: socket.socket | None = None) -> AsyncIterator[str]:
+async def running_server(
+    app: Application, settings: ApiSettings, bound: socket.socket | None = None
+) -> AsyncIterator[str]:
     """Serve in the background of a block, which gets the URL; signals stay the caller's business. See `run_server`."""
     with bound or listen(settings) as bound:
-        server = _GuestServer(_config(app, settings))
+        server = _GuestServer(app, settings)
         serving = asyncio.create_task(server.serve([bound]), name="http")
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event to wait for)
@@ -64,7 +69,27 @@ async def running_server(app: ASGIApp, settings: ApiSettings, bound: socket.sock
             await serving
 
 
-class _GuestServer(uvicorn.Server):
+class _Server(uvicorn.Server):
+    """Serves one application; ends its streams before it waits for the connections to end."""
+
+    def __init__(self, app: Application, settings: ApiSettings) -> None:
+        self._app = app
+        super().__init__(
+            uvicorn.Config(
+                _Bounded(app, settings.max_connections, lambda: self.server_state),
+                lifespan="on",
+                access_log=False,
+                log_config=None,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.end_streams()
+        await super().shutdown(sockets)
+
+
+class _GuestServer(_Server):
     """A server inside somebody else's program."""
 
     @contextmanager
@@ -72,12 +97,19 @@ class _GuestServer(uvicorn.Server):
         yield
 
 
-def _config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        lifespan="on",
-        access_log=False,
-        log_config=None,
-        limit_concurrency=settings.max_connections,
-        timeout_graceful_shutdown=_GRACE_S,
-    )
+class _Bounded:
+    """Refuses requests while there are too many connections. uvicorn's own limit answers in plain text."""
+
+    def __init__(self, app: Application, most: int, state: Callable[[], ServerState]) -> None:
+        self._app = app
+        self._most = most
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(self._state().connections) > self._most:
+            detail = f"more than {self._most} connections are open (KVSIGHT_MAX_CONNECTIONS)"
+            response = ProblemError(503, "overloaded", detail).response()
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

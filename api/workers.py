@@ -1,15 +1,11 @@
-"""Routes about workers: the list, one radix view page by page, a resync on demand."""
+"""Routes about workers: the list (`worker_list`), one radix view page by page, a resync on demand."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from heapq import nsmallest
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -17,65 +13,18 @@ from starlette.responses import Response
 from api.answers import age_ms
 from api.held_pages import held_pages, is_known
 from api.problems import ProblemError
+from api.worker_list import Worker, list_workers
 from indexer.consumer import Consumer
-from indexer.namespaces import Namespace, NamespaceKey
-from indexer.views import View, ViewCounters, ViewState
-from kv_events.digest import digest_bytes
+from indexer.views import View, ViewState
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
 
+if TYPE_CHECKING:
+    from api.registrations import Registrations
+
 MAX_PAGES_PER_ANSWER = 10_000
 _MOST_NAMES = 20
-_SLICE_S = 0.001
-
-_encoder = msgspec.json.Encoder()
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """One DP rank's stream, as this process sees it."""
-
-    endpoint: str
-    """Key of the stream on the log: tenant/model/worker/rank."""
-    status: str
-    """`active`, or `failed` once expired."""
-    state: ViewState
-    stale_reason: str
-    """Why the view is stale; "" otherwise."""
-    age_ms: int
-    epoch: int
-    """Incarnation of the publisher; -1: none yet."""
-    seq: int
-    """Number of the newest batch applied; -1: none yet."""
-    pages: dict[str, int]
-    """By medium."""
-    digest: str
-    """Hex of the 64 bytes that the publisher's batches must equal."""
-    counters: ViewCounters
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One worker of a namespace, in the running peer's shape, with what is added here."""
-
-    instance_id: str
-    status: str
-    model_name: str
-    routing_group: str
-    block_size: int
-    endpoints: dict[str, str]
-    """By DP rank."""
-    listeners: dict[str, Listener]
-    """By DP rank."""
-    state: ViewState
-    """The least trustworthy among the ranks."""
-    age_ms: int
-    """The oldest among the ranks."""
-    groups: dict[str, dict[str, Listener]]
-    """What it says of its states and windows: by group, by DP rank. They do not count in `status`, `state` and
-    `age_ms`."""
-    source: str = "log"
 
 
 class HeldPage(BaseModel):
@@ -116,7 +65,7 @@ class ResyncAccepted(BaseModel):
 RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
 
 
-def worker_routes(consumer: Consumer) -> APIRouter:
+def worker_routes(consumer: Consumer, registrations: Registrations | None) -> APIRouter:
     """Coroutines all of them: they read the views, so they have to run in the consumer's event loop."""
     router = APIRouter(tags=["workers"])
 
@@ -126,7 +75,8 @@ def worker_routes(consumer: Consumer) -> APIRouter:
 
         Group streams are shown with their worker, not as models of their own.
         """
-        found = [worker async for worker in _workers(consumer, model_name, routing_group)]
+        engines = {} if registrations is None else registrations.status()
+        found = [worker async for worker in list_workers(consumer, engines, model_name, routing_group)]
         return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
 
     # worker names may hold slashes
@@ -159,77 +109,6 @@ def worker_routes(consumer: Consumer) -> APIRouter:
         return ResyncAccepted(streams=[each.stream.key for each in views])
 
     return router
-
-
-async def _workers(consumer: Consumer, model: str | None, tenant: str | None) -> AsyncIterator[bytes]:
-    """A `Worker` each, as JSON; events and other callers get through in between."""
-    slice_began = time.perf_counter()
-    for namespace in list(consumer.namespaces):
-        if model not in (None, namespace.key.model) or tenant not in (None, namespace.key.tenant):
-            continue
-        if consumer.namespaces.is_group(namespace):
-            continue
-        for name, views in _by_worker(namespace).items():
-            now = time.time()
-            known = [view for view in views if is_known(consumer, view)]
-            if known:
-                listeners = {str(view.stream.dp_rank): _listener(consumer, view, now) for view in known}
-                groups = _groups(consumer, namespace, known, now)
-                yield _encoder.encode(_worker(name, namespace.key, listeners, groups))
-            if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)
-                slice_began = time.perf_counter()
-
-
-def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
-    by_worker: dict[str, list[View]] = {}
-    for view in sorted(namespace.views.values(), key=lambda view: view.stream):
-        by_worker.setdefault(view.stream.worker, []).append(view)
-    return by_worker
-
-
-def _groups(consumer: Consumer, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[str, Listener]]:
-    """Of the worker to which the views belong."""
-    groups: dict[str, dict[str, Listener]] = {}
-    for name, group in sorted(namespace.groups.items()):
-        for view in views:
-            found = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
-            if found is not None:
-                groups.setdefault(name, {})[str(view.stream.dp_rank)] = _listener(consumer, found, now)
-    return groups
-
-
-def _worker(
-    name: str, key: NamespaceKey, listeners: dict[str, Listener], groups: dict[str, dict[str, Listener]]
-) -> Worker:
-    return Worker(
-        instance_id=name,
-        status="active" if any(each.status == "active" for each in listeners.values()) else "failed",
-        model_name=key.model,
-        routing_group=key.tenant,
-        block_size=key.block_size,
-        endpoints={rank: each.endpoint for rank, each in listeners.items()},
-        listeners=listeners,
-        state=max((each.state for each in listeners.values()), key=tuple(ViewState).index),
-        age_ms=max(each.age_ms for each in listeners.values()),
-        groups=groups,
-    )
-
-
-def _listener(consumer: Consumer, view: View, now: float) -> Listener:
-    state = consumer.freshness.state(view)
-    return Listener(
-        endpoint=view.stream.key,
-        status="failed" if state is ViewState.EXPIRED else "active",
-        state=state,
-        stale_reason=view.stale_reason,
-        age_ms=age_ms(view.heard_at, now),
-        epoch=view.epoch,
-        seq=view.next_seq - 1,
-        pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
-        digest=digest_bytes(view.index.digest(view.number)).hex(),
-        counters=view.counters,
-    )
 
 
 def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from engine_cache.key import RadixKey
 from engine_cache.node import TreeNode, compute_node_hash_values, compute_node_sequence_hashes, iter_nodes
 from kv_events.errors import InvalidValueError
-from kv_events.hashing import SEED, U64Array, hash_str_to_int64, hash_strs_to_int64
+from kv_events.hash_seed import process_seed
+from kv_events.hashing import U64Array, hash_str_to_int64, hash_strs_to_int64
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium, TokenIds
 
 LAST_PAGE = slice(-1, None)
@@ -160,7 +161,7 @@ class KVCacheEventMixin:
         return compute_node_sequence_hashes(node, self.page_size, self._seed(node.key))
 
     def _seed(self, key: RadixKey) -> int:
-        return SEED if key.extra_key is None else self.seed_of_extra_key(key.extra_key)
+        return process_seed() if key.extra_key is None else self.seed_of_extra_key(key.extra_key)
 
 
 def _words(hashes: U64Array) -> list[bytes]:

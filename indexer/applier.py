@@ -23,6 +23,8 @@ class Applier:
         self.namespaces = namespaces
         self.dead_letters = dead_letters
         self.is_expired = is_expired
+        self.on_applied: Callable[[View, DecodedBatch], None] = lambda _view, _batch: None
+        """Called after each batch that was applied; must not raise."""
         self.records = 0
         """Records seen."""
 
@@ -56,6 +58,7 @@ class Applier:
             view.heard_at, view.heard_tick = heard_at, max(view.heard_tick, heard_tick)
             yield from view.apply(batch)
             view.confirm(batch)
+            self.on_applied(view, batch)
 
 
 def _other_block_size(batch: DecodedBatch, namespaces: Namespaces) -> str:

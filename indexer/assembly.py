@@ -21,7 +21,21 @@ def create_consumer(settings: IndexerSettings, log: MemoryLog | None = None) -> 
     Clients are imported only where the settings ask for them.
     """
     applier = Applier(Namespaces(settings), DeadLetters(settings.dead_letter_dir))
-    return Consumer(_create_source(settings, log), applier, settings, _create_store(settings))
+    return Consumer(_create_source(settings, log), applier, settings, create_store(settings))
+
+
+def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | None:
+    """Where snapshots are kept, or, beside them, the newest image of something else; None: nowhere.
+
+    what: a name that files and keys bear.
+    """
+    if settings.redis is not None:
+        from indexer.snapshots.redis import RedisStore
+
+        return RedisStore(settings.redis, f"kvsight:{what}") if what else RedisStore(settings.redis)
+    if settings.snapshot_dir is not None:
+        return FolderStore(settings.snapshot_dir, f"{what}.json") if what else FolderStore(settings.snapshot_dir)
+    return None
 
 
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
@@ -32,11 +46,3 @@ def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
     if settings.log_dir is not None:
         return FileSource(settings.log_dir)
     return MemorySource(log or MemoryLog())
-
-
-def _create_store(settings: IndexerSettings) -> SnapshotStore | None:
-    if settings.redis is not None:
-        from indexer.snapshots.redis import RedisStore
-
-        return RedisStore(settings.redis)
-    return FolderStore(settings.snapshot_dir) if settings.snapshot_dir is not None else None

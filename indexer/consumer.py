@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from indexer.applier import Applier
@@ -18,6 +18,7 @@ from indexer.snapshots.image import SnapshotParts, take, unpack
 from indexer.sources.base import Source, SourceUnavailableError
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
+from kv_events.streams import StreamId
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Consumer:
         self._next_snapshot = time.monotonic() + settings.snapshot_interval_s
         self._saving: asyncio.Task[None] | None = None
         self._requesting: asyncio.Task[None] | None = None
+        self._to_forget: list[tuple[Collection[StreamId], Mapping[int, int], asyncio.Future[None]]] = []
         self._stopping = False
         self.freshness = Freshness(settings.worker_ttl_s, time.monotonic())
         applier.is_expired = lambda view: self.freshness.state(view) is ViewState.EXPIRED
@@ -97,6 +99,15 @@ class Consumer:
     def demand_resync(self, view: View) -> None:
         """Ask the view's publisher to name everything again, at the next opportunity."""
         self._planner.demand(view)
+
+    async def forget(self, streams: Collection[StreamId]) -> None:
+        """Drop streams with their pages, once everything that is in the log by now has been applied.
+
+        Raises SourceUnavailableError.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._to_forget.append((streams, await self._source.ends(), done))
+        await done
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -183,6 +194,8 @@ class Consumer:
 
     async def _between_records(self) -> None:
         now = time.monotonic()
+        if self._to_forget:
+            await self._forget_demanded()
         if not self.ready or now >= self._next_probe:
             self._next_probe = now + _PROBE_S
             await self._probe()
@@ -219,8 +232,23 @@ class Consumer:
         for view in self.namespaces.views:
             if self.freshness.silence_s(view) > self._settings.forget_after_s:
                 log.info("forgetting %s: silent for %.0f s", view.stream.key, self.freshness.silence_s(view))
-                for _ in self.namespaces.forget(view.stream):
-                    await self._breathe()
+                await self._forget(view.stream)
+
+    async def _forget_demanded(self) -> None:
+        demands, self._to_forget = self._to_forget, []
+        for streams, goal, done in demands:
+            if any(self._positions.get(partition, 0) < end for partition, end in goal.items()):
+                self._to_forget.append((streams, goal, done))
+                continue
+            for stream in streams:
+                if self.namespaces.view(stream) is not None:
+                    await self._forget(stream)
+            if not done.done():
+                done.set_result(None)
+
+    async def _forget(self, stream: StreamId) -> None:
+        for _ in self.namespaces.forget(stream):
+            await self._breathe()
 
     # --- snapshots ---
 

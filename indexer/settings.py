@@ -43,6 +43,11 @@ class IndexerSettings(KvsightSettings):
     resync_retry_s: float = Field(2.0, gt=0)
     """First pause before a resync of the same worker is asked for again; it doubles up to a minute."""
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the log is one in memory."""
+        return self.kafka is None and self.log_dir is None
+
     @field_validator("redis")
     @classmethod
     def _redis_can_be_parsed(cls, url: str | None) -> str | None:

@@ -2,13 +2,12 @@
 
 *Block hash*: the engine's own, SGLang's SHA-256 chain over a page's tokens, cut to a signed 64-bit integer. It names a
 page inside one worker. *Sequence hash*: the router's, XXH3-64 rolled along the pages of a prompt after Mooncake's
-RFC #1527 with the seed that NVIDIA Dynamo uses. It names a page together with its whole prefix, is equal on every
-worker and can be computed from a prompt alone.
+RFC #1527 with the seed of `kv_events.hash_seed` (NVIDIA Dynamo's, unless it is set). It names a page together with its
+whole prefix, is equal on every worker and can be computed from a prompt alone.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TypeAlias
@@ -18,38 +17,15 @@ import numpy.typing as npt
 import xxhash
 
 from kv_events.errors import InvalidValueError
-from kv_events.limits import MAX_TOKEN_ID
+from kv_events.hash_seed import process_seed
+from kv_events.tokens import U32Array as U32Array
+from kv_events.tokens import token_array as token_array
 from kv_events.xxh3 import hash_windows, roll
 
-U32Array: TypeAlias = npt.NDArray[np.uint32]
 U64Array: TypeAlias = npt.NDArray[np.uint64]
 
-SEED = 1337
-"""The seed of Dynamo, the SMG gateway and TokenSpeed."""
-
+_SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
 _MASK64 = 2**64 - 1
-
-
-def token_array(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str = "token_ids") -> U32Array:
-    """Tokens as uint32[n], C order. Raises InvalidValueError naming the first position outside 0 .. 2**32 - 1."""
-    try:
-        wide = np.asarray(token_ids if isinstance(token_ids, np.ndarray) else array("q", token_ids))
-    except (OverflowError, TypeError):
-        raise _first_bad_token(token_ids, field) from None
-    if wide.dtype == np.uint32 and wide.ndim == 1:
-        return np.ascontiguousarray(wide, dtype=np.uint32)
-    if wide.ndim != 1 or wide.dtype.kind not in "iu":
-        raise InvalidValueError(field, token_ids, "a flat list of integers")
-    if wide.size and (wide.min() < 0 or wide.max() > MAX_TOKEN_ID):
-        raise _first_bad_token(token_ids, field)
-    return np.ascontiguousarray(wide, dtype=np.uint32)
-
-
-def _first_bad_token(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str) -> InvalidValueError:
-    for position, token in enumerate(token_ids):
-        if not isinstance(token, int | np.integer) or not 0 <= token <= MAX_TOKEN_ID:
-            return InvalidValueError(f"{field}[{position}]", token, "an integer in 0 .. 4294967295")
-    return InvalidValueError(field, token_ids, "a flat list of integers")
 
 
 # --- block hash -----------------------------------------------------------------------------------------------------
@@ -94,15 +70,40 @@ def hash_strs_to_int64(hash_strs: Sequence[str]) -> npt.NDArray[np.int64]:
     return np.frombuffer(bytes.fromhex("".join(hash_strs)), dtype=">i8")[::4].astype(np.int64)
 
 
+def namespaced_block_hashes(
+    hashes: npt.NDArray[np.int64], extra_key: str | None, cache_salt: str | None
+) -> npt.NDArray[np.int64]:
+    """int64[n]: the names under which SGLang publishes pages of a namespace.
+
+    hashes: int64[n], their names in the tree. SGLang does so with `"format": "dynamo"` always; in the default format
+    for pages of a named LoRA adapter, without the salt.
+    """
+    seed = sha256(_SGLANG_NAMESPACE + _tagged(extra_key) + _tagged(cache_salt)).digest()
+    words = hashes.astype(">i8").tobytes()
+    digests = [sha256(seed + words[start : start + 8]).digest()[:8] for start in range(0, len(words), 8)]
+    return np.frombuffer(b"".join(digests), ">i8").astype(np.int64)
+
+
+def _tagged(name: str | None) -> bytes:
+    """An absent name and an empty one differ, and no name can run into the next."""
+    if name is None:
+        return b"\0"
+    data = name.encode()
+    return b"\1" + len(data).to_bytes(8, "little") + data
+
+
 # --- sequence hash --------------------------------------------------------------------------------------------------
 
 
-def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, seed: int = SEED) -> int:
+def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, seed: int | None = None) -> int:
     """Seed of a namespace: the base plus a tagged term for each of LoRA name and salt; "" counts as absent.
+
+    seed: the base; here and below None is `process_seed()`.
 
     The terms are XXH3-64 of the UTF-8 name with seed 0 (LoRA) and 1 (salt), added modulo 2**64, so that a salt "x" and
     an adapter "x" differ. As Dynamo 1.6 does it.
     """
+    seed = process_seed() if seed is None else seed
     if lora_name:
         seed += xxhash.xxh3_64_intdigest(lora_name.encode(), seed=0)
     if cache_salt:
@@ -115,7 +116,7 @@ def num_whole_pages(num_tokens: int, block_size: int, *, is_bigram: bool = False
     return max(0, num_tokens - is_bigram) // block_size
 
 
-def local_hashes(tokens: U32Array, block_size: int, seed: int = SEED, *, is_bigram: bool = False) -> U64Array:
+def local_hashes(tokens: U32Array, block_size: int, seed: int | None = None, *, is_bigram: bool = False) -> U64Array:
     """uint64[pages]: XXH3-64 of each whole page's tokens as little-endian u32, independent of what precedes it.
 
     tokens: uint32[n]. In bigram mode a page of block_size pairs spans block_size + 1 tokens and shares its last one
@@ -124,19 +125,23 @@ def local_hashes(tokens: U32Array, block_size: int, seed: int = SEED, *, is_bigr
     if block_size < 1:
         raise InvalidValueError("block_size", block_size, "a positive integer")
     out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), dtype=np.uint64)
-    hash_windows(tokens, block_size + is_bigram, block_size, np.uint64(seed), out)
+    hash_windows(tokens, block_size + is_bigram, block_size, _base(seed), out)
     return out
 
 
-def rolling_hashes(local: U64Array, seed: int = SEED, parent: int | None = None) -> U64Array:
+def rolling_hashes(local: U64Array, seed: int | None = None, parent: int | None = None) -> U64Array:
     """uint64[pages]: local hashes chained into sequence hashes; parent is the sequence hash before the first page."""
     out = np.empty(len(local), dtype=np.uint64)
-    roll(local, np.uint64(seed), np.uint64(parent or 0), parent is not None, out)
+    roll(local, _base(seed), np.uint64(parent or 0), parent is not None, out)
     return out
 
 
 def sequence_hashes(
-    tokens: U32Array, block_size: int, seed: int = SEED, parent: int | None = None, *, is_bigram: bool = False
+    tokens: U32Array, block_size: int, seed: int | None = None, parent: int | None = None, *, is_bigram: bool = False
 ) -> U64Array:
     """uint64[pages]: the router's names of a prompt's whole pages. See `local_hashes` and `rolling_hashes`."""
     return rolling_hashes(local_hashes(tokens, block_size, seed, is_bigram=is_bigram), seed, parent)
+
+
+def _base(seed: int | None) -> np.uint64:
+    return np.uint64(process_seed() if seed is None else seed)

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kv_events.errors import InvalidValueError
+from kv_events.hash_seed import process_seed
 
 PREFIX = "KVSIGHT_"
 
@@ -18,6 +19,7 @@ class KvsightSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
     def __init__(self, **values: Any) -> None:
+        process_seed()  # no field of any class, but a bad one has to stop the start, too
         try:
             super().__init__(**values)
         except ValidationError as error:

@@ -14,37 +14,61 @@ if TYPE_CHECKING:
     from indexer.index import OverlapIndex
     from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvsightError, StorageMedium
     from kv_events.hashing import sequence_hashes
+    from kvsight.choice import WorkerChoice, best_worker
+    from kvsight.client import AsyncClient, Client
+    from kvsight.errors import KvsightConnectionError, KvsightHttpError
+    from kvsight.prompts import Prompt
+    from kvsight.retrying import RetryPolicy
     from publisher import EventPublisher, PublisherSettings
     from publisher.sinks.file import FileSink
     from publisher.sinks.kafka import KafkaSink
+    from publisher.sinks.zmq import ZmqSink
 
 _HOMES = {
     "AllBlocksCleared": "kv_events",
+    "AsyncClient": "kvsight.client",
     "BlockRemoved": "kv_events",
     "BlockStored": "kv_events",
+    "Client": "kvsight.client",
     "EventPublisher": "publisher",
     "FileSink": "publisher.sinks.file",
     "KafkaSink": "publisher.sinks.kafka",
+    "KvsightConnectionError": "kvsight.errors",
     "KvsightError": "kv_events",
+    "KvsightHttpError": "kvsight.errors",
     "OverlapIndex": "indexer.index",
+    "Prompt": "kvsight.prompts",
     "PublisherSettings": "publisher",
     "RadixCache": "engine_cache",
+    "RetryPolicy": "kvsight.retrying",
     "StorageMedium": "kv_events",
+    "WorkerChoice": "kvsight.choice",
+    "ZmqSink": "publisher.sinks.zmq",
+    "best_worker": "kvsight.choice",
     "sequence_hashes": "kv_events.hashing",
 }
 
 __all__ = [
     "AllBlocksCleared",
+    "AsyncClient",
     "BlockRemoved",
     "BlockStored",
+    "Client",
     "EventPublisher",
     "FileSink",
     "KafkaSink",
+    "KvsightConnectionError",
     "KvsightError",
+    "KvsightHttpError",
     "OverlapIndex",
+    "Prompt",
     "PublisherSettings",
     "RadixCache",
+    "RetryPolicy",
     "StorageMedium",
+    "WorkerChoice",
+    "ZmqSink",
+    "best_worker",
     "sequence_hashes",
 ]
 

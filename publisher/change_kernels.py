@@ -12,6 +12,7 @@ from kv_events.schema import NUM_MEDIA
 # kinds of change: stores on medium 0 .. 3, removals from medium 0 .. 3, everything cleared
 REMOVAL = NUM_MEDIA
 CLEARED = 2 * NUM_MEDIA
+_RANKS = 2 * NUM_MEDIA
 
 _U8_IN = types.Array(types.uint8, 1, "C", readonly=True)
 _U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
@@ -50,6 +51,35 @@ def batch_length(kinds, hashes, parents, max_events, max_bytes, event_bytes, pag
         if i > 0 and (num_events > max_events or num_bytes > max_bytes):
             return i
     return kinds.shape[0]
+
+
+@array_kernel(types.void(_U8_IN, _U64_IN, types.int64[::1], types.uint64[::1], types.int64[::1]))
+def rank_changes(kinds, hashes, ranks, table_hashes, table_uses):
+    """Give changes ranks by which they can be sorted (stably) into few runs of a kind, without a change of meaning.
+
+    A removal may come before stores of other pages that it followed, so removals come first, up to a page that was
+    both stored and removed, or a clear: from there on, ranks are higher. ranks: int64[n], written. table_hashes,
+    table_uses: uint64 and zeros of int64, [a power of two of at least 2 n], scratch.
+    """
+    mask = np.int64(table_hashes.shape[0] - 1)
+    group = 1
+    for i in range(kinds.shape[0]):
+        kind = np.int64(kinds[i])
+        if kind == CLEARED:
+            ranks[i] = (group + 1) * _RANKS
+            group += 2
+            continue
+        is_store = np.int64(kind < REMOVAL)
+        place = np.int64(hashes[i] >> np.uint64(32)) & mask
+        while table_uses[place] >> 1 >= group and table_hashes[place] != hashes[i]:
+            place = (place + 1) & mask
+        if table_uses[place] >> 1 >= group and table_uses[place] & 1 != is_store:
+            group += 1
+            place = np.int64(hashes[i] >> np.uint64(32)) & mask
+            while table_uses[place] >> 1 >= group:
+                place = (place + 1) & mask
+        table_hashes[place], table_uses[place] = hashes[i], group << 1 | is_store
+        ranks[i] = group * _RANKS + (kind + REMOVAL if is_store else kind - REMOVAL)
 
 
 @njit(types.int64(_U8_IN, _I64_IN, types.int64[::1]), nogil=True, cache=True)

@@ -17,11 +17,14 @@ import numpy.typing as npt
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes, token_array
 from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_HASHES_PER_QUERY
-from kv_events.schema import MEDIUM_INDEX, BlockRemoved, BlockStored
+from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, BlockRemoved, BlockStored
+from publisher.change_kernels import REMOVAL
 
 MAX_PAGES_PER_EVENT = MAX_HASHES_PER_QUERY
 
 _MASK64 = 2**64 - 1
+_REMOVALS = np.arange(REMOVAL, REMOVAL + NUM_MEDIA, dtype=np.uint8).reshape(NUM_MEDIA, 1)
+_NO_PARENT, _HAS_NO_PARENT = np.zeros(1, np.uint64), np.zeros(1, np.uint8)
 # where a C long has 64 bits, `array` fills it three times as fast as a long long
 _SIGNED, _UNSIGNED = ("l", "L") if array("l").itemsize == 8 else ("q", "Q")
 
@@ -47,6 +50,36 @@ class StoredColumns(NamedTuple):
     """[m] block hash before each event's first page."""
     has_parent: npt.NDArray[np.uint8]
     """[m] 1 where `parents` is meant."""
+
+    def part(self, events: slice, pages: slice) -> StoredColumns:
+        """Views of some events, and of the pages that are theirs."""
+        return StoredColumns(
+            self.block_hashes[pages],
+            self.hashes[pages],
+            self.lengths[events],
+            self.parents[events],
+            self.has_parent[events],
+        )
+
+
+class EventColumns(NamedTuple):
+    """Stores and removals of several events in their order, all in one namespace."""
+
+    kinds: npt.NDArray[np.uint8]
+    """[m] medium of a store, REMOVAL + medium, or anything larger: an event to pass over."""
+    pages: StoredColumns
+    """Of a removal, block hashes and length are meant."""
+
+    @classmethod
+    def stored(cls, pages: StoredColumns, medium: int) -> EventColumns:
+        """All stored, on one medium."""
+        return cls(np.full(len(pages.lengths), medium, np.uint8), pages)
+
+    @classmethod
+    def removed(cls, block_hashes: U64Array, medium: int) -> EventColumns:
+        """All removed, from one medium, by one event."""
+        lengths = np.array([len(block_hashes)], np.int64)
+        return cls(_REMOVALS[medium], StoredColumns(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT))
 
 
 def medium_index(medium: Any) -> int:

@@ -15,7 +15,7 @@ from kv_events.page_table import make_table
 from kv_events.schema import NUM_MEDIA
 from publisher.change_kernels import advance_digest
 from publisher.hand_over import HandOver
-from publisher.intake import StoredColumns
+from publisher.intake import EventColumns
 from publisher.ledger_kernels import (
     COUNT_NAMES,
     FIRST_BLOCK,
@@ -23,11 +23,10 @@ from publisher.ledger_kernels import (
     PARENT,
     SLICE_PAGES,
     LedgerArrays,
+    change_pages,
     find_entry,
     flat,
     queue_cleared,
-    remove_pages,
-    store_pages,
 )
 
 __all__ = ["SLICE_PAGES", "HeldPages", "Ledger"]
@@ -85,15 +84,13 @@ class Ledger:
         """Pages ever, by what became of them."""
         return dict(zip(COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
 
-    def store(self, columns: StoredColumns, extra_key: str | None, medium: int) -> npt.NDArray[np.bool_]:
-        """Enter stored pages. Returns bool[n]: which became resident on the medium, and so were queued."""
-        queued = np.zeros(len(columns.hashes), np.bool_)
-        store_pages(*columns, namespace_salt(extra_key), medium, queued, *self._flat)
+    def change(self, events: EventColumns, extra_key: str | None) -> npt.NDArray[np.bool_]:
+        """Take stores and removals in their order. Returns bool[n]: which stored pages became resident on their
+        medium, and so were queued. Removals of unknown pages are counted.
+        """
+        queued = np.zeros(len(events.pages.block_hashes), np.bool_)
+        change_pages(events.kinds, *events.pages, namespace_salt(extra_key), queued, *self._flat)
         return queued
-
-    def remove(self, block_hashes: U64Array, extra_key: str | None, medium: int) -> None:
-        """Take pages off a medium. Unknown ones are counted."""
-        remove_pages(block_hashes, namespace_salt(extra_key), medium, *self._flat)
 
     def clear(self) -> None:
         """Nothing is held any more. Costs microseconds: columns are wiped where an entry is used again."""

@@ -16,7 +16,7 @@ from numba import types
 
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table, find, insert, remove, was_used
+from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, insert, remove, was_used
 from publisher.change_kernels import CLEARED, REMOVAL
 
 # columns of block_columns, of page_words and of the queue's words
@@ -82,7 +82,7 @@ _STATE = (*TABLE_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int6
 
 
 def flat(ledger: LedgerArrays, queue: QueueArrays) -> tuple[npt.NDArray[np.generic], ...]:
-    """The arrays in the order in which `store_pages` and `remove_pages` take them."""
+    """The arrays in the order in which `change_pages` takes them."""
     return (*ledger.blocks, *ledger.pages, *ledger[2:], *queue)
 
 
@@ -193,33 +193,36 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
 
 
 @array_function
-def _store(ledger, queue, block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued):
-    previous_key, previous_name, entry = _NO_HASH, _NO_HASH, np.int64(-1)
-    start = 0
-    for event in range(lengths.shape[0]):
-        parent = _NO_HASH
-        if has_parent[event]:
-            key = parents[event] ^ salt
-            parent = previous_name if start > 0 and key == previous_key else _parent_name(ledger, key)
-        for i in range(start, start + lengths[event]):
-            key, name = block_hashes[i] ^ salt, hashes[i]
-            entry = _find_block(ledger, entry, key)
-            if entry < 0:
-                entry = _add_block(ledger, key, block_hashes[i], name, parent)
-            if entry < 0:
-                ledger.counts[_LEDGER_FULL] += 1
-            else:
-                name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium)
-            parent = previous_name = name
-            previous_key = key
-        start += lengths[event]
+def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, medium, queued, entry):
+    """Pages of one event. entry: that of the block stored before, where the first one is looked for first.
+
+    Returns the last page's name and its block's entry.
+    """
+    name = parent
+    for i in range(start, stop):
+        ahead = i + AHEAD
+        if ahead < block_hashes.shape[0]:
+            fetch(ledger.blocks, block_hashes[ahead] ^ salt)
+            fetch(ledger.pages, hashes[ahead])
+        key, name = block_hashes[i] ^ salt, hashes[i]
+        entry = _find_block(ledger, entry, key)
+        if entry < 0:
+            entry = _add_block(ledger, key, block_hashes[i], name, parent)
+        if entry < 0:
+            ledger.counts[_LEDGER_FULL] += 1
+        else:
+            name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium)
+        parent = name
+    return name, entry
 
 
 @array_function
-def _remove(ledger, queue, block_hashes, salt, medium):
+def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
+    """Pages of one event. Returns the last block's entry, behind which the next event's first one is looked for."""
     bit = np.uint32(1 << medium)
-    entry = np.int64(-1)
-    for i in range(block_hashes.shape[0]):
+    for i in range(start, stop):
+        if i + AHEAD < block_hashes.shape[0]:
+            fetch(ledger.blocks, block_hashes[i + AHEAD] ^ salt)
         entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
         if entry < 0 or ledger.block_columns[entry, MEDIA] & bit == 0:
             ledger.counts[_REMOVED_UNKNOWN] += 1
@@ -232,24 +235,48 @@ def _remove(ledger, queue, block_hashes, salt, medium):
             remove(ledger.blocks, entry)
             if ledger.page_media[page] == 0:
                 remove(ledger.pages, page)
+    return entry
+
+
+@array_function
+def _change(ledger, queue, kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued):
+    previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # of the page stored last
+    stored, removed = np.int64(-1), np.int64(-1)
+    start = 0
+    for event in range(lengths.shape[0]):
+        kind, stop = np.int64(kinds[event]), start + lengths[event]
+        if kind < REMOVAL:
+            parent = _NO_HASH
+            if has_parent[event]:
+                key = parents[event] ^ salt
+                parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
+            name, stored = _store(
+                ledger, queue, block_hashes, hashes, start, stop, parent, salt, kind, queued, stored
+            )  # fmt: skip
+            if stop > start:
+                previous_key, previous_name, is_held = block_hashes[stop - 1] ^ salt, name, True
+        elif kind < CLEARED:
+            removed = _remove(ledger, queue, block_hashes, start, stop, salt, kind - REMOVAL, removed)
+            is_held = False
+        start = stop
 
 
 # --- entry points: bare arrays in, as `flat` orders them ----------------------------------------------------------
 
 
-@array_kernel(
-    types.void(_U64_IN, _U64_IN, _I64_IN, _U64_IN, _U8_IN, types.uint64, types.int64, types.boolean[::1], *_STATE)
-)
-def store_pages(
-    block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued,
+@array_kernel(types.void(_U8_IN, _U64_IN, _U64_IN, _I64_IN, _U64_IN, _U8_IN, types.uint64, types.boolean[::1], *_STATE))
+def change_pages(
+    event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued,
     b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
     block_columns, page_media, page_copies, page_words, page_changed, digest, counts, kinds, words, cursors,
 ):  # fmt: skip
-    """Enter the pages of several events of one medium and namespace; queue those that became resident.
+    """Take the events of one namespace in their order: enter stored pages, take removed ones off their medium, and
+    queue those that became resident or left.
 
-    block_hashes, hashes: uint64[n], all events' pages in a row. lengths: int64[m], pages of each event. parents:
-    uint64[m], block hash before each event's first page, meant where has_parent (uint8[m]) is not 0. queued: bool[n],
-    set where the page became resident on the medium.
+    event_kinds: uint8[m], medium of a store, REMOVAL + medium, or anything larger: an event to pass over.
+    block_hashes: uint64[n], all events' pages in a row. hashes: uint64[n], for stores. lengths: int64[m], pages of each
+    event. parents: uint64[m], block hash before a store's first page, meant where has_parent (uint8[m]) is not 0.
+    queued: bool[n], set where a stored page became resident on the medium.
     """
     blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
     pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
@@ -257,22 +284,7 @@ def store_pages(
         blocks, pages, block_columns, page_media, page_copies, page_words, page_changed, digest, counts
     )
     queue = QueueArrays(kinds, words, cursors)
-    _store(ledger, queue, block_hashes, hashes, lengths, parents, has_parent, salt, medium, queued)
-
-
-@array_kernel(types.void(_U64_IN, types.uint64, types.int64, *_STATE))
-def remove_pages(
-    block_hashes, salt, medium,
-    b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
-    block_columns, page_media, page_copies, page_words, page_changed, digest, counts, kinds, words, cursors,
-):  # fmt: skip
-    """Take blocks off one medium; queue the pages that left it. block_hashes: uint64[n]."""
-    blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
-    pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
-    ledger = LedgerArrays(
-        blocks, pages, block_columns, page_media, page_copies, page_words, page_changed, digest, counts
-    )
-    _remove(ledger, QueueArrays(kinds, words, cursors), block_hashes, salt, medium)
+    _change(ledger, queue, event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued)
 
 
 @array_kernel(types.void(*_QUEUE))

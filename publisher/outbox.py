@@ -71,6 +71,8 @@ class Outbox:
         self._last_snapshot_at = -float("inf")
         self._last_record_at = -float("inf")
         self._waiting_since: float | None = None  # first seen with changes that wait for company
+        if settings.with_tokens:  # a snapshot has none: what comes before the first record must not end up in it
+            self.begin_snapshot()
 
     def take_records(self, now: float, *, force: bool = False, max_records: int | None = None) -> list[OutRecord]:
         """Records that are due, in order; with `force`, of everything there is. Calling again says that the records

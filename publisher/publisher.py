@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -18,6 +18,7 @@ from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
 from publisher.drain import Drain
 from publisher.hand_over import QueueStats
+from publisher.intake import EventColumns
 from publisher.outbox import Outbox
 from publisher.recorder import Recorder
 from publisher.settings import PublisherSettings
@@ -89,6 +90,11 @@ class EventPublisher:
         return self._settings.stream
 
     @property
+    def block_size(self) -> int:
+        """Tokens a page."""
+        return self._settings.block_size
+
+    @property
     def epoch(self) -> int:
         """This incarnation: nanoseconds since 1970 at construction."""
         return self._outbox.epoch
@@ -98,13 +104,11 @@ class EventPublisher:
 
         Events that are not acceptable are dropped and counted by reason; everything else goes on.
         """
-        try:
-            self._recorder.record(events)
-            self._log_rejected()
-        except Exception:
-            log.exception("publisher %s: events lost, a snapshot will follow", self._settings.worker)
-            self.request_resync("internal error")
-        self._drain.wake()
+        self._take(lambda: self._recorder.record(events))
+
+    def publish_columns(self, events: EventColumns, extra_key: str | None) -> None:
+        """`publish` of stores and removals of one namespace that lie column by column already."""
+        self._take(lambda: self._recorder.change(events, extra_key))
 
     def take_records(self, now: float, *, force: bool = False) -> list[OutRecord]:
         """Records that are due at `now` (seconds since 1970), or with `force` all; for a publisher never started.
@@ -226,6 +230,15 @@ class EventPublisher:
         running.set_result(None)
         assert self._ended is not None
         await self._ended.wait()
+
+    def _take(self, record: Callable[[], None]) -> None:
+        try:
+            record()
+            self._log_rejected()
+        except Exception:
+            log.exception("publisher %s: events lost, a snapshot will follow", self._settings.worker)
+            self.request_resync("internal error")
+        self._drain.wake()
 
     def _log_rejected(self) -> None:
         """Say now and then what is wrong with the engine's events."""

@@ -11,12 +11,14 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kv_events.digest import Digest
+from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher.change_kernels import REMOVAL
 from publisher.hand_over import HandOver, PageChanges, QueueStats
 from publisher.intake import (
     BadEventError,
+    EventColumns,
     StoredColumns,
     check_extra_key,
     derived_columns,
@@ -84,6 +86,16 @@ class Recorder:
                 else:
                     self._rejected["type"] += len(list(run))
 
+    def change(self, events: EventColumns, extra_key: str | None) -> None:
+        """Enter stores and removals in their order. Raises InvalidValueError where the stream carries tokens."""
+        if self._tokens is not None:
+            raise InvalidValueError("with_tokens", True, "False where pages come without their tokens")
+        with self._lock:
+            if self._is_closed:
+                self._rejected["closed"] += len(events.kinds)
+            else:
+                self._ledger.change(events, extra_key)
+
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):
             self._record_together(take, events, medium, extra_key)
@@ -106,7 +118,7 @@ class Recorder:
         check_extra_key(extra_key)
         columns = self._columns(events)
         tokens = self._page_tokens(events) if self._tokens is not None else None
-        queued = self._ledger.store(columns, extra_key, tier)
+        queued = self._ledger.change(EventColumns.stored(columns, tier), extra_key)
         if self._tokens is not None and tokens is not None:
             self._tokens.extend(entry for entry, is_queued in zip(tokens, queued, strict=True) if is_queued)
             if self._hand_over.is_broken:
@@ -115,7 +127,7 @@ class Recorder:
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
         tier = medium_index(medium)
         check_extra_key(extra_key)
-        self._ledger.remove(removed_words(events), extra_key, tier)
+        self._ledger.change(EventColumns.removed(removed_words(events), tier), extra_key)
 
     def _columns(self, events: list[BlockStored]) -> StoredColumns:
         if len(events) > 1 or events[0].sequence_hashes:

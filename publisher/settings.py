@@ -37,8 +37,23 @@ class PublisherSettings(KvsightSettings):
     topic_replication: int = Field(default=1, ge=1)
     compression: Literal["none", "lz4", "zstd"] = "none"
 
+    zmq: str | None = None
+    """Address to publish on in the engines' own protocol, `tcp://*:5557`; rank r counts the port up by r. None: none.
+    """
+    zmq_replay: str | None = None
+    """Address of the replay socket, with ranks as above; None: none."""
+    zmq_encoding: Literal["array", "map"] = "array"
+    """Form of events: arrays, which every reader knows, or maps, as vLLM's and SGLang's newer versions write."""
+    zmq_replay_layout: Literal["new", "old"] = "new"
+    """Frames of a replayed batch: topic, number, batch; or without the topic."""
+    zmq_topic: str = Field(default="", max_length=MAX_NAME_BYTES)
+    zmq_buffer_steps: int = Field(default=10_000, ge=1, le=10_000_000)
+    """Batches kept for replay."""
+    zmq_hwm: int = Field(default=100_000, ge=1, le=2**31 - 1)
+    """Batches that may wait for a slow reader; it misses what goes beyond, and has it replayed."""
+
     with_tokens: bool = False
-    """Send token ids and extra keys along: for debugging, at the price of privacy and bytes."""
+    """Send token ids and extra keys along, at the price of privacy and bytes: for `zmq`, and for debugging."""
     ledger_pages: int = Field(default=4_000_000, ge=1, le=2**30)
     """Largest number of pages the worker may hold; what goes beyond is not published."""
     queue_pages: int = Field(default=1_000_000, ge=1, le=2**30)

@@ -106,6 +106,16 @@ class StorageMachine(CacheMachine):
         if draw.random() < 0.3:
             self.unnoticed |= self.store.harm(draw)
 
+    @operation(when=has_store)
+    def the_store_is_asked_for_everything(self, draw):
+        """After which it has noticed what it lost."""
+        if draw.random() < 0.3 and not self.store.broken:
+            for key in sorted(self.once_archived):
+                self.store.batch_exists([key])
+            self.unnoticed.clear()
+            self.cache.check_hicache_events()
+            self.check_events(all_taken=is_stepped(self))
+
     @operation(when=lambda machine: isinstance(machine.store, WatchedDirectory))
     def another_worker_archives_a_page(self, draw):
         pages = [

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "engine_cache": {"kv_events"},
     "publisher": {"kv_events"},
     "indexer": {"kv_events"},
-    "api": {"kv_events", "indexer"},
+    "api": {"kv_events", "indexer", "publisher"},  # publisher.bridge: the engines that a service reads itself
     "simulation": {"kv_events", "engine_cache", "publisher", "indexer"},
     "kvsight": {"kv_events", "engine_cache", "publisher", "indexer", "api", "simulation"},
 }

@@ -252,6 +252,9 @@ class AuxiliaryComponent(TreeComponent):
     def commit_load(self, node: UnifiedNode, transfers: list[PoolTransfer], req: Request | None) -> None:
         """Device rows are assigned, Full's too."""
 
+    def prepare_load(self, node: UnifiedNode, req: Request) -> None:
+        """The request wants to go on from a node that is to be loaded as far as it must. Raises as `refuse_load`."""
+
     def refuse_load(self, anchor: TreeNode, req: Request) -> None:
         """The request goes on from `anchor`, not from the best match. Raises PoolExhaustedError without room for what
         it needs of its own there."""

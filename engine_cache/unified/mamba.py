@@ -152,6 +152,10 @@ class MambaComponent(AuxiliaryComponent):
         if req is not None:
             req.mamba_pool_idx, req.mamba_cow_src_index = slots[1], None
 
+    def prepare_load(self, node: UnifiedNode, req: Request) -> None:
+        """What need not be loaded is copied, from where it is by now."""
+        self.tree.copy_on_write(req, self.data(node).value, [node])
+
     def refuse_load(self, anchor: TreeNode, req: Request) -> None:
         self.tree.copy_on_write(req, self.data(anchor).value, [anchor])
 

@@ -159,7 +159,8 @@ class UnifiedTransfers(UnifiedEviction):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Bring what the match lacks back to the device: the rows by which the request's prefix grows, and the node it
         goes on from then. `req.last_node` must be the match's device node, locked; if nothing was gained the request
-        stays there. Raises InvalidValueError without a request, or if that node is not above the match."""
+        stays there. Raises InvalidValueError without a request, or if that node is not above the match, and
+        PoolExhaustedError without a slot for the state that the request starts from."""
         node, req = params.best_match_node, params.req
         if req is None or req.last_node is None:
             raise InvalidValueError("req", req, "a request with a last_node")
@@ -167,6 +168,8 @@ class UnifiedTransfers(UnifiedEviction):
         added = self._path_below(anchor, node) if node.former_parent is None else []
         is_wanted = node.value is None or params.host_hit_length > 0
         if is_wanted or req.swa_host_hit_length > 0 or req.mamba_host_hit_length > 0:
+            for component in self.auxiliaries:
+                component.prepare_load(unified(node), req)
             if self._is_usable(node) and self.load_back(node, params.mem_quota, req) is not None:
                 rows = self._collect_new_prefix_indices(added)
                 return rows, node if len(rows) else anchor

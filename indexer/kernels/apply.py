@@ -114,6 +114,7 @@ def store(
         set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     )  # fmt: skip
     known = refused = 0
+    is_cold = False  # whether pages are new, so that their neighbours do not tell where they are
     chain = -1
     for i in range(start):
         if _starts_chain(chain_starts, i):
@@ -125,8 +126,11 @@ def store(
         starts = _starts_chain(chain_starts, i)
         if starts:
             chain += 1
+        if is_cold and i + page_table.AHEAD < stop:
+            page_table.fetch(pages.table, hashes[i + page_table.AHEAD])
         entry = look_up(pages, entry, key)
-        if entry < 0:
+        is_cold = entry < 0
+        if is_cold:
             entry = page_table.insert(pages.table, key)
             if entry < 0:
                 refused += 1

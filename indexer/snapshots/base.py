@@ -18,7 +18,7 @@ class SnapshotDamagedError(KvsightError):
 
 
 class SnapshotStore(Protocol):
-    """Keeps the newest snapshot. Belongs to one event loop."""
+    """Keeps the newest image of something: of all views, or of the registered engines. Belongs to one event loop."""
 
     async def save(self, image: bytes) -> None:
         """Replace the snapshot: whoever loads sees the old one or this one, whole. Raises SnapshotStoreError."""

@@ -1,4 +1,4 @@
-"""The snapshot as one file, replaced by renaming."""
+"""An image as one file, replaced by renaming."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 from indexer.snapshots.base import SnapshotStoreError
 
-_NAME = "views.kvsnap"
+SNAPSHOT_NAME = "views.kvsnap"
 
 
 class FolderStore:
     """See `SnapshotStore`. The bytes are on disk before the name changes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = SNAPSHOT_NAME) -> None:
         self._folder = folder
+        self._name = name
 
     async def save(self, image: bytes) -> None:
         try:
@@ -25,7 +26,7 @@ class FolderStore:
 
     async def load(self) -> bytes | None:
         try:
-            return await asyncio.to_thread((self._folder / _NAME).read_bytes)
+            return await asyncio.to_thread((self._folder / self._name).read_bytes)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -36,9 +37,9 @@ class FolderStore:
 
     def _write(self, image: bytes) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / f"{_NAME}.{os.getpid()}"
+        unfinished = self._folder / f"{self._name}.{os.getpid()}"
         with unfinished.open("wb") as file:
             file.write(image)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(self._folder / _NAME)
+        unfinished.replace(self._folder / self._name)

@@ -8,12 +8,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvsight.cli.console import compile_kernels, err, out
-from kvsight.cli.query import answer_table, ask
+from kvsight.cli.query import answer_table
 from kvsight.cli.simulate import load_requests, policy_progress
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def demo(
     """See it work: a fleet of simulated engines, the index and the API, in this one process.
 
     Compares routing policies on a generated workload, then keeps a live fleet running and asks the API which worker
-    holds a prompt. Needs no Kafka, Redis, Docker or GPU; heeds no KVSIGHT_* variable but the port's. Ctrl-C ends it.
+    holds a prompt. Needs no Kafka, Redis, Docker or GPU; heeds no KVSIGHT_* variable but the port's and the
+    hash seed's. Ctrl-C ends it.
     """
     from api.server import listen
     from api.settings import ApiSettings
@@ -134,7 +135,9 @@ async def _go_on(fleet: LiveFleet, workload: Sequence[Request], stop: asyncio.Ev
 
 
 async def _show_answer(url: str, model: str, request: Request) -> None:
-    body: dict[str, Any] = {"model_name": model, "token_ids": request.token_ids.tolist()}
-    answer = await asyncio.to_thread(ask, url, body)
+    from kvsight.client import AsyncClient
+
+    async with AsyncClient(url) as client:
+        answer = await client.query_raw({"model_name": model, "token_ids": request.token_ids.tolist()})
     out.print(f"POST {url}/query with a prompt of {len(request.token_ids)} tokens:")
     out.print(answer_table(answer))

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from kv_events.errors import KvsightError
-from kvsight.cli import demo, engine, query, record, replay, serve, simulate, version
+from kvsight.cli import bridge, demo, engine, query, record, replay, serve, simulate, version
 from kvsight.cli.console import compile_kernels
+from kvsight.cli.hash import hash_prompt
 
 _EXIT_USAGE = 2
 
@@ -30,8 +31,10 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("query")(query.query)
+app.command("hash")(hash_prompt)
 app.command("simulate")(simulate.simulate)
 app.command("engine")(engine.engine)
+app.command("bridge")(bridge.bridge)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
 app.command("version")(version.version)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
-import msgspec
 import typer
 from rich.table import Table
 
-from kvsight.cli.console import UsageError, out, print_json, read_json_object
+from kvsight.cli.console import out, print_json, read_json_object
+
+_TIMEOUT_S = 30.0  # a person waits longer than a router
 
 
 def query(
@@ -26,31 +25,17 @@ def query(
 ) -> None:
     """Ask a running indexer which worker holds how much of a prompt.
 
-    The file is the body of POST /query, or of /query_by_hash when it has seq_hashes or block_hashes.
+    The file is the body of POST /query, or of /query_by_hash when it has seq_hashes, block_hashes or block_hash.
     """
-    answer = ask(url, read_json_object(prompt), token)
+    from kvsight.client import Client
+
+    question = read_json_object(prompt)
+    with Client(url, token=token, timeout_s=_TIMEOUT_S) as client:
+        answer = client.query_raw(question)
     if as_json:
         print_json(answer)
     else:
         out.print(answer_table(answer))
-
-
-def ask(url: str, body: Mapping[str, Any], token: str | None = None) -> dict[str, Any]:
-    """The API's answer. Raises UsageError with the API's own words where it refuses."""
-    route = "/query_by_hash" if {"seq_hashes", "block_hashes", "block_hash"} & body.keys() else "/query"
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    content = msgspec.json.encode(body)
-    try:
-        response = httpx.post(url.rstrip("/") + route, content=content, headers=headers, timeout=30.0)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UsageError(f"{url}: {error}") from error
-    try:
-        answer: dict[str, Any] = msgspec.json.decode(response.content, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{url}: status {response.status_code}, and no JSON: is this kvsight?") from error
-    if response.is_error:
-        raise UsageError(f"{url}{route}: {answer.get('detail', answer)}")
-    return answer
 
 
 def answer_table(answer: dict[str, Any]) -> Table:

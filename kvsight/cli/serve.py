@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsight.cli.console import compile_kernels, err
+
+if TYPE_CHECKING:
+    from api.app import Application
+    from api.settings import ApiSettings
+    from indexer.settings import IndexerSettings
 
 
 def serve(
@@ -28,8 +34,9 @@ def serve(
 ) -> None:
     """Run the indexer and its HTTP API.
 
-    Reads every worker's events from Kafka (or an event log), keeps their radix views, and answers POST /query and
-    /query_by_hash. Every other setting is a KVSIGHT_* variable; the docs list them.
+    Reads every worker's events from Kafka, an event log, or the engines that are registered by POST /register, keeps
+    their radix views, and answers POST /query and /query_by_hash. Every other setting is a KVSIGHT_* variable; the
+    docs list them.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
@@ -44,9 +51,24 @@ def serve(
     indexer = IndexerSettings(**{name: value for name, value in given.items() if value is not None})
     address: dict[str, Any] = {"host": host, "port": port}
     settings = ApiSettings(**{name: value for name, value in address.items() if value is not None})
-    app = create_app(create_consumer(indexer), settings)
+    app = _embedded(indexer, settings) if indexer.is_embedded else create_app(create_consumer(indexer), settings)
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
-    if indexer.kafka is None and indexer.log_dir is None:
-        err.print("neither --kafka nor --log: reads a log in memory that no engine can write")
+    if indexer.is_embedded:
+        err.print("neither --kafka nor --log: reads the engines that are registered by POST /register")
     run_server(app, settings, bound)
+
+
+def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
+    """Everything in one process: the engines' events go through a log in memory."""
+    from api.app import create_app
+    from api.registrations import Registrations
+    from api.settings import RegistrationSettings
+    from indexer.assembly import create_consumer, create_store
+    from kv_events.memory_log import MemoryLog
+    from publisher.bridge import BridgeSettings
+
+    log = MemoryLog(first_offset=time.time_ns())  # positions in snapshots of processes before mean nothing here
+    consumer = create_consumer(indexer, log)
+    store = create_store(indexer, "registrations")
+    return create_app(consumer, settings, Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), store))

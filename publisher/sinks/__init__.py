@@ -1,7 +1,7 @@
-"""Where records go: memory (same process), a folder (recording), Kafka.
+"""Where records go: memory (same process), a folder (recording), Kafka, or readers of the engines' own ZMQ protocol.
 
 Start at `base.Sink`, the contract; `create_sink` chooses by settings. Imports only `kv_events` and the publisher's
-settings; aiokafka is loaded when a Kafka sink is made.
+settings; aiokafka and ZMQ are loaded when their sink is made.
 """
 
 from __future__ import annotations
@@ -25,12 +25,20 @@ __all__ = [
 
 
 def create_sink(settings: PublisherSettings) -> Sink:
-    """The sink that the settings name: Kafka or a folder. Raises InvalidValueError if they name none, or both."""
-    if (settings.kafka is None) == (settings.log_folder is None):
-        named = {"KVSIGHT_KAFKA": settings.kafka, "KVSIGHT_LOG_FOLDER": settings.log_folder}
+    """The sink that the settings name: Kafka, a folder or ZMQ. Raises InvalidValueError unless they name one."""
+    named = {
+        "KVSIGHT_KAFKA": settings.kafka,
+        "KVSIGHT_LOG_FOLDER": settings.log_folder,
+        "KVSIGHT_ZMQ": settings.zmq,
+    }
+    if sum(value is not None for value in named.values()) != 1:
         raise InvalidValueError(" / ".join(named), list(named.values()), "exactly one of them")
     if settings.log_folder is not None:
         return FileSink(settings.log_folder)
+    if settings.zmq is not None:
+        from publisher.sinks.zmq import ZmqSink
+
+        return ZmqSink(settings)
     from publisher.sinks.kafka import KafkaSink
 
     return KafkaSink(settings)

@@ -75,7 +75,7 @@ def assert_one_clear_line(done: subprocess.CompletedProcess[str], *words: str) -
 def test_help_teaches_every_command() -> None:
     done = kvsight("--help")
     assert done.returncode == 0
-    for command in ("demo", "serve", "query", "simulate", "engine", "record", "replay", "version"):
+    for command in ("demo", "serve", "query", "hash", "simulate", "engine", "record", "replay", "version"):
         assert command in done.stdout
         assert kvsight(command, "--help").returncode == 0
 

@@ -194,15 +194,19 @@ async def test_block_hash_is_the_old_name_of_seq_hashes(serving: Any) -> None:
     assert check_problem(bad, 422)["field"] == "block_hash[1]"
 
 
-async def test_an_adapters_number_is_refused_where_its_name_is_needed(serving: Any) -> None:
+@pytest.mark.parametrize("number", [7, "7"])
+async def test_an_adapter_that_has_no_name_is_asked_for_by_its_number(serving: Any, number: int | str) -> None:
     async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS, lora_name="ad")
-        problem = check_problem(await client.post("/query", json=rfc_query(lora_id=7)), 422)
-        named = (await client.post("/query", json=rfc_query(lora_id=7, lora_name="ad"))).json()
-        none = await client.post("/query", json=rfc_query(lora_id=None))
-    assert (problem["field"], problem["value"]) == ("lora_id", 7)
-    assert named["default"]["1"]["GPU"] == 16
-    assert none.json() == {"default": {}}
+        await fed.hold(Stream("1"), TOKENS, lora_name="7")
+        await fed.hold(Stream("2"), TOKENS, lora_name="ad")
+        await fed.hold(Stream("3"), TOKENS)
+        by_number = (await client.post("/query", json=rfc_query(lora_id=number))).json()
+        by_name = (await client.post("/query", json=rfc_query(lora_id=number, lora_name="ad"))).json()
+        plain = [(await client.post("/query", json=rfc_query(lora_id=none))).json() for none in (None, 0, "")]
+    assert list(by_number["default"]) == ["1"]
+    assert by_number["default"]["1"]["GPU"] == 16
+    assert list(by_name["default"]) == ["2"]
+    assert [list(answer["default"]) for answer in plain] == [["3"]] * 3
 
 
 # --- by hash, packed, weighed, in batches ---

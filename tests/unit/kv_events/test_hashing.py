@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from hashlib import sha256
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from kv_events.hashing import (
     hash_strs_to_int64,
     local_hashes,
     namespace_seed,
+    namespaced_block_hashes,
     rolling_hashes,
     sequence_hashes,
     token_array,
@@ -87,6 +89,29 @@ def test_the_first_sixteen_digits_are_a_signed_number(text: str, value: int) -> 
     assert hash_strs_to_int64([text, text]).tolist() == [value, value]
 
 
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5),
+    st.none() | st.text(max_size=20),
+    st.none() | st.text(max_size=20),
+)
+def test_sglangs_namespaces_equal_hashlib_hash_by_hash(hashes: list[int], key: str | None, salt: str | None) -> None:
+    parts = [
+        b"\x00" if name is None else b"\x01" + struct.pack("<Q", len(name.encode())) + name.encode()
+        for name in (key, salt)
+    ]
+    seed = sha256(b"sglang-kv-event-namespace-v1" + parts[0] + parts[1]).digest()
+    expected = [struct.unpack(">q", sha256(seed + struct.pack(">q", value)).digest()[:8])[0] for value in hashes]
+    assert namespaced_block_hashes(np.array(hashes, np.int64), key, salt).tolist() == expected
+
+
+def test_names_of_a_namespace_do_not_run_into_each_other() -> None:
+    names = {
+        int(namespaced_block_hashes(np.array([1]), key, salt)[0])
+        for key, salt in [(None, None), ("", None), (None, ""), ("ab", "c"), ("a", "bc"), ("abc", None), (None, "abc")]
+    }
+    assert len(names) == 7
+
+
 LOCAL_2 = ["cb38e4d7fb2dca5c", "e8d3ec39b907b74c", "06b748f1777d599c", "01e03482f18b34e9"]
 ROLLING_2 = ["cb38e4d7fb2dca5c", "44a2b2379d6d3c3d", "aea1e67a6c80cf84", "1aaa5eb6e2524a3b"]
 
@@ -127,8 +152,22 @@ def test_sequence_hashes_are_the_peers(
 
 
 def test_seed_zero_gives_the_published_numbers() -> None:
-    rolling = sequence_hashes(token_array(list(range(1, 17))), 4, seed=0)
-    assert hexes(rolling) == ["6fc1ebd4f4d6ea31", "3a14937fd5340c7a", "829711b6d52f08eb", "94f88a95a0ef86fd"]
+    prompt = token_array(list(range(1, 17)))
+    assert hexes(local_hashes(prompt, 4, 0)) == [
+        "6fc1ebd4f4d6ea31",
+        "c03f64119f038920",
+        "a7bef1c3b3535717",
+        "18d010773424bf58",
+    ]
+    assert hexes(sequence_hashes(prompt, 4, seed=0)) == [
+        "6fc1ebd4f4d6ea31",
+        "3a14937fd5340c7a",
+        "829711b6d52f08eb",
+        "94f88a95a0ef86fd",
+    ]
+    wide = token_array([4294967295, 0, 65536, 128000] * 4)
+    assert hexes(local_hashes(wide, 8, 0)) == ["27a5c60b5317679a"] * 2
+    assert hexes(sequence_hashes(wide, 8, 0)) == ["27a5c60b5317679a", "904445bfa7a0481e"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_a_name_that_is_none_is_an_attribute_error() -> None:
         ("", "numba numpy pydantic aiokafka fastapi torch"),
         ("EventPublisher", "fastapi torch indexer engine_cache"),
         ("RadixCache", "fastapi torch aiokafka indexer publisher"),
+        ("Client AsyncClient best_worker", "fastapi numba pydantic aiokafka indexer publisher engine_cache"),
         ("OverlapIndex", "fastapi torch aiokafka publisher engine_cache"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from publisher.hand_over import HandOver
-from publisher.intake import StoredColumns
+from publisher.intake import EventColumns, StoredColumns
 from publisher.ledger import SLICE_PAGES, HeldPages, Ledger
 
 NUM_PAGES = 3 * SLICE_PAGES + 5
@@ -27,11 +27,11 @@ def store(ledger: Ledger, names: Iterable[int]) -> None:
     num_pages = len(words)
     lengths = np.ones(num_pages, np.int64)
     columns = StoredColumns(words, words, lengths, np.zeros(num_pages, np.uint64), np.zeros(num_pages, np.uint8))
-    ledger.store(columns, None, 0)
+    ledger.change(EventColumns.stored(columns, 0), None)
 
 
 def remove(ledger: Ledger, names: Iterable[int]) -> None:
-    ledger.remove(np.array([*names], np.uint64), None, 0)
+    ledger.change(EventColumns.removed(np.array([*names], np.uint64), 0), None)
 
 
 def pages_of(held: HeldPages) -> list[int]:
@@ -67,7 +67,7 @@ def test_a_page_on_a_further_medium_makes_its_slice_stale(ledger: Ledger) -> Non
     copy_slices(ledger, held, ledger.stale_slices())
     one = np.array([7], np.uint64)
     no_parent = np.zeros(1, np.uint64), np.zeros(1, np.uint8)
-    ledger.store(StoredColumns(one, one, np.ones(1, np.int64), *no_parent), None, 2)
+    ledger.change(EventColumns.stored(StoredColumns(one, one, np.ones(1, np.int64), *no_parent), 2), None)
     assert ledger.stale_slices() == [0]
     held = ledger.finish_copy(held)
     assert held.hashes[held.media == 0b101].tolist() == [7]

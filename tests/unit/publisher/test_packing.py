@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.limits import MAX_EVENTS_PER_BATCH
@@ -44,12 +46,51 @@ def test_a_chain_begins_where_a_pages_parent_is_not_the_page_before() -> None:
     assert step.parents.tolist() == [7, 1, 0]
 
 
+def test_stores_and_removals_in_turn_become_two_events() -> None:
+    rows = [(REMOVAL + i // 10 % 2, i, 0) if i % 4 < 2 else (i // 10 % 2, i, i - 1) for i in range(100, 200)]
+    steps = read(pack(changes(*rows)))
+    assert [(type(step), step.medium) for step in steps] == [
+        (RemovedPages, 0),
+        (RemovedPages, 1),
+        (StoredPages, 0),
+        (StoredPages, 1),
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, REMOVAL, REMOVAL + 1, CLEARED]), st.integers(1, 6)), max_size=60),
+    st.sampled_from([1, 2**32]),
+)
+def test_changes_lead_where_they_would_lead_one_by_one(rows: list[tuple[int, int]], factor: int) -> None:
+    held: set[tuple[int, int]] = set()
+    for kind, page in rows:
+        if kind == CLEARED:
+            held.clear()
+        elif kind < REMOVAL:
+            held.add((kind, page * factor))
+        else:
+            held.discard((kind - REMOVAL, page * factor))
+    read_back: set[tuple[int, int]] = set()
+    for step in read(pack(changes(*[(kind, page * factor, 0) for kind, page in rows]))) if rows else []:
+        if isinstance(step, StoredPages):
+            read_back |= {(step.medium, page) for page in step.hashes.tolist()}
+        elif isinstance(step, RemovedPages):
+            read_back -= {(step.medium, page) for page in step.hashes.tolist()}
+        else:
+            read_back.clear()
+    assert read_back == held
+
+
 def test_every_clear_is_an_event_of_its_own() -> None:
     assert read(pack(changes((CLEARED, 0, 0), (CLEARED, 0, 0)))) == [AllBlocksCleared(), AllBlocksCleared()]
 
 
 def test_no_changes_are_no_events() -> None:
     assert pack(changes((0, 1, 0)).part(0, 0)) == []
+
+
+def test_a_single_page_may_have_tokens() -> None:
+    assert len(read(pack(changes((0, 1, 0)), [PageTokens(b"aaaa", None)]))) == 1
 
 
 def test_tokens_go_with_the_pages_and_extra_keys_split_events() -> None:
@@ -78,6 +119,6 @@ def test_a_batch_is_cut_by_bytes_and_never_larger() -> None:
 
 
 def test_a_batch_has_never_more_events_than_a_reader_takes() -> None:
-    rows = changes(*[(i % 2, i + 1, 0) for i in range(2 * MAX_EVENTS_PER_BATCH)])
+    rows = changes(*[(i % 2 * REMOVAL, 1, 0) for i in range(2 * MAX_EVENTS_PER_BATCH)])
     count = BatchLimits(pages=10**6, bytes=10**6).fitting(rows)
     assert len(pack(rows.part(0, count))) == MAX_EVENTS_PER_BATCH - 2

@@ -12,6 +12,7 @@ from kv_events.streams import StreamId
 from publisher import PublisherSettings
 from publisher.sinks import FileSink, create_sink
 from publisher.sinks.kafka import KafkaSink
+from publisher.sinks.zmq import ZmqSink
 
 GOOD = {"model": "m", "worker": "w", "block_size": 16}
 
@@ -68,6 +69,7 @@ def test_settings_are_frozen() -> None:
 def test_the_sink_is_chosen_by_settings(tmp_path: Any) -> None:
     assert isinstance(create_sink(PublisherSettings(**GOOD, kafka="localhost:9092")), KafkaSink)
     assert isinstance(create_sink(PublisherSettings(**GOOD, log_folder=tmp_path)), FileSink)
-    for both_or_none in ({}, {"kafka": "localhost:9092", "log_folder": tmp_path}):
+    assert isinstance(create_sink(PublisherSettings(**GOOD, zmq="tcp://*:5557", with_tokens=True)), ZmqSink)
+    for both_or_none in ({}, {"kafka": "localhost:9092", "log_folder": tmp_path}, {"kafka": "h:1", "zmq": "tcp://*:1"}):
         with pytest.raises(InvalidValueError, match="KVSIGHT_KAFKA / KVSIGHT_LOG_FOLDER"):
             create_sink(PublisherSettings(**GOOD, **both_or_none))

@@ -3,7 +3,7 @@
 import pytest
 from unified_rig import NOTHING, UnifiedRig
 
-from engine_cache import InitLoadBackParams, PoolExhaustedError, Request
+from engine_cache import ComponentType, InitLoadBackParams, PoolExhaustedError, Request
 
 pytestmark = pytest.mark.torch
 
@@ -79,3 +79,41 @@ def test_a_state_that_went_since_the_match_is_not_gone_on_from():
     rows, node = load(rig, req, match, quota=None)
     assert (rows.tolist(), node) == ([], rig.node_of(A))
     assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
+
+
+def window_on_the_host(**params):
+    """A request whose best match lacks SWA rows on the device and nothing else; and that match."""
+    rig = UnifiedRig(("mamba", "swa"), **params)
+    for tokens in (A, AB):
+        rig.insert(tokens)
+        rig.settle()
+    rig.cache.component(ComponentType.SWA).free_on_device(rig.node_of(AB))
+    req = Request("r", [], 0)
+    match = rig.match(AB, cow_mamba=True, req=req)
+    assert match.last_device_node is rig.node_of(A)
+    lock = rig.cache.inc_lock_ref(match.last_device_node)
+    req.last_node, req.lock_params = lock.node, lock.to_dec_params()
+    return rig, req, match
+
+
+def test_a_state_that_moved_since_the_match_is_copied_from_where_it_is():
+    rig, req, match = window_on_the_host()
+    mamba, node = rig.cache.component(ComponentType.MAMBA), rig.node_of(AB)
+    mamba.free_on_device(node)
+    other = rig.slots.alloc(1)
+    mamba.put_on_device(node, rig.slots.alloc(1))
+    assert load(rig, req, match, quota=None)[1] is node
+    assert req.mamba_cow_src_index.tolist() == mamba.data(node).value.tolist()
+    rig.slots.free(other)
+
+
+def test_a_state_that_came_to_the_device_since_the_match_is_copied():
+    rig, req, match = window_on_the_host()
+    mamba, node = rig.cache.component(ComponentType.MAMBA), rig.node_of(AB)
+    rig.slots.free(req.mamba_pool_idx)
+    mamba.free_on_device(node)
+    req.mamba_pool_idx = req.mamba_cow_src_index = None  # as a match leaves it that finds the state on the host
+    mamba.put_on_device(node, rig.slots.alloc(1))
+    assert load(rig, req, match, quota=None)[1] is node
+    assert req.mamba_cow_src_index.tolist() == mamba.data(node).value.tolist()
+    assert req.mamba_pool_idx is not None

@@ -1,0 +1,222 @@
+"""GET /events: what happens to the views, as server-sent events (HTML Living Standard, section 9.2)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import NamedTuple
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import StreamingResponse
+
+from api.feed_events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
+from api.problems import ProblemError
+from indexer.consumer import Consumer
+from indexer.views import View
+from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
+from kv_events.schema import MEDIA, AllBlocksCleared
+from kv_events.streams import StreamId
+
+MOST_WAITING = 4096
+"""Events that may wait for a client to read them."""
+
+_LOOK_S = 0.5
+_MEDIA_TYPE = "text/event-stream"
+_EXAMPLE = 'event: dropped\ndata: {"lost": 4097}\n\n'
+
+_encoder = msgspec.json.Encoder()
+
+
+class Wanted(NamedTuple):
+    """Which streams a client asks about; None: whatever they are."""
+
+    worker: str | None = None
+    model: str | None = None
+    tenant: str | None = None
+
+    def takes(self, stream: StreamId) -> bool:
+        """Whether a stream is one of them."""
+        return (
+            self.worker in (None, stream.worker)
+            and self.model in (None, stream.model)
+            and self.tenant in (None, stream.tenant)
+        )
+
+
+class _Client:
+    """What waits for one caller to read it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.lost = 0
+        """Not zero: too slow, to be sent away."""
+        self.woken = asyncio.Event()
+        self._waiting: deque[bytes] = deque()
+
+    def put(self, event: bytes) -> None:
+        if not self.lost and len(self._waiting) == MOST_WAITING:
+            self.lost = MOST_WAITING
+            self._waiting.clear()
+        if self.lost:
+            self.lost += 1
+        else:
+            self._waiting.append(event)
+        self.woken.set()
+
+    def take(self) -> bytes:
+        self.woken.clear()
+        events = b"".join(self._waiting)
+        self._waiting.clear()
+        return events
+
+
+class EventFeed:
+    """Tells clients what happens. Costs nothing while nobody listens. Belongs to the consumer's event loop."""
+
+    def __init__(self, consumer: Consumer, max_clients: int) -> None:
+        self._consumer = consumer
+        self._max_clients = max_clients
+        self._clients: set[_Client] = set()
+        self._told: dict[StreamId, str] = {}  # states; kept up while somebody listens
+        self._next_look = 0.0
+        self._is_closed = False
+        consumer.applier.on_applied = self._on_applied
+
+    @property
+    def num_clients(self) -> int:
+        """How many listen now."""
+        return len(self._clients)
+
+    def close(self) -> None:
+        """End all streams, which otherwise never end: a server that stops waits for its connections."""
+        self._is_closed = True
+        for client in self._clients:
+            client.woken.set()
+
+    def open(self, wanted: Wanted) -> AsyncIterator[bytes]:
+        """Events from the first step on. Raises ProblemError (429) when there are too many clients."""
+        if len(self._clients) >= self._max_clients:
+            detail = f"{self._max_clients} clients listen to events already (KVSIGHT_MAX_EVENT_CLIENTS)"
+            raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "too-many-clients", detail)
+        return self._events(_Client(wanted))
+
+    async def _events(self, client: _Client) -> AsyncIterator[bytes]:
+        if not self._clients:
+            self._told = {view.stream: self._state(view) for view in self._views()}
+        self._clients.add(client)
+        try:
+            yield b": kvsight\n\n" + self._all_states(client.wanted)
+            said_at = time.monotonic()
+            while True:
+                events = client.take()
+                if client.lost:
+                    yield _event(ClientDropped(lost=client.lost))
+                    return
+                if not events and time.monotonic() - said_at > PING_S:
+                    events = b": quiet\n\n"
+                if events:
+                    yield events
+                    said_at = time.monotonic()
+                if self._is_closed:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(client.woken.wait(), _LOOK_S)
+                self._look_around()
+        finally:
+            self._clients.discard(client)
+
+    def _all_states(self, wanted: Wanted) -> bytes:
+        views = [view for view in self._views() if wanted.takes(view.stream)]
+        return b"".join(_event(_state_changed(view.stream, None, self._state(view), view)) for view in views)
+
+    def _views(self) -> list[View]:
+        return self._consumer.namespaces.views
+
+    def _state(self, view: View) -> str:
+        return self._consumer.freshness.state(view).value
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def _on_applied(self, view: View, batch: DecodedBatch) -> None:
+        if self._clients:
+            self._tell(view.stream, lambda: _batch_applied(view, batch, self._state(view)))
+            self._compare(view)
+
+    def _look_around(self) -> None:
+        """Views change by silence, too."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_S
+        for view in self._views():
+            self._compare(view)
+        for stream in [stream for stream in self._told if self._consumer.namespaces.view(stream) is None]:
+            self._change(stream, self._told.pop(stream), "forgotten", None)
+
+    def _compare(self, view: View) -> None:
+        before, state = self._told.get(view.stream), self._state(view)
+        if before != state:
+            self._told[view.stream] = state
+            self._change(view.stream, before, state, view)
+
+    def _change(self, stream: StreamId, before: str | None, state: str, view: View | None) -> None:
+        self._tell(stream, lambda: _state_changed(stream, before, state, view))
+
+    def _tell(self, stream: StreamId, make: Callable[[], FeedEvent]) -> None:
+        listening = [client for client in self._clients if client.wanted.takes(stream)]
+        if listening:
+            event = _event(make())
+            for client in listening:
+                client.put(event)
+
+
+def feed_routes(feed: EventFeed) -> APIRouter:
+    """The one route of this module."""
+    router = APIRouter(tags=["workers"])
+    example = {"content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}}}
+
+    @router.get("/events", response_class=StreamingResponse, responses={200: example})
+    async def events(
+        worker: str | None = None, model: str | None = None, tenant: str | None = None
+    ) -> StreamingResponse:
+        """Server-sent events: `batch` for each batch that is applied, `state` when a view's state changes.
+
+        The state of every view comes first. A client that reads too slowly gets `dropped`, and its connection ends.
+        """
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(feed.open(Wanted(worker, model, tenant)), headers=headers, media_type=_MEDIA_TYPE)
+
+    return router
+
+
+def _event(event: FeedEvent) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (EVENT_NAMES[type(event)], _encoder.encode(event))
+
+
+def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
+    stored: Counter[str] = Counter()
+    removed: Counter[str] = Counter()
+    for step in batch.steps:
+        if isinstance(step, StoredPages):
+            stored[MEDIA[step.medium].value] += len(step.hashes)
+        elif isinstance(step, RemovedPages):
+            removed[MEDIA[step.medium].value] += len(step.hashes)
+    return BatchApplied.of(
+        view.stream,
+        epoch=batch.epoch,
+        seq=batch.seq,
+        stored=stored,
+        removed=removed,
+        cleared=any(isinstance(step, AllBlocksCleared) for step in batch.steps),
+        pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+        state=state,
+    )
+
+
+def _state_changed(stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
+    reason = view.stale_reason if view is not None else ""
+    return StateChanged.of(stream, before=before, state=state, reason=reason)

@@ -1,0 +1,145 @@
+"""POST /register and /unregister, in both dialects."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+
+from api.decoding import Codec, decode_as
+from api.hot import HotEndpoint, json_response
+from api.problems import ProblemError
+from api.registration_schemas import (
+    PeerRegistered,
+    PeerRegistration,
+    PeerUnregistration,
+    RfcRegistered,
+    RfcRegistration,
+    RfcUnregistered,
+    RfcUnregistration,
+)
+from api.schemas import Probe
+from kv_events.errors import InvalidValueError
+from kv_events.streams import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from api.registrations import Registrations
+    from publisher.bridge import EngineSettings
+
+MAX_BODY_BYTES = 64 * 1024
+
+_T = TypeVar("_T")
+_ADDRESSES = ("endpoint", "replay_endpoint")
+
+
+class RegisterRoutes:
+    """What the two routes share. registrations: None: this process reads a log that others write."""
+
+    def __init__(self, registrations: Registrations | None) -> None:
+        self._given = registrations
+
+    def endpoints(self) -> dict[str, HotEndpoint]:
+        """Path -> ASGI application for POST."""
+        handlers = {"/register": self._register, "/unregister": self._unregister}
+        return {path: HotEndpoint(handler, MAX_BODY_BYTES) for path, handler in handlers.items()}
+
+    @property
+    def _registrations(self) -> Registrations:
+        if self._given is None:
+            detail = (
+                "this service reads a log that others write: engines that publish to it need no registration, and "
+                "`kvsight bridge` publishes for those that do not"
+            )
+            raise ProblemError(HTTPStatus.NOT_FOUND, "not-embedded", detail)
+        return self._given
+
+    async def _register(self, body: bytes, codec: Codec) -> Response:
+        registrations = self._registrations
+        if _is_peer(body, codec):
+            peer = decode_as(PeerRegistration, body, codec)
+            is_new = await registrations.add(engine_of_peer(peer), is_peer=True)
+            return _json(PeerRegistered(), HTTPStatus.CREATED if is_new else HTTPStatus.OK)
+        rfc = decode_as(RfcRegistration, body, codec)
+        await registrations.add(engine_of_rfc(rfc), is_peer=False)
+        return _json(RfcRegistered(instance_id=rfc.instance_id))
+
+    async def _unregister(self, body: bytes, codec: Codec) -> Response:
+        registrations = self._registrations
+        if _is_peer(body, codec):
+            peer = decode_as(PeerUnregistration, body, codec)
+            await registrations.remove(str(peer.instance_id), peer.model_name, peer.routing_group, peer.dp_rank)
+            return _json(PeerRegistered())
+        rfc = decode_as(RfcUnregistration, body, codec)
+        model = _model(rfc.model, rfc.modelname)
+        gone = await registrations.remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
+        return _json(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in gone]))
+
+
+def _is_peer(body: bytes, codec: Codec) -> bool:
+    return decode_as(Probe, body, codec).model_name is not UNSET
+
+
+def engine_of_peer(request: PeerRegistration) -> EngineSettings:
+    return _engine(request, request.model_name, request.routing_group)
+
+
+def engine_of_rfc(request: RfcRegistration) -> EngineSettings:
+    return _engine(
+        request,
+        _model(request.model, request.modelname),
+        request.tenant_id,
+        lora_name=request.lora_name or "",
+        cache_salt=request.additionalsalt or request.additional_salt or "",
+    )
+
+
+def _engine(
+    request: PeerRegistration | RfcRegistration,
+    model: str,
+    tenant: str | None,
+    *,
+    lora_name: str = "",
+    cache_salt: str = "",
+) -> EngineSettings:
+    from publisher.bridge import EngineSettings  # only a process that reads engines loads the bridge
+
+    try:
+        return EngineSettings(
+            endpoint=request.endpoint,
+            worker=str(request.instance_id),
+            model=model,
+            replay_endpoint=request.replay_endpoint,
+            tenant=tenant or DEFAULT_TENANT,
+            dp_rank=request.dp_rank,
+            block_size=request.block_size,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+        )
+    except InvalidValueError as error:
+        raise _problem(error) from None
+
+
+def _problem(error: InvalidValueError) -> ProblemError:
+    if error.field not in _ADDRESSES:
+        return ProblemError.of_value(error)
+    address = str(error.value)
+    if "://" in address:
+        return ProblemError.of_value(error, HTTPStatus.BAD_REQUEST, "invalid-endpoint")
+    detail = f"invalid ZMQ endpoint `{address}`: missing scheme"
+    return ProblemError(HTTPStatus.BAD_REQUEST, "invalid-endpoint", detail, error.field, address)
+
+
+def _model(model: str | UnsetType, modelname: str | UnsetType) -> str:
+    named = modelname if model is UNSET else model
+    if isinstance(named, UnsetType):
+        raise ProblemError(
+            422, "missing-field", "model_name: missing (or modelname, in the RFC's dialect)", "model_name"
+        )
+    return named
+
+
+def _json(answer: msgspec.Struct, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    return json_response(msgspec.json.encode(answer), status)

@@ -1,0 +1,101 @@
+"""Requests and answers of /register and /unregister. Fields that are not named here are ignored.
+
+The dialects are told apart as for queries: a request with `model_name` speaks the running peer's, one with `modelname`
+or `model` the RFC's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
+
+MAX_ENDPOINT_LENGTH = 512
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+MaybeName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)] | None
+"""Empty is as good as absent."""
+InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)] | Name
+"""A number is its decimal digits."""
+Endpoint: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LENGTH)]
+DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
+BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
+
+
+class _Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """What both dialects share."""
+
+    instance_id: InstanceId
+    """The worker's name in answers."""
+    endpoint: Endpoint
+    """Where the rank's events are to be had: tcp://HOST:PORT."""
+    block_size: BlockSize
+    """Tokens a page."""
+    dp_rank: DpRank = 0
+    replay_endpoint: Endpoint | None = None
+
+
+class PeerRegistration(_Registration, frozen=True, kw_only=True):
+    """One rank of an engine, in the running peer's dialect."""
+
+    model_name: Name
+    routing_group: MaybeName = None
+
+
+class RfcRegistration(_Registration, frozen=True, kw_only=True):
+    """One rank of an engine, in the RFC's dialect. `type` is not needed: shapes of events are detected."""
+
+    modelname: Name | UnsetType = UNSET
+    model: Name | UnsetType = UNSET
+    tenant_id: MaybeName = None
+    lora_name: MaybeName = None
+    """Adapter of the pages of which events name none."""
+    additionalsalt: MaybeName = None
+    additional_salt: MaybeName = None
+    """Salt of the pages of which events name none, in either spelling."""
+
+
+class PeerUnregistration(msgspec.Struct, frozen=True, kw_only=True):
+    """In the running peer's dialect."""
+
+    instance_id: InstanceId
+    model_name: Name
+    dp_rank: DpRank | None = None
+    """None: all ranks."""
+    routing_group: MaybeName = None
+    """None: whatever the group is."""
+
+
+class RfcUnregistration(msgspec.Struct, frozen=True, kw_only=True):
+    """In the RFC's dialect."""
+
+    instance_id: InstanceId
+    modelname: Name | UnsetType = UNSET
+    model: Name | UnsetType = UNSET
+    dp_rank: DpRank | None = None
+    """None: all ranks."""
+    tenant_id: MaybeName = None
+
+
+class PeerRegistered(msgspec.Struct, frozen=True, kw_only=True):
+    """Done, or undone."""
+
+    status: str = "ok"
+
+
+class RfcRegistered(msgspec.Struct, frozen=True, kw_only=True):
+    """Done."""
+
+    status: str = "registered successfully"
+    instance_id: InstanceId
+
+
+class RfcUnregistered(msgspec.Struct, frozen=True, kw_only=True):
+    """Undone."""
+
+    status: str = "unregistered successfully"
+    removed_instances: list[str]
+    """`<instance>|<tenant>|<rank>`"""

@@ -1,0 +1,328 @@
+"""A bridge and POST /register against NVIDIA Dynamo's indexer: `python -m benchmarks.bench_bridge [--json FILE]`
+
+Four engines in one process of their own send the same messages over ZMQ to each reader in turn, as fast as it takes
+them (the sender's queue has no bound). Every engine first fills its cache, which is not timed; then each prompt that it
+stores pushes another one out, as in an engine that is at work. Readers, each a process of its own:
+
+* `bridge`: a fleet with a log in memory; done when every event has become part of a publisher's ledger;
+* `/register`: `kvsight serve`, engines registered over HTTP; done when a query finds the last prompt of every engine;
+* `peer`: Dynamo's standalone indexer, the same way. Left out where pip cannot get it.
+
+Two kinds of messages: "large events" of a whole prompt each, where pages count, and "small events" of one page each, as
+SGLang 0.5.13 sends them. A page counts when it comes and when it goes. Repeated in turn, so that a busy machine is busy
+for all alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import numpy as np
+import uvloop
+import zmq
+
+from benchmarks.report import Figure, figure, main
+from kv_events.memory_log import MemoryLog
+from publisher.bridge import BridgeSettings, EngineSettings, Fleet
+from publisher.settings import PublisherSettings
+from publisher.sinks.memory import MemorySink
+
+ENGINES, BLOCK_SIZE, PROMPT_PAGES = 4, 16, 64
+HELD_PROMPTS, PROMPTS = 1024, 4096
+"""Of each engine: those that fit, and all of them."""
+ROUNDS = 5
+_GIVE_UP_S = 60.0
+_POLL_S = 0.01
+_PEER_PACKAGE, _PEER_VERSION = "ai_dynamo_runtime", "1.6.1"
+_PEER_FOLDER = Path.home() / ".cache" / "kvsight" / f"{_PEER_PACKAGE}-{_PEER_VERSION}"
+_PEER_THREADS = 4
+
+
+class Kind(NamedTuple):
+    """One kind of traffic."""
+
+    name: str
+    pages_per_event: int
+    events_per_batch: int
+
+    @property
+    def num_events(self) -> int:
+        """Timed ones, of all engines."""
+        return self.num_pages // self.pages_per_event
+
+    @property
+    def num_pages(self) -> int:
+        """Timed ones, of all engines: stored and removed."""
+        return ENGINES * (PROMPTS - HELD_PROMPTS) * PROMPT_PAGES * 2
+
+
+KINDS = (Kind("large events", PROMPT_PAGES, 16), Kind("small events", 1, 64))
+
+
+class Traffic(NamedTuple):
+    """What one engine sends."""
+
+    filling: list[bytes]
+    timed: list[bytes]
+    last_filled: list[int]
+    """Tokens of the last prompt of the filling."""
+    last: list[int]
+    """Tokens of the last prompt."""
+
+
+def traffic(kind: Kind, engine: int) -> Traffic:
+    """Batches of one engine."""
+    random = np.random.default_rng(engine)
+    prompts = random.integers(0, 128_000, (PROMPTS, PROMPT_PAGES * BLOCK_SIZE)).tolist()
+    names = ((engine + 1) << 40) + np.arange(PROMPTS * PROMPT_PAGES).reshape(PROMPTS, PROMPT_PAGES)
+    filling: list[Any] = []
+    timed: list[Any] = []
+    for number, tokens in enumerate(prompts):
+        stored = _stored(names[number].tolist(), tokens, kind.pages_per_event)
+        if number < HELD_PROMPTS:
+            filling += stored
+            continue
+        # the last pages go first, and the newest prompt of all comes last of all
+        timed += _removed(names[number - HELD_PROMPTS, ::-1].tolist(), kind.pages_per_event) + stored
+    last_filled = prompts[HELD_PROMPTS - 1]
+    return Traffic(_batches(filling, kind), _batches(timed, kind), last_filled, prompts[-1])
+
+
+def _stored(names: list[int], tokens: list[int], pages_per_event: int) -> list[Any]:
+    events = []
+    for page in range(0, PROMPT_PAGES, pages_per_event):
+        part = tokens[page * BLOCK_SIZE : (page + pages_per_event) * BLOCK_SIZE]
+        parent = names[page - 1] if page else None
+        events.append(["BlockStored", names[page : page + pages_per_event], parent, part, BLOCK_SIZE, None, "GPU"])
+    return events
+
+
+def _removed(names: list[int], pages_per_event: int) -> list[Any]:
+    return [["BlockRemoved", names[i : i + pages_per_event], "GPU"] for i in range(0, PROMPT_PAGES, pages_per_event)]
+
+
+def _batches(events: list[Any], kind: Kind) -> list[bytes]:
+    size = kind.events_per_batch
+    parts = [events[start : start + size] for start in range(0, len(events), size)]
+    return [msgspec.msgpack.encode([time.time(), part, 0]) for part in parts]
+
+
+# --- the engines' process ---
+
+
+def _send(pipe: Connection) -> None:
+    """For each kind that is named: bind, say the ports, wait for subscribers, send both parts when told to."""
+    prepared = {kind.name: [traffic(kind, engine) for engine in range(ENGINES)] for kind in KINDS}
+    pipe.send({name: [(each.last_filled, each.last) for each in engines] for name, engines in prepared.items()})
+    while (name := pipe.recv()) is not None:
+        context = zmq.Context()
+        live = [context.socket(zmq.XPUB) for _ in range(ENGINES)]
+        for each in live:
+            each.setsockopt(zmq.SNDHWM, 0)
+        pipe.send([each.bind_to_random_port("tcp://127.0.0.1") for each in live])
+        for each in live:
+            each.recv()
+        seq = count()
+        for part in range(2):
+            pipe.send("ready")
+            pipe.recv()
+            for messages in zip(*(engine[part] for engine in prepared[name]), strict=True):
+                number = next(seq).to_bytes(8, "big")
+                for each, message in zip(live, messages, strict=True):
+                    each.send_multipart((b"", number, message), copy=False)
+        pipe.recv()
+        context.destroy(linger=0)
+
+
+class Engines:
+    """The other end."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=_send, args=(theirs,), daemon=True)
+        self._process.start()
+        self.last_prompts: dict[str, list[tuple[list[int], list[int]]]] = self._pipe.recv()
+        """By kind and engine: last prompt of each part."""
+
+    def measured(self, kind: Kind, register: Callable[[list[str]], None], wait: Callable[[int], None]) -> float:
+        """Seconds from the first timed message to the moment that a reader has them all. wait: for the end of part 0,
+        the filling, or 1.
+        """
+        self._pipe.send(kind.name)
+        register([f"tcp://127.0.0.1:{port}" for port in self._pipe.recv()])
+        seconds = 0.0
+        for part in range(2):
+            self._pipe.recv()
+            began = time.perf_counter()
+            self._pipe.send("go")
+            wait(part)
+            seconds = time.perf_counter() - began
+        self._pipe.send("done")
+        return seconds
+
+    def stop(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+# --- readers ---
+
+
+def _bridge(pipe: Connection) -> None:
+    async def run() -> None:
+        template = PublisherSettings.ignoring_environment(model="-", worker="-", block_size=1)
+        bridge = BridgeSettings.ignoring_environment()
+        async with Fleet(bridge, template, MemorySink(MemoryLog())) as fleet:
+            for number, endpoint in enumerate(await asyncio.to_thread(pipe.recv)):
+                await fleet.add(EngineSettings(endpoint=endpoint, worker=str(number), model="m", block_size=BLOCK_SIZE))
+            while (goal := await asyncio.to_thread(pipe.recv)) is not None:
+                while sum(each.counters.events for each in fleet.status()) < goal:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+                pipe.send("done")
+
+    uvloop.run(run())
+
+
+def through_bridge(engines: Engines, kind: Kind) -> float:
+    """One run."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_bridge, args=(theirs,), daemon=True)
+    process.start()
+    filling = ENGINES * HELD_PROMPTS * PROMPT_PAGES // kind.pages_per_event
+
+    def wait(part: int) -> None:
+        ours.send(filling + part * kind.num_events)
+        if not ours.poll(_GIVE_UP_S):
+            raise TimeoutError(f"not all events are there after {_GIVE_UP_S} s")
+        ours.recv()
+
+    try:
+        return engines.measured(kind, ours.send, wait)
+    finally:
+        ours.send(None)
+        process.join()
+
+
+def over_http(engines: Engines, kind: Kind, command: list[str], env: dict[str, str]) -> float:
+    """One run of an indexer that takes registrations; `{port}` in the command."""
+    with httpx.Client(timeout=30) as client, _server(command, env, client) as url:
+
+        def register(endpoints: list[str]) -> None:
+            for number, endpoint in enumerate(endpoints):
+                body = {"instance_id": number, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
+                client.post(f"{url}/register", json=body).raise_for_status()
+
+        def wait(part: int) -> None:
+            give_up = time.monotonic() + _GIVE_UP_S
+            for number, prompts in enumerate(engines.last_prompts[kind.name]):
+                body = msgspec.json.encode({"model_name": "m", "token_ids": prompts[part]})
+                while not _holds(client, url, body, str(number)):
+                    if time.monotonic() > give_up:
+                        raise TimeoutError(f"engine {number} is not there after {_GIVE_UP_S} s")
+                    time.sleep(_POLL_S)
+
+        return engines.measured(kind, register, wait)
+
+
+def _holds(client: httpx.Client, url: str, body: bytes, instance: str) -> bool:
+    answer = client.post(f"{url}/query", content=body, headers={"content-type": "application/json"}).json()
+    held: int = answer.get("scores", {}).get(instance, {}).get("0", 0)
+    return held == PROMPT_PAGES * BLOCK_SIZE
+
+
+@contextmanager
+def _server(command: list[str], env: dict[str, str], client: httpx.Client) -> Iterator[str]:
+    port = _free_port()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *(part.replace("{port}", str(port)) for part in command)],
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            give_up = time.monotonic() + _GIVE_UP_S
+            while not _is_up(client, url):
+                if process.poll() is not None or time.monotonic() > give_up:
+                    output.seek(0)
+                    raise RuntimeError(f"{command} did not start: {output.read()[-2000:].decode(errors='replace')}")
+                time.sleep(0.05)
+            yield url
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _is_up(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def peer() -> Path | None:
+    """Folder with the peer's package, installed where the tests have it, too; None: pip cannot get it."""
+    if not _PEER_FOLDER.is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(_PEER_FOLDER)]
+        if subprocess.run([*pip, f"{_PEER_PACKAGE}=={_PEER_VERSION}"], check=False).returncode:
+            return None
+    return _PEER_FOLDER
+
+
+# --- figures ---
+
+
+def run() -> list[Figure]:
+    """Every figure; ratios are those of the medians."""
+    engines = Engines()
+    readers: dict[str, Callable[[Kind], float]] = {
+        "bridge": lambda kind: through_bridge(engines, kind),
+        "/register": lambda kind: over_http(engines, kind, ["-m", "kvsight", "serve", "--port", "{port}"], {}),
+    }
+    if (folder := peer()) is not None:
+        command = ["-m", "dynamo.indexer", "--port", "{port}", "--threads", str(_PEER_THREADS)]
+        readers["peer"] = lambda kind: over_http(engines, kind, command, {"PYTHONPATH": str(folder), "DYN_LOG": "warn"})
+    try:
+        return [each for kind in KINDS for each in _figures(kind, readers)]
+    finally:
+        engines.stop()
+
+
+def _figures(kind: Kind, readers: dict[str, Callable[[Kind], float]]) -> Iterator[Figure]:
+    seconds: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(ROUNDS):
+        for name, read in readers.items():
+            seconds[name].append(read(kind))
+    for name, each in seconds.items():
+        yield figure(f"{kind.name}, {name}", "events/s", [kind.num_events / s for s in each])
+        yield figure(f"{kind.name}, {name}", "pages/s", [kind.num_pages / s for s in each])
+    for name in seconds.keys() - {"peer"} if "peer" in seconds else ():
+        yield figure(f"{kind.name}, {name} : peer", "x", [median(seconds["peer"]) / median(seconds[name])], "> 1.5")
+
+
+if __name__ == "__main__":
+    main("bridge", run)

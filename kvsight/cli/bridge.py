@@ -1,0 +1,93 @@
+"""`kvsight bridge`"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsight.cli.console import UsageError, compile_kernels, err
+
+if TYPE_CHECKING:
+    from publisher import PublisherSettings
+    from publisher.bridge import BridgeSettings, EngineSettings, Fleet
+
+
+def bridge(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An engine: worker=NAME,model=NAME,endpoint=tcp://HOST:PORT, and as one likes replay_endpoint=, "
+            "num_ranks=, dp_rank=, block_size=, tenant=, topic=, bind=. May be repeated."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="File that lists engines: TOML, or JSON named .json.", envvar="KVSIGHT_BRIDGE_CONFIG"),
+    ] = None,
+    kafka: Annotated[
+        str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Without Kafka: folder of an event log to write.", envvar="KVSIGHT_LOG_FOLDER")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_BRIDGE_METRICS_PORT", min=1, max=65_535
+        ),
+    ] = None,
+) -> None:
+    """Read the KV events of vLLM, SGLang or Mooncake engines that already run, and publish them.
+
+    Shapes of messages are detected. An engine with a replay socket loses nothing that it still keeps. Every other
+    setting is a KVSIGHT_* variable; the docs list them.
+
+    Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
+    """
+    compile_kernels()
+    from publisher import PublisherSettings
+    from publisher.bridge import BridgeSettings, parse_engine, read_engines
+
+    engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]
+    if not engines:
+        raise UsageError("no engine to read: name one by --engine, or a file of them by --config")
+    sink: dict[str, Any] = {"kafka": kafka, "log_folder": log}
+    given = {name: value for name, value in sink.items() if value is not None}
+    # every stream has a name and a block size of its own
+    template = PublisherSettings(model="bridge", worker="bridge", dp_rank=0, block_size=1, **given)
+    asyncio.run(_serve(engines, BridgeSettings(), template, metrics_port))
+
+
+async def _serve(
+    engines: list[EngineSettings], settings: BridgeSettings, template: PublisherSettings, metrics_port: int | None
+) -> None:
+    from publisher.bridge import Fleet
+    from publisher.sinks import create_sink
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with Fleet(settings, template, create_sink(template)) as fleet:
+        for engine in engines:
+            await fleet.add(engine)
+        if metrics_port is not None:
+            _serve_metrics(fleet, metrics_port)
+        err.print(f"reads {len(fleet.status())} streams of {len(engines)} engines; Ctrl-C stops")
+        await stop.wait()
+        counters = [status.counters for status in fleet.status()]
+    batches, events = sum(c.batches for c in counters), sum(c.events for c in counters)
+    err.print(f"stopped after {events} events in {batches} batches")
+
+
+def _serve_metrics(fleet: Fleet, port: int) -> None:
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    from publisher.bridge.metrics import BridgeMetrics
+
+    registry = CollectorRegistry()
+    registry.register(BridgeMetrics(fleet.status))
+    start_http_server(port, registry=registry)

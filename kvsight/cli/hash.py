@@ -1,0 +1,164 @@
+"""`kvsight hash`"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from kv_events.errors import InvalidValueError
+from kv_events.hash_seed import SEED_VARIABLE, parse_seed, process_seed
+from kv_events.limits import MAX_BLOCK_SIZE
+from kvsight.cli.console import UsageError, out, print_json, waiting
+
+if TYPE_CHECKING:
+    from kv_events.tokens import U32Array
+
+_TITLES = {
+    "local_hashes": "RFC #1527, local",
+    "seq_hashes": "RFC #1527, rolling",
+    "block_hashes": "Dynamo, local, signed",
+    "sglang": "SGLang",
+    "sglang_dynamo": 'SGLang, "format": "dynamo"',
+}
+"""The standards, by their names in JSON; `seq_hashes` and `block_hashes` are fields of POST /query_by_hash."""
+
+
+class _Question(msgspec.Struct):
+    """The body of a query, of which the tokens are wanted."""
+
+    token_ids: list[int]
+
+
+class PromptHashes(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of a prompt's whole pages, by standard. Pages of SGLang are signed, as its events carry them."""
+
+    block_size: int
+    seed: int
+    num_tokens: int
+    local_hashes: list[int]
+    seq_hashes: list[int]
+    block_hashes: list[int]
+    sglang: list[int]
+    sglang_dynamo: list[int]
+
+
+def hash_prompt(
+    tokens: Annotated[list[str] | None, typer.Argument(help="Token ids, apart by spaces or commas.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", help='File with token ids, or with JSON: a list, or {"token_ids": [...]}. "-": stdin.'
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a page.", min=1, max=MAX_BLOCK_SIZE)] = 16,
+    seed: Annotated[
+        str | None, typer.Option(help=f'A number, or "dynamo" (1337). Default: {SEED_VARIABLE}, else "dynamo".')
+    ] = None,
+    lora: Annotated[str | None, typer.Option(help="Name of a LoRA adapter.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Cache salt.")] = None,
+    eagle: Annotated[bool, typer.Option("--eagle", help="Pages of token pairs, as of EAGLE-type models.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the hashes of a prompt's pages in every standard that routers and engines use.
+
+    To see why a router and an engine disagree. A partial last page has no name.
+
+    Example: kvsight hash 1 2 3 4 5 6 7 8 --block-size 4
+    """
+    prompt = _tokens(tokens or [], file)
+    base = process_seed() if seed is None else parse_seed(seed, "--seed")
+    with waiting("loading kernels"):
+        hashes = hashes_of(prompt, block_size, base, _name("--lora", lora), _name("--salt", salt), is_bigram=eagle)
+    if as_json:
+        print_json(hashes)
+    else:
+        out.print(_table(hashes))
+
+
+def hashes_of(
+    prompt: U32Array, block_size: int, seed: int, lora: str | None, salt: str | None, *, is_bigram: bool = False
+) -> PromptHashes:
+    """The names of a prompt's pages. seed: the base, to which LoRA name and salt add; both may be None."""
+    from kv_events.hashing import (
+        block_hash_chain,
+        hash_strs_to_int64,
+        local_hashes,
+        namespace_seed,
+        namespaced_block_hashes,
+        rolling_hashes,
+    )
+
+    namespace = namespace_seed(lora, salt, seed)
+    local = local_hashes(prompt, block_size, namespace, is_bigram=is_bigram)
+    in_tree = hash_strs_to_int64(block_hash_chain(prompt, block_size, None, is_bigram=is_bigram))
+    return PromptHashes(
+        block_size=block_size,
+        seed=seed,
+        num_tokens=len(prompt),
+        local_hashes=local.tolist(),
+        seq_hashes=rolling_hashes(local, namespace).tolist(),
+        block_hashes=local.view("i8").tolist(),
+        sglang=(namespaced_block_hashes(in_tree, lora, None) if lora else in_tree).tolist(),
+        sglang_dynamo=namespaced_block_hashes(in_tree, lora, salt).tolist(),
+    )
+
+
+def _name(option: str, text: str | None) -> str | None:
+    """An empty name counts as none."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise InvalidValueError(option, text, "text that UTF-8 can hold") from None
+    return text or None
+
+
+def _tokens(words: list[str], file: Path | None) -> U32Array:
+    from kv_events.tokens import token_array
+
+    if bool(words) == (file is not None):
+        raise UsageError("a prompt is token ids or --file, one of them")
+    return token_array(_numbers(" ".join(words)) if file is None else _from_file(file))
+
+
+def _from_file(file: Path) -> list[int]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: not text: {error}") from error
+    if not text.lstrip().startswith(("[", "{")):
+        return _numbers(text)
+    try:
+        found = msgspec.json.decode(text, type=list[int] | _Question)
+    except RecursionError as error:
+        raise UsageError(f"{file}: nested too deeply") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{file}: no list of token ids: {error}") from error
+    return found if isinstance(found, list) else found.token_ids
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = []
+    for word in text.replace(",", " ").split():
+        if not (word.isascii() and word.isdecimal() and len(word) <= len(str(2**32))):
+            raise InvalidValueError("token_ids", word, "integers in 0 .. 4294967295")
+        numbers.append(int(word))
+    return numbers
+
+
+def _table(hashes: PromptHashes) -> Table | str:
+    if not hashes.seq_hashes:
+        return f"{hashes.num_tokens} tokens: no whole page of {hashes.block_size}"
+    table = Table(title=f"{len(hashes.seq_hashes)} pages of {hashes.block_size} tokens, seed {hashes.seed}")
+    table.add_column("standard")
+    table.add_column("page", justify="right")
+    table.add_column("decimal", justify="right")
+    table.add_column("hex")
+    for field, title in _TITLES.items():
+        for page, value in enumerate(getattr(hashes, field)):
+            table.add_row("" if page else title, str(page), str(value), f"{value % 2**64:016x}")
+    return table

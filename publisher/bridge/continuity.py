@@ -1,0 +1,80 @@
+"""Is the next batch the next one? The order of one engine's batches, judged by number and content. No I/O.
+
+The protocol has no mark of an incarnation. That an engine was restarted shows when its numbers go back, or when a
+number comes again with another content; so the newest batches are remembered, the last one as it is, others by hash.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from enum import Enum, auto
+
+import xxhash
+
+_MOST_AHEAD = 100_000
+
+
+class Verdict(Enum):
+    """What to do with a live batch."""
+
+    APPLY = auto()
+    DUPLICATE = auto()
+    """It was replayed before it came."""
+    GAP = auto()
+    """Batches before it are missing."""
+    RESTART = auto()
+    """It is of another incarnation than those before it."""
+
+
+class Continuity:
+    """What was applied, and what came live."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        """Number of the next batch to apply."""
+        self._last_applied: bytes | None = None  # the batch before it
+        self._last_live = -1
+        self._last_live_payload = b""
+        self._ahead: OrderedDict[int, int] = OrderedDict()  # number -> content of what was replayed and may come live
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch was applied in this incarnation."""
+        return self._last_applied is not None
+
+    def judge(self, seq: int, payload: bytes) -> Verdict:
+        """A live batch; changes nothing."""
+        if seq <= self._last_live:
+            is_last_again = seq == self._last_live and payload == self._last_live_payload
+            return Verdict.DUPLICATE if is_last_again else Verdict.RESTART
+        if seq < self.expected:
+            known = self._ahead.get(seq)
+            return Verdict.DUPLICATE if known is None or known == _content(payload) else Verdict.RESTART
+        return Verdict.APPLY if seq == self.expected else Verdict.GAP
+
+    def came_live(self, seq: int, payload: bytes) -> None:
+        """A live batch is of this incarnation."""
+        self._last_live, self._last_live_payload = seq, payload
+        while self._ahead and next(iter(self._ahead)) <= seq:
+            self._ahead.popitem(last=False)
+
+    def applied(self, seq: int, payload: bytes) -> None:
+        """A batch was applied; whatever is missing before it is given up."""
+        self.expected = seq + 1
+        self._last_applied = payload
+        if seq > self._last_live:
+            self._ahead[seq] = _content(payload)
+            if len(self._ahead) > _MOST_AHEAD:
+                self._ahead.popitem(last=False)
+
+    def is_last_applied(self, payload: bytes) -> bool:
+        """Whether this is the content of the batch before the expected one."""
+        return payload == self._last_applied
+
+    def restart(self) -> None:
+        """Another incarnation: numbers begin anew."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _content(payload: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(payload)

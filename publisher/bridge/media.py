@@ -1,0 +1,36 @@
+"""The names that engines give to storage media -> our four tiers."""
+
+from __future__ import annotations
+
+from kv_events.schema import MEDIUM_INDEX, StorageMedium
+
+_GPU, _CPU, _DISK, _EXTERNAL = (MEDIUM_INDEX[medium.value] for medium in StorageMedium)
+
+_TIERS = {
+    "": _GPU,  # absent
+    "GPU": _GPU,
+    "CPU": _CPU,  # vLLM's offload, LMCache, Mooncake
+    "CPU_PINNED": _CPU,  # SGLang
+    "CPU_TIER1": _CPU,  # Dynamo's block manager, this and the next two
+    "CPU_TIER2": _DISK,
+    "NVME": _DISK,
+    "DISK": _DISK,
+    "FS": _DISK,  # vLLM's offload, this and the next two
+    "OBJ": _DISK,
+    "STORAGE": _DISK,
+    "EXTERNAL": _EXTERNAL,  # SGLang's third level
+    "REMOTE": _EXTERNAL,  # ATOM
+}
+_CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # what an LMCache version writes for GPU
+
+
+def tier_of(medium: str, locality: str = "") -> int | None:
+    """Tier index of a medium's name in any case; None: unknown, and so no tier of which a page could be said.
+
+    locality: vLLM's `LOCAL` or `REMOTE`; what lies on another machine is external, whatever it lies on there.
+    """
+    name = medium.upper()
+    tier = _GPU if name.startswith(_CUDA_DEVICE) else _TIERS.get(name)
+    if tier is not None and locality.upper() == "REMOTE":
+        return _EXTERNAL
+    return tier

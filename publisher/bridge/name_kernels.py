@@ -1,0 +1,298 @@
+"""Kernels that give an engine's pages their sequence hashes and remember them. Arrays only, no Python objects.
+
+A name is entered under the engine's hash XOR the salt of its attention group, and stays when the page is removed: a
+later page may name it as its parent, a later event may say that the same hash now lies on another medium. When the
+table is full, CLOCK (Corbato, 1968) forgets a name that nobody asked for since the hand last came by.
+
+One hash may be said of pages with different seeds (SGLang does not mix the salt into its hashes). The first one is
+entered under the hash itself, the others, *variants*, under the hash XOR their mixed seed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from kv_events.digest import mix
+from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, insert, remove, was_used
+from kv_events.xxh3 import hash_pair
+
+# elements of cursor: the event to go on with, places in input and output, and pages by what was special about them
+EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_SPECIAL = range(6)
+NUM_CURSORS = 6
+
+# flags of a page that was given a name, as bits
+PLAIN, VARIANT, RENAMED = 0, 1, 2
+
+_FREE, _LIVE, _ASKED_FOR = range(3)
+_NO_HASH = np.uint64(0)
+_MOST_FORGOTTEN = 4
+"""To find room for one name. A table may be full in one segment only; then the name is not remembered."""
+
+
+class NameArrays(NamedTuple):
+    """What the bridge remembers of one worker's pages; columns by the table's entry ids."""
+
+    table: Table
+    names: npt.NDArray[np.uint64]
+    """[capacity + 1] sequence hash."""
+    seeds: npt.NDArray[np.uint64]
+    """[capacity + 1] seed of the page's namespace, which its children inherit."""
+    groups: npt.NDArray[np.uint16]
+    """[capacity + 1] number of the attention group, or of whatever else keeps equal hashes apart."""
+    marks: npt.NDArray[np.uint8]
+    """[capacity + 1] free, live, or asked for since the clock's hand came by."""
+    hand: npt.NDArray[np.int64]
+    """[2] where the clock's hand stands; names forgotten so far."""
+
+
+class PageEvents(NamedTuple):
+    """Stored pages by the engine's names, and removed ones: one or more events."""
+
+    block_hashes: npt.NDArray[np.uint64]
+    """[n] all events' pages in a row."""
+    lengths: npt.NDArray[np.int64]
+    """[m] pages of each event."""
+    parents: npt.NDArray[np.uint64]
+    """[m] block hash before each stored event's first page."""
+    has_parent: npt.NDArray[np.uint8]
+    """[m] 1 where `parents` is meant; else the first page is a prompt's first."""
+    is_removal: npt.NDArray[np.uint8]
+    """[m] 1 where pages are removed; they are passed on as they are."""
+
+    def part(self, start: int, stop: int, first_page: int, end_page: int) -> PageEvents:
+        """Events start .. stop, which have the pages first_page .. end_page."""
+        here = slice(start, stop)
+        return PageEvents(
+            self.block_hashes[first_page:end_page],
+            self.lengths[here],
+            self.parents[here],
+            self.has_parent[here],
+            self.is_removal[here],
+        )
+
+    @classmethod
+    def stored(cls, block_hashes: npt.NDArray[np.uint64], parent: int | None) -> PageEvents:
+        """One event. parent: a block hash."""
+        return cls(
+            block_hashes,
+            np.array([len(block_hashes)], np.int64),
+            np.array([parent or 0], np.uint64),
+            np.array([parent is not None], np.uint8),
+            np.zeros(1, np.uint8),
+        )
+
+
+class Named(NamedTuple):
+    """Columns that `name_pages` writes: pages that got a name, removed ones, and all events, some of them empty."""
+
+    bases: npt.NDArray[np.uint64]
+    """The engine's hashes."""
+    block_hashes: npt.NDArray[np.uint64]
+    """Those that the ledger is to know them by: others for variants."""
+    names: npt.NDArray[np.uint64]
+    flags: npt.NDArray[np.uint8]
+    lengths: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.uint64]
+    has_parent: npt.NDArray[np.uint8]
+
+
+_U64, _U64_IN = types.uint64[::1], types.Array(types.uint64, 1, "C", readonly=True)
+_I64, _U8 = types.int64[::1], types.uint8[::1]
+_NAMES = (*TABLE_ARRAYS, _U64, _U64, types.uint16[::1], _U8, _I64)
+
+
+@array_function
+def _forget_one(arrays):
+    """Let the hand go on to a name that was not asked for, and forget it."""
+    while True:
+        entry = arrays.hand[0] + 1
+        if not was_used(arrays.table, entry):
+            entry = np.int64(0)
+        arrays.hand[0] = entry
+        if arrays.marks[entry] == _ASKED_FOR:
+            arrays.marks[entry] = _LIVE
+        elif arrays.marks[entry] == _LIVE:
+            remove(arrays.table, entry)
+            arrays.marks[entry] = _FREE
+            arrays.hand[1] += 1
+            return
+
+
+@array_function
+def _remember(arrays, key, name, seed, group):
+    entry = insert(arrays.table, key)
+    for _ in range(_MOST_FORGOTTEN):
+        if entry >= 0 or not was_used(arrays.table, 0):
+            break
+        _forget_one(arrays)
+        entry = insert(arrays.table, key)
+    if entry >= 0:
+        arrays.names[entry], arrays.seeds[entry] = name, seed
+        arrays.groups[entry], arrays.marks[entry] = group, _LIVE
+
+
+@array_function
+def _enter(arrays, block_hash, salt, group, name, seed):
+    """Remember a page. Returns the hash that the ledger is to know it by, and a flag."""
+    key = block_hash ^ salt
+    entry = find(arrays.table, key)
+    flag = PLAIN
+    if entry >= 0 and arrays.seeds[entry] != seed:
+        flag = VARIANT
+        block_hash ^= mix(seed)
+        key = block_hash ^ salt
+        entry = find(arrays.table, key)
+    if entry < 0:
+        _remember(arrays, key, name, seed, group)
+    else:
+        arrays.marks[entry] = _ASKED_FOR
+        if arrays.names[entry] != name:
+            arrays.names[entry] = name
+            flag |= RENAMED
+    return block_hash, flag
+
+
+@array_function
+def _recall(arrays, block_hash, salt, seed, is_stated):
+    """Entry of a page of this seed; where the seed was only assumed, of any: -1 if there is none.
+
+    Returns the hash that the ledger knows the page by, too.
+    """
+    entry = find(arrays.table, block_hash ^ salt)
+    if entry < 0 or arrays.seeds[entry] != seed:
+        variant = block_hash ^ mix(seed)
+        other = find(arrays.table, variant ^ salt)
+        if other >= 0 and arrays.seeds[other] == seed:
+            entry, block_hash = other, variant
+        elif is_stated:
+            entry = np.int64(-1)
+    if entry >= 0:
+        arrays.marks[entry] = _ASKED_FOR
+    return entry, block_hash
+
+
+@array_helper
+def _arrays(keys, directory, slots, segments, meta, names, seeds, groups, marks, hand):
+    return NameArrays(Table(keys, directory, slots, segments, meta), names, seeds, groups, marks, hand)
+
+
+@array_function
+def _name_event(arrays, out, cursor, block_hashes, local, salt, group, seed, parent_name, has_parent, num_pages):
+    first, first_local, place = cursor[PAGE_IN], cursor[LOCAL_IN], cursor[PAGE_OUT]
+    name = parent_name
+    for i in range(num_pages):
+        ahead = first + i + AHEAD
+        if ahead < block_hashes.shape[0]:
+            fetch(arrays.table, block_hashes[ahead] ^ salt)
+        is_child = has_parent or i > 0
+        name = hash_pair(name, local[first_local + i], seed) if is_child else local[first_local + i]
+        block_hash, flag = _enter(arrays, block_hashes[first + i], salt, group, name, seed)
+        out.bases[place] = block_hashes[first + i]
+        out.block_hashes[place], out.names[place], out.flags[place] = block_hash, name, flag
+        if flag != PLAIN:
+            cursor[NUM_SPECIAL] += 1
+        place += 1
+    cursor[PAGE_OUT] = place
+
+
+@array_function
+def _pass_on(out, cursor, block_hashes, num_pages):
+    """Removed pages."""
+    first, place = cursor[PAGE_IN], cursor[PAGE_OUT]
+    for i in range(num_pages):
+        out.bases[place + i] = out.block_hashes[place + i] = block_hashes[first + i]
+        out.names[place + i], out.flags[place + i] = _NO_HASH, PLAIN
+    cursor[PAGE_OUT] = place + num_pages
+
+
+@array_function
+def _name_pages(arrays, out, cursor, pages, local, seeds, seed, is_stated, salt, group):
+    for event in range(cursor[EVENT], pages.lengths.shape[0]):
+        num_pages = pages.lengths[event]
+        out.lengths[event], out.has_parent[event] = num_pages, 0
+        if pages.is_removal[event]:
+            _pass_on(out, cursor, pages.block_hashes, num_pages)
+            cursor[PAGE_IN] += num_pages
+            continue
+        needed, parent_name, has_parent = seed, _NO_HASH, pages.has_parent[event]
+        entry = np.int64(0)
+        if has_parent:
+            entry, parent_hash = _recall(arrays, pages.parents[event], salt, seed, is_stated)
+            if entry >= 0:
+                needed, parent_name = arrays.seeds[entry], arrays.names[entry]
+                out.parents[event], out.has_parent[event] = parent_hash, 1
+        if entry < 0:
+            cursor[NUM_UNKNOWN] += num_pages
+            out.lengths[event] = 0
+        elif needed != seeds[event]:
+            seeds[event] = needed
+            cursor[EVENT] = event
+            return event
+        else:
+            _name_event(
+                arrays, out, cursor, pages.block_hashes, local, salt, group, needed, parent_name, has_parent, num_pages
+            )
+        cursor[PAGE_IN] += num_pages
+        cursor[LOCAL_IN] += num_pages
+    return pages.lengths.shape[0]
+
+
+# --- entry points: bare arrays in -----------------------------------------------------------------------------------
+
+
+@array_kernel(
+    types.int64(
+        _U64_IN, _I64, _U64, _U8, _U8, _U64, _U64, types.uint64, types.boolean, types.uint64, types.uint16,
+        _I64, _U64, _U64, _U64, _U8, _I64, _U64, _U8, *_NAMES,
+    )
+)  # fmt: skip
+def name_pages(
+    block_hashes, lengths, parents, has_parent, is_removal, local, seeds, seed, is_stated, salt, group, cursor,
+    out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent,
+    keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand,
+):  # fmt: skip
+    """Name the pages of stores, pass removed ones on. Returns the event where it stopped; the number of events: done.
+
+    block_hashes, lengths, parents, has_parent, is_removal: see `PageEvents`, m events.
+    local: uint64[stored pages], their local hashes by `seeds` (uint64[m], one an event). seed: that of the events' own
+    words; a child inherits its parent's instead, unless the events' words are the whole truth (is_stated). An event
+    whose local hashes were made with another seed than it needs is returned, with the right one put into `seeds`: hash
+    its pages anew and call again. cursor: int64[6], zeros at first. out_*: see `Named`; as long as the input.
+    """
+    arrays = _arrays(keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand)
+    out = Named(out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent)
+    pages = PageEvents(block_hashes, lengths, parents, has_parent, is_removal)
+    return _name_pages(arrays, out, cursor, pages, local, seeds, seed, is_stated, salt, group)
+
+
+@array_kernel(types.int64(_U64_IN, types.uint64, types.boolean, types.uint64, _U64, _U64, _U64, *_NAMES))
+def recall_pages(
+    block_hashes, seed, is_stated, salt, out_block_hashes, out_names, out_seeds,
+    keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand,
+):  # fmt: skip
+    """Names of pages by the engine's hashes alone. Returns how many are known; those fill the out columns."""
+    arrays = _arrays(keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand)
+    known = 0
+    for i in range(block_hashes.shape[0]):
+        entry, block_hash = _recall(arrays, block_hashes[i], salt, seed, is_stated)
+        if entry >= 0:
+            out_block_hashes[known], out_names[known] = block_hash, arrays.names[entry]
+            out_seeds[known] = arrays.seeds[entry]
+            known += 1
+    return known
+
+
+@array_kernel(types.void(_U64_IN, _U64_IN, types.uint64, types.uint64, types.uint16, _U64, _U8, *_NAMES))
+def enter_pages(
+    block_hashes, page_names, seed, salt, group, out_block_hashes, out_flags,
+    keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand,
+):  # fmt: skip
+    """Remember pages whose names the engine gave itself."""
+    arrays = _arrays(keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand)
+    for i in range(block_hashes.shape[0]):
+        out_block_hashes[i], out_flags[i] = _enter(arrays, block_hashes[i], salt, group, page_names[i], seed)

@@ -1,0 +1,136 @@
+"""One sink for many publishers: a broker connection, or an event log, is a process's, not a worker's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from kv_events.schema import ResyncRequest
+from kv_events.streams import StreamId
+from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITING_REQUESTS = 256
+"""Requests repeat and add nothing to one that waits, so what goes beyond may go."""
+
+
+class _Part:
+    """One publisher's records on their way."""
+
+    def __init__(self, records: Sequence[OutRecord]) -> None:
+        self.records = records
+        self.is_done = False
+        self.error: SinkUnavailableError | SinkRejectedError | None = None
+
+
+class SharedSink:
+    """Owns the real sink. Its `lane`s are sinks themselves; what they send at the same time goes out together."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._lanes: dict[str, SinkLane] = {}  # by key of the stream
+        self._lock = asyncio.Lock()  # one call of the sink at a time
+        self._waiting: list[_Part] = []
+        self._listener: asyncio.Task[None] | None = None
+
+    def lane(self, stream: StreamId) -> SinkLane:
+        """A sink for one publisher; a newer one takes the stream's requests over."""
+        lane = self._lanes[stream.key] = SinkLane(self, stream.key)
+        return lane
+
+    async def stop(self) -> None:
+        """Stop the real sink, when all publishers are closed."""
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
+            self._listener = None
+        await self._sink.stop()
+
+    async def open(self) -> None:
+        """Start the real sink unless it is started. Raises SinkUnavailableError."""
+        async with self._lock:
+            if self._listener is None:
+                await self._sink.start()
+                self._listener = asyncio.create_task(self._pass_requests_on(), name="bridge-control")
+                self._listener.add_done_callback(_log_death)
+
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        """Whoever comes first sends for all that wait meanwhile. Raises what the sink raises."""
+        part = _Part(records)
+        self._waiting.append(part)
+        async with self._lock:
+            if not part.is_done:
+                parts, self._waiting = self._waiting, []
+                await self._send_together(parts)
+        if part.error is not None:
+            raise part.error
+
+    def forget(self, lane: SinkLane) -> None:
+        """A publisher was closed."""
+        if self._lanes.get(lane.key) is lane:
+            del self._lanes[lane.key]
+
+    async def _send_together(self, parts: list[_Part]) -> None:
+        try:
+            await self._sink.send([record for part in parts for record in part.records])
+        except SinkRejectedError as error:
+            if len(parts) == 1:
+                parts[0].error = error
+            else:
+                for part in parts:  # so that only the guilty one hears of it
+                    await self._send_together([part])
+        except SinkUnavailableError as error:
+            for part in parts:
+                part.error = error
+        except asyncio.CancelledError:
+            for part in parts:
+                part.error = part.error or SinkUnavailableError("the sender was interrupted")
+            raise
+        finally:
+            for part in parts:
+                part.is_done = True
+
+    async def _pass_requests_on(self) -> None:
+        async for request in self._sink.requests():
+            lane = self._lanes.get(request.stream)
+            if lane is not None:
+                lane.take(request)
+
+
+class SinkLane:
+    """See `Sink`."""
+
+    def __init__(self, shared: SharedSink, key: str) -> None:
+        self.key = key
+        self._shared = shared
+        self._requests: asyncio.Queue[ResyncRequest] = asyncio.Queue(_MOST_WAITING_REQUESTS)
+
+    async def start(self) -> None:
+        """Have the real sink started."""
+        await self._shared.open()
+
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        """Together with those of others."""
+        await self._shared.send(records)
+
+    async def stop(self) -> None:
+        """The real sink goes on."""
+        self._shared.forget(self)
+
+    async def requests(self) -> AsyncIterator[ResyncRequest]:
+        """Requests for this stream."""
+        while True:
+            yield await self._requests.get()
+
+    def take(self, request: ResyncRequest) -> None:
+        """A request came in."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._requests.put_nowait(request)
+
+
+def _log_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s died", task.get_name(), exc_info=task.exception())

@@ -1,0 +1,42 @@
+"""Threads for the bridge's work on bytes.
+
+Its kernels let the interpreter go, so engines are worked for side by side, and the event loop has time for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_MOST_THREADS = 4
+_SMALL_BYTES = 16 * 1024
+"""Work on less is done before a thread would have begun."""
+
+
+class Workers:
+    """A few threads, made when they are needed."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="bridge")
+
+    async def run(self, num_bytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call it, in a thread if there are many bytes to work on. Does not return before the call has, not even when
+        it is cancelled."""
+        if num_bytes <= _SMALL_BYTES:
+            return work(*args, **kwargs)
+        working = asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args, **kwargs))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])
+            raise
+
+    def close(self) -> None:
+        """When nobody calls any more."""
+        self._pool.shutdown(wait=False)

@@ -1,0 +1,179 @@
+"""Our records -> events of the engines' own protocol, for readers that were written for vLLM and SGLang.
+
+Pages are named by their sequence hashes, which is what RFC #1527 wants, and parents can be told; to other readers they
+are names like any other. Where a record names pages as everything that is held, readers are told the difference to
+what they know already: removals; pages that they do not know have no tokens there, and cannot be told.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes
+from kv_events.schema import (
+    MEDIA,
+    AllBlocksCleared,
+    EventBatch,
+    PackedRemoved,
+    PackedStored,
+    SnapshotBegin,
+    SnapshotEnd,
+    StorageMedium,
+    WireEvent,
+)
+
+Encoding: TypeAlias = Literal["array", "map"]
+
+_CLEARED = "AllBlocksCleared"
+
+
+class _Names(NamedTuple):
+    """What readers have to know to hash a page as a prompt's."""
+
+    lora_name: str | None
+    cache_salt: str | None
+
+    @property
+    def seed(self) -> int:
+        return namespace_seed(self.lora_name, self.cache_salt)
+
+
+class EngineEvents:
+    """What readers of one stream know. `encode` is called with every record, in order."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.num_untold = 0
+        """Pages left out: without tokens, or with a name that readers would not find from the tokens."""
+        self._encoding = encoding
+        self._batch_decoder = msgspec.msgpack.Decoder(EventBatch)
+        self._event_decoder = msgspec.msgpack.Decoder(WireEvent)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._told: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
+        self._named: dict[StorageMedium, set[int]] | None = None  # since the begin of a snapshot
+        self._has_begun = False
+
+    def encode(self, record: bytes) -> bytes | None:
+        """The engines' form of one record's batch; None where it has nothing for readers. Raises msgspec.DecodeError.
+
+        The first batch says that all blocks are cleared, for readers that knew a worker of this name before.
+        """
+        batch = self._batch_decoder.decode(record)
+        events: list[Any] = [] if self._has_begun else [self._event(_CLEARED)]
+        self._has_begun = True
+        for raw in batch.events:
+            events += self._translated(self._event_decoder.decode(raw), batch.block_size)
+        return self._encoder.encode([batch.timestamp, events, batch.dp_rank]) if events else None
+
+    def _translated(self, event: WireEvent, block_size: int) -> list[Any]:
+        match event:
+            case PackedStored() if self._named is not None:
+                self._name(event, self._named)
+            case PackedStored():
+                return self._stored(event, block_size)
+            case PackedRemoved():
+                gone = self._told[event.medium].intersection(_words(event.sequence_hashes).tolist())
+                return self._removed(event.medium, gone)
+            case AllBlocksCleared():
+                for told in self._told.values():
+                    told.clear()
+                return [self._event(_CLEARED)]
+            case SnapshotBegin():
+                self._named = {medium: set() for medium in MEDIA}
+            case SnapshotEnd() if self._named is not None:
+                named, self._named = self._named, None
+                return [
+                    removed for medium in MEDIA for removed in self._removed(medium, self._told[medium] - named[medium])
+                ]
+        return []
+
+    def _name(self, event: PackedStored, named: dict[StorageMedium, set[int]]) -> None:
+        hashes = set(_words(event.sequence_hashes).tolist())
+        self.num_untold += len(hashes - self._told[event.medium])
+        named[event.medium] |= hashes
+
+    def _removed(self, medium: StorageMedium, hashes: set[int]) -> list[Any]:
+        if not hashes:
+            return []
+        self._told[medium] -= hashes
+        return [self._event("BlockRemoved", block_hashes=sorted(hashes), medium=medium.value)]
+
+    def _stored(self, event: PackedStored, block_size: int) -> list[Any]:
+        hashes, parents = _words(event.sequence_hashes), _words(event.parents).tolist()
+        rows = _token_rows(event.token_ids, len(hashes))
+        if rows.shape[1] not in (block_size, block_size + 1):
+            self.num_untold += len(hashes)
+            return []
+        starts = np.unpackbits(np.frombuffer(event.chain_starts, np.uint8), count=len(hashes), bitorder="little")
+        chains = pairwise([*np.flatnonzero(starts).tolist(), len(hashes)])
+        events = []
+        for (start, stop), parent in zip(chains, parents, strict=True):
+            chain = self._chain(event, hashes[start:stop], rows[start:stop], parent or None, block_size)
+            if chain is not None:
+                events.append(chain)
+        return events
+
+    def _chain(
+        self, event: PackedStored, hashes: U64Array, rows: U32Array, parent: int | None, block_size: int
+    ) -> Any | None:
+        """One event, as far as readers would name its pages so, too. rows: uint32[pages, block_size, or one more]."""
+        is_bigram = rows.shape[1] > block_size
+        tokens = np.concatenate((rows[0, :is_bigram], rows[:, is_bigram:].reshape(-1)))
+        names, num_agreed = _agreement(event.extra_key, tokens, hashes, parent, block_size, is_bigram)
+        self.num_untold += len(hashes) - num_agreed
+        if not num_agreed:
+            return None
+        block_hashes = hashes[:num_agreed].tolist()
+        self._told[event.medium].update(block_hashes)
+        plain = tokens[: num_agreed * block_size + is_bigram].tolist()
+        return self._event(
+            "BlockStored",
+            block_hashes=block_hashes,
+            parent_block_hash=parent,
+            token_ids=list(pairwise(plain)) if is_bigram else plain,
+            block_size=block_size,
+            lora_id=None,
+            medium=event.medium.value,
+            **self._name_fields(names),
+        )
+
+    def _name_fields(self, names: _Names) -> dict[str, Any]:
+        """An array has one place for both, where vLLM writes the adapter's name, and SGLang, for a time, the salt."""
+        if self._encoding == "map":
+            return {"lora_name": names.lora_name} | ({"cache_salt": names.cache_salt} if names.cache_salt else {})
+        if names.cache_salt:
+            return {"cache_salt": {"cache_salt": names.cache_salt}}
+        return {"lora_name": names.lora_name} if names.lora_name else {}
+
+    def _event(self, tag: str, **fields: Any) -> Any:
+        return {"type": tag, **fields} if self._encoding == "map" else [tag, *fields.values()]
+
+
+def _agreement(
+    extra_key: str | None, tokens: U32Array, hashes: U64Array, parent: int | None, block_size: int, is_bigram: bool
+) -> tuple[_Names, int]:
+    """What the namespace is, a salt or an adapter, and how many pages have the names that follow from it.
+
+    None at all where the page before them is not known, or where more than tokens went into the names.
+    """
+    best = _Names(None, extra_key or None), 0
+    for names in {best[0], _Names(extra_key or None, None)}:
+        expected = sequence_hashes(tokens, block_size, names.seed, parent, is_bigram=is_bigram)
+        num_agreed = int(np.logical_and.accumulate(expected == hashes).sum())
+        if num_agreed > best[1]:
+            best = names, num_agreed
+    return best
+
+
+def _token_rows(token_ids: bytes | None, num_pages: int) -> U32Array:
+    """uint32[pages, tokens a page]; [0, 0] where there are none."""
+    tokens: npt.NDArray[np.uint32] = np.frombuffer(token_ids or b"", "<u4")
+    return tokens.reshape(num_pages, -1) if num_pages and len(tokens) else np.empty((0, 0), np.uint32)
+
+
+def _words(data: bytes) -> U64Array:
+    return np.frombuffer(data, "<u8")

@@ -1,0 +1,80 @@
+"""One decoder against many inputs, with a bound on the memory that any of them may take."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+from fuzz.mutation import near
+from fuzz.targets import Target, targets
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+BASE_BYTES = 24 * 2**20
+"""Memory that an input may take whatever its size is: tables, index arrays."""
+BYTES_PER_BYTE = 2048
+"""And for each byte of it."""
+
+_ROUND = 500
+_GROWTH_MIB = 64
+
+
+def check(target: Target, examples: int, number: int, last_input: Path | None = None) -> None:
+    """Run a target on so many inputs. Raises what the target should not have raised, after making the input small.
+
+    number: another one, other inputs. last_input: where each input is put before it is tried, for the case that it
+    ends the process.
+    """
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(near(target.examples))
+    def try_input(data: bytes) -> None:
+        if last_input is not None:
+            last_input.write_bytes(data)
+        within_bounds(target.run, data)
+
+    tracemalloc.start()
+    try:
+        try_input()
+    finally:
+        tracemalloc.stop()
+
+
+def within_bounds(run: Callable[[bytes], None], data: bytes) -> None:
+    """Run it; raises AssertionError where it took more memory at once than its input is worth."""
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    run(data)
+    taken = tracemalloc.get_traced_memory()[1] - before
+    bound = BASE_BYTES + BYTES_PER_BYTE * len(data)
+    assert taken <= bound, f"{len(data)} bytes of input took {taken} bytes of memory, more than {bound}"
+
+
+def fuzz(name: str, seconds: float, last_input: Path) -> None:
+    """Run a target for a while; ends the process with a message where its memory goes on growing."""
+    target = targets()[name]
+    check(target, _ROUND, 0, last_input)
+    settled = _peak_mib()
+    began, rounds = time.monotonic(), 1
+    while time.monotonic() - began < seconds:
+        check(target, _ROUND, rounds + 1000 * os.getpid(), last_input)
+        rounds += 1
+    grown = _peak_mib() - settled
+    print(f"{name}: {rounds * _ROUND} inputs, peak memory grew by {grown:.0f} MiB", flush=True)
+    if grown > _GROWTH_MIB:
+        sys.exit(f"{name}: more than {_GROWTH_MIB} MiB after the first {_ROUND} inputs")
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,36 @@
+"""Whatever bytes come from outside: refused as promised or taken, never a crash, never memory without a bound."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz.runner import check, within_bounds
+from fuzz.targets import Target, targets
+
+TARGETS = targets()
+EXAMPLES = 150
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_decoder_stands_hostile_bytes(name: str) -> None:
+    check(TARGETS[name], EXAMPLES, number=0)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_examples_themselves_are_taken(name: str) -> None:
+    for example in TARGETS[name].examples:
+        TARGETS[name].run(example)
+
+
+def test_a_decoder_that_raises_is_found() -> None:
+    def fragile(data: bytes) -> None:
+        if b"\xff" in data:
+            raise KeyError("unexpected")
+
+    with pytest.raises(KeyError):
+        check(Target([b"\x01\x02\x03"], fragile), EXAMPLES, number=0)
+
+
+def test_memory_beyond_the_bound_is_found() -> None:
+    with pytest.raises(AssertionError, match="took"):
+        check(Target([b"\x01"], lambda _data: bytearray(2**28).clear()), 1, number=0)
+    within_bounds(lambda _data: None, b"")

@@ -1,0 +1,83 @@
+"""`kvsight bridge` as people run it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from bridge_rig import GPU, View, on
+from child_process import free_port
+from engine_events import names_of, payload, stored
+from waiting import wait_until
+from zmq_engine import ZmqEngine
+
+from kv_events.event_log import EventLogReader
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
+COMMAND = [sys.executable, "-m", "kvsight", "bridge"]
+
+
+@pytest.fixture
+def engine() -> Iterator[ZmqEngine]:
+    with ZmqEngine() as running:
+        yield running
+
+
+def held(folder: Path) -> set[tuple[int, int]]:
+    """Pages that an event log's only stream holds in the end."""
+    view = View()
+    reader = EventLogReader(folder)
+    for _, record in reader.read(reader.first_index):
+        view.read(record.payload)
+    return view.pages
+
+
+def scraped(port: int) -> str:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    except httpx.HTTPError:
+        return ""
+
+
+def test_engines_listed_in_a_file_are_bridged_into_a_log_until_it_is_stopped(tmp_path: Path, engine: ZmqEngine) -> None:
+    config, log, port = tmp_path / "engines.toml", tmp_path / "log", free_port()
+    config.write_text(
+        f'[[engines]]\nworker = "w"\nmodel = "m"\nendpoint = "{engine.endpoint}"\n'
+        f'replay_endpoint = "{engine.replay_endpoint}"\n'
+    )
+    engine.send(payload(stored([1, 2], range(8))))
+    command = [*COMMAND, "--config", str(config), "--log", str(log), "--metrics-port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        engine.wait_for_readers(deadline_s=60)
+        engine.send(payload(stored([3], range(8, 12), parent=2), ["Unknown"]))
+        wait_until(
+            lambda: 'kvsight_bridge_pages{dp_rank="0",model="m",tenant="default",worker="w"} 3.0' in scraped(port)
+        )
+        assert 'reason="tag"' in scraped(port)
+        process.send_signal(signal.SIGTERM)
+        _, words = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "stopped after 3 events in 2 batches" in words
+    assert held(log) == on(GPU, names_of(range(12)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "no engine to read"),
+        (["--engine", "worker=w,model=m"], "endpoint"),
+        (["--engine", "worker=w,model=m,endpoint=nowhere"], "endpoint: got 'nowhere'"),
+        (["--engine", "worker=w,model=m,endpoint=tcp://h:1"], "exactly one of them"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(arguments: list[str], complaint: str) -> None:
+    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, env=ENVIRONMENT)
+    assert ended.returncode == 2
+    assert complaint in ended.stderr
+    assert "Traceback" not in ended.stderr

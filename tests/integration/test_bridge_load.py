@@ -1,0 +1,84 @@
+"""Eight engines under load, with batches dropped on the way and restarts: views equal what was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import ExitStack
+from typing import Literal
+
+import pytest
+from bridge_rig import GPU, LiveBridge, Pages
+from engine_events import names_of, payload, removed, stored
+from waiting import async_wait_until
+from zmq_engine import ZmqEngine
+
+NUM_ENGINES = 8
+NUM_PAGES = 100_000
+EVENTS_A_BATCH, PAGES_AN_EVENT = 10, 5
+BLOCK_SIZE = 4
+
+
+class Load:
+    """One engine's work: pages of its own, some of them removed again."""
+
+    def __init__(self, number: int) -> None:
+        self.worker = f"engine-{number}"
+        self.held: dict[int, int] = {}
+        self._rng = random.Random(number)
+        self._next = number * 10_000_000
+        layout: Literal["old", "new"] = "old" if number % 2 else "new"
+        self.engine = ZmqEngine(high_water_mark=4, layout=layout)
+        self._forms = "map" if number % 3 else "array"
+
+    @property
+    def pages(self) -> Pages:
+        return {(GPU, name) for name in self.held.values()}
+
+    def send(self) -> int:
+        """One batch; returns how many pages it stored."""
+        events = []
+        for _ in range(EVENTS_A_BATCH):
+            hashes = [self._next + i for i in range(PAGES_AN_EVENT)]
+            self._next += PAGES_AN_EVENT
+            tokens = [self._rng.randrange(150_000) for _ in range(BLOCK_SIZE * PAGES_AN_EVENT)]
+            self.held.update(zip(hashes, names_of(tokens, BLOCK_SIZE), strict=True))
+            events.append(stored(hashes, tokens, BLOCK_SIZE, medium="GPU"))
+            if self._rng.random() < 0.2:
+                gone = self._rng.choice(hashes)
+                del self.held[gone]
+                events.append(removed([gone], "GPU"))
+        fate: Literal["sent", "dropped"] = "dropped" if self._rng.random() < 0.01 else "sent"
+        self.engine.send(payload(*events, form="map" if self._forms == "map" else "array"), fate)
+        return EVENTS_A_BATCH * PAGES_AN_EVENT
+
+    def work(self, num_pages: int) -> None:
+        """In a thread of its own."""
+        while num_pages > 0:
+            num_pages -= self.send()
+
+    def restart(self) -> None:
+        self.engine.restart()
+        self.held.clear()
+
+
+@pytest.mark.timeout(300)
+async def test_eight_engines_with_gaps_and_restarts_are_seen_as_they_are() -> None:
+    loads = [Load(number) for number in range(NUM_ENGINES)]
+    with ExitStack() as stack:
+        for load in loads:
+            stack.enter_context(load.engine)
+        async with LiveBridge(bridge_idle_check_s=0.2, bridge_name_pages=300_000) as bridge:
+            for load in loads:
+                await bridge.read(load.engine, load.worker)
+            for load in loads[:2]:  # two of them die young
+                await asyncio.to_thread(load.work, 5_000)
+                await asyncio.to_thread(load.restart)
+            await asyncio.gather(*(asyncio.to_thread(load.work, NUM_PAGES) for load in loads))
+            for load in loads:
+                await bridge.shows(load.pages, load.worker, deadline_s=60)
+            counters = [bridge.counters(load.worker) for load in loads]
+            assert all(c["gaps"] > 0 and c["replays"] > 0 for c in counters)
+            assert [c["restarts"] for c in counters] == [1, 1] + [0] * (NUM_ENGINES - 2)
+            assert all(c["losses"] == 0 and not c["bad_events"] and c["unknown_parents"] == 0 for c in counters)
+            await async_wait_until(lambda: all(s.streams[0].pages_held > 0 for s in bridge.fleet.status()))

@@ -1,0 +1,225 @@
+"""Our publisher inside engines: made by vLLM's and SGLang's own factories, fed with their own events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tomllib
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pydantic
+import pytest
+from aiokafka import AIOKafkaConsumer
+from bridge_rig import CPU, GPU, Pages, View, on
+from engine_events import names_of
+from engine_modules import RELEASES, SGLANG_ARRAYS, VLLM, Engine, engine_folder, engine_module, forget_engine_modules
+from waiting import wait_until
+
+import kvsight.plugins
+from kv_events.errors import InvalidValueError
+from kv_events.event_log import EventLogReader
+from kv_events.streams import StreamId
+from publisher.plugins import EnginePublisher
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = list(range(1, 49))
+HASHES = [101, 102, 103]
+
+
+@pytest.fixture(params=RELEASES, ids="-".join)
+def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, ModuleType]]:
+    kind, version = request.param
+    yield kind, engine_module(kind, engine_folder(kind, version))
+    forget_engine_modules()
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Settings as an engine's process has them. Returns the folder of its event log."""
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for name, value in {"MODEL": "m", "WORKER": "w", "LOG_FOLDER": folder, "LINGER_MS": 1, "REPLACE_ZMQ": 1}.items():
+        monkeypatch.setenv(f"KVSIGHT_{name}", str(value))
+    return folder
+
+
+def made(kind: Engine, module: ModuleType, rank: int = 0) -> EnginePublisher:
+    """What the engine's factory makes for its config; vLLM's knows no name but `zmq`."""
+    if kind == "sglang":
+        kvsight.plugins.register_with_sglang()
+        config = json.dumps({"publisher": "kvsight", "endpoint": "tcp://*:5557"})
+        return module.EventPublisherFactory.create(config, attn_dp_rank=rank)
+    kvsight.plugins.register_with_vllm()
+    return module.EventPublisherFactory.create(module.KVEventsConfig(enable_kv_cache_events=True), rank)
+
+
+def batch(module: ModuleType, *events: Any) -> Any:
+    return module.KVEventBatch(ts=1.5, events=list(events))
+
+
+def store(kind: Engine, module: ModuleType, medium: str = "GPU") -> Any:
+    fields = {"lora_name": None} if kind == "vllm" else {}
+    return module.BlockStored(
+        block_hashes=HASHES,
+        parent_block_hash=None,
+        token_ids=TOKENS,
+        block_size=16,
+        lora_id=None,
+        medium=medium,
+        **fields,
+    )
+
+
+def pages_in(folder: Path, rank: int = 0) -> Pages:
+    """What a reader of the log knows now."""
+    view = View()
+    key = StreamId("m", "default", "w", rank).key.encode()
+    for _, record in EventLogReader(folder).read():
+        if record.key == key:
+            view.read(record.payload)
+    return view.pages
+
+
+def test_events_of_an_engine_reach_the_log_until_it_ends(engine: tuple[Engine, ModuleType], variables: Path) -> None:
+    kind, module = engine
+    names = names_of(TOKENS, 16)
+    publisher = made(kind, module, rank=1)
+    assert isinstance(publisher, EnginePublisher)
+    publisher.publish(batch(module, store(kind, module), store(kind, module, "CPU")))
+    wait_until(lambda: pages_in(variables, 1) == on(GPU, names) | on(CPU, names))
+    publisher.publish(batch(module, module.BlockRemoved(block_hashes=HASHES[1:], medium="GPU")))
+    wait_until(lambda: pages_in(variables, 1) == on(GPU, names[:1]) | on(CPU, names))
+    publisher.publish(batch(module, module.AllBlocksCleared()))
+    wait_until(lambda: pages_in(variables, 1) == set())
+    publisher.publish(batch(module, store(kind, module)))
+    wait_until(lambda: pages_in(variables, 1) == on(GPU, names))
+    publisher.shutdown()
+    publisher.shutdown()
+    assert pages_in(variables, 1) == set()
+    publisher.publish(batch(module, store(kind, module)))
+    assert (publisher.counters.batches, publisher.counters.events) == (4, 5)
+
+
+def test_it_is_found_under_its_name_and_registering_twice_is_harmless(
+    engine: tuple[Engine, ModuleType], variables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, module = engine
+    monkeypatch.setenv("KVSIGHT_REPLACE_ZMQ", "0")
+    factory = module.EventPublisherFactory
+    for _ in range(2):
+        kvsight.plugins.register(factory)
+    assert factory._registry["zmq"] is module.ZmqEventPublisher
+    publisher = factory._registry["kvsight"](endpoint="tcp://*:1", replay_endpoint=None, topic="")
+    assert isinstance(publisher, EnginePublisher)
+    publisher.shutdown()
+    # what engines ask of publishers besides: nobody need know of a method that a newer one adds
+    for method in vars(module.EventPublisher):
+        assert method.startswith("_") or callable(getattr(publisher, method)), f"{kind}: {method}"
+
+
+def test_vllms_config_takes_no_name_but_its_own() -> None:
+    module = engine_module("vllm", engine_folder(*VLLM))
+    with pytest.raises(pydantic.ValidationError, match="publisher"):
+        module.KVEventsConfig(enable_kv_cache_events=True, publisher="kvsight")
+    forget_engine_modules()
+
+
+def test_a_batch_that_cannot_be_read_costs_all_pages_but_not_the_engine(variables: Path) -> None:
+    module = engine_module("sglang", engine_folder(*SGLANG_ARRAYS))
+    publisher = EnginePublisher(attn_dp_rank=0)
+    publisher.publish(batch(module, store("sglang", module)))
+    wait_until(lambda: pages_in(variables) == on(GPU, names_of(TOKENS, 16)))
+    for bad in (object(), {"no": "batch"}):
+        publisher.publish(bad)
+        wait_until(lambda: pages_in(variables) == set())
+        publisher.publish(batch(module, store("sglang", module)))
+        wait_until(lambda: pages_in(variables) == on(GPU, names_of(TOKENS, 16)))
+    publisher.shutdown()
+    forget_engine_modules()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("MODEL", None, "KVSIGHT_MODEL"),
+        ("LOG_FOLDER", None, "KVSIGHT_KAFKA / KVSIGHT_LOG_FOLDER"),
+        ("WITH_TOKENS", "1", "KVSIGHT_WITH_TOKENS"),
+        ("BRIDGE_NAME_PAGES", "1", "KVSIGHT_BRIDGE_NAME_PAGES"),
+    ],
+)
+def test_bad_settings_stop_the_engines_start(
+    variables: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, named: str
+) -> None:
+    if value is None:
+        monkeypatch.delenv(f"KVSIGHT_{name}")
+    else:
+        monkeypatch.setenv(f"KVSIGHT_{name}", value)
+    with pytest.raises(InvalidValueError, match=named):
+        EnginePublisher(data_parallel_rank=0)
+
+
+_ENGINE_WITHOUT_SHUTDOWN = """
+import time
+from publisher.plugins import EnginePublisher
+
+publisher = EnginePublisher(attn_dp_rank=0)
+publisher.publish([1.5, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]], 0])
+while publisher._publisher.stats().next_seq == 0:
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def to_kafka(variables: Path, monkeypatch: pytest.MonkeyPatch, kafka_bootstrap: str) -> Callable[[], AIOKafkaConsumer]:
+    """Topics of their own in place of the folder. Returns what makes a consumer of the records."""
+    topic = f"events-{uuid.uuid4().hex}"
+    monkeypatch.delenv("KVSIGHT_LOG_FOLDER")
+    for name, value in {"KAFKA": kafka_bootstrap, "EVENTS_TOPIC": topic, "CONTROL_TOPIC": f"control-{topic}"}.items():
+        monkeypatch.setenv(f"KVSIGHT_{name}", value)
+    return partial(AIOKafkaConsumer, topic, bootstrap_servers=kafka_bootstrap, auto_offset_reset="earliest")
+
+
+async def test_events_reach_kafka(to_kafka: Callable[[], AIOKafkaConsumer]) -> None:
+    module = engine_module("sglang", engine_folder(*SGLANG_ARRAYS))
+    publisher = made("sglang", module)
+    await asyncio.to_thread(publisher.publish, batch(module, store("sglang", module)))
+    view, wanted = View(), on(GPU, names_of(TOKENS, 16))
+    async with asyncio.timeout(30), to_kafka() as records:
+        while view.pages != wanted:
+            view.read((await records.getone()).value)
+    await asyncio.to_thread(publisher.shutdown)
+    forget_engine_modules()
+
+
+async def test_an_engine_that_ends_without_a_word_holds_nothing_any_more(
+    to_kafka: Callable[[], AIOKafkaConsumer],
+) -> None:
+    command = [sys.executable, "-c", _ENGINE_WITHOUT_SHUTDOWN]
+    await asyncio.to_thread(subprocess.run, command, cwd=ROOT, check=True, timeout=60)
+    view, lengths = View(), []
+    async with asyncio.timeout(30), to_kafka() as records:
+        while lengths[-2:] != [1, 0]:
+            view.read((await records.getone()).value)
+            lengths.append(len(view.pages))
+
+
+def test_engines_find_the_entry_points_that_the_package_declares() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert sorted(groups) == ["sglang.srt.plugins", "vllm.general_plugins"]
+    for entries in groups.values():
+        module, _, function = entries["kvsight"].partition(":")
+        assert callable(getattr(import_module(module), function))
+
+
+def test_an_engine_process_that_makes_no_publisher_does_not_load_it() -> None:
+    program = "import sys, kvsight.plugins; print(*sorted(m for m in ('numba', 'aiokafka', 'zmq') if m in sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == []

@@ -1,0 +1,129 @@
+"""GET /events over real connections, as both clients read it; and a server that stops, or has too many callers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hand_fed import HandFed
+from http_checks import check_problem
+from waiting import async_wait_until
+from wire import Stream, stored
+
+from api.app import create_app
+from api.feed_events import BatchApplied, FeedEvent, StateChanged
+from api.server import running_server
+from api.settings import ApiSettings
+from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
+from kvsight.errors import UnexpectedAnswerError
+from kvsight.feed import FeedReader
+
+
+@asynccontextmanager
+async def served(fed: HandFed, **settings: Any) -> AsyncIterator[str]:
+    api = ApiSettings(port=0, **settings)
+    async with running_server(create_app(fed.consumer, api), api) as url:
+        yield url
+
+
+class Listener:
+    """Events as a client gives them, whichever kind it is."""
+
+    def __init__(self, kind: str, url: str, **wanted: str) -> None:
+        self._sync: Iterator[FeedEvent] | None = None
+        if kind == "sync":
+            self._client = Client(url)
+            self._sync = self._client.events(**wanted)
+        else:
+            self._async = AsyncClient(url).events(**wanted)
+
+    async def next(self) -> FeedEvent | None:
+        """None: the stream has ended."""
+        if self._sync is not None:
+            return await asyncio.to_thread(next, self._sync, None)
+        return await anext(self._async, None)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_a_client_hears_states_then_batches_until_the_server_stops(kind: str) -> None:
+    fed = HandFed()
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(served(fed))
+        worker = Stream("w")
+        await fed.feed(worker.batch(stored((0, [1, 2]))), Stream("other").batch())
+        listener = Listener(kind, url, worker="w")
+        first = await listener.next()
+        assert isinstance(first, StateChanged)
+        assert (first.instance_id, first.before, first.state) == ("w", None, "live")
+        await fed.feed(Stream("other").batch(), worker.batch(stored((2, [3]))))
+        batch = await listener.next()
+        assert isinstance(batch, BatchApplied)
+        assert (batch.instance_id, batch.seq, batch.stored, batch.pages["GPU"]) == ("w", 1, {"GPU": 1}, 3)
+        began = time.monotonic()
+        await stack.aclose()
+        assert time.monotonic() - began < 4  # not the five seconds that requests get to end
+        assert await listener.next() is None
+
+
+async def test_a_listener_that_hangs_up_makes_room_for_another() -> None:
+    fed = HandFed()
+    async with served(fed, max_event_clients=1) as url, AsyncClient(url) as client:
+        async with aclosing(client.events()) as first:
+            await fed.feed(Stream("w").batch())
+            assert await anext(first)
+            with pytest.raises(KvsightHttpError, match="listen to events already"):
+                await anext(client.events())
+
+        async def another() -> bool:
+            async with aclosing(client.events()) as events:
+                try:
+                    return bool(await anext(events))
+                except KvsightHttpError:
+                    return False
+
+        await async_wait_until(another, what="the place is free again")
+
+
+def test_a_server_that_is_not_there_is_a_connection_error() -> None:
+    with Client("http://127.0.0.1:1") as client, pytest.raises(KvsightConnectionError, match="/events"):
+        next(client.events())
+
+
+def test_unknown_kinds_and_comments_are_passed_over_and_nonsense_is_not() -> None:
+    reader = FeedReader("http://t/events")
+    lines = [
+        ": hello",
+        "",
+        "event: novelty",
+        "data: {}",
+        "",
+        "data: 5",
+        "",
+        "event:dropped",
+        'data:{"lost":',
+        "data: 7}",
+    ]
+    assert [event for line in lines if (event := reader.take(line)) is not None] == []
+    assert reader.take("").lost == 7  # type: ignore[union-attr]
+    reader.take("event: batch")
+    reader.take("data: {}")
+    with pytest.raises(UnexpectedAnswerError, match="http://t/events"):
+        reader.take("")
+
+
+async def test_too_many_connections_get_a_problem_document() -> None:
+    fed = HandFed()
+    async with served(fed, max_connections=2) as url, AsyncExitStack() as stack:
+        for _ in range(2):
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+            assert (await client.get("/health")).status_code == 200
+        async with httpx.AsyncClient(base_url=url) as third:
+            response = await third.get("/health")
+            check_problem(response, 503)
+            assert response.headers["connection"] == "close"
+        assert (await client.get("/health")).status_code == 200

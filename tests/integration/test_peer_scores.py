@@ -1,0 +1,235 @@
+"""The same events to NVIDIA Dynamo's indexer and to ours, the same questions to both: the same scores."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from child_process import free_port
+from engine_events import cleared, payload, removed, stored
+from peer_indexer import PeerIndexer
+from waiting import async_wait_until
+from zmq_engine import ZmqEngine
+
+from api.app import create_app
+from api.settings import ApiSettings
+from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from kv_events.hashing import local_hashes, sequence_hashes, token_array
+from kv_events.memory_log import MemoryLog
+from publisher import EventPublisher, PublisherSettings
+from publisher.bridge import BridgeSettings, EngineSettings, Fleet
+from publisher.sinks import MemorySink
+from publisher.sinks.zmq import ZmqSink
+
+BLOCK = 4
+MEDIA = {"GPU": "gpu", "CPU_PINNED": "cpu", "DISK": "disk"}
+
+
+class Both:
+    """The peer's process and our API in this one, side by side."""
+
+    def __init__(self, peer: PeerIndexer, log: MemoryLog, fleet: Fleet, client: httpx.AsyncClient) -> None:
+        self.log = log
+        self.peer = peer
+        self._fleet = fleet
+        self._client = client
+
+    async def read(self, worker: int, engine: ZmqEngine, rank: int = 0) -> None:
+        """Have both read an engine's rank."""
+        addresses = {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint, "dp_rank": rank}
+        await self._fleet.add(EngineSettings(worker=str(worker), model="m", block_size=BLOCK, **addresses))
+        await asyncio.to_thread(self.peer.register, worker, model_name="m", block_size=BLOCK, **addresses)
+        await asyncio.to_thread(engine.wait_for_readers, 2)
+
+    async def asked(self, route: str = "query", **question: Any) -> tuple[Any, Any]:
+        """What the peer says, and what we say, of scores and of tiers."""
+        theirs = await asyncio.to_thread(getattr(self.peer, route), model_name="m", **question)
+        ours = (await self._client.post(f"/{route}", json={"model_name": "m", **question})).raise_for_status().json()
+        for instance in ours["instances"].values():
+            for more in ("external", "state", "age_ms"):  # of ours alone
+                del instance[more]
+        return theirs, ours
+
+    async def agree(self, wanted: Any = None, **question: Any) -> Any:
+        """Wait until both say the same, and what is wanted of scores. Returns it."""
+        answers: Any = None
+
+        async def same() -> bool:
+            nonlocal answers
+            answers = await self.asked(**question)
+            return answers[0] == answers[1] and (wanted is None or answers[0]["scores"] == wanted)
+
+        try:
+            await async_wait_until(same, 15)
+        except AssertionError:
+            assert answers[0] == answers[1]
+            assert answers[0]["scores"] == wanted
+        return answers[0]
+
+    async def told(self, engine: ZmqEngine, worker: int, rank: int = 0) -> None:
+        """Wait until both have taken everything that an engine sent: by a page of its own, sent last."""
+        mark = [2**32 - 1 - worker, rank, engine.seq, 0]
+        engine.send(payload(stored([2**63 + engine.seq], mark), rank=rank))
+        await self.agree({str(worker): {str(rank): BLOCK}}, token_ids=mark)
+
+
+@asynccontextmanager
+async def both(place: Path) -> AsyncIterator[Both]:
+    log = MemoryLog()
+    template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=100_000, linger_ms=1)
+    app = create_app(create_consumer(IndexerSettings(max_pages=2**17), log), ApiSettings(port=0))
+    async with AsyncExitStack() as stack:
+        peer = await asyncio.to_thread(stack.enter_context, PeerIndexer(place / "peer.log"))
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        transport = httpx.ASGITransport(app)
+        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://ours"))
+        fleet = await stack.enter_async_context(Fleet(BridgeSettings(), template, MemorySink(log)))
+        yield Both(peer, log, fleet, client)
+
+
+def instance(gpu: int, cpu: int, disk: int, rank: int = 0) -> dict[str, Any]:
+    return {"longest_matched": disk, "gpu": gpu, "dp": {str(rank): gpu}, "cpu": cpu, "disk": disk}
+
+
+async def test_ranks_tiers_adapters_and_salts(tmp_path: Path) -> None:
+    tokens = list(range(1, 25))
+    async with both(tmp_path) as two:
+        with ZmqEngine() as first, ZmqEngine(layout="old") as second, ZmqEngine() as other:
+            await two.read(1, first)
+            await two.read(1, second, rank=1)
+            await two.read(2, other)
+            first.send(payload(stored([1, 2], tokens[:8], medium="GPU"), rank=0))
+            second.send(payload(stored([1, 2, 3], tokens[:12], medium="GPU"), rank=1, form="map"))
+            other.send(payload(stored([1], tokens[:4], medium="GPU"), form="array with nils"))
+            other.send(payload(stored([1, 2, 3], tokens[:12], medium="CPU_PINNED")))
+            other.send(payload(stored([1, 2, 3, 4, 5], tokens[:20], medium="DISK")))
+            other.send(payload(stored([21], tokens[:4], lora_name="ad", medium="GPU", lora_id=None)))
+            other.send(payload(stored([31, 32], tokens[:8], cache_salt="s", medium="GPU", lora_name=None), form="map"))
+            salted = {"cache_salt": "s", "lora_name": "ad"}
+            other.send(payload(stored([41], tokens[:4], medium="GPU", **salted), form="map"))
+            for engine, worker, rank in ((first, 1, 0), (second, 1, 1), (other, 2, 0)):
+                await two.told(engine, worker, rank)
+
+            answer = await two.agree({"1": {"0": 8, "1": 12}, "2": {"0": 4}}, token_ids=tokens)
+            assert answer["instances"]["2"] == instance(4, 12, 20)
+            await two.agree({"2": {"0": 4}}, token_ids=tokens, lora_name="ad")
+            await two.agree({"2": {"0": 8}}, token_ids=tokens, cache_salt="s")
+            await two.agree({"2": {"0": 4}}, token_ids=tokens, **salted)
+            await two.agree({}, token_ids=tokens, cache_salt="another")
+            await two.agree({}, token_ids=tokens[1:])
+            await two.agree({}, token_ids=[])
+            hashes = local_hashes(token_array(tokens), BLOCK).astype(np.int64).tolist()
+            by_hash = await two.agree(
+                {"1": {"0": 8, "1": 12}, "2": {"0": 4}}, route="query_by_hash", block_hashes=hashes
+            )
+            assert by_hash == answer
+
+
+async def test_engines_that_name_a_page_differently_cost_the_peer_slower_tiers_and_us_nothing(tmp_path: Path) -> None:
+    """As vLLM's do without PYTHONHASHSEED: from its index of devices the peer goes on by the first worker's name."""
+    tokens = list(range(1, 25))
+    async with both(tmp_path) as two:
+        with ZmqEngine() as first, ZmqEngine() as other:
+            await two.read(1, first)
+            await two.read(2, other)
+            first.send(payload(stored([1, 2], tokens[:8])))
+            await two.told(first, 1)
+            other.send(payload(stored([11], tokens[:4])))
+            other.send(payload(stored([11, 12, 13], tokens[:12], medium="CPU_PINNED")))
+            await two.told(other, 2)
+            theirs, ours = await two.asked(token_ids=tokens)
+            assert ours["scores"] == theirs["scores"] == {"1": {"0": 8}, "2": {"0": 4}}
+            assert ours["instances"]["2"] == instance(4, 12, 12)
+            assert theirs["instances"]["2"] == instance(4, 4, 4)
+
+
+async def test_our_other_dialect_has_the_same_figures(tmp_path: Path) -> None:
+    tokens = list(range(1, 25))
+    async with both(tmp_path) as two:
+        with ZmqEngine() as engine:
+            await two.read(7, engine)
+            engine.send(payload(stored([1], tokens[:4]), stored([1, 2, 3], tokens[:12], medium="CPU_PINNED")))
+            await two.told(engine, 7)
+            figures = (await two.agree({"7": {"0": 4}}, token_ids=tokens))["instances"]["7"]
+            rolled = sequence_hashes(token_array(tokens), BLOCK).tolist()
+            for route, prompt in (("query", {"token_ids": tokens}), ("query_by_hash", {"seq_hashes": rolled})):
+                body = {"model": "m", "block_size": BLOCK, **prompt}
+                answer = (await two._client.post(f"/{route}", json=body)).json()["default"]["7"]
+                assert [answer[tier] for tier in ("GPU", "CPU", "DISK", "DP", "longest_matched")] == [
+                    figures[tier] for tier in ("gpu", "cpu", "disk", "dp", "longest_matched")
+                ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_lives_of_caches(tmp_path: Path, seed: int) -> None:
+    """Prefixes of prompts on tiers, each slower one reaching at least as far, as caches with tiers hold them."""
+    rng = random.Random(seed)
+    async with both(tmp_path) as two:
+        with ZmqEngine() as one, ZmqEngine() as other:
+            engines = {1: one, 2: other}
+            prompts = [[rng.randrange(2**32) for _ in range(4 * rng.randint(1, 8))] for _ in range(10)]
+            for worker, engine in engines.items():
+                await two.read(worker, engine)
+            for _ in range(40):
+                worker, engine = rng.choice(list(engines.items()))
+                engine.send(payload(*_step(rng, rng.choice(range(10)), prompts), form=rng.choice(["array", "map"])))
+            for worker, engine in engines.items():
+                await two.told(engine, worker)
+            found = [await two.agree(token_ids=tokens) for tokens in prompts]
+            found += [await two.agree(token_ids=tokens[:6] + tokens[4:]) for tokens in prompts]
+            assert any(answer["scores"] for answer in found)
+
+
+def _step(rng: random.Random, number: int, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
+    if rng.random() < 0.03:
+        return [cleared()]
+    tokens = prompts[number]
+    num_pages = len(tokens) // BLOCK
+    hashes = [1000 * number + place for place in range(num_pages)]
+    reaches = sorted(rng.randint(0, num_pages) for _ in MEDIA)
+    events = []
+    for medium, reach in zip(MEDIA, reaches, strict=True):
+        if reach < num_pages:
+            events.append(removed(hashes[reach:], medium))
+        if reach:
+            events.append(stored(hashes[:reach], tokens[: reach * BLOCK], medium=medium))
+    return events
+
+
+async def test_our_own_cache_through_the_zmq_sink(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    live, replay = free_port(), free_port()
+    addresses = {"zmq": f"tcp://*:{live}", "zmq_replay": f"tcp://*:{replay}"}
+    settings = PublisherSettings(model="m", worker="1", block_size=BLOCK, with_tokens=True, linger_ms=1, **addresses)
+    cache = RadixCache(page_size=BLOCK, enable_kv_cache_events=True)
+    prompts = [[rng.randrange(2**32) for _ in range(24)] for _ in range(20)]
+    prompts += [prompt[:12] + [rng.randrange(2**32) for _ in range(12)] for prompt in prompts]
+    keys = [RadixKey(tokens, "salt" if number % 4 == 3 else None) for number, tokens in enumerate(prompts)]
+    async with (
+        both(tmp_path) as two,
+        EventPublisher(settings, ZmqSink(settings)) as out,
+        EventPublisher(settings, MemorySink(two.log)) as own,
+    ):
+        reach = {"endpoint": f"tcp://127.0.0.1:{live}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+        await asyncio.to_thread(two.peer.register, 1, model_name="m", block_size=BLOCK, **reach)
+        for number, key in enumerate(keys):
+            cache.insert(InsertParams(key, np.arange(24)))
+            if number % 5 == 4:
+                cache.evict(EvictParams(num_tokens=60))
+            events = cache.take_events()
+            out.publish(events)
+            own.publish(events)
+        lengths = [len(cache.match_prefix(MatchPrefixParams(key)).device_indices) for key in keys]
+        assert len(set(lengths)) > 2
+        for tokens, key, held in zip(prompts, keys, lengths, strict=True):
+            wanted = {"1": {"0": held}} if held else {}
+            await two.agree(wanted, token_ids=tokens, **({"cache_salt": key.extra_key} if key.extra_key else {}))

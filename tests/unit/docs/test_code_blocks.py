@@ -1,0 +1,156 @@
+"""What the docs show is true: blocks run, commands exist, settings parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+import yaml
+from hand_fed import HandFed
+from typer.testing import CliRunner
+from wire import Stream
+
+from api.app import create_app
+from api.server import running_server
+from api.settings import ApiSettings
+from kvsight.cli.main import app
+from kvsight.plugins import PUBLISHER
+from publisher.bridge.settings import parse_engine, read_engines
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_WHOLE = ("docs/hashing.md", "docs/routers.md")
+"""Pages whose Python blocks need nothing but an API on port 8000."""
+VLLM_KEYS = {
+    "enable_kv_cache_events",
+    "publisher",
+    "endpoint",
+    "replay_endpoint",
+    "buffer_steps",
+    "hwm",
+    "max_queue_size",
+    "topic",
+}
+
+_BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    page: str
+    language: str
+    text: str
+
+
+def blocks(*languages: str) -> Iterator[Block]:
+    for page in PAGES:
+        for language, text in _BLOCK.findall(page.read_text()):
+            if language in languages:
+                yield Block(str(page.relative_to(ROOT)), language, text)
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command line of a console block: the page, and its words."""
+    for block in blocks("console", ""):
+        joined = re.sub(r" *\\\n +", " ", block.text)
+        lines = (
+            joined.splitlines() if block.language == "" else re.findall(r"^ *\$ ((?:[^'\n]|'[^']*')*)", joined, re.M)
+        )
+        for line in lines:
+            if line.startswith("kvsight ") or block.language == "console":
+                yield block.page, shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("page", RUN_WHOLE)
+async def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "\n".join(block.text for block in blocks("python") if block.page == page)
+    assert program
+    fed, settings = HandFed(), ApiSettings(port=0)
+    async with running_server(create_app(fed.consumer, settings), settings) as url:
+        await fed.hold(Stream("engine-0", model="my-model"), list(range(1, 17)))
+        await asyncio.to_thread(exec, program.replace("http://127.0.0.1:8000", url), {"__name__": page})
+    if "best_worker" in program:
+        assert "engine-1 None 0" in capsys.readouterr().out  # 16 tokens do not outweigh 1200 that wait
+
+
+def test_python_blocks_compile() -> None:
+    for block in blocks("python"):
+        compile(block.text, block.page, "exec")
+
+
+def test_data_blocks_parse() -> None:
+    for block in blocks("json"):
+        json.loads(block.text)
+    for block in blocks("yaml"):
+        assert set(yaml.safe_load(block.text)["kv_cache_config"]["kv_events_config"]) <= VLLM_KEYS
+
+
+def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
+    listed = list(blocks("toml"))
+    assert {Path(block.page).stem for block in listed} == {"vllm", "sglang", "mooncake"}
+    for block in listed:
+        file = tmp_path / "engines.toml"
+        file.write_text(block.text)
+        assert len(read_engines(file)) == 1
+    flags = [words[words.index("--engine") + 1] for _, words in commands() if "--engine" in words]
+    assert [parse_engine(flag).worker for flag in flags] == ["engine-0"]
+
+
+def test_event_settings_of_engines_are_json_with_keys_that_exist() -> None:
+    found = [
+        json.loads(words[words.index("--kv-events-config") + 1])
+        for _, words in commands()
+        if "--kv-events-config" in words
+    ]
+    assert sorted(settings["publisher"] for settings in found) == [PUBLISHER, "zmq", "zmq", "zmq"]
+    for settings in found:
+        assert set(settings) <= VLLM_KEYS
+
+
+def test_commands_of_kvsight_exist_with_their_options() -> None:
+    known = typer.main.get_group(app).commands
+    seen = set()
+    for page, words in commands():
+        if words[:1] != ["kvsight"]:
+            continue
+        assert words[1] in known, f"{page}: kvsight {words[1]}"
+        options = {
+            name for parameter in known[words[1]].params for name in (*parameter.opts, *parameter.secondary_opts)
+        }
+        unknown = {word.partition("=")[0] for word in words[2:] if word.startswith("--")} - options - {"--help"}
+        assert not unknown, f"{page}: kvsight {words[1]} {unknown}"
+        seen.add(words[1])
+    assert "hash" in seen
+
+
+def test_what_kvsight_hash_is_shown_to_print_is_what_it_prints() -> None:
+    shown = [text.partition("\n") for page, _, text in blocks("console") if "$ kvsight hash" in text]
+    assert len(shown) == 2
+    for line, _, output in shown:
+        done = CliRunner().invoke(app, shlex.split(line.removeprefix("$ kvsight ")))
+        assert done.exit_code == 0
+        assert [each.strip() for each in done.stdout.splitlines()][: len(output.splitlines())] == [
+            each.strip() for each in output.splitlines()
+        ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, target

@@ -1,0 +1,80 @@
+"""One seed for a whole deployment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kv_events.errors import InvalidValueError
+from kv_events.hash_seed import parse_seed
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# What each part of a process makes of the prompt 1..16 in pages of 4, in hex.
+_EVERY_PART = """
+import numpy as np
+from api.decoding import codec_of
+from api.questions import BY_ANY, decode_question
+from engine_cache import InsertParams, RadixCache, RadixKey
+from kv_events import BlockStored
+from kvsight import sequence_hashes
+from kv_events.hashing import token_array
+from publisher.intake import derived_columns
+
+tokens = list(range(1, 17))
+cache = RadixCache(page_size=4, enable_kv_cache_events=True)
+cache.insert(InsertParams(RadixKey(tokens), np.arange(16)))
+stores = [event for event in cache.take_events() if isinstance(event, BlockStored)]
+of_cache = np.frombuffer(b"".join(event.sequence_hashes for event in stores), "<u8")
+of_publisher = derived_columns(BlockStored([1, 2, 3, 4], None, tokens, 4), 4, None).hashes
+question = decode_question(b'{"model_name": "m", "token_ids": %s}' % str(tokens).encode(),
+                           codec_of("application/json"), BY_ANY)
+for hashes in (of_cache, of_publisher, question.hashes(4), sequence_hashes(token_array(tokens), 4)):
+    print(*(f"{value:016x}" for value in hashes.tolist()))
+"""
+WITH_SEED_0 = "6fc1ebd4f4d6ea31 3a14937fd5340c7a 829711b6d52f08eb 94f88a95a0ef86fd"
+WITH_1337 = "cb38e4d7fb2dca5c 44a2b2379d6d3c3d aea1e67a6c80cf84 1aaa5eb6e2524a3b"
+
+
+def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")} | variables
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, WITH_1337),
+        ({"KVSIGHT_HASH_SEED": "dynamo"}, WITH_1337),
+        ({"KVSIGHT_HASH_SEED": "0"}, WITH_SEED_0),
+    ],
+)
+def test_caches_publishers_and_the_api_use_the_same_seed(variables: dict[str, str], expected: str) -> None:
+    done = run(_EVERY_PART, **variables)
+    assert done.stdout.splitlines() == [expected] * 4, done.stderr
+
+
+def test_a_bad_seed_stops_the_start_and_is_named() -> None:
+    for settings in (
+        "publisher.settings.PublisherSettings(model='m', worker='w', block_size=4)",
+        "api.settings.ApiSettings()",
+    ):
+        done = run(f"import publisher.settings, api.settings; {settings}", KVSIGHT_HASH_SEED="secret?")
+        assert "KVSIGHT_HASH_SEED: got 'secret?', expected dynamo, or a number" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "seed"), [("dynamo", 1337), ("0", 0), ("18446744073709551615", 2**64 - 1)])
+def test_a_seed_is_a_name_or_a_number_of_64_bits(text: str, seed: int) -> None:
+    assert parse_seed(text) == seed
+
+
+@pytest.mark.parametrize("text", ["", "-1", "18446744073709551616", "1.0", "0x539", "Dynamo", "१", "9" * 5000])
+def test_anything_else_is_none(text: str) -> None:
+    with pytest.raises(InvalidValueError, match="--seed: got"):
+        parse_seed(text, "--seed")

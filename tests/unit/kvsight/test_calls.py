@@ -1,0 +1,52 @@
+"""What is sent: the bytes of each call."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvsight import Prompt, calls
+
+
+def test_a_prompt_travels_packed() -> None:
+    call = calls.query("m", [1, 2**32 - 1], lora_name="ad", cache_salt=None, tier_weights={"gpu": 1.0})
+    assert (call.method, call.path, call.content_type) == ("POST", "/query", "application/msgpack")
+    assert call.content is not None
+    assert msgspec.msgpack.decode(call.content) == {
+        "model_name": "m",
+        "token_ids": b"\1\0\0\0\xff\xff\xff\xff",
+        "lora_name": "ad",
+        "tier_weights": {"gpu": 1.0},
+    }
+
+
+def test_hashes_travel_as_eight_bytes_each() -> None:
+    assert Prompt("m", seq_hashes=[1, 2**64 - 1]).body()["seq_hashes"] == b"\1" + b"\0" * 7 + b"\xff" * 8
+    assert Prompt("m", block_hashes=[1, -1]).body()["block_hashes"] == b"\1" + b"\0" * 7 + b"\xff" * 8
+    assert calls.query_by_hash("m", block_hashes=[1]).path == "/query_by_hash"
+
+
+@pytest.mark.parametrize(
+    ("field", "path"),
+    [("token_ids", "/query"), ("seq_hashes", "/query_by_hash"), ("block_hash", "/query_by_hash")],
+)
+def test_a_question_finds_its_route_by_its_fields(field: str, path: str) -> None:
+    call = calls.query_raw({"model": "m", "block_size": 4, field: [1]})
+    assert (call.path, call.content_type) == (path, "application/json")
+
+
+def test_engines_are_registered_in_the_peers_dialect() -> None:
+    call = calls.register(7, "tcp://e:5557", "m", 16, dp_rank=1, replay_endpoint="tcp://e:6557", tenant="t")
+    assert (call.method, call.path, call.content_type) == ("POST", "/register", "application/json")
+    assert msgspec.json.decode(call.content or b"") == {
+        "instance_id": 7,
+        "endpoint": "tcp://e:5557",
+        "model_name": "m",
+        "block_size": 16,
+        "dp_rank": 1,
+        "replay_endpoint": "tcp://e:6557",
+        "routing_group": "t",
+    }
+    gone = calls.unregister("w", "m")
+    assert msgspec.json.decode(gone.content or b"") == {"instance_id": "w", "model_name": "m"}
+    assert gone.path == "/unregister"

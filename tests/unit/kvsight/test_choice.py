@@ -1,0 +1,75 @@
+"""The rule by which a worker is chosen."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from msgspec import UNSET
+
+from api.schemas import PeerAnswer, PeerInstance
+from kvsight import WorkerChoice, best_worker
+
+
+def held(tokens: int, dp: dict[int, int] | None = None, weighted: float | None = None) -> PeerInstance:
+    ranks = {0: tokens} if dp is None else dp
+    return PeerInstance(
+        longest_matched=tokens,
+        gpu=max(ranks.values(), default=0),
+        dp=ranks,
+        cpu=tokens,
+        disk=tokens,
+        external=tokens,
+        state="live",
+        age_ms=0,
+        weighted=UNSET if weighted is None else weighted,
+    )
+
+
+def answer(**instances: PeerInstance) -> PeerAnswer:
+    return PeerAnswer(scores={}, instances=instances)
+
+
+def test_the_longest_prefix_wins() -> None:
+    assert best_worker(answer(a=held(16), b=held(32))) == WorkerChoice("b", 0, 32, 32.0)
+
+
+def test_weights_decide_where_they_were_asked_for() -> None:
+    assert best_worker(answer(a=held(16, weighted=16.0), b=held(32, weighted=8.0))) == WorkerChoice("a", 0, 16, 16.0)
+
+
+def test_work_that_waits_counts_against_tokens_held() -> None:
+    found = answer(a=held(64), b=held(32))
+    assert best_worker(found, {"a": 31, "b": 0}) == WorkerChoice("a", 0, 64, 33.0)
+    assert best_worker(found, {"a": 33, "b": 0}) == WorkerChoice("b", 0, 32, 32.0)
+
+
+def test_only_workers_with_a_load_are_candidates() -> None:
+    found = answer(gone=held(64), b=held(32))
+    assert best_worker(found, {"b": 1000, "idle": 0}) == WorkerChoice("idle", None, 0, 0.0)
+    assert best_worker(found, {"b": 1000}) == WorkerChoice("b", 0, 32, -968.0)
+
+
+def test_without_a_candidate_there_is_no_choice() -> None:
+    assert best_worker(answer()) is None
+    assert best_worker(answer(a=held(16)), {}) is None
+
+
+@pytest.mark.parametrize("order", list(permutations("abc")))
+def test_ties_go_to_less_load_then_more_tokens_then_the_first_name(order: tuple[str, ...]) -> None:
+    def choose(tokens: dict[str, int], load: dict[str, float]) -> str:
+        chosen = best_worker(
+            answer(**{name: held(tokens[name]) for name in order}), {name: load[name] for name in order}
+        )
+        assert chosen is not None
+        return chosen.worker
+
+    assert choose({"a": 32, "b": 16, "c": 16}, {"a": 32, "b": 16, "c": 17}) == "b"
+    assert choose({"a": 16, "b": 16, "c": 8}, {"a": 0, "b": 0, "c": 0}) == "a"
+    found = answer(**{name: held({"a": 8, "b": 16, "c": 16}[name], weighted=8.0) for name in order})
+    assert best_worker(found) == WorkerChoice("b", 0, 16, 8.0)
+
+
+def test_the_rank_with_most_on_its_device_is_meant() -> None:
+    assert best_worker(answer(a=held(64, {2: 16, 1: 32, 0: 32})), None) == WorkerChoice("a", 0, 64, 64.0)
+    assert best_worker(answer(a=held(64, {3: 0, 2: 0})), None) == WorkerChoice("a", 2, 64, 64.0)

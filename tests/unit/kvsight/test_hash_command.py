@@ -1,0 +1,110 @@
+"""`kvsight hash` against the standards' published numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kv_events.errors import KvsightError
+from kvsight.cli.main import app
+
+LOCAL = [0xCB38E4D7FB2DCA5C, 0xE8D3EC39B907B74C, 0x06B748F1777D599C, 0x01E03482F18B34E9]
+ROLLING = [0xCB38E4D7FB2DCA5C, 0x44A2B2379D6D3C3D, 0xAEA1E67A6C80CF84, 0x1AAA5EB6E2524A3B]
+TOKENS = [str(token) for token in range(1, 19)]
+
+
+def invoke(*arguments: str, stdin: str = "") -> str:
+    done = CliRunner().invoke(app, ["hash", *arguments], input=stdin)
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def hashes(*arguments: str, stdin: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(invoke(*arguments, "--json", stdin=stdin))
+    return found
+
+
+def test_whole_pages_are_named_in_every_standard() -> None:
+    found = hashes(*TOKENS, "--block-size", "4")
+    assert found["local_hashes"] == LOCAL
+    assert found["seq_hashes"] == ROLLING
+    assert found["block_hashes"] == [value - 2**64 if value >= 2**63 else value for value in LOCAL]
+    assert found["sglang"][:2] == [-3488128144981237669, 5674439469042975057]
+    assert (found["seed"], found["num_tokens"], len(found["sglang_dynamo"])) == (1337, 18, 4)
+
+
+def test_the_seed_may_be_chosen() -> None:
+    assert hashes(*TOKENS, "--block-size", "4", "--seed", "0")["seq_hashes"][1] == 0x3A14937FD5340C7A
+    assert hashes(*TOKENS, "--block-size", "4", "--seed", "dynamo")["seq_hashes"] == ROLLING
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--lora", "ad"], 0xE31F2294523CAC4F),
+        (["--salt", "x"], 0x32D40E0B05E9F0AE),
+        (["--lora", "ad", "--salt", "x"], 0xA98797FCBCFD72B9),
+        (["--lora", "", "--salt", ""], LOCAL[0]),
+    ],
+)
+def test_lora_and_salt_enter_the_names(options: list[str], name: int) -> None:
+    assert hashes("1", "2", "3", "4", "--block-size", "4", *options)["seq_hashes"] == [name]
+
+
+def test_sglang_names_pages_of_an_adapter_without_the_salt_and_dynamos_form_with_it() -> None:
+    plain = hashes("1,2,3,4", "--block-size", "4")
+    salted = hashes("1,2,3,4", "--block-size", "4", "--salt", "x")
+    adapted = hashes("1,2,3,4", "--block-size", "4", "--lora", "ad")
+    both = hashes("1,2,3,4", "--block-size", "4", "--lora", "ad", "--salt", "x")
+    assert plain["sglang"] == salted["sglang"] != adapted["sglang"]
+    assert adapted["sglang"] == both["sglang"] == adapted["sglang_dynamo"]
+    assert len({str(each["sglang_dynamo"]) for each in (plain, salted, adapted, both)}) == 4
+
+
+def test_pages_of_pairs_overlap_by_a_token() -> None:
+    found = hashes(*TOKENS[:9], "--block-size", "4", "--eagle")
+    assert found["local_hashes"] == [1914873892905420881, 1929047464662796003]
+
+
+@pytest.mark.parametrize(
+    "text", ["1 2 3 4\n", "1, 2,\n3 4", " [1, 2, 3, 4]", '{"model_name": "m", "token_ids": [1,2,3,4]}']
+)
+def test_a_prompt_may_come_from_a_file_or_stdin(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt"
+    file.write_text(text)
+    for where, stdin in ((str(file), ""), ("-", text)):
+        assert hashes("--file", where, "--block-size", "4", stdin=stdin)["local_hashes"] == LOCAL[:1]
+
+
+def test_the_table_shows_decimals_and_hex() -> None:
+    table = invoke(*TOKENS, "--block-size", "4")
+    assert "44a2b2379d6d3c3d" in table
+    assert str(0x44A2B2379D6D3C3D) in table
+    assert "3 tokens: no whole page of 4" in invoke("1", "2", "3", "--block-size", "4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "words"),
+    [
+        ([], "", "token ids or --file"),
+        (["1", "--file", "-"], "", "token ids or --file"),
+        (["1", "x"], "", "token_ids: got 'x'"),
+        (["1", "4294967296"], "", r"token_ids\[1\]: got 4294967296"),
+        (["9" * 5000], "", "token_ids: got"),
+        (["--file", "-"], "[1, 2.5]", "float"),
+        (["--file", "-"], "[1, -2]", r"token_ids\[1\]: got -2"),
+        (["--file", "-"], '{"tokens": [1]}', "token_ids"),
+        (["--file", "-"], "[1", "no list of token ids"),
+        (["--file", "-"], "[" * 100_000, "-: "),
+        (["1", "--seed", "abc"], "", "--seed: got 'abc'"),
+        (["1", "--lora", "\udcff"], "", "--lora"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], stdin: str, words: str) -> None:
+    with pytest.raises(KvsightError, match=words):
+        invoke(*arguments, stdin=stdin)

@@ -1,0 +1,127 @@
+"""When a client asks again, against a server that breaks, is busy, or is somebody else."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+from scripted_server import HANG_UP, Reply, scripted
+
+from kvsight import AsyncClient, KvsightConnectionError, KvsightHttpError, RetryPolicy
+from kvsight.errors import UnexpectedAnswerError
+
+AT_ONCE = RetryPolicy(attempts=3, first_pause_s=0)
+ANSWER = Reply(body=b'{"scores": {}, "instances": {}}')
+
+
+@pytest.mark.parametrize("first", [HANG_UP, Reply(503), Reply(429), Reply(503, headers=("retry-after: 0",))])
+async def test_an_attempt_that_may_be_repeated_is(first: Reply | None) -> None:
+    async with scripted(first, first, ANSWER) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
+        assert (await client.query("m", [1])).instances == {}
+    one, two, three = server.requests
+    assert one.body == two.body == three.body
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 502])
+async def test_a_refusal_is_final(status: int) -> None:
+    async with scripted(Reply(status)) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
+        with pytest.raises(KvsightHttpError) as caught:
+            await client.query("m", [1])
+    assert caught.value.status == status
+
+
+async def test_the_last_attempts_outcome_is_the_callers() -> None:
+    async with scripted(HANG_UP, Reply(503), Reply(429)) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
+        with pytest.raises(KvsightHttpError, match="429"):
+            await client.query("m", [1])
+        assert len(server.requests) == 3
+    async with scripted(HANG_UP, HANG_UP, HANG_UP) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
+        with pytest.raises(KvsightConnectionError, match="/query"):
+            await client.query("m", [1])
+
+
+async def test_a_server_that_wants_to_be_left_alone_for_long_is() -> None:
+    busy = Reply(503, headers=("retry-after: 30",))
+    async with scripted(busy) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
+        with pytest.raises(KvsightHttpError, match="503"):
+            await client.query("m", [1])
+
+
+async def test_what_must_not_be_done_twice_is_sent_once() -> None:
+    async with scripted(HANG_UP) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
+        with pytest.raises(KvsightConnectionError):
+            await client.register("w", "tcp://e:5557", "m", 16)
+    assert len(server.requests) == 1
+
+
+async def test_a_probe_takes_a_busy_server_at_its_word() -> None:
+    async with scripted(Reply(503), Reply(503)) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
+        assert await client.ready() is False
+        assert await client.health() is False
+    async with scripted(Reply(404)) as server, AsyncClient(server.url) as client:
+        with pytest.raises(KvsightHttpError, match="404"):
+            await client.ready()
+
+
+async def test_a_slow_server_is_not_asked_again() -> None:
+    async with AsyncClient("http://t", transport=SlowTransport(), retry=AT_ONCE) as client:
+        with pytest.raises(KvsightConnectionError, match="too slow"):
+            await client.query("m", [1])
+
+
+class SlowTransport(httpx.AsyncBaseTransport):
+    """A stand-in for a network that is too slow: it fails at once, and on a second request in another way."""
+
+    _asked = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self._asked += 1
+        raise httpx.ReadTimeout("too slow" if self._asked == 1 else "asked again")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"scores": 1}', b"\xff"])
+async def test_an_answer_of_somebody_else_is_no_answer(body: bytes) -> None:
+    async with scripted(Reply(body=body)) as server, AsyncClient(server.url) as client:
+        with pytest.raises(UnexpectedAnswerError, match=r"/query: status 200, but no answer of kvsight's"):
+            await client.query("m", [1])
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        (b'{"error": "instance 9 not found"}', "instance 9 not found"),  # Dynamo's service
+        (b"failed to parse\n  the body", "failed to parse the body"),  # its parser
+        (b"", ""),
+        (b"\xff" * 1000, "\ufffd" * 200),
+    ],
+)
+async def test_refusals_of_strangers_are_understood_as_far_as_they_go(body: bytes, detail: str) -> None:
+    async with scripted(Reply(404, body)) as server, AsyncClient(server.url) as client:
+        with pytest.raises(KvsightHttpError) as caught:
+            await client.unregister(9, "m")
+    assert (caught.value.title, caught.value.detail, caught.value.kind) == ("Not Found", detail, "about:blank")
+
+
+def test_pauses_double_up_to_a_bound() -> None:
+    policy = RetryPolicy(attempts=6, first_pause_s=1, longest_pause_s=4)
+    pauses = [policy.pause(attempt, httpx.ConnectError("")) for attempt in range(6)]
+    for pause, most in zip(pauses, [1, 2, 4, 4, 4], strict=False):
+        assert pause is not None
+        assert most / 2 <= pause <= most
+    assert pauses[5] is None
+
+
+def test_a_servers_wish_is_heeded() -> None:
+    def wish(after: str) -> float | None:
+        return RetryPolicy(first_pause_s=0).pause(0, httpx.Response(503, headers={"retry-after": after}))
+
+    assert [wish(after) for after in ("2", "3", "0", "Wed, 21 Oct 2015 07:28:00 GMT", "-1")] == [2, None, 0, 0, 0]
+
+
+async def test_the_client_waits_between_attempts() -> None:
+    policy = RetryPolicy(attempts=2, first_pause_s=0.1)
+    async with scripted(Reply(503), ANSWER) as server, AsyncClient(server.url, retry=policy) as client:
+        began = time.monotonic()
+        await client.query("m", [1])
+    assert time.monotonic() - began >= 0.05
