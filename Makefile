@@ -52,6 +52,10 @@ format: $(VENV)/.installed-dev ## format, and repair what the linter can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+.PHONY: fuzz
+fuzz: $(VENV)/.installed-dev ## hostile bytes for every decoder; MINUTES=10 (the tests do it for seconds)
+	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
+
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the figures of benchmarks/README.md, side by side
 	@$(BIN)/python -m benchmarks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.report import Figure, as_json, show
 
-NAMES = ("index", "publish", "radix", "tiers", "unified", "storage", "http", "end_to_end", "simulation")
+NAMES = ("index", "publish", "radix", "tiers", "unified", "storage", "bridge", "http", "end_to_end", "simulation")
 
 
 def main() -> None:

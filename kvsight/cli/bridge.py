@@ -48,7 +48,7 @@ def bridge(
 
     Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
-    compile_kernels()
+    compile_kernels("publisher.bridge")
     from publisher import PublisherSettings
     from publisher.bridge import BridgeSettings, parse_engine, read_engines
 

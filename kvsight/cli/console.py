@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,19 @@ def _line_of(data: bytes, message: str) -> str:
     return f", line {before.count(10) + 1}, column {len(before) - before.rfind(10)}"
 
 
-def compile_kernels() -> None:
-    """Load the numba kernels; the first time on a machine they are compiled, which is shown and kept on disk."""
+def compile_kernels(*packages: str) -> None:
+    """Load the numba kernels, those of further packages, too; the first time on a machine they are compiled, which is
+    shown and kept on disk.
+    """
     began = time.perf_counter()
     with waiting("loading kernels (compiled once on a new machine, up to half a minute)"):
         import api.json_kernels  # noqa: F401  (importing compiles)
         import indexer.index  # noqa: F401
         import kv_events.hashing  # noqa: F401
         import publisher  # noqa: F401
+
+        for package in packages:
+            import_module(package)
     took = time.perf_counter() - began
     if took > _COMPILED_S:
         err.print(f"kernels compiled in {took:.0f} s; they are kept for next time")

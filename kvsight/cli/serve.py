@@ -61,6 +61,7 @@ def serve(
 
 def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     """Everything in one process: the engines' events go through a log in memory."""
+    compile_kernels("publisher.bridge")
     from api.app import create_app
     from api.registrations import Registrations
     from api.settings import RegistrationSettings
