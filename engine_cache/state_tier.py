@@ -154,7 +154,7 @@ class StateTier(StorageTier, MambaRadixCache):
         return has_state and super()._can_go_on_from(node)
 
     def _stay_at(self, node: TreeNode, req: Request | None) -> None:
-        """Raises PoolExhaustedError as `copy_on_write` does."""
+        """It starts from a copy of the node's state. Raises PoolExhaustedError without a slot for that."""
         super()._stay_at(node, req)
         if req is not None:
             self.copy_on_write(req, hybrid(node).mamba_value, [node])

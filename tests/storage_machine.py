@@ -101,7 +101,7 @@ class StorageMachine(CacheMachine):
     def the_store_fails_or_recovers(self, draw):
         self.store.broken, self.store.full = draw.random() < 0.15, draw.random() < 0.15
 
-    @operation(when=has_store)
+    @operation(weight=2, when=has_store)
     def the_store_loses_something(self, draw):
         if draw.random() < 0.3:
             self.unnoticed |= self.store.harm(draw)
@@ -109,7 +109,7 @@ class StorageMachine(CacheMachine):
     @operation(when=has_store)
     def the_store_is_asked_for_everything(self, draw):
         """After which it has noticed what it lost."""
-        if draw.random() < 0.3 and not self.store.broken:
+        if not self.store.broken:
             for key in sorted(self.once_archived):
                 self.store.batch_exists([key])
             self.unnoticed.clear()

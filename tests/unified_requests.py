@@ -19,7 +19,7 @@ class Requests:
         self.rig, self.cache, self.lines = rig, rig.cache, rig.cache.req_to_token_pool
         self.running = {}  # request -> the tokens that it began with, of which it may have computed a part
         self.matched = {}  # request -> its match, of those that have not loaded it back
-        self.waiting = set()  # those that have not begun to compute
+        self.waiting = {}  # request -> None, of those that have not begun to compute (a set has no order)
         rig.served = self
 
     def begin(self, tokens, extra_key):
@@ -36,7 +36,7 @@ class Requests:
             return None
         self._go_on_from(req, match.last_device_node)
         self.running[req], self.matched[req] = tokens, match
-        self.waiting.add(req)
+        self.waiting[req] = None
         self._extend(req, match.device_indices)
         return req
 
@@ -91,7 +91,7 @@ class Requests:
 
     def _take_state(self, req):
         """What was loaded for the request, or is to be copied, is there, and it is right."""
-        self.waiting.remove(req)
+        del self.waiting[req]
         self._wait_for_loads()
         if req.token_ids and "mamba" in self.rig.kinds:
             states, have = self.rig.pools[PoolName.MAMBA], len(req.token_ids) // self.rig.page_size
@@ -146,7 +146,7 @@ class Requests:
     def end(self, req, *, is_insert):
         self.running.pop(req)
         self.matched.pop(req, None)
-        self.waiting.discard(req)
+        self.waiting.pop(req, None)
         self.cache.cache_finished_req(req, is_insert=is_insert)
         self.lines.free(req.req_pool_idx)
 

@@ -42,11 +42,11 @@ class HeldPages:
         with self._lock:
             return list(self._held)
 
-    def hold(self, keys: Iterable[str], moment: int) -> None:
-        """These were seen in the store after that moment."""
+    def hold(self, keys: Iterable[str], moment: int) -> bool:
+        """These were seen in the store after that moment; whether that is believed."""
         with self._lock:
             if moment < self._emptied:
-                return
+                return False
             self._moment += 1
             for key in keys:
                 self._lost.pop(key, None)
@@ -55,6 +55,7 @@ class HeldPages:
             while len(self._held) > self._limit:
                 oldest, _ = self._held.popitem(last=False)
                 self._lost[oldest] = None
+            return True
 
     def lose(self, keys: Iterable[str], moment: int) -> None:
         """These were not found after that moment. What was not held is not lost either."""
@@ -71,12 +72,14 @@ class HeldPages:
             self._lost.update(dict.fromkeys(self._held))
             self._held.clear()
 
-    def forget_all(self) -> None:
-        """The store was emptied on purpose: nothing is lost."""
+    def forget_all(self) -> list[str]:
+        """The store was emptied on purpose: nothing is lost. What was held."""
         with self._lock:
+            held = list(self._held)
             self._moment = self._emptied = self._moment + 1
             self._held.clear()
             self._lost.clear()
+            return held
 
     def take_lost(self) -> list[str]:
         """Keys that were lost since the last call, and are not held again."""

@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, ClassVar
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _KEY = re.compile(PAGE_KEY_PATTERN)
 _LOOK_AGAIN_PAGES = 1024
+_MOST_LOOKS = 3  # for one batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class MooncakeStorage(HiCacheStorage):
         master does not answer."""
         self._check_open()
         self._client.remove_matching(None if self._owns_store else self._identity.object_pattern)
-        self._held.forget_all()
+        for keys in _batches(self._held.forget_all()):
+            self._hold_seen(keys)  # what was written since then
 
     def get_stats(self) -> StorageStats:
         """See `HiCacheStorage`. Held are the KV pages that were seen in the store and not missed since."""
@@ -193,7 +195,7 @@ class MooncakeStorage(HiCacheStorage):
         done = self._whole_pages(name, [each or next(stored) for each in there])
         if name is PoolName.KV:
             self._held.hold(compress(keys, before), moment)
-            self._hold_written([key for key, was, now in zip(keys, before, done, strict=True) if now and not was])
+            self._hold_seen([key for key, was, now in zip(keys, before, done, strict=True) if now and not was])
         self._count(
             num_already_stored=sum(before),
             num_written=sum(done) - sum(before),
@@ -201,18 +203,19 @@ class MooncakeStorage(HiCacheStorage):
         )
         return done
 
-    def _hold_written(self, keys: Sequence[str]) -> None:
+    def _hold_seen(self, keys: Sequence[str]) -> None:
         """A page that another engine is writing at this moment is as good as written, but is not there yet and may
-        never be: only what is seen there is held."""
-        moment = self._held.moment
-        seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, keys)))
-        self._held.hold(compress(keys, seen), moment)
+        never be: only what is seen there is held. Looks again when everything went while it looked."""
+        for _ in range(_MOST_LOOKS):
+            moment = self._held.moment
+            seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, keys)))
+            if self._held.hold(compress(keys, seen), moment):
+                return
 
     def _look_again(self) -> None:
         """Withdraw what is told to be in the store and is not."""
-        keys = self._held.keys()
-        for first in range(0, len(keys), _LOOK_AGAIN_PAGES):
-            self._present(PoolName.KV, keys[first : first + _LOOK_AGAIN_PAGES])
+        for keys in _batches(self._held.keys()):
+            self._present(PoolName.KV, keys)
 
     # --- objects -----------------------------------------------------------------------------------------------------
 
@@ -236,6 +239,10 @@ class MooncakeStorage(HiCacheStorage):
     def _count(self, **counts: int) -> None:
         with self._counts_lock:
             self._counts.update(counts)
+
+
+def _batches(keys: list[str]) -> Iterator[list[str]]:
+    return (keys[first : first + _LOOK_AGAIN_PAGES] for first in range(0, len(keys), _LOOK_AGAIN_PAGES))
 
 
 def _without(keys: Sequence[str], done: Sequence[bool]) -> list[str]:

@@ -37,6 +37,32 @@ def test_pages_that_are_written_after_a_clear_are_held_though_their_writing_bega
     assert [store.is_held(key) for key in KEYS] == [True, True]
 
 
+def test_pages_that_are_written_before_a_clear_returns_are_held(store, monkeypatch):
+    remove = store._client.remove_matching
+    monkeypatch.setattr(store._client, "remove_matching", lambda pattern: remove(pattern) or put(store), raising=False)
+    store.clear()
+    assert store.batch_exists(KEYS) == 2
+    assert [store.is_held(key) for key in KEYS] == [True, True]
+
+
+def test_pages_are_looked_for_again_when_the_store_was_cleared_meanwhile(store, monkeypatch):
+    assert put(store) == [True, True]
+    look = store._client.exist
+    looks = []
+
+    def overtaken(names):
+        there = look(names)
+        looks.append(names)
+        if len(looks) == 2:  # after the writing
+            store._held.forget_all()
+        return there
+
+    store._client.remove(store._names("kv", KEYS))
+    monkeypatch.setattr(store._client, "exist", overtaken, raising=False)
+    assert put(store) == [True, True]
+    assert [store.is_held(key) for key in KEYS] == [True, True]
+
+
 def test_pages_that_are_written_while_they_are_missed_are_held(store, monkeypatch):
     look = store._client.exist
 
