@@ -38,9 +38,12 @@ app.command("bridge")(bridge.bridge)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
 app.command("version")(version.version)
-app.command("compile-kernels", hidden=True, help="Compile the numba kernels into the cache, for container images.")(
-    compile_kernels
-)
+
+
+@app.command("compile-kernels", hidden=True)
+def compile_all_kernels() -> None:
+    """Compile the numba kernels into the cache, for container images."""
+    compile_kernels("publisher.bridge")
 
 
 @app.callback()
