@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -43,7 +44,7 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_server(app: Application, settings: ApiSettings, bound: socket.socket | None = None) -> None:
+def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | None = None) -> None:
     """Serve until SIGINT or SIGTERM; requests under way get five seconds to end, then the lifespan ends.
 
     bound: of `listen`, closed at the end; None: made here. Raises what `listen` raises, before the application starts.
@@ -54,7 +55,7 @@ def run_server(app: Application, settings: ApiSettings, bound: socket.socket | N
 
 @asynccontextmanager
 async def running_server(
-    app: Application, settings: ApiSettings, bound: socket.socket | None = None
+    app: Starlette, settings: ApiSettings, bound: socket.socket | None = None
 ) -> AsyncIterator[str]:
     """Serve in the background of a block, which gets the URL; signals stay the caller's business. See `run_server`."""
     with bound or listen(settings) as bound:
@@ -72,7 +73,7 @@ async def running_server(
 class _Server(uvicorn.Server):
     """Serves one application; ends its streams before it waits for the connections to end."""
 
-    def __init__(self, app: Application, settings: ApiSettings) -> None:
+    def __init__(self, app: Starlette, settings: ApiSettings) -> None:
         self._app = app
         super().__init__(
             uvicorn.Config(
@@ -85,7 +86,8 @@ class _Server(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.end_streams()
+        if isinstance(self._app, Application):  # another ASGI application ends its own
+            self._app.end_streams()
         await super().shutdown(sockets)
 
 
@@ -100,7 +102,7 @@ class _GuestServer(_Server):
 class _Bounded:
     """Refuses requests while there are too many connections. uvicorn's own limit answers in plain text."""
 
-    def __init__(self, app: Application, most: int, state: Callable[[], ServerState]) -> None:
+    def __init__(self, app: Starlette, most: int, state: Callable[[], ServerState]) -> None:
         self._app = app
         self._most = most
         self._state = state

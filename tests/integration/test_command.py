@@ -210,7 +210,7 @@ def test_a_server_that_no_engine_can_reach_says_so(free_port: int) -> None:
     process.communicate(timeout=20)
     assert f"http://127.0.0.1:{free_port}" in lines[0]
     assert "--kafka" in lines[1]
-    assert "memory" in lines[1]
+    assert "/register" in lines[1]
 
 
 @pytest.fixture
