@@ -45,7 +45,7 @@ class KVCacheEventMixin:
     page_size: int
     root_node: TreeNode
     seed_of_extra_key: Callable[[str], int]
-    """Seed of the sequence hashes of a namespace."""
+    """Seed of a namespace's local hashes, see `namespace_seed`."""
     emit_group_events: bool
     group_event_queues: dict[str, list[EngineEvent]]
     """By group."""

@@ -142,7 +142,7 @@ def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
 
 
 def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U64Array:
-    """The node's sequence hashes, under the same rules. seed: of the node's namespace."""
+    """The node's sequence hashes, under the same rules. seed: the namespace's, as of `namespace_seed`."""
     for missing in _path_down(node, lambda n: n.sequence_hash is None):
         assert missing.parent is not None
         above = missing.parent.sequence_hash

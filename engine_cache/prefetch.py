@@ -79,7 +79,8 @@ class StorageTier(HostTier):
 
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
         """Put a store behind a cache that has none. Raises what the store raises when it refuses the pools, of which it
-        then knows none, and InvalidValueError for pools without bytes and for a cache with a store."""
+        then knows none, and InvalidValueError for pools without bytes, for a cache with a store, and for a store that
+        another cache has."""
         if self.storage is not None:
             raise InvalidValueError("store", type(backend).__name__, "a cache without one")
         backend.register_host_pools(self._pools_to_store(backend))
@@ -99,8 +100,8 @@ class StorageTier(HostTier):
         return pools
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """Abort what runs against the store, wait for it and let go of the store, which stays open; whether that
-        worked, and a word on it."""
+        """Abort what runs against the store, wait for it and let go of the store, which stays open for another cache;
+        whether that worked, and a word on it."""
         if self.storage is None:
             return True, "no store is attached"
         for req_id in list(self.ongoing_prefetch):
@@ -109,6 +110,7 @@ class StorageTier(HostTier):
             return False, f"transfers did not end within {_DETACH_TIMEOUT_S:g} s"
         self.check_storage_events()
         self._withdraw(list(self._announced))
+        self.storage.backend.unregister_host_pools()
         self.storage = None
         return True, "detached"
 

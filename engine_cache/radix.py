@@ -54,7 +54,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
     page_size: units a page. allocator: takes back the rows of evicted and duplicate pages; without one they are the
     caller's business. req_to_token_pool: rows of running requests, wanted only by `cache_unfinished_req` and
     `cache_finished_req`. eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are taken as bigrams. disable:
-    nothing is cached, every answer is empty. seed_of_extra_key: seed of a namespace's sequence hashes.
+    nothing is cached, every answer is empty. seed_of_extra_key: seed of a namespace's local hashes.
     enable_kv_cache_events: record what `take_events` gives; emit_group_events: and what `take_group_events` does.
     """
 

@@ -58,6 +58,10 @@ class ChildProcess:
                 raise RuntimeError(f"server on port {port} {state} after {deadline_s:g} s:\n{self._log_tail()}")
             time.sleep(0.02)
 
+    def send(self, number: int) -> None:
+        """Send a signal to the whole group."""
+        os.killpg(self._process.pid, number)
+
     def kill(self) -> None:
         """SIGKILL for the whole group; returns when the server is gone. A second call does nothing."""
         assert self._process.stdin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +32,18 @@ class SharedClient:
         self._client.register(pool, address, num_bytes)
         self._registered.append(address)
 
-    def close(self) -> None:
+    def unregister(self, address: int) -> None:
+        self._client.unregister(address)
+        self._registered.remove(address)
+
+    def close(self) -> bool:
         while self._registered:
             self._client.unregister(self._registered.pop())
+        return True
 
 
 class MooncakeMaster:
-    """A master that a test may kill and bring back. Forgets everything over a restart."""
+    """A master that a test may stop, kill and bring back. Forgets everything over a restart."""
 
     def __init__(self, folder: Path) -> None:
         """Raises PartMissingError. The master runs after `restart()`."""
@@ -91,6 +97,16 @@ class MooncakeMaster:
         """SIGKILL."""
         if self._process is not None:
             self._process.kill()
+
+    def stop(self) -> None:
+        """SIGSTOP: connections are taken, and never answered."""
+        assert self._process is not None
+        self._process.send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send(signal.SIGCONT)
 
     def close(self) -> None:
         """The end of both."""

@@ -141,7 +141,12 @@ class HiCacheStorage(abc.ABC):
         self._closed = False
 
     def register_host_pools(self, pools: Mapping[PoolName, PagedHostPool]) -> None:
-        """Name all pools of a cache. If one is refused the store knows no pool, not even those of before."""
+        """Name all pools of a cache, which has the store to itself until `unregister_host_pools`. If one is refused the
+        store knows no pool. Raises InvalidValueError, and keeps what it knows, while it has pools of another cache."""
+        for name, known in self._pools.items():
+            if pools.get(name) is not known:
+                got = type(pools.get(name)).__name__
+                raise InvalidValueError(f"host pool {name.value}", got, "that of the cache that has the store")
         try:
             for name, pool in pools.items():
                 if name is PoolName.KV:
@@ -149,8 +154,13 @@ class HiCacheStorage(abc.ABC):
                 else:
                     self.register_mem_host_pool_v2(pool, name)
         except BaseException:
-            self._forget_pools()
+            self.unregister_host_pools()
             raise
+
+    def unregister_host_pools(self) -> None:
+        """As if no pool had been named: their memory is let go of, and another cache may take the store. No page is on
+        its way. Harmless for a store without pools, and after `close()`."""
+        self._pools.clear()
 
     def register_mem_pool_host(self, pool: PagedHostPool) -> None:
         """Name the KV pool: the host pool itself, or the anchor of a hybrid group. Once, before the first page."""
@@ -232,8 +242,9 @@ class HiCacheStorage(abc.ABC):
         """Figures for metrics and tests. Also after `close()`."""
 
     def close(self) -> None:
-        """Let go of the store; the pages stay in it. Closing twice is harmless."""
+        """Let go of the store and of the memory of the pools; the pages stay in it. Closing twice is harmless."""
         self._closed = True
+        self._pools.clear()
 
     @abc.abstractmethod
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterable[bool]:
@@ -250,10 +261,6 @@ class HiCacheStorage(abc.ABC):
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         self._check_open()
         self._pools[name] = pool
-
-    def _forget_pools(self) -> None:
-        """As if none had been named. No page is on its way."""
-        self._pools.clear()
 
     def _pool(self, name: PoolName) -> PagedHostPool:
         self._check_open()

@@ -27,7 +27,7 @@ from engine_cache.storage.base import (
     ZeroCopyHostPool,
 )
 from engine_cache.storage.held_pages import HeldPages
-from engine_cache.storage.mooncake_client import MooncakeClient
+from engine_cache.storage.mooncake_client import MooncakeClient, StorageUnreachableError
 from engine_cache.storage.mooncake_watch import MooncakeWatch
 from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
 from engine_cache.types import no_indices
@@ -124,7 +124,9 @@ class MooncakeStorage(HiCacheStorage):
         """Leave the store. Pages in the memory that this client lends are lost to all; the others stay."""
         super().close()
         self._watch.stop()
-        self._client.close()
+        if self._client.close():
+            self._held.forget_all()
+            self._registered = {}
 
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         self._check_open()
@@ -138,8 +140,8 @@ class MooncakeStorage(HiCacheStorage):
         super()._register(name, pool)
         self._registered[name] = _Registered(pool, buffers, name_ends, sum(sizes))
 
-    def _forget_pools(self) -> None:
-        super()._forget_pools()
+    def unregister_host_pools(self) -> None:
+        super().unregister_host_pools()
         self._held.forget_all()  # nobody can ask for these pages, nor tell of them
         registered, self._registered = self._registered, {}
         with contextlib.suppress(StorageClosedError):
@@ -168,23 +170,32 @@ class MooncakeStorage(HiCacheStorage):
     # --- pages -------------------------------------------------------------------------------------------------------
 
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
+        return [bool(there) for there in self._look(name, keys)]
+
+    def _look(self, name: PoolName, keys: Sequence[str]) -> list[bool | None]:
+        """Whether each page is there, None: that was not told; what is missing is lost."""
         moment = self._held.moment
-        done = self._whole_pages(name, self._client.exist(self._names(name, keys)))
+        there = self._pages_there(name, self._client.exist(self._names(name, keys)))
         if name is PoolName.KV:
-            self._held.lose(_without(keys, done), moment)
-        return done
+            self._held.lose(_missing(keys, there), moment)
+        return there
 
     def _read(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
         objects, moment = self._objects(name, keys, rows), self._held.moment
         read, odd = self._client.get(objects.names, objects.addresses, objects.sizes)
-        self._client.remove(list(compress(objects.names, odd)))  # or the page would be there for ever, never readable
-        done = self._whole_pages(name, read)
-        sound = self._whole_pages(name, [not each for each in odd])
+        if self._identity.use_fingerprint:  # else they may be sound pages of an engine with another layout
+            self._remove_damaged(name, objects, odd)
+        there, done = self._pages_there(name, read), self._whole_pages(name, read)
         if name is PoolName.KV:
             self._held.hold(compress(keys, done), moment)
-            self._held.lose(_without(keys, done), moment)
-        self._count(num_read=sum(done), num_missed=len(done) - sum(done), num_damaged=sound.count(False))
+            self._held.lose(_missing(keys, there), moment)
+        self._count(num_read=sum(done), num_missed=len(done) - sum(done))
         return done
+
+    def _remove_damaged(self, name: PoolName, objects: _Objects, odd: Sequence[bool]) -> None:
+        """Or the pages would be there for ever, never readable."""
+        self._client.remove(list(compress(objects.names, odd)))
+        self._count(num_damaged=self._whole_pages(name, [not each for each in odd]).count(False))
 
     def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
         objects, moment = self._objects(name, keys, rows), self._held.moment
@@ -213,28 +224,45 @@ class MooncakeStorage(HiCacheStorage):
                 return
 
     def _look_again(self) -> None:
-        """Withdraw what is told to be in the store and is not."""
-        for keys in _batches(self._held.keys()):
-            self._present(PoolName.KV, keys)
+        """Withdraw what is told to be in the store and is not. Raises StorageUnreachableError if the store did not tell
+        that of every page."""
+        unclear = sum(self._look(PoolName.KV, keys).count(None) for keys in _batches(self._held.keys()))
+        if unclear:
+            text = f"the Mooncake store of master {self._client.address} does not tell whether it has {unclear} pages"
+            raise StorageUnreachableError(text)
 
     # --- objects -----------------------------------------------------------------------------------------------------
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[str]:
-        prefix, ends = self._identity.prefix, self._registered[name].name_ends
+        prefix, ends = self._identity.prefix, self._known(name).name_ends
         for key in keys:
             if not _KEY.fullmatch(key):
                 raise InvalidValueError("storage key", key, "what page_key() gives")
         return [f"{prefix}{key}{end}" for key in keys for end in ends]
 
     def _objects(self, name: PoolName, keys: Sequence[str], rows: list[int]) -> _Objects:
-        names, pool = self._names(name, keys), self._registered[name].pool
+        names, pool = self._names(name, keys), self._known(name).pool
         first = np.array(rows, dtype=np.int64)
         return _Objects(names, *pool.get_page_buffer_meta((first[:, None] + np.arange(pool.page_size)).reshape(-1)))
 
-    def _whole_pages(self, name: PoolName, done: Sequence[bool]) -> list[bool]:
+    def _whole_pages(self, name: PoolName, done: Sequence[bool | None]) -> list[bool]:
         """Of each page, whether it is so for all of its objects."""
-        num_objects = len(self._registered[name].name_ends)
-        return [all(done[first : first + num_objects]) for first in range(0, len(done), num_objects)]
+        return [all(objects) for objects in self._by_page(name, done)]
+
+    def _pages_there(self, name: PoolName, there: Sequence[bool | None]) -> list[bool | None]:
+        """Whether each page is there; None: that is not known of an object, and the others are there."""
+        return [False if False in page else (None if None in page else True) for page in self._by_page(name, there)]
+
+    def _by_page(self, name: PoolName, objects: Sequence[bool | None]) -> list[Sequence[bool | None]]:
+        num_objects = len(self._known(name).name_ends)
+        return [objects[first : first + num_objects] for first in range(0, len(objects), num_objects)]
+
+    def _known(self, name: PoolName) -> _Registered:
+        registered = self._registered.get(name)
+        if registered is None:  # let go of since the call began
+            self._check_open()
+            raise InvalidValueError("pool", name.value, "a registered pool")
+        return registered
 
     def _count(self, **counts: int) -> None:
         with self._counts_lock:
@@ -245,5 +273,5 @@ def _batches(keys: list[str]) -> Iterator[list[str]]:
     return (keys[first : first + _LOOK_AGAIN_PAGES] for first in range(0, len(keys), _LOOK_AGAIN_PAGES))
 
 
-def _without(keys: Sequence[str], done: Sequence[bool]) -> list[str]:
-    return [key for key, there in zip(keys, done, strict=True) if not there]
+def _missing(keys: Sequence[str], there: Sequence[bool | None]) -> list[str]:
+    return [key for key, is_there in zip(keys, there, strict=True) if is_there is False]

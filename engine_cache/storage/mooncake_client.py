@@ -32,17 +32,19 @@ log = logging.getLogger(__name__)
 
 # Codes of the native client.
 _OK = 0
-_EXISTS = 1
 _NO_CODE = -1  # our own: the answer has another length than the question, so it says nothing of any name
 _BAD_ARGUMENTS = -600
+_NOT_FOUND = -704
 _TRANSFER_FAILED = -800
 _NO_MASTER = -900  # and below: the call to the master failed, timed out, ...
+_PRESENCE = {1: True, 0: False, _NOT_FOUND: False}  # any other code says nothing of the object
 
 _SMALLEST_SEGMENT_BYTES = 2**24
 _WARM_UP_TRIES = 10
 _WARM_UP_PAUSE_S = 1.0
 _CLOSE_TIMEOUT_S = 75.0  # a transfer from a machine that stands still ends after 60 s
 _BEACON = b"kvsight"
+_CALL_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS"
 
 
 class StorageUnreachableError(KvsightError, ConnectionError):
@@ -71,8 +73,8 @@ class MooncakeClient:
 
     tp_size: ranks that share the memory of the settings.
 
-    Calls that fail because of the master, or are not begun because it is away, answer as for an empty store that is
-    full. `probe` finds it again.
+    Calls that fail because of the master, or are not begun because it is away, write nothing and tell of no object
+    whether it is there. `probe` finds it again.
     """
 
     def __init__(self, settings: MooncakeSettings, *, tp_size: int = 1) -> None:
@@ -83,17 +85,19 @@ class MooncakeClient:
         """Called, from any thread, when a machine that lends its memory did not answer."""
         self._connect_timeout_s = settings.mooncake_connect_timeout_s
         self._beacon = f"kvsight_{secrets.token_hex(8)}"
-        self._idle = threading.Condition()  # guards the three below; notified when a call ends
+        self._idle = threading.Condition()  # guards the five below; notified when a call ends
         self._calls = 0
         self._closed = False
+        self._ended = False
         self._away = False
+        self._registered: set[int] = set()  # addresses
         self._has_beacon = False  # whether the object that tells one memory of the master from the next is there
         self._native = MooncakeDistributedStore()
         self._connect(settings, tp_size)
 
-    def exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether each object is there."""
-        return [code == _EXISTS for code in self._run(names, lambda: self._native.batch_is_exist(list(names)))]
+    def exist(self, names: Sequence[str]) -> list[bool | None]:
+        """Whether each object is there; None: that was not told."""
+        return [_PRESENCE.get(code) for code in self._run(names, lambda: self._native.batch_is_exist(list(names)))]
 
     def put(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
         """Whether each object was written, or is being written by somebody else, which only `exist` tells apart. An
@@ -103,12 +107,12 @@ class MooncakeClient:
 
     def get(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
-    ) -> tuple[list[bool], list[bool]]:
-        """Whether each object was read, and whether it is sure to be there with another length than asked for. The
-        memory of what was not read is undefined."""
+    ) -> tuple[list[bool | None], list[bool]]:
+        """Whether each object was read, None: it was not, but may be there; and whether it is sure to be there with
+        another length than asked for. The memory of what was not read is undefined."""
         codes = self._run(names, lambda: self._native.batch_get_into(list(names), list(addresses), list(sizes)))
-        read = [code == size for code, size in zip(codes, sizes, strict=True)]
-        return read, [self._is_odd(*each) for each in zip(names, codes, sizes, strict=True)]
+        odd = [self._is_odd(*each) for each in zip(names, codes, sizes, strict=True)]
+        return [_was_read(*each) for each in zip(codes, sizes, odd, strict=True)], odd
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, leased or not."""
@@ -129,11 +133,15 @@ class MooncakeClient:
         if code:
             text = f"pool {pool}: {num_bytes} bytes at {address:#x} were not registered with the store: code {code}"
             raise StorageRegistrationError(text)
+        with self._idle:
+            self._registered.add(address)
 
     def unregister(self, address: int) -> None:
         """Forget memory that was registered."""
         with self._in_flight():
             self._native.unregister_buffer(address)
+        with self._idle:
+            self._registered.discard(address)
 
     def probe(self) -> MasterState:
         """Look at the master; if it was away and is back, calls are made again from now on."""
@@ -148,27 +156,32 @@ class MooncakeClient:
             log.info("Mooncake master %s is back", self.address)
             with self._idle:
                 self._away = False
-        if code == _EXISTS:
+        if _PRESENCE.get(code) is not False:
             return MasterState.SAME
-        had_beacon = self._has_beacon
         with self._in_flight():
-            self._has_beacon = self._native.put(self._beacon, _BEACON) == _OK
-        return MasterState.EMPTIED if had_beacon else MasterState.SAME
+            is_put = self._native.put(self._beacon, _BEACON) == _OK
+        had_beacon, self._has_beacon = self._has_beacon, is_put
+        # what happened while it was missing nobody saw: that is told again once it is back
+        return MasterState.EMPTIED if had_beacon or is_put else MasterState.SAME
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Wait for the calls that run and leave the store, which keeps the objects unless they lie in the memory that
-        this client lends."""
+        this client lends. False: a call does not end, and may still use the memory that was registered."""
         with self._idle:
             if self._closed:
-                return
+                return self._ended
             self._closed = True
             idle = self._idle.wait_for(lambda: not self._calls, _CLOSE_TIMEOUT_S)
         if not idle:  # ending it under a running call would end the process
             log.error("a call to Mooncake master %s does not end: its client is left open", self.address)
-            return
+            return False
         if not self._away and self._is_listening():
             self._native.remove(self._beacon, True)
+        for address in self._registered:
+            self._native.unregister_buffer(address)
         self._native.close()
+        self._ended = True
+        return True
 
     # --- the native client ------------------------------------------------------------------------------------------
 
@@ -226,7 +239,11 @@ class MooncakeClient:
             text = f"no Mooncake master listens on {self.address} (waited {self._connect_timeout_s:g} s)"
             raise StorageUnreachableError(text)
         # read by the native client when its first instance is set up
-        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(settings.mooncake_call_timeout_s * 1000)))
+        wanted_ms = str(int(settings.mooncake_call_timeout_s * 1000))
+        known_ms = os.environ.setdefault(_CALL_TIMEOUT_MS, wanted_ms)
+        if known_ms != wanted_ms:
+            text = "%s is %s in this process: a call timeout of %s ms is not applied"
+            log.warning(text, _CALL_TIMEOUT_MS, known_ms, wanted_ms)
         os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "2")
         code = self._native.setup(
             settings.mooncake_local_hostname,
@@ -260,3 +277,10 @@ class MooncakeClient:
                 return True
         except OSError:
             return False
+
+
+def _was_read(code: int, size: int, is_odd: bool) -> bool | None:
+    """As `MooncakeClient.get` tells it."""
+    if code == size:
+        return True
+    return False if is_odd or code == _NOT_FOUND else None

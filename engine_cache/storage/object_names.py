@@ -71,7 +71,7 @@ class StorageIdentity:
     extra_backend_tag: str | None = None
     """Set by the operator, to part what model and layout do not."""
     use_fingerprint: bool = True
-    """Off: names are the reference's own, and bytes of another layout are told by their length only."""
+    """Off: names are the reference's own, and bytes of another layout are told by their length only, as a miss."""
 
     def __post_init__(self) -> None:
         if not _MODEL.fullmatch(self.model_name):

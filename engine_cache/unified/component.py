@@ -68,6 +68,8 @@ class AuxiliaryComponent(TreeComponent):
     """Its name in group events; see `kv_events.streams`."""
     pages_told: ClassVar[slice] = slice(None)
     """Which pages of a node group events name when it gets or loses data of this kind."""
+    builds_on_anchor: ClassVar[bool] = False
+    """Whether what a prefetch brings may be of use only beside what its anchor has."""
 
     def reset(self) -> None:
         """Forget every node."""

@@ -41,6 +41,7 @@ class SWAComponent(AuxiliaryComponent):
     kind: ClassVar[ComponentType] = ComponentType.SWA
     pool: ClassVar[PoolName] = PoolName.SWA
     eviction_priority: ClassVar[int] = 1
+    builds_on_anchor: ClassVar[bool] = True
 
     def __init__(self, allocator: SWATokenToKVPoolAllocator, sliding_window_size: int) -> None:
         if sliding_window_size < 1:

@@ -11,14 +11,13 @@ import numpy as np
 from engine_cache.base import DecLockRefParams, InitLoadBackParams, Request
 from engine_cache.host_tier import BackupOperation
 from engine_cache.node import TreeNode, compute_node_hash_values
-from engine_cache.storage.base import HiCacheStorage, PoolTransfer
+from engine_cache.storage.base import PoolTransfer
 from engine_cache.storage.object_names import page_keys
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
-from engine_cache.transfer import HiCacheController
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation
 from engine_cache.types import IndexArray, no_indices
 from engine_cache.unified.component import AuxiliaryComponent
-from engine_cache.unified.eviction import UnifiedEviction
 from engine_cache.unified.node import UnifiedNode, unified
+from engine_cache.unified.one_tier import OptionalHostTier
 from kv_events.errors import InvalidValueError
 
 
@@ -30,28 +29,12 @@ class AuxiliaryBackup(BackupOperation):
     """What is copied, nodes split off meanwhile included."""
 
 
-class UnifiedTransfers(UnifiedEviction):
+class UnifiedTransfers(OptionalHostTier):
     """What is backed up, loaded back, archived and prefetched."""
-
-    cache_controller: HiCacheController | None = None
-    """Moves the data; None: there is no host tier."""
-    write_policy = "write_through"
 
     def reset(self) -> None:
         self._host_locks: dict[StorageOperation, DecLockRefParams] = {}
         super().reset()
-
-    def _end_transfers(self) -> None:
-        if self.cache_controller is not None:
-            super()._end_transfers()
-
-    def _require_loads(self) -> None:
-        if self.cache_controller is not None:
-            super()._require_loads()
-
-    def check_hicache_events(self) -> None:
-        if self.cache_controller is not None:
-            super().check_hicache_events()
 
     # --- device to host ---------------------------------------------------------------------------------------------
 
@@ -100,10 +83,10 @@ class UnifiedTransfers(UnifiedEviction):
         """
         unified_node = unified(node)
         parts = self._not_on_host(unified_node)
+        if self.cache_controller is None or not parts:
+            return False
         transfers = [PoolTransfer(each.pool, device_indices=each.data(node).value) for each in parts]
         ack_id = next(self._ack_ids)
-        if not parts:
-            return False
         if self.controller.write(no_indices(), ack_id, transfers) is None:
             self.num_refused_backups += 1
             return False
@@ -235,11 +218,6 @@ class UnifiedTransfers(UnifiedEviction):
 
     # --- storage ----------------------------------------------------------------------------------------------------
 
-    def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
-        if self.cache_controller is None:
-            return False, "there is no host tier for a store to stand behind"
-        return super().attach_storage_backend(backend, policy)
-
     def _archive_extras(self, node: TreeNode) -> list[PoolTransfer]:
         on_host = [each for each in self.auxiliaries if each.data(node).host_value is not None]
         filled = [each for each in on_host if each.data(node).pending_id is None]
@@ -260,11 +238,14 @@ class UnifiedTransfers(UnifiedEviction):
     def _prefetch_extras(self, anchor: TreeNode, num_units: int) -> list[PoolTransfer] | None:
         """None also if nothing that could be matched would come of it."""
         extras: list[PoolTransfer] = []
-        with ExitStack() as undo:
+        with ExitStack() as held, ExitStack() as undo:
             for component in self.auxiliaries:
                 transfer = component.prefetch_transfer(unified(anchor), num_units // self.page_size)
                 if transfer is None:
                     return None
+                ticket = component.acquire_host(unified(anchor)) if component.builds_on_anchor else None
+                if ticket is not None:
+                    held.callback(component.release_host, unified(anchor), ticket)
                 pool = component.entry.host_pool
                 rows = component.entry.alloc_host(len(transfer.keys or ()) * pool.page_size)
                 if rows is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from hand_fed import HandFed
+from scripted_server import Reply, scripted
 from waiting import async_wait_until
 from wire import Stream, stored
 
@@ -85,7 +87,7 @@ async def test_a_prompt_may_be_given_by_either_kind_of_hash(rig: Rig) -> None:
     local = local_hashes(token_array(TOKENS), 4, namespace_seed("ad"))
     assert max(rolled) >= 2**63  # so that signs matter
     by_sequence = await rig.ask("query_by_hash", "m", seq_hashes=rolled)
-    by_block = await rig.ask("query_by_hash", "m", block_hashes=local.view(np.int64), lora_name="ad")
+    by_block = await rig.ask("query_by_hash", "m", block_hashes=local.view(np.int64))
     assert by_sequence.instances["one"].gpu == by_block.instances["one"].gpu == 16
 
 
@@ -142,6 +144,15 @@ async def test_the_best_worker_is_chosen_from_the_answer(rig: Rig) -> None:
     assert (chosen.worker, chosen.dp_rank) == ("fast", 1)
     chosen = await rig.ask("best_worker", "m", TOKENS, load={"deep": 20, "fast": 20, "idle": 0})
     assert (chosen.worker, chosen.dp_rank) == ("idle", None)
+
+
+async def test_the_best_rank_is_told_apart_on_every_tier(rig: Rig) -> None:
+    await rig.fed.hold(Stream("w"), TOKENS, {1: range(2)})
+    await rig.fed.hold(Stream("w", dp_rank=1), TOKENS, {1: range(4)})
+    assert (await rig.ask("best_worker", "m", TOKENS))[:4] == ("w", 1, 16, 12.0)
+    await rig.fed.hold(Stream("w", dp_rank=2), TOKENS, {0: range(3)})
+    assert (await rig.ask("best_worker", "m", TOKENS, tier_weights=(1, 0.5, 0, 0)))[:4] == ("w", 2, 12, 12.0)
+    assert best_worker(await rig.ask("query", "m", TOKENS)) == ("w", 1, 16, 16.0)
 
 
 async def test_a_model_that_nobody_was_seen_with_is_held_by_nobody(rig: Rig) -> None:
@@ -216,11 +227,40 @@ async def test_nobody_at_the_address_is_an_error_that_may_pass(kind: str) -> Non
     assert "pass" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host:x", ""])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host:x", "", "user:pass@host:1"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     for kind in (Client, AsyncClient):
-        with pytest.raises(InvalidValueError, match="url"):
+        with pytest.raises(InvalidValueError, match="url") as caught:
             kind(url)
+        assert "pass" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["s3cret\n", " s3cret", "s3cr et", "s3cr\r\nX: y", "s3cr\xe9t"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidValueError, match=r"token: .*, expected printable ASCII") as caught:
+            kind("http://host", token=token)
+        assert "s3cr" not in f"{caught.value} {caught.value.value}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_user_in_the_address_is_sent_and_never_shown(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with scripted(Reply(body=b"[]"), Reply(404)) as server:
+        url = server.url.replace("//", "//us%40er:p%3Ass@")
+        async with asking(kind, url) as ask:
+            await ask("workers")
+            with pytest.raises(KvsightHttpError, match="127") as caught:
+                await ask("workers")
+    assert server.requests[0].headers["authorization"] == "Basic " + base64.b64encode(b"us@er:p:ss").decode()
+    for secret in ("us%40er", "us@er", "p%3Ass", "p:ss"):
+        assert secret not in caplog.text + str(caught.value)
+
+
+def test_a_user_in_the_address_beside_a_token_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="token") as caught:
+        Client("http://user:pass@host", token="t")
+    assert "pass@" not in str(caught.value)
 
 
 def test_both_clients_have_the_same_methods() -> None:

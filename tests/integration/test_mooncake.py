@@ -20,17 +20,17 @@ from mooncake_rig import (  # noqa: E402
     archive,
     engine,
     follow,
+    load_back,
     make_rig,
     own_identity,
     prefetch,
 )
 
-from engine_cache import InitLoadBackParams  # noqa: E402
 from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, mooncake_client, page_keys  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
 
 pytestmark = pytest.mark.torch
-KINDS = ["mha", "mla", "hybrid", "nsa"]
+KINDS = ["mha", "mla", "hybrid", "nsa", "swa"]
 KEYS = page_keys([f"{page:064x}" for page in range(1, 6)])
 LAYOUTS = ["page_first", "page_first_direct"]
 
@@ -52,10 +52,7 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
         assert prefetch(reader) == len(PROMPT)
         assert follow(reader) == set()  # whoever put a page there tells of it
         assert set(reader.replay.pages[CPU]) == blocks()
-        match = reader.match(PROMPT)
-        assert match.host_hit_length == len(PROMPT)
-        reader.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
-        reader.settle()
+        assert load_back(reader) == len(PROMPT)
         on_device = reader.match(PROMPT).device_indices
         assert len(on_device) == len(PROMPT)
         if kind == "nsa":

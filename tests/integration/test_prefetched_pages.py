@@ -26,6 +26,7 @@ def filled_store() -> MemoryStorage:
     other = attach(Rig(), store)
     other.insert(PROMPT)
     other.settle()
+    assert other.cache.detach_storage_backend()[0]
     return store
 
 

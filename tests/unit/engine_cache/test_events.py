@@ -34,13 +34,13 @@ def insert(cache, tokens, extra_key=None):
 
 
 def rolling(tokens, page_size, seed=1337, width=None):
-    """Independent oracle: sequence hashes by the xxhash package."""
+    """Independent oracle: sequence hashes by the xxhash package; seed: that of the pages' own hashes."""
     width = width or page_size
     result = []
     for start in range(0, len(tokens) - width + 1, page_size):
         local = xxhash.xxh3_64_intdigest(struct.pack(f"<{width}I", *tokens[start : start + width]), seed)
         pair = struct.pack("<QQ", result[-1], local) if result else None
-        result.append(xxhash.xxh3_64_intdigest(pair, seed) if pair else local)
+        result.append(xxhash.xxh3_64_intdigest(pair, 1337) if pair else local)
     return result
 
 

@@ -27,6 +27,7 @@ def archived(store, pages):
     rig = NsaRig(store=store)
     content = rig.insert(prompt(rig, pages))
     rig.settle()
+    assert rig.cache.detach_storage_backend()[0]
     return content
 
 

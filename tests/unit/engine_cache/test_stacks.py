@@ -126,8 +126,8 @@ class NoCache:
     def __init__(self, controller):
         self.controller = controller
 
-    def attach_storage_backend(self, backend, policy=None):
-        return False, "not here"
+    def attach_store(self, backend, policy=None):
+        raise InvalidValueError("store", backend, "not here")
 
 
 def test_a_model_with_windows_needs_no_more_than_its_list_of_pools():

@@ -24,6 +24,7 @@ def store():
     rig = attached(store)
     rig.insert(PROMPT)
     rig.settle()
+    assert rig.cache.detach_storage_backend()[0]
     return store
 
 

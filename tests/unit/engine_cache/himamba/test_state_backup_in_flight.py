@@ -137,6 +137,7 @@ def test_another_cache_goes_on_from_a_late_state_in_the_store(rig):
     tombstone_and_leaf(rig)
     rig.insert([1, 2])
     rig.settle()
+    assert rig.cache.detach_storage_backend()[0]
     reader = HybridRig()
     reader.cache.attach_storage_backend(store, StoragePolicy(prefetch_threshold=1))
     reader.cache.prefetch_from_storage("r", reader.cache.root_node, [1, 2])

@@ -27,6 +27,7 @@ def store():
     writer.insert(PROMPT[:4])
     writer.insert(PROMPT)
     writer.settle()
+    assert writer.cache.detach_storage_backend()[0]
     assert sorted(name.value for name, _ in store.pages) == 4 * ["kv"] + 2 * ["mamba"]
     return store
 
@@ -175,6 +176,7 @@ def test_the_state_of_a_namespace_is_found_in_it_only(rig):
     attach(rig, store)
     rig.insert(PROMPT, "tenant")
     rig.settle()
+    assert rig.cache.detach_storage_backend()[0]
     other = attach(HybridRig(), store)
     prefetch(other)
     other.settle()

@@ -10,6 +10,7 @@ def store():
     writer = attach(Rig(), store)
     writer.insert(PROMPT)
     writer.settle()
+    assert writer.cache.detach_storage_backend()[0]
     assert len(store.pages) == 4
     store.batches.clear()
     return store

@@ -39,11 +39,11 @@ def test_a_page_being_archived_stays_on_the_host():
     assert rig.cache.evict_host(2) == 2
 
 
-@pytest.mark.parametrize("fault", ["broken", "full"])
-def test_an_archive_that_fails_is_acknowledged(fault):
+@pytest.mark.parametrize(("fault", "value"), [("broken", True), ("full", {PoolName.KV})])
+def test_an_archive_that_fails_is_acknowledged(fault, value):
     store = MemoryStorage()
     rig = attach(Rig(), store, emit_storage_events=True)
-    setattr(store, fault, True)
+    setattr(store, fault, value)
     rig.insert([1, 2])
     rig.settle()
     assert nothing_is_left(rig)

@@ -31,6 +31,24 @@ def test_one_store_at_a_time(store, rig):
     assert rig.cache.storage.policy.stop == "wait_complete"
 
 
+def test_a_store_has_one_cache_at_a_time(caplog):
+    """Of a second one it would write the pages under the names of the first."""
+    store, second = MemoryStorage(), Rig()
+    first = attach(Rig(), store)
+    ok, word = second.cache.attach_storage_backend(store)
+    assert not ok
+    assert "expected that of the cache that has the store" in word
+    first.insert(PROMPT)
+    first.settle()
+    assert first.cache.detach_storage_backend()[0]
+    attach(second, store)
+    prefetch(second)
+    second.settle()
+    assert second.cache.check_prefetch_progress("r")
+    assert second.match(PROMPT).host_hit_length == len(PROMPT)
+    second.check()
+
+
 def test_a_store_that_is_attached_once_more_without_a_policy_keeps_its_own(store):
     rig = Rig()
     policy = StoragePolicy(2, stop="wait_complete", emit_storage_events=True)

@@ -30,6 +30,7 @@ def rig(request):
     writer.insert(AB)
     writer.insert(ABCD)
     writer.settle()
+    assert writer.cache.detach_storage_backend()[0]
     rig = attached(request.param, store)
     rig.insert(AB)
     rig.settle()

@@ -1,5 +1,6 @@
 """Backups of a unified tree: parents first, all kinds in one operation, and what comes later on its own."""
 
+import numpy as np
 import pytest
 from tier_rig import MemoryStorage
 from unified_rig import UnifiedRig
@@ -85,6 +86,27 @@ def test_a_failed_copy_takes_everything_back_and_heals():
     rig.insert(A)
     rig.settle()
     assert on_host(rig, A) == ["full", "swa", "mamba"]
+    rig.check()
+
+
+@pytest.mark.parametrize(("kind", "pool"), [("mamba", PoolName.MAMBA), ("swa", PoolName.SWA)])
+def test_host_rows_of_a_dropped_copy_are_nobodys_until_the_copy_has_ended(kind, pool):
+    rig = UnifiedRig((kind,))
+    rig.insert(A)
+    rig.insert(AB)
+    dropped, host = set(rig.data(rig.node_of(AB), kind).host_value), rig.host_pools[pool]
+    rig.host.write_faults = 2
+    rig.engine.step(Lane.WRITE)  # that of A, without which the one below it is of no use
+    rig.cache.check_hicache_events()
+    assert on_host(rig, A) == on_host(rig, AB) == []
+    taken = host.alloc(host.available_size())
+    assert not dropped & set(taken)
+    rig.engine.step(Lane.WRITE)
+    assert host.available_size() == 0  # the cache does not know yet that the copy has ended
+    rig.cache.check_hicache_events()
+    assert set(host.alloc(host.available_size())) == dropped
+    host.free(taken)
+    host.free(np.array(sorted(dropped)))
     rig.check()
 
 

@@ -27,6 +27,7 @@ def archived(kinds, *prompts, **params):
     for tokens in prompts:
         rig.insert(tokens)
         rig.settle()
+    assert rig.cache.detach_storage_backend()[0]
     return store
 
 

@@ -81,6 +81,21 @@ def test_a_state_that_went_since_the_match_is_not_gone_on_from():
     assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
 
 
+def test_rows_of_the_window_that_went_since_the_match_are_not_gone_on_from():
+    rig = UnifiedRig(("swa",))
+    for tokens in (A, AB):
+        rig.insert(tokens)
+        rig.settle()
+    rig.cache._evict_device_leaf(rig.node_of(AB))
+    match = rig.match(AB)
+    assert (match.host_hit_length, match.swa_host_hit_length) == (2, 2)
+    rig.cache.auxiliaries[0].free_on_host(rig.node_of(AB))
+    (rows, node), _, _ = rig.load_back(match)
+    assert (rows.tolist(), node) == ([], rig.node_of(A))
+    assert rig.node_of(AB).value is None
+    rig.check()
+
+
 def window_on_the_host(**params):
     """A request whose best match lacks SWA rows on the device and nothing else; and that match."""
     rig = UnifiedRig(("mamba", "swa"), **params)

@@ -31,6 +31,7 @@ def archived(tokens, **params):
     rig = attached(store, **params)
     rig.insert(tokens)
     rig.settle()
+    assert rig.cache.detach_storage_backend()[0]
     return store
 
 

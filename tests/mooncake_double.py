@@ -1,0 +1,116 @@
+"""A Mooncake master and native clients in this process, which answer as they are told: no real store gives a chosen
+code at a chosen moment, or tells what memory it knows."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import socket
+from collections import deque
+
+from engine_cache.settings import MooncakeSettings
+
+NOT_FOUND, BAD_ARGUMENTS, NO_ROOM, OVERFLOW, TRANSFER_FAILED = -704, -600, -200, -10, -800
+
+
+class DoubleMaster:
+    """Takes connections, and holds the objects of all its clients. `is_full`: it takes no more."""
+
+    def __init__(self):
+        self.objects, self.is_full = {}, False
+        self.natives = []
+        self._listener = socket.socket()
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen(100)
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def settings(self, **values):
+        """Of a client whose watch does not look by itself, unless told to."""
+        ours = {"mooncake_master": self.address, "mooncake_segment_bytes": 0, "mooncake_watch_interval_s": 1000.0}
+        return MooncakeSettings.ignoring_environment(**ours | values)
+
+    def make_native(self):
+        """In place of the native client's class."""
+        self.natives.append(NativeDouble(self))
+        return self.natives[-1]
+
+    def close(self):
+        self._listener.close()
+
+
+class NativeDouble:
+    """`exist_answers`, `get_answers`: what the next calls for pages make of the codes that are right."""
+
+    def __init__(self, master):
+        self.master = master
+        self.exist_answers, self.get_answers = deque(), deque()
+        self.registrations = []  # (address, bytes) of every call
+        self.registered = {}
+        self.left_registered = None  # when the client was closed
+        self.segment_bytes = None
+
+    def setup(self, hostname, metadata, segment_bytes, *others):
+        self.segment_bytes = segment_bytes
+        return 0
+
+    def put(self, name, value):
+        if self.master.is_full:
+            return NO_ROOM
+        self.master.objects.setdefault(name, value)
+        return 0
+
+    def get(self, name):
+        return self.master.objects.get(name, b"")
+
+    def get_size(self, name):
+        return len(self.master.objects[name]) if name in self.master.objects else NOT_FOUND
+
+    def batch_is_exist(self, names):
+        codes = [int(name in self.master.objects) for name in names]
+        is_answered = self.exist_answers and not names[0].startswith("kvsight_")
+        return self.exist_answers.popleft()(codes) if is_answered else codes
+
+    def batch_put_from(self, names, addresses, sizes):
+        return [self.put(name, ctypes.string_at(*where)) for name, *where in zip(names, addresses, sizes, strict=True)]
+
+    def batch_get_into(self, names, addresses, sizes):
+        codes = [self._read(*each) for each in zip(names, addresses, sizes, strict=True)]
+        return self.get_answers.popleft()(codes) if self.get_answers else codes
+
+    def _read(self, name, address, size):
+        content = self.master.objects.get(name)
+        if content is None:
+            return NOT_FOUND
+        if len(content) > size:
+            return BAD_ARGUMENTS
+        ctypes.memmove(address, content, len(content))
+        return len(content)
+
+    def remove(self, name, force):
+        return 0 if self.master.objects.pop(name, None) is not None else NOT_FOUND
+
+    def batch_remove(self, names, force):
+        return [self.remove(name, force) for name in names]
+
+    def remove_all(self, force):
+        self.master.objects.clear()
+        return 0
+
+    def remove_by_regex(self, pattern, force):
+        gone = [name for name in self.master.objects if re.fullmatch(pattern, name)]
+        self.batch_remove(gone, force)
+        return len(gone)
+
+    def register_buffer(self, address, num_bytes):
+        self.registrations.append((address, num_bytes))
+        self.registered[address] = num_bytes
+        return 0
+
+    def unregister_buffer(self, address):
+        return 0 if self.registered.pop(address, None) is not None else BAD_ARGUMENTS
+
+    def close(self):
+        self.left_registered = dict(self.registered)

@@ -1,0 +1,33 @@
+"""Clients and stores on a double of a Mooncake master."""
+
+import pytest
+from mooncake_double import DoubleMaster
+
+
+@pytest.fixture
+def master(monkeypatch):
+    from engine_cache.storage import mooncake_client
+
+    double = DoubleMaster()
+    monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", double.make_native)
+    yield double
+    double.close()
+
+
+@pytest.fixture
+def open_store(master):
+    """Opens stores without pools. `store.native`: its double."""
+    from mooncake_rig import own_identity
+
+    from engine_cache.storage.mooncake import MooncakeStorage
+
+    opened = []
+
+    def opener(identity=None, **settings):
+        opened.append(MooncakeStorage.connect(identity or own_identity(), master.settings(**settings)))
+        opened[-1].native = master.natives[-1]
+        return opened[-1]
+
+    yield opener
+    for store in opened:
+        store.close()
