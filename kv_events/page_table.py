@@ -225,10 +225,29 @@ def _split(table, segment):
     return True
 
 
+@array_helper
+def _new_entry(table, key):
+    """Entry id for a key, the oldest free one first."""
+    entry = table.meta[_FREE_HEAD]
+    if entry >= 0:
+        table.meta[_NUM_FREE] -= 1
+        table.meta[_FREE_HEAD] = np.int64(table.keys[entry]) if table.meta[_NUM_FREE] > 0 else np.int64(-1)
+    else:
+        entry = table.meta[_HIGH_WATER]
+        table.meta[_HIGH_WATER] += 1
+    table.keys[entry] = key
+    return entry
+
+
+@array_helper
+def _is_full(table):
+    return table.meta[_HIGH_WATER] - table.meta[_NUM_FREE] >= table.meta[_CAPACITY]
+
+
 @array_function
 def insert(table, key):
     """Give an absent key an entry. Returns its id, or -1 when the table is full."""
-    if table.meta[_HIGH_WATER] - table.meta[_NUM_FREE] >= table.meta[_CAPACITY]:
+    if _is_full(table):
         return np.int64(-1)
     tag = _tag(key)
     segment = _segment_of(table, tag)
@@ -238,16 +257,36 @@ def insert(table, key):
                 return np.int64(-1)
             break
         segment = _segment_of(table, tag)
-    entry = table.meta[_FREE_HEAD]
-    if entry >= 0:
-        table.meta[_NUM_FREE] -= 1
-        table.meta[_FREE_HEAD] = np.int64(table.keys[entry]) if table.meta[_NUM_FREE] > 0 else np.int64(-1)
-    else:
-        entry = table.meta[_HIGH_WATER]
-        table.meta[_HIGH_WATER] += 1
-    table.keys[entry] = key
+    entry = _new_entry(table, key)
     _place(table, segment, tag << _SHIFT32 | np.uint64(entry + 1))
     return entry
+
+
+@array_helper
+def find_or_insert(table, key):
+    """(entry id, whether the key was absent); id -1: it was, and there is no room. One walk for both."""
+    tag = _tag(key)
+    segment = _segment_of(table, tag)
+    base = segment * _SEGMENT_SLOTS
+    slot = np.int64(tag >> _SHIFT_HOME)
+    entry, is_new = np.int64(-1), True
+    word = table.slots[base + slot]
+    while word != np.uint64(0):
+        if word >> _SHIFT32 == tag:
+            entry = np.int64(word & _LOW32) - 1
+            if table.keys[entry] == key:
+                is_new = False
+                break
+        slot = (slot + 1) & _SLOT_MASK
+        word = table.slots[base + slot]
+    if is_new:
+        if table.segments[segment, _COUNT] >= _SPLIT_AT or _is_full(table):
+            entry = insert(table, key)
+        else:
+            entry = _new_entry(table, key)
+            table.slots[base + slot] = tag << _SHIFT32 | np.uint64(entry + 1)
+            table.segments[segment, _COUNT] += np.uint32(1)
+    return entry, is_new
 
 
 @array_function

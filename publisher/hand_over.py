@@ -66,6 +66,7 @@ class HandOver:
         self.arrays = QueueArrays(
             np.zeros(capacity, np.uint8), np.zeros((capacity, 3), np.uint64), np.zeros(5, np.int64)
         )
+        self._num_delivered = 0
 
     @property
     def num_queued(self) -> int:
@@ -79,12 +80,11 @@ class HandOver:
         return bool(self.arrays.cursors[BROKEN])
 
     def peek(self, max_pages: int) -> PageChanges:
-        """A copy of the oldest changes that wait."""
+        """A copy of the oldest changes that wait, up to where the ring begins anew."""
         kinds, words, cursors = self.arrays
-        num_pages = min(max_pages, self.num_queued)
-        places = np.arange(cursors[TAKEN], cursors[TAKEN] + num_pages) % len(kinds)
-        rows = words[places]
-        return PageChanges(kinds[places], *(np.ascontiguousarray(rows[:, i]) for i in (HASH, BLOCK_HASH, PARENT_HASH)))
+        start = int(cursors[TAKEN]) % len(kinds)
+        here = slice(start, min(start + min(max_pages, self.num_queued), len(kinds)))
+        return PageChanges(kinds[here].copy(), *(words[here, i].copy() for i in (HASH, BLOCK_HASH, PARENT_HASH)))
 
     def take(self, num_pages: int) -> None:
         """The oldest changes are in flight now."""
@@ -93,7 +93,10 @@ class HandOver:
     def confirm(self) -> None:
         """All changes in flight were delivered, or given up; their room is free."""
         cursors = self.arrays.cursors
+        self._num_delivered += int(cursors[TAKEN] - cursors[TAIL])
         cursors[TAIL] = cursors[TAKEN]
+        if cursors[HEAD] == cursors[TAKEN]:  # empty: begin anew where the ring is in memory already
+            cursors[HEAD] = cursors[TAKEN] = cursors[TAIL] = 0
 
     def restart(self) -> None:
         """Drop what waits, because a snapshot covers it, and queue again."""
@@ -104,4 +107,4 @@ class HandOver:
     def stats(self) -> QueueStats:
         """Figures for metrics and tests."""
         head, taken, tail, dropped, broken = self.arrays.cursors.tolist()
-        return QueueStats(head - taken, taken - tail, tail, dropped, bool(broken))
+        return QueueStats(head - taken, taken - tail, self._num_delivered, dropped, bool(broken))

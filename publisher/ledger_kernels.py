@@ -16,7 +16,7 @@ from numba import types
 
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, insert, remove, was_used
+from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, find_or_insert, remove, was_used
 from publisher.change_kernels import CLEARED, REMOVAL
 
 # columns of block_columns, of page_words and of the queue's words
@@ -24,7 +24,8 @@ PAGE, MEDIA = range(2)
 PARENT, FIRST_BLOCK = range(2)
 HASH, BLOCK_HASH, PARENT_HASH = range(3)
 
-# elements of cursors: changes ever queued, taken, confirmed; changes given up; whether the stream is broken
+# elements of cursors: changes queued, taken, confirmed since the ring was last empty; changes given up; whether the
+# stream is broken
 HEAD, TAKEN, TAIL, DROPPED, BROKEN = range(5)
 
 SLICE_BITS = 12
@@ -107,33 +108,39 @@ def _queue(queue, kind, sequence_hash, block_hash, parent):
 
 
 @array_helper
-def _find_block(ledger, expected_after, key):
+def _expected_block(ledger, expected_after, key):
     """Entry of a block that is expected right behind another entry (-1: no expectation), or -1."""
     neighbour = expected_after + 1
     is_expected = was_used(ledger.blocks, neighbour) and ledger.blocks.keys[neighbour] == key
-    if is_expected and ledger.block_columns[neighbour, MEDIA] != 0:
-        return neighbour
-    return find(ledger.blocks, key)
+    return neighbour if is_expected and ledger.block_columns[neighbour, MEDIA] != 0 else np.int64(-1)
 
 
-@array_function
-def _add_block(ledger, key, block_hash, sequence_hash, parent):
-    """Enter an unknown block, with its page if that is unknown, too. Returns its entry, or -1: the ledger is full."""
-    entry = insert(ledger.blocks, key)
+@array_helper
+def _find_block(ledger, expected_after, key):
+    """Entry of a block, or -1."""
+    entry = _expected_block(ledger, expected_after, key)
+    return entry if entry >= 0 else find(ledger.blocks, key)
+
+
+@array_helper
+def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent):
+    """Entry of a block; an unknown one is entered, with its page if that is unknown, too. -1: the ledger is full."""
+    entry = _expected_block(ledger, expected_after, key)
     if entry < 0:
-        return entry
-    page = find(ledger.pages, sequence_hash)
-    if page < 0:
-        page = insert(ledger.pages, sequence_hash)
-        if page < 0:
-            remove(ledger.blocks, entry)
-            return page
-        ledger.page_media[page] = np.uint8(0)  # a clear leaves what was there
-        ledger.page_copies[page, :] = np.uint32(0)
-        ledger.page_words[page, PARENT] = parent
-        ledger.page_words[page, FIRST_BLOCK] = block_hash
-    ledger.block_columns[entry, PAGE] = np.uint32(page)
-    ledger.block_columns[entry, MEDIA] = np.uint32(0)
+        entry, is_new = find_or_insert(ledger.blocks, key)
+        if is_new and entry >= 0:
+            page, is_new = find_or_insert(ledger.pages, sequence_hash)
+            if page < 0:
+                remove(ledger.blocks, entry)
+                entry = page
+            else:
+                if is_new:
+                    ledger.page_media[page] = np.uint8(0)  # a clear leaves what was there
+                    ledger.page_copies[page, :] = np.uint32(0)
+                    ledger.page_words[page, PARENT] = parent
+                    ledger.page_words[page, FIRST_BLOCK] = block_hash
+                ledger.block_columns[entry, PAGE] = np.uint32(page)
+                ledger.block_columns[entry, MEDIA] = np.uint32(0)
     return entry
 
 
@@ -205,15 +212,21 @@ def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, mediu
             fetch(ledger.blocks, block_hashes[ahead] ^ salt)
             fetch(ledger.pages, hashes[ahead])
         key, name = block_hashes[i] ^ salt, hashes[i]
-        entry = _find_block(ledger, entry, key)
-        if entry < 0:
-            entry = _add_block(ledger, key, block_hashes[i], name, parent)
+        entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent)
         if entry < 0:
             ledger.counts[_LEDGER_FULL] += 1
         else:
             name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium)
         parent = name
     return name, entry
+
+
+@array_helper
+def _fetch_page_of(ledger, key):
+    """Have the memory by which a block's page is removed brought near; the block's own must be."""
+    entry = find(ledger.blocks, key)
+    if entry >= 0:
+        fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.block_columns[entry, PAGE])])
 
 
 @array_function
@@ -223,6 +236,8 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
     for i in range(start, stop):
         if i + AHEAD < block_hashes.shape[0]:
             fetch(ledger.blocks, block_hashes[i + AHEAD] ^ salt)
+        if i + AHEAD // 2 < stop:
+            _fetch_page_of(ledger, block_hashes[i + AHEAD // 2] ^ salt)
         entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
         if entry < 0 or ledger.block_columns[entry, MEDIA] & bit == 0:
             ledger.counts[_REMOVED_UNKNOWN] += 1
