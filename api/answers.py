@@ -62,8 +62,23 @@ def _device_tokens(worker: WorkerScore) -> dict[int, int]:
     return {rank: tiers.gpu for rank, tiers in worker.ranks.items()}
 
 
+def _matched_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
+    """Left out where it would say what `dp` does: of most workers."""
+    for tiers in worker.ranks.values():
+        if tiers.external != tiers.gpu:
+            return {rank: tiers.external for rank, tiers in worker.ranks.items()}
+    return UNSET
+
+
 def _weighted(worker: WorkerScore, weights: Weights | None) -> float | UnsetType:
-    return UNSET if weights is None else worker.weighted(weights)
+    return UNSET if weights is None else worker.tiers.weighted(weights)
+
+
+def _weighted_dp(worker: WorkerScore, weights: Weights | None) -> dict[int, float] | UnsetType:
+    """Left out where it would say what `weighted` does: of workers with one rank."""
+    if weights is None or len(worker.ranks) == 1:
+        return UNSET
+    return {rank: tiers.weighted(weights) for rank, tiers in worker.ranks.items()}
 
 
 def _reusable_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
@@ -81,7 +96,9 @@ def _peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float)
             external=worker.tiers.external,
             state=worker.state.value,
             age_ms=age_ms(worker.heard_at, now),
+            matched_dp=_matched_dp(worker),
             weighted=_weighted(worker, weights),
+            weighted_dp=_weighted_dp(worker, weights),
             reusable=worker.reusable if worker.has_groups else UNSET,
             reusable_dp=_reusable_dp(worker),
         )
@@ -107,7 +124,9 @@ def _rfc_answer(scores: list[WorkerScore], question: Question, now: float) -> Rf
             dp=_device_tokens(worker),
             state=worker.state.value,
             age_ms=age_ms(worker.heard_at, now),
+            matched_dp=_matched_dp(worker),
             weighted=_weighted(worker, question.weights),
+            weighted_dp=_weighted_dp(worker, question.weights),
             reusable=worker.reusable if worker.has_groups else UNSET,
             reusable_dp=_reusable_dp(worker),
         )

@@ -61,7 +61,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
         metrics.registry.register(registrations.metrics())
     for path, endpoint in {**endpoints, **RegisterRoutes(registrations).endpoints()}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    app.include_router(service_routes(consumer, metrics))
+    app.include_router(service_routes(consumer, metrics, registrations))
     app.include_router(worker_routes(consumer, registrations))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
 from typing import NamedTuple
 
 import msgspec
 from fastapi import APIRouter
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from api.feed_events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 from api.problems import ProblemError
@@ -98,37 +100,43 @@ class EventFeed:
         for client in self._clients:
             client.woken.set()
 
-    def open(self, wanted: Wanted) -> AsyncIterator[bytes]:
-        """Events from the first step on. Raises ProblemError (429) when there are too many clients."""
+    @asynccontextmanager
+    async def listening(self, wanted: Wanted) -> AsyncIterator[AsyncGenerator[bytes]]:
+        """A place among the clients for the time of a block, which gets the events; the states come first.
+
+        Raises ProblemError (429) when there are too many clients.
+        """
         if len(self._clients) >= self._max_clients:
             detail = f"{self._max_clients} clients listen to events already (KVSIGHT_MAX_EVENT_CLIENTS)"
             raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "too-many-clients", detail)
-        return self._events(_Client(wanted))
-
-    async def _events(self, client: _Client) -> AsyncIterator[bytes]:
         if not self._clients:
             self._told = {view.stream: self._state(view) for view in self._views()}
+        client = _Client(wanted)
+        client.put(b": kvsight\n\n" + self._all_states(wanted))
         self._clients.add(client)
         try:
-            yield b": kvsight\n\n" + self._all_states(client.wanted)
-            said_at = time.monotonic()
-            while True:
-                events = client.take()
-                if client.lost:
-                    yield _event(ClientDropped(lost=client.lost))
-                    return
-                if not events and time.monotonic() - said_at > PING_S:
-                    events = b": quiet\n\n"
-                if events:
-                    yield events
-                    said_at = time.monotonic()
-                if self._is_closed:
-                    return
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(client.woken.wait(), _LOOK_S)
-                self._look_around()
+            async with aclosing(self._events(client)) as events:
+                yield events
         finally:
             self._clients.discard(client)
+
+    async def _events(self, client: _Client) -> AsyncGenerator[bytes]:
+        said_at = time.monotonic()
+        while True:
+            events = client.take()
+            if client.lost:
+                yield _event(ClientDropped(lost=client.lost))
+                return
+            if not events and time.monotonic() - said_at > PING_S:
+                events = b": quiet\n\n"
+            if events:
+                yield events
+                said_at = time.monotonic()
+            elif self._is_closed:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.woken.wait(), _LOOK_S)
+            self._look_around()
 
     def _all_states(self, wanted: Wanted) -> bytes:
         views = [view for view in self._views() if wanted.takes(view.stream)]
@@ -174,21 +182,32 @@ class EventFeed:
                 client.put(event)
 
 
+class _FeedResponse(StreamingResponse):
+    """Has its place among the clients for as long as it is sent, however that ends."""
+
+    def __init__(self, feed: EventFeed, wanted: Wanted) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__((), headers=headers, media_type=_MEDIA_TYPE)
+        self._feed = feed
+        self._wanted = wanted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._feed.listening(self._wanted) as self.body_iterator:
+            await super().__call__(scope, receive, send)
+
+
 def feed_routes(feed: EventFeed) -> APIRouter:
     """The one route of this module."""
     router = APIRouter(tags=["workers"])
     example = {"content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}}}
 
     @router.get("/events", response_class=StreamingResponse, responses={200: example})
-    async def events(
-        worker: str | None = None, model: str | None = None, tenant: str | None = None
-    ) -> StreamingResponse:
+    async def events(worker: str | None = None, model: str | None = None, tenant: str | None = None) -> Response:
         """Server-sent events: `batch` for each batch that is applied, `state` when a view's state changes.
 
         The state of every view comes first. A client that reads too slowly gets `dropped`, and its connection ends.
         """
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(feed.open(Wanted(worker, model, tenant)), headers=headers, media_type=_MEDIA_TYPE)
+        return _FeedResponse(feed, Wanted(worker, model, tenant))
 
     return router
 
@@ -218,5 +237,5 @@ def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
 
 
 def _state_changed(stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
-    reason = view.stale_reason if view is not None else ""
+    reason = view.distrust if view is not None else ""
     return StateChanged.of(stream, before=before, state=state, reason=reason)

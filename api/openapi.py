@@ -40,6 +40,7 @@ _REGISTRATION_ERRORS = {
     "413": "The body is too large",
     "415": "Neither JSON nor msgpack",
     "422": "A field is missing or not acceptable",
+    "503": "What was registered before cannot be read at present",
 }
 _REGISTRATIONS = {
     "/register": (

@@ -30,6 +30,7 @@ TITLES = {
     "ambiguous-worker": "Several streams fit",
     "already-registered": "It is registered already, otherwise",
     "too-many-registrations": "There is no room for another registration",
+    "registrations-away": "Registrations cannot be changed now",
     "invalid-endpoint": "An address cannot be read from",
     "endpoint-not-allowed": "This service may not connect there",
     "not-embedded": "This service reads no engines itself",
@@ -58,15 +59,26 @@ class ProblemError(KvsightError):
     """A request that gets a problem document for an answer.
 
     kind: key of `TITLES`, or "" for what an HTTP status says alone. field, value: what was wrong, where there is one.
+    retry_after_s: when it is worth another attempt.
     """
 
-    def __init__(self, status: int, kind: str, detail: str, field: str | None = None, value: object = UNSET) -> None:
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        detail: str,
+        field: str | None = None,
+        value: object = UNSET,
+        *,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(detail)
         self.status = status
         self.kind = kind
         self.detail = detail
         self.field = field
         self.value = value
+        self.retry_after_s = retry_after_s
 
     @classmethod
     def of_value(cls, error: InvalidValueError, status: int = 422, kind: str = "invalid-value") -> ProblemError:
@@ -87,7 +99,9 @@ class ProblemError(KvsightError):
 
     def response(self) -> Response:
         """The document as an answer."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else None
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(self.retry_after_s)
         body = msgspec.json.encode(self.document())
         return Response(body, self.status, headers, media_type=MEDIA_TYPE)
 

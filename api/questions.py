@@ -73,9 +73,9 @@ class Question(NamedTuple):
         """uint64[pages]: the prompt's sequence hashes in a namespace of this block size."""
         if self.field in ("seq_hashes", "block_hash"):
             return self.numbers
-        seed = namespace_seed(self.lora_name, self.cache_salt)
         if self.field == "block_hashes":
-            return rolling_hashes(self.numbers, seed)
+            return rolling_hashes(self.numbers)
+        seed = namespace_seed(self.lora_name, self.cache_salt)
         return sequence_hashes(self.numbers, block_size, seed, is_bigram=self.is_bigram)
 
 
@@ -104,7 +104,7 @@ def _question(
 ) -> Question:
     field = _prompt_field(query, wanted)
     if field == "block_hashes" and salt:
-        detail = "cache_salt: not accepted with block_hashes; send seq_hashes that are rolled with it, or token_ids"
+        detail = "cache_salt: not accepted with block_hashes, which hold it already; leave it out"
         raise ProblemError(400, "salt-with-local-hashes", detail, "cache_salt")
     try:
         numbers = _numbers(field, getattr(query, field))

@@ -70,7 +70,8 @@ class RegisterRoutes:
         registrations = self._registrations
         if _is_peer(body, codec):
             peer = decode_as(PeerUnregistration, body, codec)
-            await registrations.remove(str(peer.instance_id), peer.model_name, peer.routing_group, peer.dp_rank)
+            tenant = peer.routing_group or None
+            await registrations.remove(str(peer.instance_id), peer.model_name, tenant, peer.dp_rank)
             return _json(PeerRegistered())
         rfc = decode_as(RfcUnregistration, body, codec)
         model = _model(rfc.model, rfc.modelname)
@@ -111,9 +112,9 @@ def _engine(
             endpoint=request.endpoint,
             worker=str(request.instance_id),
             model=model,
-            replay_endpoint=request.replay_endpoint,
+            replay_endpoint=request.replay_endpoint or None,
             tenant=tenant or DEFAULT_TENANT,
-            dp_rank=request.dp_rank,
+            dp_rank=request.dp_rank or 0,
             block_size=request.block_size,
             lora_name=lora_name,
             cache_salt=cache_salt,

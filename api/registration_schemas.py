@@ -20,6 +20,8 @@ MaybeName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)] |
 """Empty is as good as absent."""
 InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)] | Name
 """A number is its decimal digits."""
+MaybeEndpoint: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LENGTH)] | None
+"""Empty is as good as absent."""
 Endpoint: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LENGTH)]
 DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
 BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
@@ -34,8 +36,9 @@ class _Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Where the rank's events are to be had: tcp://HOST:PORT."""
     block_size: BlockSize
     """Tokens a page."""
-    dp_rank: DpRank = 0
-    replay_endpoint: Endpoint | None = None
+    dp_rank: DpRank | None = None
+    """None: 0."""
+    replay_endpoint: MaybeEndpoint = None
 
 
 class PeerRegistration(_Registration, frozen=True, kw_only=True):

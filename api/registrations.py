@@ -1,46 +1,45 @@
 """Engines that this process reads itself: the bridge inside, its records on the consumer's log in memory.
 
-What is registered is kept beside the snapshots, so that a service that was restarted reads on.
+What is registered is kept where other services keep snapshots, so that a service that was restarted reads on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 
-import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from api.kept_registrations import KeptRegistrations
 from api.problems import ProblemError
+from api.registration_rules import check_addresses, check_conflicts, meant_by, no_room, stream_of
 from api.settings import RegistrationSettings
 from indexer.consumer import Consumer
+from indexer.errors import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
-from kv_events.errors import InvalidValueError
+from kv_events.errors import KvsightError
 from kv_events.memory_log import MemoryLog
-from kv_events.streams import StreamId
-from publisher.bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
-from publisher.bridge.frames import is_ours_to_bind
+from kv_events.schema import ENGINE_UNHEARD
+from kv_events.streams import StreamId, split_group
+from publisher.bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet, LinkState, StreamStatus
 from publisher.bridge.metrics import BridgeMetrics
 from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink
 
 log = logging.getLogger(__name__)
 
-_TCP = re.compile(r"tcp://(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]):[0-9]{1,5}")
-_IPC = re.compile(r"ipc://[A-Za-z0-9_./@-]{1,100}")
 _RETRY_S = 1.0
+_LOADED_S = 2.0
+_FIRST_READ_S = 10.0
+_LOOK_S = 0.1
 _SEEN_S = 1.0
 _FORGOTTEN_S = 5.0
-_POLL_S = 0.005
-
-
-class _Saved(msgspec.Struct):
-    engines: list[msgspec.Raw]
+_POLL_S = 0.01
+_NOT_INDEXED = "the index has not taken any of its batches: see kvsight_records_rejected_total"
 
 
 class Registrations:
@@ -58,28 +57,29 @@ class Registrations:
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
-        self._store = store
+        self._kept = None if store is None else KeptRegistrations(store)
         # every stream has a name and a block size of its own
         template = PublisherSettings(model="bridge", worker="bridge", dp_rank=0, block_size=1)
         self._fleet = Fleet(bridge, template, MemorySink(memory_log))
         self._engines: dict[StreamId, EngineSettings] = {}
+        self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, and saved before the next
-        self._is_loaded = store is None
+        self._loaded = asyncio.Event()
+        self._waiting_for: set[StreamId] = set()  # of what was loaded: not read yet
         self._unsaved = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read what was registered before, and what will be, inside a block."""
         keeping = asyncio.create_task(self._keep(), name="registrations")
-        keeping.add_done_callback(_log_death)
         try:
             yield
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             await self._fleet.close()
-            if self._store is not None:
-                await self._store.close()
+            if self._kept is not None:
+                await self._kept.close()
 
     def metrics(self) -> Collector:
         """Figures of the registrations and of the engines."""
@@ -87,153 +87,168 @@ class Registrations:
 
     def status(self) -> dict[StreamId, EngineStatus]:
         """Every registered rank."""
-        return {_stream(status.engine): status for status in self._fleet.status()}
+        found = {stream_of(status.engine): status for status in self._fleet.status()}
+        return {stream: self._with_failure(stream, status) for stream, status in found.items()}
+
+    def why_not_ready(self) -> str | None:
+        """What is not read back yet after a restart; None: nothing, or nothing that is worth waiting for."""
+        if not self._loaded.is_set():
+            return "the registered engines are not read back yet"
+        return f"{len(self._waiting_for)} registered engines are still to be read" if self._waiting_for else None
 
     async def add(self, engine: EngineSettings, *, is_peer: bool) -> bool:
         """Begin to read one rank, and wait until queries know of it. False: it was read already, just so.
 
         is_peer: also refuse what the running peer refuses. Raises ProblemError.
         """
-        self._check_addresses(engine)
+        check_addresses(engine, self._settings)
+        await self._wait_until_loaded()
         async with self._lock:
-            if self._engines.get(_stream(engine)) == engine:
+            if self._engines.get(stream_of(engine)) == engine:
                 return False
-            self._check_conflicts(engine, is_peer=is_peer)
-            if len(self._engines) >= self._settings.max_registrations:
-                detail = f"{len(self._engines)} ranks are registered already (KVSIGHT_MAX_REGISTRATIONS)"
-                raise ProblemError(409, "too-many-registrations", detail)
+            check_conflicts(self._engines, engine, is_peer=is_peer)
+            self._check_room(engine)
             await self._add(engine)
             await self._save()
-        await self._seen(_stream(engine))
+        await self._seen(stream_of(engine))
         return True
 
     async def remove(self, worker: str, model: str, tenant: str | None, dp_rank: int | None) -> list[EngineSettings]:
         """Stop reading a worker, all ranks or one, and drop its pages; what was removed. tenant: None: whatever it is.
 
-        Raises ProblemError (404).
+        Raises ProblemError (404, 503).
         """
+        await self._wait_until_loaded()
         async with self._lock:
-            meant = self._meant(worker, model, tenant, dp_rank)
-            status = self.status()
-            streams = {each.stream for stream in meant for each in status[stream].streams} | meant.keys()
+            meant = meant_by(self._engines, worker, model, tenant, dp_rank)
             for stream in meant:
                 await self._fleet.remove(
                     stream.worker, model=stream.model, tenant=stream.tenant, dp_rank=stream.dp_rank
                 )
-                del self._engines[stream]
+                del self._engines[stream], self._added_at[stream]
             await self._save()
-            await self._forget(streams - self._engines.keys())
+            await self._forget(self._unread({stream._replace(dp_rank=0) for stream in meant}))
         return list(meant.values())
 
-    # --- what may be registered -------------------------------------------------------------------------------------
-
-    def _check_addresses(self, engine: EngineSettings) -> None:
-        for field in ("endpoint", "replay_endpoint"):
-            address: str | None = getattr(engine, field)
-            if address is None:
-                continue
-            if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or is_ours_to_bind(address):
-                expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
-                raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, "invalid-endpoint")
-            if ".." in address or not self._settings.allows(address):
-                expected = f"an address that fits {self._settings.register_allow!r} (KVSIGHT_REGISTER_ALLOW)"
-                raise ProblemError.of_value(InvalidValueError(field, address, expected), 403, "endpoint-not-allowed")
-
-    def _check_conflicts(self, engine: EngineSettings, *, is_peer: bool) -> None:
-        wanted = _stream(engine)
-        if wanted in self._engines:
-            raise _conflict(f"instance {engine.worker} dp_rank {engine.dp_rank} already registered", engine)
-        for held, settings in self._engines.items():
-            home = f"model={held.model} routing_group={held.tenant}"
-            is_same_worker = held.worker == wanted.worker and (is_peer or held.tenant == wanted.tenant)
-            if is_same_worker and (held.model, held.tenant) != (wanted.model, wanted.tenant):
-                raise _conflict(f"instance {engine.worker} is already registered for {home}", engine)
-            is_same_home = (held.model, held.tenant) == (wanted.model, wanted.tenant)
-            if is_peer and is_same_home and settings.block_size != engine.block_size:
-                sizes = f"existing={settings.block_size}, requested={engine.block_size}"
-                raise _conflict(f"block_size mismatch for {home}: {sizes}", engine)
-
-    def _meant(
-        self, worker: str, model: str, tenant: str | None, dp_rank: int | None
-    ) -> dict[StreamId, EngineSettings]:
-        """The ranks that a caller wants to be rid of; at least one."""
-        of_worker = {s: e for s, e in self._engines.items() if s.worker == worker and tenant in (None, s.tenant)}
-        if not of_worker:
-            raise _unknown(f"instance {worker} not found", worker)
-        of_model = {stream: engine for stream, engine in of_worker.items() if stream.model == model}
-        if not of_model:
-            other = next(iter(of_worker))
-            raise _unknown(
-                f"instance {worker} is registered for model={other.model} routing_group={other.tenant}", worker
-            )
-        meant = {stream: engine for stream, engine in of_model.items() if dp_rank in (None, stream.dp_rank)}
-        if not meant:
-            raise _unknown(f"instance {worker} dp_rank {dp_rank} not found", worker)
-        return meant
+    def _check_room(self, engine: EngineSettings) -> None:
+        if len(self._engines) >= self._settings.max_registrations:
+            raise no_room(f"{len(self._engines)} ranks are registered already (KVSIGHT_MAX_REGISTRATIONS)", engine)
+        engines = [*self._engines.values(), engine]
+        sizes = {stream_of(each): each.block_size for each in engines if each.block_size is not None}
+        try:
+            self._consumer.namespaces.check_room(sizes)
+        except IndexFullError as error:
+            raise no_room(str(error), engine) from None
 
     # --- from and to the log ----------------------------------------------------------------------------------------
 
     async def _add(self, engine: EngineSettings) -> None:
         await self._fleet.add(engine)
-        self._engines[_stream(engine)] = engine
+        self._engines[stream_of(engine)] = engine
+        self._added_at[stream_of(engine)] = time.monotonic()
 
     async def _seen(self, stream: StreamId) -> None:
         """The first record, which names the stream, is on its way already."""
         give_up = time.monotonic() + _SEEN_S
-        while self._consumer.namespaces.view(stream) is None and time.monotonic() < give_up:  # noqa: ASYNC110
+        while stream in self._engines and self._consumer.namespaces.view(stream) is None:
+            if time.monotonic() > give_up:
+                log.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
+                return
             await asyncio.sleep(_POLL_S)
 
-    async def _forget(self, streams: Iterable[StreamId]) -> None:
+    def _with_failure(self, stream: StreamId, status: EngineStatus) -> EngineStatus:
+        is_new = time.monotonic() <= self._added_at.get(stream, 0.0) + _SEEN_S
+        if status.failure is not None or is_new or self._consumer.namespaces.view(stream) is not None:
+            return status
+        return status._replace(failure=_NOT_INDEXED)
+
+    def _is_read(self, stream: StreamId, status: EngineStatus) -> bool:
+        """Whether everything that is to be had of an engine's time before us is in the index."""
+        if status.counters.failed_replays:
+            return True
+        view = self._consumer.namespaces.view(stream)
+        is_heard = status.engine.replay_endpoint is None or (view is not None and view.doubt != ENGINE_UNHEARD)
+        return is_heard and status.state is not LinkState.CONNECTING and all(map(self._is_applied, status.streams))
+
+    def _is_applied(self, status: StreamStatus) -> bool:
+        view = self._consumer.namespaces.view(status.stream)
+        return view is not None and sum(view.num_pages) >= status.pages_held
+
+    def _unread(self, workers: Collection[StreamId]) -> list[StreamId]:
+        """Known streams of these workers that nobody reads, whatever the rank: batches may have named others, too."""
+        read = {stream.stream for status in self._fleet.status() for stream in status.streams} | self._engines.keys()
+        known = [view.stream for view in self._consumer.namespaces.views]
+        return [s for s in known if s not in read and s._replace(model=split_group(s.model)[0], dp_rank=0) in workers]
+
+    async def _forget(self, streams: Collection[StreamId]) -> None:
         try:
-            await asyncio.wait_for(self._consumer.forget(list(streams)), _FORGOTTEN_S)
+            await asyncio.wait_for(self._consumer.forget(streams), _FORGOTTEN_S)
         except TimeoutError:
             log.warning("unregistered pages are still to be dropped: the index is behind")
 
     # --- kept beyond this process -----------------------------------------------------------------------------------
 
+    async def _wait_until_loaded(self) -> None:
+        """What was registered before may contradict what is wanted now. Raises ProblemError (503)."""
+        try:
+            await asyncio.wait_for(self._loaded.wait(), _LOADED_S)
+        except TimeoutError:
+            detail = "what was registered before cannot be read at present"
+            raise ProblemError(503, "registrations-away", detail, retry_after_s=1) from None
+
     async def _keep(self) -> None:
-        while not self._is_loaded:
-            await self._load()
         while True:
-            await self._unsaved.wait()
+            try:
+                if not self._loaded.is_set():
+                    await self._load()
+                    await self._await_first_reads()
+                await self._unsaved.wait()
+                await asyncio.sleep(_RETRY_S)
+                async with self._lock:
+                    if self._unsaved.is_set():
+                        await self._save()
+            except SnapshotStoreError as error:
+                log.warning("registrations cannot be read yet: %s", error)
+            except Exception:
+                log.exception("registrations cannot be read or saved; trying again")
             await asyncio.sleep(_RETRY_S)
-            async with self._lock:
-                await self._save()
 
     async def _load(self) -> None:
-        assert self._store is not None
-        try:
-            data = await self._store.load()
-        except SnapshotStoreError as error:
-            log.warning("registrations cannot be read yet: %s", error)
-            await asyncio.sleep(_RETRY_S)
-            return
+        engines = [] if self._kept is None else await self._kept.load()
         async with self._lock:
-            for engine in engines_of(data):
+            for engine in engines:
                 await self._restore(engine)
-            self._is_loaded = True
-            if self._unsaved.is_set():
-                await self._save()
+            self._waiting_for = set(self._engines)
+            self._loaded.set()
+
+    async def _await_first_reads(self) -> None:
+        give_up = time.monotonic() + _FIRST_READ_S
+        try:
+            while self._waiting_for and time.monotonic() < give_up:
+                status = self.status()
+                self._waiting_for &= {stream for stream in status if not self._is_read(stream, status[stream])}
+                await asyncio.sleep(_LOOK_S)
+            for stream in sorted(self._waiting_for):
+                log.warning("%s is registered, but could not be read within %.0f s", stream.key, _FIRST_READ_S)
+        finally:
+            self._waiting_for.clear()
 
     async def _restore(self, engine: EngineSettings) -> None:
-        if _stream(engine) in self._engines:
-            return  # registered anew meanwhile
         try:
-            self._check_addresses(engine)
-        except ProblemError as error:
-            log.warning("registration of %s is given up: %s", _stream(engine).key, error)
-        else:
+            check_addresses(engine, self._settings)
+            check_conflicts(self._engines, engine, is_peer=False)
+            self._check_room(engine)
             await self._add(engine)
+        except KvsightError as error:
+            log.warning("registration of %s is given up: %s", stream_of(engine).key, error)
 
     async def _save(self) -> None:
         """Where the store is away: later, and again."""
-        if self._store is None:
+        if self._kept is None:
             return
         self._unsaved.set()
-        if not self._is_loaded:
-            return  # what is kept there must not be lost
         try:
-            await self._store.save(msgspec.json.encode({"engines": list(self._engines.values())}))
+            await self._kept.save(list(self._engines.values()))
         except SnapshotStoreError as error:
             self.save_failures += 1
             log.warning("registrations are not saved: %s", error)
@@ -252,37 +267,3 @@ class _Metrics(Collector):
         failures = self._registrations.save_failures
         yield CounterMetricFamily("kvsight_registration_save_failures", "Registrations not saved", value=failures)
         yield from self._engines.collect()
-
-
-def engines_of(data: bytes | None) -> list[EngineSettings]:
-    """What was saved; entries that do not read back are left out, which is said in the log."""
-    engines = []
-    try:
-        entries = msgspec.json.decode(data, type=_Saved).engines if data else []
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("registrations do not read back: %s", error)
-        return []
-    for entry in entries:
-        try:
-            engines.append(msgspec.json.decode(entry, type=EngineSettings))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            log.warning("a registration does not read back: %s", error)
-    return engines
-
-
-def _stream(engine: EngineSettings) -> StreamId:
-    """Identity of a rank; registered engines have names."""
-    return StreamId(engine.model or "", engine.tenant, engine.worker or "", engine.dp_rank)
-
-
-def _conflict(detail: str, engine: EngineSettings) -> ProblemError:
-    return ProblemError(409, "already-registered", detail, "instance_id", engine.worker)
-
-
-def _unknown(detail: str, worker: str) -> ProblemError:
-    return ProblemError(404, "unknown-worker", detail, "instance_id", worker)
-
-
-def _log_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("%s died", task.get_name(), exc_info=task.exception())

@@ -95,7 +95,12 @@ class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
     external: int
     state: str
     age_ms: int
+    matched_dp: dict[int, int] | UnsetType = UNSET
+    """DP rank -> tokens on any tier. Absent: the same as on the device."""
     weighted: float | UnsetType = UNSET
+    weighted_dp: dict[int, float] | UnsetType = UNSET
+    """DP rank -> its own tokens by weight, while `weighted` takes each tier from the rank that holds most there.
+    Absent: there is one rank."""
     reusable: int | UnsetType = UNSET
     """Of a worker that says where its states and windows are: tokens that it can go on from, at its best rank."""
     reusable_dp: dict[int, int] | UnsetType = UNSET
@@ -123,7 +128,12 @@ class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
     dp: dict[int, int] = msgspec.field(name="DP")
     state: str
     age_ms: int
+    matched_dp: dict[int, int] | UnsetType = UNSET
+    """DP rank -> tokens on any tier. Absent: the same as on the device."""
     weighted: float | UnsetType = UNSET
+    weighted_dp: dict[int, float] | UnsetType = UNSET
+    """DP rank -> its own tokens by weight, while `weighted` takes each tier from the rank that holds most there.
+    Absent: there is one rank."""
     reusable: int | UnsetType = UNSET
     """Of a worker that says where its states and windows are: tokens that it can go on from, at its best rank."""
     reusable_dp: dict[int, int] | UnsetType = UNSET

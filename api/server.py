@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -49,6 +50,7 @@ def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | Non
 
     bound: of `listen`, closed at the end; None: made here. Raises what `listen` raises, before the application starts.
     """
+    gc.freeze()  # modules and kernels stay as long as the process: the collector need not look at them
     with bound or listen(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(app, settings).serve([bound]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
@@ -11,6 +13,9 @@ from api.metrics import HttpMetrics
 from api.problems import ProblemError
 from indexer.consumer import Consumer
 
+if TYPE_CHECKING:
+    from api.registrations import Registrations
+
 
 class Status(BaseModel):
     """All is well."""
@@ -18,7 +23,7 @@ class Status(BaseModel):
     status: str
 
 
-def service_routes(consumer: Consumer, metrics: HttpMetrics) -> APIRouter:
+def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Registrations | None) -> APIRouter:
     """Probes and metrics; open to callers without a token."""
     router = APIRouter(tags=["service"])
 
@@ -32,9 +37,14 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Status:
-        """200 once everything that was in the log at the start has been applied."""
-        if not consumer.ready:
-            raise ProblemError(503, "unavailable", _why_not_ready(consumer))
+        """200 once everything that was in the log at the start has been applied.
+
+        Where the service reads engines itself: once those that were registered before are read, or ten seconds after
+        it began to.
+        """
+        reason = _why_not_ready(consumer) or (registrations and registrations.why_not_ready())
+        if reason:
+            raise ProblemError(503, "unavailable", reason)
         return Status(status="ready")
 
     @router.get("/metrics", response_class=Response)
@@ -45,7 +55,9 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics) -> APIRouter:
     return router
 
 
-def _why_not_ready(consumer: Consumer) -> str:
+def _why_not_ready(consumer: Consumer) -> str | None:
+    if consumer.ready:
+        return None
     if consumer.failure is not None:
         return f"the consumer has failed: {type(consumer.failure).__name__}"
     if consumer.source_error is not None:

@@ -34,7 +34,8 @@ class Listener:
     """One DP rank's stream, as this process sees it."""
 
     endpoint: str
-    """Address of a registered engine; else key of the stream on the log: tenant/model/worker/rank."""
+    """Address of a registered engine, also of ranks that only its batches name; else key of the stream on the log:
+    tenant/model/worker/rank."""
     status: str
     """`active`, or `failed` once expired; of a registered engine also `pending` until it is connected, and `failed`
     while it cannot be reached."""
@@ -42,6 +43,7 @@ class Listener:
     stale_reason: str
     """Why the view is stale; "" otherwise."""
     age_ms: int
+    """Since the worker was last heard of; of a bridged engine, since its bridge last heard it."""
     epoch: int
     """Incarnation of the publisher; -1: none yet."""
     seq: int
@@ -80,7 +82,7 @@ class Worker:
 
 
 Engines = Mapping[StreamId, "EngineStatus"]
-"""Registered ranks."""
+"""By rank: who reads it."""
 
 
 async def list_workers(
@@ -88,6 +90,7 @@ async def list_workers(
 ) -> AsyncIterator[bytes]:
     """A `Worker` each, as JSON; events and other callers get through in between. model, tenant: None: any."""
     unheard = _unheard(consumer, engines)
+    readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
     slice_began = time.perf_counter()
     for namespace in list(consumer.namespaces):
         if not _is_wanted(namespace.key, model, tenant) or consumer.namespaces.is_group(namespace):
@@ -96,7 +99,7 @@ async def list_workers(
             now = time.time()
             known = [view for view in views if is_known(consumer, view)]
             if known:
-                listeners = {view.stream.dp_rank: _listener(consumer, view, engines, now) for view in known}
+                listeners = {view.stream.dp_rank: _listener(consumer, view, readers, now) for view in known}
                 listeners |= unheard.pop((namespace.key, name), {})
                 groups = _groups(consumer, namespace, known, now)
                 yield _encoder.encode(_worker(name, namespace.key, listeners, groups))
@@ -172,13 +175,13 @@ def _worker(
     )
 
 
-def _listener(consumer: Consumer, view: View, engines: Engines, now: float) -> Listener:
-    state, engine = consumer.freshness.state(view), engines.get(view.stream)
+def _listener(consumer: Consumer, view: View, readers: Engines, now: float) -> Listener:
+    state, engine = consumer.freshness.state(view), readers.get(view.stream)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
         state=state,
-        stale_reason=view.stale_reason,
+        stale_reason=view.distrust,
         age_ms=age_ms(view.heard_at, now),
         epoch=view.epoch,
         seq=view.next_seq - 1,

@@ -55,7 +55,7 @@ class Applier:
         if view is None:
             view = self.namespaces.add_view(batch.stream, batch.block_size)
         if view.admit(batch, self.is_expired(view)):
-            view.heard_at, view.heard_tick = heard_at, max(view.heard_tick, heard_tick)
+            view.hear(batch, heard_at, heard_tick)
             yield from view.apply(batch)
             view.confirm(batch)
             self.on_applied(view, batch)

@@ -18,10 +18,12 @@ from kv_events.memory_log import MemoryLog
 def create_consumer(settings: IndexerSettings, log: MemoryLog | None = None) -> Consumer:
     """A consumer that has not begun to run. log: the log to read in embedded mode, where the settings name no other.
 
+    A log in memory ends with its process, and who writes the next one begins anew: views of it are not kept.
     Clients are imported only where the settings ask for them.
     """
     applier = Applier(Namespaces(settings), DeadLetters(settings.dead_letter_dir))
-    return Consumer(_create_source(settings, log), applier, settings, create_store(settings))
+    store = None if settings.is_embedded else create_store(settings)
+    return Consumer(_create_source(settings, log), applier, settings, store)
 
 
 def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | None:

@@ -1,4 +1,4 @@
-"""Who is expired. Silence counts against a worker only while the log itself is known to be alive."""
+"""What state to show. Silence counts against a worker only while the log itself is known to be alive."""
 
 from __future__ import annotations
 
@@ -30,4 +30,6 @@ class Freshness:
 
     def state(self, view: View) -> ViewState:
         """The state to show and to act on."""
-        return ViewState.EXPIRED if self.silence_s(view) > self._ttl_s else view.state
+        if self.silence_s(view) > self._ttl_s:
+            return ViewState.EXPIRED
+        return ViewState.STALE if view.doubt and view.state is ViewState.LIVE else view.state

@@ -5,7 +5,7 @@ Namespaces of group streams hang below that of their model, in whatever order th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,13 +92,29 @@ class Namespaces:
         namespace = self._namespaces.get(key)
         if namespace is None:
             if len(self._namespaces) == self._settings.max_namespaces:
-                raise IndexFullError("namespaces", self._settings.max_namespaces)
+                raise self._too_many_namespaces()
             index = OverlapIndex(self._settings.max_pages, self._settings.max_streams, self._settings.max_set_bytes)
             namespace = self._namespaces[key] = Namespace(key, index, groups=self._groups_of.setdefault(key, {}))
             base, group = _base_key(key)
             if group is not None:
                 self._groups_of.setdefault(base, {})[group] = namespace
         return namespace
+
+    def check_room(self, expected: Mapping[StreamId, int]) -> None:
+        """Whether these streams' views, too, could be here together. expected: stream -> block size.
+
+        Raises IndexFullError.
+        """
+        streams = {key: {view.stream for view in each.views.values()} for key, each in self._namespaces.items()}
+        for stream, block_size in expected.items():
+            streams.setdefault(NamespaceKey(stream.model, stream.tenant, block_size), set()).add(stream)
+        if len(streams) > self._settings.max_namespaces:
+            raise self._too_many_namespaces()
+        if max(map(len, streams.values()), default=0) > self._settings.max_streams:
+            raise IndexFullError("worker streams of a namespace (KVSIGHT_MAX_STREAMS)", self._settings.max_streams)
+
+    def _too_many_namespaces(self) -> IndexFullError:
+        return IndexFullError("namespaces (KVSIGHT_MAX_NAMESPACES)", self._settings.max_namespaces)
 
     def forget(self, stream: StreamId) -> Iterator[None]:
         """Drop a view and its pages, slice by slice; a namespace without views goes too.

@@ -22,6 +22,20 @@ class TierTokens(NamedTuple):
     disk: int
     external: int
 
+    def weighted(self, weights: Sequence[float]) -> float:
+        """One number: tokens, each weighed by the fastest tier that reaches it. weights: 4, fastest tier first."""
+        gpu, cpu, disk, external = weights
+        return (
+            self.gpu * gpu
+            + (self.cpu - self.gpu) * cpu
+            + (self.disk - self.cpu) * disk
+            + (self.external - self.disk) * external
+        )
+
+
+_Rank = tuple[View, ViewState, TierTokens]
+"""State: the one to show."""
+
 
 class WorkerScore(NamedTuple):
     """What one worker holds of a prompt."""
@@ -34,7 +48,7 @@ class WorkerScore(NamedTuple):
     state: ViewState
     """The least trustworthy state among the ranks that count."""
     heard_at: float
-    """Seconds since 1970: when the oldest of these views was last confirmed by a batch."""
+    """`View.heard_at` of the one that is oldest."""
     reusable_by_rank: dict[int, int] | None = None
     """Tokens by DP rank, see `reusable`; None: no rank has group streams."""
 
@@ -53,14 +67,6 @@ class WorkerScore(NamedTuple):
         """Tokens held on any tier."""
         return self.tiers.external
 
-    def weighted(self, weights: Sequence[float]) -> float:
-        """One number: tokens, each weighed by the fastest tier that reaches it. weights: 4, fastest tier first."""
-        total, reached = 0.0, 0
-        for tokens, weight in zip(self.tiers, weights, strict=True):
-            total += (tokens - reached) * weight
-            reached = tokens
-        return total
-
 
 def score(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[WorkerScore]:
     """Every worker that holds the prompt's first page on any tier; expired workers are left out.
@@ -70,12 +76,13 @@ def score(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[
     matches = namespace.index.find(hashes)
     block_size = namespace.key.block_size
     rows = matches.pages[matches.streams].tolist()
-    by_worker: dict[str, list[tuple[View, TierTokens]]] = {}
+    by_worker: dict[str, list[_Rank]] = {}
     for stream, row in zip(matches.streams.tolist(), rows, strict=True):
         view = namespace.views[stream]
-        if freshness.state(view) is not ViewState.EXPIRED:
+        state = freshness.state(view)
+        if state is not ViewState.EXPIRED:
             tokens = TierTokens(*[pages * block_size for pages in row])
-            by_worker.setdefault(view.stream.worker, []).append((view, tokens))
+            by_worker.setdefault(view.stream.worker, []).append((view, state, tokens))
     scores = [_worker_score(worker, ranks) for worker, ranks in by_worker.items()]
     if namespace.groups:
         reusable = reusable_pages(namespace, hashes, matches, freshness)
@@ -94,15 +101,14 @@ def _with_reusable(score: WorkerScore, pages: dict[tuple[str, int], int], block_
     return score._replace(reusable_by_rank=by_rank)
 
 
-def _worker_score(worker: str, ranks: list[tuple[View, TierTokens]]) -> WorkerScore:
+def _worker_score(worker: str, ranks: list[_Rank]) -> WorkerScore:
     if len(ranks) == 1:
-        view, tokens = ranks[0]
-        return WorkerScore(worker, tokens, {view.stream.dp_rank: tokens}, view.state, view.heard_at)
-    views = [view for view, _ in ranks]
+        view, state, tokens = ranks[0]
+        return WorkerScore(worker, tokens, {view.stream.dp_rank: tokens}, state, view.heard_at)
     return WorkerScore(
         worker,
-        TierTokens(*(max(column) for column in zip(*(tokens for _, tokens in ranks), strict=True))),
-        {view.stream.dp_rank: tokens for view, tokens in ranks},
-        max((view.state for view in views), key=_TRUST.__getitem__),
-        min(view.heard_at for view in views),
+        TierTokens(*(max(column) for column in zip(*(tokens for _, _, tokens in ranks), strict=True))),
+        {view.stream.dp_rank: tokens for view, _, tokens in ranks},
+        max((state for _, state, _ in ranks), key=_TRUST.__getitem__),
+        min(view.heard_at for view, _, _ in ranks),
     )

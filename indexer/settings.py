@@ -21,9 +21,11 @@ class IndexerSettings(KvsightSettings):
     log_dir: Path | None = None
     """Event log to follow where there is no Kafka. Neither: a log in memory."""
     redis: str | None = None
-    """URL of the Redis that keeps snapshots: redis://HOST:PORT/DB, rediss://... or unix://... None: a folder."""
+    """URL of the Redis that keeps snapshots: redis://HOST:PORT/DB, rediss://... or unix://... None: a folder. In
+    embedded mode there are none, and it keeps what was registered.
+    """
     snapshot_dir: Path | None = None
-    """Folder of snapshots where there is no Redis. Neither: no snapshots, every start replays the log."""
+    """Folder of the same where there is no Redis. Neither: every start replays the log."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     dead_letter_dir: Path | None = None
     """Event log of the records that could not be decoded. None: they are only counted."""

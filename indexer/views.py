@@ -12,7 +12,7 @@ import numpy as np
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import page_counts
-from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.schema import ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 
 INDEX_FULL = "index full"
@@ -23,11 +23,11 @@ class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the s
     """How far a view can be trusted."""
 
     LIVE = "live"
-    """Its digest equalled the publisher's at the last batch."""
+    """Its digest equalled the publisher's at the last batch, and the publisher had no doubt of its own."""
     SYNCING = "syncing"
     """A resync is being applied; pages held before still count until it ends."""
     STALE = "stale"
-    """A gap or a wrong digest was seen; a resync is asked for."""
+    """A gap or a wrong digest was seen, and a resync is asked for; or the publisher doubts what it knows itself."""
     EXPIRED = "expired"
     """Not heard of for the time-to-live; left out of scores."""
 
@@ -62,16 +62,23 @@ class View:
     epoch: int = -1
     next_seq: int = 0
     heard_at: float = 0.0
-    """Seconds since 1970: when the newest batch was heard of, by the reader's clock."""
+    """Seconds since 1970, by the reader's clock: the newest batch whose publisher heard its engine."""
     heard_tick: float = -math.inf
-    """The same moment on the clock of `Freshness`."""
+    """The newest batch on the clock of `Freshness`."""
     state: ViewState = ViewState.STALE
-    """LIVE, STALE or SYNCING; expiry depends on the clock, see `freshness`."""
+    """LIVE, STALE or SYNCING by what was applied; what the clock and the publisher's doubts add, see `freshness`."""
     stale_reason: str = "new"
+    doubt: str = ""
+    """What the publisher said with the newest batch against its own knowledge; a resync would not help."""
     counters: ViewCounters = field(default_factory=ViewCounters)
     _marks: Marks | None = None
     _refused_now: int = 0
     """Pages refused since everything was named the last time: until then the digest cannot fit."""
+
+    @property
+    def distrust(self) -> str:
+        """Why the view is not to be fully trusted; "": it is."""
+        return self.stale_reason or self.doubt
 
     @property
     def num_pages(self) -> list[int]:
@@ -98,6 +105,12 @@ class View:
         self.next_seq = batch.seq + 1
         return True
 
+    def hear(self, batch: DecodedBatch, at: float, tick: float) -> None:
+        """An admitted batch came. One whose publisher does not hear its engine leaves the view as old as it is."""
+        if batch.doubt != ENGINE_UNHEARD or self.heard_at == 0.0:
+            self.heard_at = at
+        self.heard_tick = max(self.heard_tick, tick)
+
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
         """Apply an admitted batch, slice by slice: stop between two slices to let queries through."""
         self.counters.batches += 1
@@ -106,6 +119,7 @@ class View:
 
     def confirm(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch: equal means right, whatever went wrong before."""
+        self.doubt = batch.doubt
         if self._marks is not None:
             return
         if np.array_equal(self.index.digest(self.number), batch.digest):

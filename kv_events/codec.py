@@ -17,6 +17,7 @@ from kv_events.digest import DIGEST_BYTES, Digest
 from kv_events.errors import RecordRejectedError
 from kv_events.limits import (
     MAX_BLOCK_SIZE,
+    MAX_DOUBT_BYTES,
     MAX_DP_RANK,
     MAX_EVENTS_PER_BATCH,
     MAX_NAME_BYTES,
@@ -28,6 +29,7 @@ from kv_events.schema import (
     SCHEMA_MAJOR,
     SCHEMA_VERSION,
     AllBlocksCleared,
+    DoubtedBatch,
     EventBatch,
     PackedRemoved,
     PackedStored,
@@ -39,7 +41,7 @@ from kv_events.schema import (
 from kv_events.streams import StreamId
 
 _encoder = msgspec.msgpack.Encoder()
-_batch_decoder = msgspec.msgpack.Decoder(EventBatch)
+_batch_decoder = msgspec.msgpack.Decoder(DoubtedBatch)
 _event_decoder = msgspec.msgpack.Decoder(WireEvent)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # all that msgspec raises on bad bytes
 _control_decoder = msgspec.msgpack.Decoder(ResyncRequest)
@@ -82,6 +84,8 @@ class DecodedBatch(NamedTuple):
     steps: list[Step]
     digest: Digest
     """uint64[8], read-only: what the worker holds after this batch."""
+    doubt: str = ""
+    """Why its own publisher does not fully trust it; "": it does."""
 
 
 def encode_batch(
@@ -92,24 +96,23 @@ def encode_batch(
     timestamp: float,
     events: list[bytes],
     digest: bytes,
+    doubt: str = "",
 ) -> bytes:
-    """One record. events: results of `encode_event`; digest: 64 bytes."""
-    raw = [msgspec.Raw(event) for event in events]
-    return _encoder.encode(
-        EventBatch(
-            SCHEMA_VERSION,
-            stream.model,
-            stream.tenant,
-            stream.worker,
-            stream.dp_rank,
-            block_size,
-            epoch,
-            seq,
-            timestamp,
-            raw,
-            digest,
-        )
+    """One record. events: results of `encode_event`; digest: 64 bytes; doubt: see `DoubtedBatch`."""
+    batch = EventBatch(
+        SCHEMA_VERSION,
+        stream.model,
+        stream.tenant,
+        stream.worker,
+        stream.dp_rank,
+        block_size,
+        epoch,
+        seq,
+        timestamp,
+        [msgspec.Raw(event) for event in events],
+        digest,
     )
+    return _encoder.encode(DoubtedBatch(**msgspec.structs.asdict(batch), doubt=doubt) if doubt else batch)
 
 
 def encode_event(event: WireEvent) -> bytes:
@@ -139,6 +142,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
         batch.timestamp,
         steps,
         np.frombuffer(batch.digest, "<u8"),
+        batch.doubt,
     )
 
 
@@ -162,7 +166,7 @@ def _check_version(version: int) -> bool:
     return version > SCHEMA_VERSION
 
 
-def _check_header(batch: EventBatch) -> None:
+def _check_header(batch: DoubtedBatch) -> None:
     for field in ("model", "tenant", "worker"):
         name: str = getattr(batch, field)
         if not name or len(name.encode()) > MAX_NAME_BYTES:
@@ -180,6 +184,8 @@ def _check_header(batch: EventBatch) -> None:
         raise RecordRejectedError("field", f"timestamp: got {batch.timestamp}, expected seconds since 1970")
     if len(batch.digest) != DIGEST_BYTES:
         raise RecordRejectedError("field", f"digest: {len(batch.digest)} bytes, expected {DIGEST_BYTES}")
+    if len(batch.doubt.encode()) > MAX_DOUBT_BYTES:
+        raise RecordRejectedError("field", f"doubt: {len(batch.doubt)} characters, at most {MAX_DOUBT_BYTES} bytes")
     if len(batch.events) > MAX_EVENTS_PER_BATCH:
         raise RecordRejectedError("batch_size", f"{len(batch.events)} events, at most {MAX_EVENTS_PER_BATCH}")
 

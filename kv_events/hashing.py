@@ -2,8 +2,12 @@
 
 *Block hash*: the engine's own, SGLang's SHA-256 chain over a page's tokens, cut to a signed 64-bit integer. It names a
 page inside one worker. *Sequence hash*: the router's, XXH3-64 rolled along the pages of a prompt after Mooncake's
-RFC #1527 with the seed of `kv_events.hash_seed` (NVIDIA Dynamo's, unless it is set). It names a page together with its
-whole prefix, is equal on every worker and can be computed from a prompt alone.
+RFC #1527. It names a page together with its whole prefix, is equal on every worker and can be computed from a prompt
+alone.
+
+The *base* is the seed of `kv_events.hash_seed` (NVIDIA Dynamo's, unless it is set). LoRA adapter and cache salt change
+the seed of *local* hashes, those of the pages' own tokens. Pages are rolled with the base in every namespace, as in
+Dynamo 1.6, so that whoever has local hashes need not know the namespace.
 """
 
 from __future__ import annotations
@@ -95,15 +99,15 @@ def _tagged(name: str | None) -> bytes:
 # --- sequence hash --------------------------------------------------------------------------------------------------
 
 
-def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, seed: int | None = None) -> int:
-    """Seed of a namespace: the base plus a tagged term for each of LoRA name and salt; "" counts as absent.
+def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, *, base: int | None = None) -> int:
+    """Seed of a namespace's local hashes: the base plus a tagged term for each of LoRA name and salt.
 
-    seed: the base; here and below None is `process_seed()`.
+    A name of "" counts as absent. base: here and below None is `process_seed()`.
 
     The terms are XXH3-64 of the UTF-8 name with seed 0 (LoRA) and 1 (salt), added modulo 2**64, so that a salt "x" and
     an adapter "x" differ. As Dynamo 1.6 does it.
     """
-    seed = process_seed() if seed is None else seed
+    seed = process_seed() if base is None else base
     if lora_name:
         seed += xxhash.xxh3_64_intdigest(lora_name.encode(), seed=0)
     if cache_salt:
@@ -119,29 +123,42 @@ def num_whole_pages(num_tokens: int, block_size: int, *, is_bigram: bool = False
 def local_hashes(tokens: U32Array, block_size: int, seed: int | None = None, *, is_bigram: bool = False) -> U64Array:
     """uint64[pages]: XXH3-64 of each whole page's tokens as little-endian u32, independent of what precedes it.
 
-    tokens: uint32[n]. In bigram mode a page of block_size pairs spans block_size + 1 tokens and shares its last one
-    with the next page.
+    tokens: uint32[n]. seed: the `namespace_seed`. In bigram mode a page of block_size pairs spans block_size + 1 tokens
+    and shares its last one with the next page.
     """
     if block_size < 1:
         raise InvalidValueError("block_size", block_size, "a positive integer")
     out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), dtype=np.uint64)
-    hash_windows(tokens, block_size + is_bigram, block_size, _base(seed), out)
+    hash_windows(tokens, block_size + is_bigram, block_size, _seed_word(seed), out)
     return out
 
 
-def rolling_hashes(local: U64Array, seed: int | None = None, parent: int | None = None) -> U64Array:
-    """uint64[pages]: local hashes chained into sequence hashes; parent is the sequence hash before the first page."""
+def rolling_hashes(local: U64Array, *, parent: int | None = None, base: int | None = None) -> U64Array:
+    """uint64[pages]: local hashes of any namespace chained into sequence hashes.
+
+    parent: the sequence hash before the first page.
+    """
     out = np.empty(len(local), dtype=np.uint64)
-    roll(local, _base(seed), np.uint64(parent or 0), parent is not None, out)
+    roll(local, _seed_word(base), np.uint64(parent or 0), parent is not None, out)
     return out
 
 
 def sequence_hashes(
-    tokens: U32Array, block_size: int, seed: int | None = None, parent: int | None = None, *, is_bigram: bool = False
+    tokens: U32Array,
+    block_size: int,
+    seed: int | None = None,
+    parent: int | None = None,
+    *,
+    base: int | None = None,
+    is_bigram: bool = False,
 ) -> U64Array:
-    """uint64[pages]: the router's names of a prompt's whole pages. See `local_hashes` and `rolling_hashes`."""
-    return rolling_hashes(local_hashes(tokens, block_size, seed, is_bigram=is_bigram), seed, parent)
+    """uint64[pages]: the router's names of a prompt's whole pages. See `local_hashes` and `rolling_hashes`.
+
+    seed: the `namespace_seed`, of local hashes only; None is the base's own.
+    """
+    local = local_hashes(tokens, block_size, base if seed is None else seed, is_bigram=is_bigram)
+    return rolling_hashes(local, parent=parent, base=base)
 
 
-def _base(seed: int | None) -> np.uint64:
+def _seed_word(seed: int | None) -> np.uint64:
     return np.uint64(process_seed() if seed is None else seed)

@@ -16,6 +16,9 @@ MAX_DP_RANK = 65_535
 MAX_NAME_BYTES = 256
 """Largest UTF-8 length of a model, tenant or worker name."""
 
+MAX_DOUBT_BYTES = 256
+"""Largest UTF-8 length of what a publisher says against its own records."""
+
 MAX_EXTRA_KEY_BYTES = 1024
 """Largest UTF-8 length of an extra key, the name of a namespace of pages."""
 

@@ -31,15 +31,14 @@ class MemoryLog:
     by `LogTruncatedError`, as it would from a Kafka topic's retention.
     """
 
-    def __init__(self, capacity_bytes: int = 256 * 2**20, first_offset: int = 0) -> None:
-        """first_offset: of the first record. One that no log before had lets nobody take this log for that one."""
+    def __init__(self, capacity_bytes: int = 256 * 2**20) -> None:
         if capacity_bytes < 1:
             raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()  # guards everything below
         self._records: deque[LogRecord] = deque()
         self._num_bytes = 0
-        self._first = first_offset
+        self._first = 0
         self._on_append: list[Callable[[], None]] = []
         self._on_request: list[Callable[[ResyncRequest], None]] = []
 

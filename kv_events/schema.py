@@ -68,6 +68,11 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, array_like=True, g
     """The worker holds nothing any more, on any medium."""
 
 
+ENGINE_UNHEARD = "engine not heard"
+"""Doubt of a publisher that cannot reach the engine it speaks for, or has not heard of it since it could."""
+BATCHES_LOST = "batches lost"
+"""Doubt of a publisher that missed events of its engine which are not to be had any more."""
+
 EngineEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -130,6 +135,16 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`WireEvent`s. Empty: a heartbeat."""
     digest: bytes
     """See `kv_events.digest`: what the worker holds after this batch."""
+
+
+class DoubtedBatch(EventBatch, frozen=True, array_like=True, gc=False):
+    """A record whose publisher knows that its own knowledge of the worker is wanting. Naming all again would not help.
+
+    A record of which that cannot be said is written without the field.
+    """
+
+    doubt: str = ""
+    """In few words: `ENGINE_UNHEARD`, `BATCHES_LOST` or another. Empty: none."""
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -211,13 +211,13 @@ def hash_windows(tokens, width, stride, seed, out):
 
 
 @njit(types.void(U64_IN, types.uint64, types.uint64, types.boolean, U64_OUT), nogil=True, cache=True)
-def roll(local, seed, parent, has_parent, out):
+def roll(local, base, parent, has_parent, out):
     """Chain local hashes into rolling ones: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
 
-    local, out: uint64, equal lengths. parent: the rolling hash before the first page, used if has_parent; without it
-    out[0] = local[0].
+    local, out: uint64, equal lengths. base: the seed, one for all namespaces. parent: the rolling hash before the first
+    page, used if has_parent; without it out[0] = local[0].
     """
     previous = parent
     for i in range(local.shape[0]):
-        previous = hash_pair(previous, local[i], seed) if has_parent or i > 0 else local[0]
+        previous = hash_pair(previous, local[i], base) if has_parent or i > 0 else local[0]
         out[i] = previous

@@ -16,8 +16,9 @@ import msgspec
 
 from api.schemas import PeerAnswer
 from kvsight.answers import ViewPart, WorkerStatus
-from kvsight.choice import DEFAULT_TIER_WEIGHTS, NOBODY, WorkerChoice
+from kvsight.choice import DEFAULT_TIER_WEIGHTS, NOBODY, WorkerChoice, check_load
 from kvsight.choice import best_worker as choose
+from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
 from kvsight.prompts import Numbers, Prompt, PromptOptions
 
@@ -37,7 +38,8 @@ class Call(Generic[T]):
 
     method: str
     path: str
-    decode: Callable[[bytes], T]
+    read: Callable[[bytes], T]
+    """What a body means. Raises msgspec.DecodeError."""
     params: Params | None = None
     content: bytes | None = None
     content_type: str | None = None
@@ -55,7 +57,7 @@ class Call(Generic[T]):
                 raise refusal
             return self.refused(refusal)
         try:
-            return self.decode(content)
+            return self.read(content)
         except msgspec.DecodeError as error:
             raise UnexpectedAnswerError(f"{where}: status {status}, but no answer of kvsight's: {error}") from error
 
@@ -65,7 +67,7 @@ class Call(Generic[T]):
 
 def query(model: str, token_ids: Numbers, **options: Unpack[PromptOptions]) -> Call[PeerAnswer]:
     """What every worker holds of a prompt, given by its tokens."""
-    return _question(Prompt(model, token_ids, **options).body(), _MSGPACK, partial(_decode, PeerAnswer))
+    return _question(Prompt(model, token_ids, **options).body(), _MSGPACK, partial(decode, PeerAnswer))
 
 
 def query_by_hash(
@@ -77,7 +79,7 @@ def query_by_hash(
 ) -> Call[PeerAnswer]:
     """The same by the prompt's page hashes: rolling and unsigned, or local and signed."""
     prompt = Prompt(model, seq_hashes=seq_hashes, block_hashes=block_hashes, **options)
-    return _question(prompt.body(), _MSGPACK, partial(_decode, PeerAnswer))
+    return _question(prompt.body(), _MSGPACK, partial(decode, PeerAnswer))
 
 
 def query_batch(prompts: Sequence[Prompt]) -> Call[list[PeerAnswer | KvsightHttpError]]:
@@ -88,7 +90,7 @@ def query_batch(prompts: Sequence[Prompt]) -> Call[list[PeerAnswer | KvsightHttp
 
 def query_raw(body: Mapping[str, Any]) -> Call[dict[str, Any]]:
     """A question in either dialect of the API, its fields as the caller has them, and its answer as it came."""
-    return _question(body, _JSON, partial(_decode, dict[str, Any]))
+    return _question(body, _JSON, partial(decode, dict[str, Any]))
 
 
 def best_worker(
@@ -98,6 +100,7 @@ def best_worker(
 
     tier_weights: `DEFAULT_TIER_WEIGHTS` where they are not given.
     """
+    check_load(load or {})
     if options.get("tier_weights") is None:
         options["tier_weights"] = DEFAULT_TIER_WEIGHTS
 
@@ -107,14 +110,14 @@ def best_worker(
         return choose(NOBODY, load)
 
     body = Prompt(model, token_ids, **options).body()
-    call = _question(body, _MSGPACK, lambda data: choose(_decode(PeerAnswer, data), load))
+    call = _question(body, _MSGPACK, lambda data: choose(decode(PeerAnswer, data), load))
     return replace(call, refused=unknown)
 
 
-def _question(body: Mapping[str, Any], content_type: str, decode: Callable[[bytes], T]) -> Call[T]:
+def _question(body: Mapping[str, Any], content_type: str, read: Callable[[bytes], T]) -> Call[T]:
     path = "/query_by_hash" if _BY_HASH & body.keys() else "/query"
     encode = msgspec.msgpack.encode if content_type == _MSGPACK else msgspec.json.encode
-    return Call("POST", path, decode, content=encode(body), content_type=content_type)
+    return Call("POST", path, read, content=encode(body), content_type=content_type)
 
 
 # --- workers --------------------------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ def _question(body: Mapping[str, Any], content_type: str, decode: Callable[[byte
 
 def workers(model: str | None = None, tenant: str | None = None) -> Call[list[WorkerStatus]]:
     """Every worker with the state of its views."""
-    return Call("GET", "/workers", partial(_decode, list[WorkerStatus]), {"model_name": model, "routing_group": tenant})
+    return Call("GET", "/workers", partial(decode, list[WorkerStatus]), {"model_name": model, "routing_group": tenant})
 
 
 def view(
@@ -136,7 +139,7 @@ def view(
 ) -> Call[ViewPart]:
     """Up to `limit` pages of what a worker stream holds, from the `next_cursor` of the part before on."""
     params = {"dp_rank": dp_rank, "model": model, "tenant": tenant, "limit": limit, "cursor": cursor}
-    return Call("GET", f"/workers/{quote(worker, '')}/view", partial(_decode, ViewPart), params)
+    return Call("GET", f"/workers/{quote(worker, '')}/view", partial(decode, ViewPart), params)
 
 
 def resync(
@@ -144,12 +147,12 @@ def resync(
 ) -> Call[list[str]]:
     """Have a worker's publishers name everything again. Returns the streams that will be asked."""
     params = {"dp_rank": dp_rank, "model": model, "tenant": tenant}
-    return Call("POST", f"/workers/{quote(worker, '')}/resync", lambda data: _decode(_Streams, data).streams, params)
+    return Call("POST", f"/workers/{quote(worker, '')}/resync", lambda data: decode(_Streams, data).streams, params)
 
 
 def dump() -> Call[dict[str, Any]]:
     """Everything that all views hold, in Dynamo's shape. Large."""
-    return Call("GET", "/dump", partial(_decode, dict[str, Any]))
+    return Call("GET", "/dump", partial(decode, dict[str, Any]))
 
 
 def register(
@@ -161,18 +164,25 @@ def register(
     dp_rank: int = 0,
     replay_endpoint: str | None = None,
     tenant: str | None = None,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
 ) -> Call[None]:
-    """Have the API subscribe to an engine's ZMQ events, where it serves that. endpoint: such as tcp://HOST:5557."""
+    """Have the API subscribe to an engine's ZMQ events, where it serves that. endpoint: such as tcp://HOST:5557.
+
+    lora_name, cache_salt: of pages of which the engine's events name none.
+    """
     fields = {
         "instance_id": instance_id,
         "endpoint": endpoint,
-        "model_name": model,
         "block_size": block_size,
         "dp_rank": dp_rank,
         "replay_endpoint": replay_endpoint,
-        "routing_group": tenant,
     }
-    return _registration("/register", fields)
+    if lora_name or cache_salt:  # which only the RFC's dialect has
+        names = {"modelname": model, "tenant_id": tenant, "lora_name": lora_name, "additionalsalt": cache_salt}
+    else:
+        names = {"model_name": model, "routing_group": tenant}
+    return _registration("/register", {**fields, **names})
 
 
 def unregister(
@@ -245,19 +255,19 @@ class _Problem(msgspec.Struct):
 
 
 def _batch_results(data: bytes) -> list[PeerAnswer | KvsightHttpError]:
-    return [_batch_result(number, raw) for number, raw in enumerate(_decode(_Results, data).results)]
+    return [_batch_result(number, raw) for number, raw in enumerate(decode(_Results, data).results)]
 
 
 def _batch_result(number: int, raw: msgspec.Raw) -> PeerAnswer | KvsightHttpError:
-    problem = _decode(_Problem, raw)
+    problem = decode(_Problem, raw)
     if problem.status:
         return problem.to_error(f"/query/batch, query {number}", problem.status)
-    return _decode(PeerAnswer, raw)
+    return decode(PeerAnswer, raw)
 
 
 def _refusal(where: str, status: int, content: bytes) -> KvsightHttpError:
     try:
-        return _decode(_Problem, content).to_error(where, status)
+        return decode(_Problem, content).to_error(where, status)
     except msgspec.DecodeError:  # a proxy's words, or a parser's
         text = content[:_LONGEST_TEXT].decode(errors="replace")
         return KvsightHttpError(where, status, _phrase(status), " ".join(text.split()))
@@ -268,10 +278,6 @@ def _phrase(status: int) -> str:
         return HTTPStatus(status).phrase
     except ValueError:
         return "Unknown status"
-
-
-def _decode(kind: type[T], data: bytes | msgspec.Raw) -> T:
-    return msgspec.json.decode(data, type=kind)
 
 
 def _nothing(_data: bytes) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from api.schemas import PeerAnswer, PeerInstance
+from kv_events.errors import InvalidValueError, shorten
 
 DEFAULT_TIER_WEIGHTS = (1.0, 0.75, 0.5, 0.25)
 """What a token of gpu, cpu, disk and external is worth. A guess: the time that each tier saves, measured, is better."""
@@ -19,7 +23,8 @@ class WorkerChoice(NamedTuple):
 
     worker: str
     dp_rank: int | None
-    """The rank that holds most on its device; None: the worker holds nothing of the prompt, any rank will do."""
+    """The rank whose tokens are worth most; None: the worker holds nothing, or the answer does not tell which rank
+    holds it. Any rank will do then."""
     tokens: int
     """Of the prompt that it holds, on any tier."""
     score: float
@@ -29,14 +34,19 @@ class WorkerChoice(NamedTuple):
 def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> WorkerChoice | None:
     """The worker with the highest score, or None where there is no candidate.
 
-    score = tokens held - load. Tokens are `weighted` where the query gave tier weights, else `longest_matched`.
+    score = tokens held - load. Tokens are those of the worker's best rank: by weight where the query gave tier weights,
+    on any tier alike where it did not.
     load: worker -> tokens of work that wait there (prompt tokens still to be computed, say); its keys are the
     candidates, also those that hold nothing, and nobody else is. Without it the candidates are the answer's workers.
 
     Ties go to the smaller load, then to the longer match, then to the name that sorts first: equal questions get equal
-    answers. Among a worker's ranks the one with most tokens on its device wins, then the lowest number.
+    answers. Among a worker's ranks that are worth the same, the longer match wins, then more tokens on the device, then
+    the lowest number.
+
+    Raises InvalidValueError for a load that is not a number.
     """
     loads = dict.fromkeys(answer.instances, 0.0) if load is None else load
+    check_load(loads)
     choices = [_choice(name, answer.instances.get(name), waiting) for name, waiting in loads.items()]
 
     def rank(choice: WorkerChoice) -> tuple[float, float, int, str]:
@@ -45,9 +55,25 @@ def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> 
     return min(choices, key=rank, default=None)
 
 
+def check_load(load: Mapping[str, float]) -> None:
+    """Raises InvalidValueError, which names the worker."""
+    for worker, waiting in load.items():
+        if math.isnan(waiting):
+            raise InvalidValueError(f"load[{shorten(worker)}]", waiting, "a number")
+
+
 def _choice(name: str, held: PeerInstance | None, waiting: float) -> WorkerChoice:
     if held is None:
         return WorkerChoice(name, None, 0, -waiting)
-    worth = held.weighted if isinstance(held.weighted, float) else float(held.longest_matched)
-    rank = min(held.dp, key=lambda rank: (-held.dp[rank], rank), default=None)
-    return WorkerChoice(name, rank, held.longest_matched, worth - waiting)
+    matched = held.dp if held.matched_dp is UNSET else held.matched_dp
+    if held.weighted is UNSET:
+        whole, worth = float(held.longest_matched), {rank: float(tokens) for rank, tokens in matched.items()}
+    elif len(held.dp) == 1:
+        whole, worth = held.weighted, dict.fromkeys(held.dp, held.weighted)
+    else:
+        whole, worth = held.weighted, held.weighted_dp or {}
+    known = worth.keys() & matched.keys()
+    if not known or max(matched.values()) < held.longest_matched:
+        return WorkerChoice(name, None, held.longest_matched, whole - waiting)
+    best = min(known, key=lambda rank: (-worth[rank], -matched[rank], -held.dp.get(rank, 0), rank))
+    return WorkerChoice(name, best, matched[best], worth[best] - waiting)

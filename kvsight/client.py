@@ -31,19 +31,21 @@ Outcome: TypeAlias = httpx.Response | httpx.HTTPError
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 _KEEPALIVE_S = 4.0  # the server hangs up after 5
-_CREDENTIALS = re.compile("//.*@")
+_CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
+_TOKEN = re.compile(r"[!-~]+")  # what a header carries as it is
 
 
 class _Side:
     """What both clients share: the address, the headers, the verdict on each attempt."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float, retry: RetryPolicy | None) -> None:
-        self._shown_url = _CREDENTIALS.sub("//...@", url).rstrip("/")
+        self._shown_url = _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
+        base_url = _checked(url, self._shown_url)
         self._options: dict[str, Any] = {
-            "base_url": _checked(url, self._shown_url),
-            "headers": {"Authorization": f"Bearer {token}"} if token else {},
+            "base_url": base_url.copy_with(userinfo=b""),  # httpx logs addresses
+            **_authorization(base_url, token),
             "timeout": timeout_s,
             "limits": httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_KEEPALIVE_S),
         }
@@ -89,6 +91,17 @@ def _checked(url: str, shown: str) -> httpx.URL:
     return parsed
 
 
+def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
+    """Arguments for httpx; no error shows them."""
+    if token and not _TOKEN.fullmatch(token):
+        raise InvalidValueError("token", f"{len(token)} characters", "printable ASCII without spaces or line ends")
+    if token and url.userinfo:
+        raise InvalidValueError("token", f"{len(token)} characters", "no user in `url` beside it: both are credentials")
+    if token:
+        return {"headers": {"Authorization": f"Bearer {token}"}}
+    return {"auth": (url.username, url.password)} if url.userinfo else {}
+
+
 def _waits(make: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
     """A call as a method of `Client`."""
 
@@ -119,6 +132,7 @@ class Client(_Side):
     Every method raises KvsightHttpError where the API refuses, KvsightConnectionError where nobody answers,
     UnexpectedAnswerError where somebody else does, and InvalidValueError for arguments that could not be sent.
 
+    url: a user and a password in it are sent as such, in place of a token; no error and no log line shows either.
     timeout_s: of each of connecting, sending and receiving, in every attempt. transport: in place of the network's.
     """
 
@@ -177,9 +191,8 @@ class Client(_Side):
                 if not response.is_success:
                     response.read()
                 self._check_feed(response)
-                for line in response.iter_lines():
-                    if (event := reader.take(line)) is not None:
-                        yield event
+                for received in response.iter_raw():
+                    yield from reader.take(received)
         except httpx.HTTPError as error:
             raise self._broken("/events", error) from error
 
@@ -250,8 +263,8 @@ class AsyncClient(_Side):
                 if not response.is_success:
                     await response.aread()
                 self._check_feed(response)
-                async for line in response.aiter_lines():
-                    if (event := reader.take(line)) is not None:
+                async for received in response.aiter_raw():
+                    for event in reader.take(received):
                         yield event
         except httpx.HTTPError as error:
             raise self._broken("/events", error) from error

@@ -56,12 +56,15 @@ class Outbox:
         self.seq = 0
         """Number of the next record."""
         self.num_snapshots = 0
+        self.doubt = ""
+        """What every record says against itself. Any thread may set it; a change makes a record due."""
         self._settings = settings
         self._stream = settings.stream
         self._key = settings.stream.key.encode()
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
         self._recorder = recorder
         self._digest = empty_digest()  # after the last record
+        self._told_doubt = ""  # by the last record
         self._snapshot: _Snapshot | None = None
         self._wanted: _Wanted | None = _Wanted(_FIRST_REASON, 0)
         # by `_clock`, which never goes back
@@ -123,7 +126,8 @@ class Outbox:
         """How long nothing will be due if no further event comes; 0 if there is something not looked at yet."""
         self._advance(now)
         unseen_wish = self._resync_at is None and (self._wanted is not None or self._recorder.is_broken)
-        if unseen_wish or (self._recorder.num_queued and not self.is_lingering):
+        unseen_changes = self._recorder.num_queued and not self.is_lingering
+        if unseen_wish or unseen_changes or self.doubt != self._told_doubt:
             return 0.0
         due = [self._last_record_at + self._settings.heartbeat_s]
         if self._waiting_since is not None:
@@ -167,7 +171,7 @@ class Outbox:
             record = self._changes_record(now)
             if record is not None:
                 return record
-        if self._clock - self._last_record_at >= self._settings.heartbeat_s:
+        if self.doubt != self._told_doubt or self._clock - self._last_record_at >= self._settings.heartbeat_s:
             return self._heartbeat(now)
         return None
 
@@ -215,6 +219,7 @@ class Outbox:
 
     def _record(self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None) -> OutRecord:
         digest = self._digest if digest is None else digest
+        self._told_doubt = doubt = self.doubt
         payload = encode_batch(
             self._stream,
             self._settings.block_size,
@@ -223,6 +228,7 @@ class Outbox:
             now,
             events,
             digest_bytes(digest),
+            doubt,
         )
         self.seq += 1
         self._last_record_at = self._clock

@@ -13,10 +13,12 @@ from typing import NamedTuple, Self
 
 import uvloop
 
-from kv_events.errors import KvsightError
+from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.limits import MAX_DOUBT_BYTES
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
 from publisher.drain import Drain
+from publisher.epochs import next_epoch
 from publisher.hand_over import QueueStats
 from publisher.intake import EventColumns
 from publisher.outbox import Outbox
@@ -75,7 +77,7 @@ class EventPublisher:
     def __init__(self, settings: PublisherSettings, sink: Sink) -> None:
         self._settings = settings
         self._recorder = Recorder(settings)
-        self._outbox = Outbox(settings, self._recorder, epoch=time.time_ns())
+        self._outbox = Outbox(settings, self._recorder, epoch=next_epoch())
         self._drain = Drain(settings.worker, self._outbox, sink, settings.inflight_batches)
         self._logged_at = -_LOG_INTERVAL_S
         self._logged: dict[str, int] = {}
@@ -96,7 +98,7 @@ class EventPublisher:
 
     @property
     def epoch(self) -> int:
-        """This incarnation: nanoseconds since 1970 at construction."""
+        """This incarnation: nanoseconds since 1970 at construction, see `next_epoch`."""
         return self._outbox.epoch
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
@@ -120,6 +122,19 @@ class EventPublisher:
     def request_resync(self, reason: str) -> None:
         """Have everything named again, soon. Any thread."""
         self._outbox.request_resync(reason)
+        self._drain.wake()
+
+    def set_doubt(self, doubt: str) -> None:
+        """Say with every record from now on why readers should not fully trust it; "": nothing speaks against it.
+
+        For a publisher that has its events from elsewhere, and knows that it misses some: naming all again would not
+        help. A change is told at once. Any thread. Raises InvalidValueError.
+        """
+        if doubt == self._outbox.doubt:
+            return
+        if len(doubt.encode()) > MAX_DOUBT_BYTES:
+            raise InvalidValueError("doubt", doubt, f"at most {MAX_DOUBT_BYTES} bytes")
+        self._outbox.doubt = doubt
         self._drain.wake()
 
     def stats(self) -> PublisherStats:

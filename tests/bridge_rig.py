@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, Self
 
@@ -17,9 +18,11 @@ from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
 from publisher.bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
 from publisher.bridge.decoding import Decoder
-from publisher.bridge.translate import Identity, Translator
+from publisher.bridge.identity import Identity
+from publisher.bridge.translate import Translator
 from publisher.sinks import MemorySink
 
 NOW = 1_700_000_000.0
@@ -36,13 +39,14 @@ class View:
         self.pages: Pages = set()
         self.epoch = -1
         self.block_size = 0
+        self.doubt: str | None = None
         self._named: Pages | None = None
 
     def read(self, record: bytes) -> None:
         batch = decode_batch(record)
         if batch.epoch < self.epoch:
             return
-        self.epoch, self.block_size = batch.epoch, batch.block_size
+        self.epoch, self.block_size, self.doubt = batch.epoch, batch.block_size, batch.doubt
         for step in batch.steps:
             match step:
                 case StoredPages():
@@ -98,6 +102,10 @@ class LiveBridge:
             lambda: self.view(worker, rank).pages == pages, deadline_s, f"{len(pages)} pages of {worker}"
         )
 
+    async def doubts(self, doubt: str, worker: str = "w", rank: int = 0) -> None:
+        """Wait until this is what a worker's records say against themselves."""
+        await async_wait_until(lambda: self.view(worker, rank).doubt == doubt, 20.0, f"{doubt!r} of {worker}")
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -108,12 +116,26 @@ class LiveBridge:
 class Rig:
     """One worker stream of a bridge."""
 
-    def __init__(self, *, block_size: int | None = None, name_pages: int = 10_000, model: str = "m") -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int | None = None,
+        name_pages: int = 10_000,
+        model: str = "m",
+        failures: Iterable[Exception] = (),
+    ) -> None:
+        """failures: of making publishers, before one can be made."""
+        self._failures = list(failures)
         self.counters = BridgeCounters()
         self._view = View()
         self._decoder = Decoder()
         self.translator = Translator(
-            Identity(model, "default"), self.counters, self._publisher, block_size=block_size, name_pages=name_pages
+            Identity(model, "default"),
+            self.counters,
+            Complaints("w"),
+            self._publisher,
+            block_size=block_size,
+            name_pages=name_pages,
         )
 
     def take(self, *events: Any, **shape: Any) -> Self:
@@ -137,6 +159,8 @@ class Rig:
         return self._view.pages
 
     def _publisher(self, block_size: int) -> EventPublisher:
+        if self._failures:
+            raise self._failures.pop(0)
         settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=10_000)
         return EventPublisher(settings, MemorySink(MemoryLog()))
 

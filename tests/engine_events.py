@@ -90,7 +90,10 @@ def names_of(
     objects: Sequence[Sequence[int]] = (),
     is_bigram: bool = False,
 ) -> list[int]:
-    """Sequence hashes of a prompt's pages; objects: hashes of what lies in each page. Page by page, with xxhash."""
+    """Sequence hashes of a prompt's pages; objects: hashes of what lies in each page. Page by page, with xxhash.
+
+    Adapter, salt and objects enter the hash of a page's own tokens; pages are chained by the base alone.
+    """
     seed = 1337
     if lora:
         seed += xxhash.xxh3_64_intdigest(lora.encode(), 0)
@@ -102,7 +105,7 @@ def names_of(
         data = struct.pack(f"<{len(part)}I", *part)
         data += b"".join(struct.pack("<Q", value) for value in sorted(objects[page] if page < len(objects) else ()))
         local = xxhash.xxh3_64_intdigest(data, seed & MASK64)
-        rolled = xxhash.xxh3_64_intdigest(struct.pack("<QQ", names[-1], local), seed & MASK64) if names else local
+        rolled = xxhash.xxh3_64_intdigest(struct.pack("<QQ", names[-1], local), 1337) if names else local
         names.append(rolled)
     return names
 

@@ -9,8 +9,9 @@ from event_replay import Replay
 from hybrid_rig import HybridRig
 from nsa_rig import NsaRig
 from tier_rig import Rig
+from unified_rig import UnifiedRig
 
-from engine_cache import StoragePolicy
+from engine_cache import InitLoadBackParams, StoragePolicy
 from engine_cache.storage.mooncake import MooncakeStorage
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
@@ -27,9 +28,11 @@ def own_identity(**fields):
 
 
 def make_rig(kind, layout="page_first", **options):
-    """A cache without a store. kind: mha, mla, hybrid or nsa."""
+    """A cache without a store. kind: mha, mla, hybrid, nsa or swa."""
     if kind == "nsa":
         return NsaRig(PAGE_SIZE, layout, **options)
+    if kind == "swa":
+        return UnifiedRig(("swa",), attention="mha", layout=layout, **options)
     if kind == "hybrid":
         return HybridRig(layout=layout, **options)
     return Rig(attention=kind, layout=layout, **options)
@@ -75,3 +78,14 @@ def prefetch(rig, tokens=PROMPT, req_id="r"):
     assert rig.cache.check_prefetch_progress(req_id)
     rig.settle()
     return rig.cache.pop_prefetch_loaded_tokens(req_id)
+
+
+def load_back(rig, tokens=PROMPT):
+    """Bring to the device what the host has of a prompt; units that were there."""
+    match = rig.match(tokens)
+    if isinstance(rig, UnifiedRig):
+        rig.cache.release(rig.load_back(match)[2])
+    else:
+        rig.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
+    rig.settle()
+    return match.host_hit_length

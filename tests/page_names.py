@@ -26,7 +26,7 @@ def block_name(raw, page_size, is_bigram):
 
 @memoize
 def sequence_hash(raw, page_size, is_bigram, extra_key):
-    """XXH3-64 of the last page of a prefix, rolled by recursion."""
+    """XXH3-64 of the last page of a prefix, rolled by recursion; the namespace is in the pages' own hashes alone."""
     seed = 1337
     if extra_key is not None:
         seed = (seed + xxhash.xxh3_64_intdigest(extra_key.encode(), 1)) % 2**64
@@ -35,4 +35,4 @@ def sequence_hash(raw, page_size, is_bigram, extra_key):
     if len(raw) - is_bigram == page_size:
         return local
     above = sequence_hash(raw[:-page_size], page_size, is_bigram, extra_key)
-    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", above, local), seed)
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", above, local), 1337)

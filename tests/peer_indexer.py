@@ -34,6 +34,10 @@ class PeerIndexer:
         answer = self._http.post("/register", json={"instance_id": instance, "endpoint": endpoint, **fields})
         assert answer.status_code == 201, answer.text
 
+    def request(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """Its answer, whatever it is. request: as of `httpx.Client.request`."""
+        return self._http.request(method, path, **request)
+
     def query(self, **body: Any) -> Any:
         """Its answer."""
         return self._http.post("/query", json=body).raise_for_status().json()

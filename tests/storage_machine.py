@@ -65,7 +65,8 @@ class StorageMachine(CacheMachine):
             held, on_host = self.store.held(), self.rig.held(CPU)
             beyond = [prefix for prefix in self.seen - on_host if self.key_of(*prefix) in held]
             if beyond:
-                extra_key, raw = draw.choice(sorted(beyond, key=str))
+                candidates = draw.choices(sorted(beyond, key=str), k=3)
+                extra_key, raw = max(candidates, key=lambda prefix: len(prefix[1]))  # it may have a state at its end
                 return list(raw), extra_key
         return self.prompt(draw)
 
@@ -99,7 +100,9 @@ class StorageMachine(CacheMachine):
 
     @operation(when=has_store)
     def the_store_fails_or_recovers(self, draw):
-        self.store.broken, self.store.full = draw.random() < 0.15, draw.random() < 0.15
+        pools = tuple(self.rig.controller.entries)
+        self.store.broken = draw.random() < 0.15
+        self.store.full = draw.choice([()] * 10 + [pools, (draw.choice(pools),)])
 
     @operation(weight=2, when=has_store)
     def the_store_loses_something(self, draw):
@@ -213,6 +216,7 @@ class StorageMachine(CacheMachine):
         while self.store.acknowledged:
             self.archived.add(self.store.acknowledged.popleft())
         self.once_archived |= self.archived
+        assert not self.store.bare
         held = self.store.held()
         self.archived &= held
         self.unnoticed -= held

@@ -90,6 +90,7 @@ class KVPools:
 
     def write(self, rows, content):
         """Write pages to rows of the device. content: one number a page."""
+        content = torch.as_tensor(content)
         for layer in range(LAYERS):
             keys, values = self._rows_of(content, layer)
             if self.is_mla:
@@ -115,12 +116,12 @@ class KVPools:
         return keys + layer, ~keys - layer
 
     def _check(self, held, rows, content, layer):
-        for part, wanted in zip(held, self._rows_of(content, layer), strict=True):
+        for part, wanted in zip(held, self._rows_of(torch.as_tensor(content), layer), strict=True):
             assert torch.equal(part.flatten()[torch.from_numpy(rows)], wanted)
 
 
 class MemoryStorage(HiCacheStorage):
-    """A store in a dict. `broken`: every read and write raises. `full`: nothing more is taken."""
+    """A store in a dict. `broken`: every read and write raises. `full`: pools of which nothing more is taken."""
 
     medium = StorageMedium.DISK
 
@@ -128,7 +129,7 @@ class MemoryStorage(HiCacheStorage):
         super().__init__()
         self.pages = {}
         self.removed = {}
-        self.broken = self.full = False
+        self.broken, self.full = False, ()
         self.batches = []  # (what, pool, number of keys)
 
     def is_held(self, key):
@@ -166,7 +167,7 @@ class MemoryStorage(HiCacheStorage):
     def _write(self, name, pool, keys, rows):
         self._check("set", name, keys)
         for key, row in zip(keys, rows, strict=True):
-            if not self.full:
+            if name not in self.full:
                 self.pages.setdefault((name, key), pool.get_data_page(row))
         return [(name, key) in self.pages for key in keys]
 

@@ -1,8 +1,9 @@
 """Stores that fail when told to, and what they really hold, found out without asking them.
 
-All kinds have `broken` (reads and writes raise), `full` (nothing more is taken), `acknowledged` (keys of KV pages
-whose writing was answered with true, and so were those before them in their batch), `held` (keys of the KV pages that
-are there), `harm`, and `discard`, which ends the store and all that is in it.
+All kinds have `broken` (reads and writes raise), `full` (pools of which nothing more is taken), `acknowledged` (keys of
+KV pages whose writing was answered with true, and so were those before them in their batch), `bare` (keys of KV pages
+that came although their index was refused), `held` (keys of the KV pages that are there), `harm`, and `discard`, which
+ends the store and all that is in it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,18 @@ class _Acknowledging:
     def __init__(self, *args, **params):
         super().__init__(*args, **params)
         self.acknowledged = deque()
+        self.bare = set()
+        self._refused = set()  # (pool, key) of pages beside KV that were refused when they came last
+
+    def batch_set_v2(self, transfers):
+        done = super().batch_set_v2(transfers)
+        for transfer in transfers:
+            for key, is_done in zip(transfer.keys, done[transfer.name], strict=True):
+                (self._refused.discard if is_done else self._refused.add)((transfer.name, key))
+        return done
 
     def batch_set_v1(self, keys, host_indices):
+        self.bare |= {key for key in keys if (PoolName.INDEXER, key) in self._refused}
         done = super().batch_set_v1(keys, host_indices)
         self.acknowledged.extend(keys[: sum(takewhile(bool, done))])
         return done
@@ -35,7 +46,7 @@ class _Acknowledging:
 class Failing(_Acknowledging):
     """A store that knows nothing of failing by itself."""
 
-    broken = full = False
+    broken, full = False, ()
 
     def _present(self, name, keys):
         self._fail_if_broken()
@@ -47,7 +58,7 @@ class Failing(_Acknowledging):
 
     def _write(self, name, pool, keys, rows):
         self._fail_if_broken()
-        if not self.full:
+        if name not in self.full:
             return super()._write(name, pool, keys, rows)
         there = list(super()._present(name, keys))
         known = [(key, row) for key, row, is_there in zip(keys, rows, there, strict=True) if is_there]
@@ -102,21 +113,32 @@ class WatchedDirectory(Failing, DirectoryStorage):
         files = sorted(self._files())
         if not files:
             return set()
-        path = draw.choice(files)
-        kind, content = draw.randrange(3), bytearray(path.read_bytes())
-        if kind == 0 or not content:
+        path, kind = draw.choice(files), draw.randrange(3)
+        try:
+            with path.open("r+b") as file:
+                if kind and _damage(file, draw, is_cut=kind == 1):
+                    return set()
             path.unlink()
-            match = _FILE.fullmatch(path.name)
-            return {match[1]} if match else set()
-        if kind == 1:
-            path.write_bytes(content[: draw.randrange(len(content))])
-        else:
-            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-            path.write_bytes(content)
-        return set()
+        except FileNotFoundError:  # the store, on another thread, was faster
+            return set()
+        match = _FILE.fullmatch(path.name)
+        return {match[1]} if match else set()
 
     def discard(self):
         self._temporary.cleanup()
 
     def _files(self):
         return [path for path in Path(self._temporary.name).iterdir() if path.suffix == ".bin"]
+
+
+def _damage(file, draw, *, is_cut):
+    """Cut it, or change a bit; False if it is empty."""
+    content = file.read()
+    if content:
+        place = draw.randrange(len(content))
+        file.seek(place)
+        if is_cut:
+            file.truncate()
+        else:
+            file.write(bytes([content[place] ^ 1 << draw.randrange(8)]))
+    return bool(content)

@@ -71,7 +71,9 @@ class Stream:
         """A new incarnation that holds nothing yet."""
         self.epoch, self.seq, self.held = self.epoch + 1, 0, set()
 
-    def batch(self, *events: WireEvent, digest: bytes | None = None, now: float | None = None) -> LogRecord:
+    def batch(
+        self, *events: WireEvent, digest: bytes | None = None, now: float | None = None, doubt: str = ""
+    ) -> LogRecord:
         """The next record."""
         for event in events:
             self._track(event)
@@ -84,6 +86,7 @@ class Stream:
             now,
             [encode_event(event) for event in events],
             digest_of(self.held) if digest is None else digest,
+            doubt,
         )
         self.seq += 1
         return LogRecord(0, self.seq, int(now * 1000), self.id.key.encode(), payload)

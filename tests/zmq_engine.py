@@ -32,8 +32,11 @@ class ZmqEngine:
         first_seq: int = 0,
         connect_to: str | None = None,
         port: int | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
-        """layout: of replay answers. connect_to: the reader binds, as where the address has a wildcard for it."""
+        """layout: of replay answers. connect_to: the reader binds, as where the address has a wildcard for it.
+        host: one of IPv6 in brackets.
+        """
         self.seq = first_seq
         self.topic = topic.encode()
         self.requests: list[int] = []
@@ -44,6 +47,7 @@ class ZmqEngine:
         self._layout = layout
         self._high_water_mark = high_water_mark
         self._connect_to = connect_to
+        self._host = host
         self._port = port or free_port()
         self._replay_port = free_port() if replay else None
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
@@ -52,11 +56,11 @@ class ZmqEngine:
 
     @property
     def endpoint(self) -> str:
-        return f"tcp://127.0.0.1:{self._port}"
+        return f"tcp://{self._host}:{self._port}"
 
     @property
     def replay_endpoint(self) -> str | None:
-        return None if self._replay_port is None else f"tcp://127.0.0.1:{self._replay_port}"
+        return None if self._replay_port is None else f"tcp://{self._host}:{self._replay_port}"
 
     def send(self, payload: bytes, fate: Literal["sent", "dropped", "lost"] = "sent") -> int:
         """The next batch. dropped: only replays have it; lost: nobody has it. Returns its number."""
@@ -103,6 +107,7 @@ class ZmqEngine:
 
     def _open(self) -> None:
         self._context = zmq.Context()
+        self._context.setsockopt(zmq.IPV6, self._host.startswith("["))  # of its sockets
         self._live = self._context.socket(zmq.XPUB)
         self._live.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._live.setsockopt(zmq.SNDHWM, self._high_water_mark)

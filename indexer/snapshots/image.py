@@ -39,6 +39,7 @@ class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
     stale_reason: str
     counters: ViewCounters
     digest: bytes
+    doubt: str = ""
 
 
 class _NamespaceImage(msgspec.Struct, frozen=True, array_like=True):
@@ -143,6 +144,7 @@ def _view_image(view: View) -> _ViewImage:
         reason,
         replace(view.counters),
         digest_bytes(view.index.digest(view.number)),
+        view.doubt,
     )
 
 
@@ -170,6 +172,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             heard_at=v.heard_at,
             state=v.state,
             stale_reason=v.stale_reason,
+            doubt=v.doubt,
             counters=v.counters,
         )
         namespaces.adopt(namespace, view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,6 +50,8 @@ def bridge(
     Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
     compile_kernels("publisher.bridge")
+    import uvloop
+
     from publisher import PublisherSettings
     from publisher.bridge import BridgeSettings, parse_engine, read_engines
 
@@ -59,7 +62,8 @@ def bridge(
     given = {name: value for name, value in sink.items() if value is not None}
     # every stream has a name and a block size of its own
     template = PublisherSettings(model="bridge", worker="bridge", dp_rank=0, block_size=1, **given)
-    asyncio.run(_serve(engines, BridgeSettings(), template, metrics_port))
+    gc.freeze()  # as `kvsight serve` does
+    uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port))
 
 
 async def _serve(

@@ -83,7 +83,7 @@ def hash_prompt(
 def hashes_of(
     prompt: U32Array, block_size: int, seed: int, lora: str | None, salt: str | None, *, is_bigram: bool = False
 ) -> PromptHashes:
-    """The names of a prompt's pages. seed: the base, to which LoRA name and salt add; both may be None."""
+    """The names of a prompt's pages. seed: the base. LoRA name and salt may be None."""
     from kv_events.hashing import (
         block_hash_chain,
         hash_strs_to_int64,
@@ -93,15 +93,14 @@ def hashes_of(
         rolling_hashes,
     )
 
-    namespace = namespace_seed(lora, salt, seed)
-    local = local_hashes(prompt, block_size, namespace, is_bigram=is_bigram)
+    local = local_hashes(prompt, block_size, namespace_seed(lora, salt, base=seed), is_bigram=is_bigram)
     in_tree = hash_strs_to_int64(block_hash_chain(prompt, block_size, None, is_bigram=is_bigram))
     return PromptHashes(
         block_size=block_size,
         seed=seed,
         num_tokens=len(prompt),
         local_hashes=local.tolist(),
-        seq_hashes=rolling_hashes(local, namespace).tolist(),
+        seq_hashes=rolling_hashes(local, base=seed).tolist(),
         block_hashes=local.view("i8").tolist(),
         sglang=(namespaced_block_hashes(in_tree, lora, None) if lora else in_tree).tolist(),
         sglang_dynamo=namespaced_block_hashes(in_tree, lora, salt).tolist(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,11 +25,12 @@ def serve(
         Path | None, typer.Option(help="Without Kafka: folder of an event log to follow.", envvar="KVSIGHT_LOG_DIR")
     ] = None,
     redis: Annotated[
-        str | None, typer.Option(help="Keep snapshots in Redis: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS")
+        str | None,
+        typer.Option(
+            help="Keep snapshots, or what was registered, in Redis: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"
+        ),
     ] = None,
-    snapshots: Annotated[
-        Path | None, typer.Option(help="Keep snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
-    ] = None,
+    snapshots: Annotated[Path | None, typer.Option(help="The same in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")] = None,
 ) -> None:
     """Run the indexer and its HTTP API.
 
@@ -69,7 +69,7 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     from kv_events.memory_log import MemoryLog
     from publisher.bridge import BridgeSettings
 
-    log = MemoryLog(first_offset=time.time_ns())  # positions in snapshots of processes before mean nothing here
+    log = MemoryLog()
     consumer = create_consumer(indexer, log)
     store = create_store(indexer, "registrations")
     return create_app(consumer, settings, Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), store))

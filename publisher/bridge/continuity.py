@@ -6,12 +6,15 @@ number comes again with another content; so the newest batches are remembered, t
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+import time
+from collections import OrderedDict, deque
 from enum import Enum, auto
 
 import xxhash
 
 _MOST_AHEAD = 100_000
+_MANY_RESTARTS, _MANY_WITHIN_S, _QUIET_S = 10, 10.0, 30.0
 
 
 class Verdict(Enum):
@@ -74,6 +77,28 @@ class Continuity:
     def restart(self) -> None:
         """Another incarnation: numbers begin anew."""
         self.__init__()  # type: ignore[misc]
+
+
+class RestartLimit:
+    """No engine is restarted so often as several that send on one address seem to be, each by the other's batches."""
+
+    def __init__(self) -> None:
+        self._restarts: deque[float] = deque(maxlen=_MANY_RESTARTS)
+        self._quiet_until = -math.inf
+
+    def is_exceeded(self) -> bool:
+        """Whether nothing should be taken at present."""
+        return time.monotonic() < self._quiet_until
+
+    def restarted(self) -> bool:
+        """One restart more. True: that were too many, from now on for a while."""
+        now = time.monotonic()
+        self._restarts.append(now)
+        if len(self._restarts) < _MANY_RESTARTS or now - self._restarts[0] >= _MANY_WITHIN_S:
+            return False
+        self._restarts.clear()
+        self._quiet_until = now + _QUIET_S
+        return True
 
 
 def _content(payload: bytes) -> int:

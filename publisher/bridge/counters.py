@@ -40,9 +40,13 @@ class BridgeCounters:
     bad_events: Counter[str] = field(default_factory=Counter)
     """Events that cannot be read, by reason; the rest of their batch was taken."""
     bad_ranks: int = 0
-    """Batches whose rank makes no sense, or is another engine's; taken for the registered one."""
+    """Batches whose rank makes no sense; taken for the registered one."""
+    foreign_ranks: int = 0
+    """Batches of a rank that is another engine's, or one too many; left out."""
     unknown_media: Counter[str] = field(default_factory=Counter)
     """Pages on media that nobody knows, by name."""
+    guessed_salts: int = 0
+    """Stores whose cache salt is only known by the looks of an extra key."""
     unknown_parents: int = 0
     """Stored pages whose prefix is not known."""
     unresolved_pages: int = 0

@@ -19,8 +19,9 @@ from kv_events.errors import KvsightError
 from kv_events.hashing import U32Array, U64Array
 from publisher.bridge import batch_kernels as batches
 from publisher.bridge import event_rows as columns
-from publisher.bridge.envelopes import decode_any, decode_envelope
+from publisher.bridge.envelopes import decode_any, decode_envelope, may_remove
 from publisher.bridge.name_kernels import PageEvents
+from publisher.bridge.run_kernels import begin_run
 from publisher.bridge.runs import BadEvent, ClearedRun, MixedRun, Place, RemovedRun, Run, StoredRun
 from publisher.bridge.scan_kernels import scan_batches
 
@@ -120,21 +121,36 @@ class Decoder(threading.local):
     def _runs(self, data: bytes, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._rows[:num_rows, columns.CONTINUES] == 0).tolist()
         for start, stop in pairwise([*begins, num_rows]):
-            yield self._run(data, self._rows[start].tolist(), start, stop), stop - start
+            try:
+                run = self._run(data, self._rows[start].tolist(), start, stop)
+            except _UNREADABLE:
+                yield from ((self._single(data, number), 1) for number in range(start, stop))
+            else:
+                yield run, stop - start
 
     def _run(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
-        """Events start .. stop; row: the first one's."""
-        kind = row[columns.KIND]
-        try:
-            if kind in (columns.STORED, columns.REMOVED):
+        """Events start .. stop; row: the first one's. Raises one of _UNREADABLE."""
+        match row[columns.KIND]:
+            case columns.STORED | columns.REMOVED:
                 return self._pages(data, row, start, stop)
-            if kind == columns.CLEARED:
+            case columns.CLEARED:
                 return ClearedRun()
-            if kind == columns.ENVELOPE:
+            case columns.ENVELOPE:
                 return decode_envelope(memoryview(data)[row[columns.START] : row[columns.STOP]])
+            case kind:
+                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE)
+
+    def _single(self, data: bytes, number: int) -> Run:
+        """One event of a run that cannot be taken as a whole."""
+        begin_run(self._rows, number)
+        self._columns.places[number] = 0
+        row = self._rows[number].tolist()
+        try:
+            return self._run(data, row, number, number + 1)
         except _UNREADABLE:
-            return BadEvent("field")
-        return BadEvent(columns.REASONS[row[columns.REASON]])
+            is_envelope = row[columns.KIND] == columns.ENVELOPE
+            event = memoryview(data)[row[columns.START] : row[columns.STOP]]
+            return BadEvent("field", may_remove(event) if is_envelope else row[columns.KIND] != columns.STORED)
 
     def _pages(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
         last = row if stop == start + 1 else self._rows[stop - 1].tolist()

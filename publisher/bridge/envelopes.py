@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -12,8 +12,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=256)] | None
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """One event, whatever stream it belongs to. Absent and null are the same."""
 
-    event_type: str
-    """`stored`, `removed` or `cleared`."""
+    event_type: Literal["stored", "removed", "cleared"]
     model_name: _Name = None
     block_size: int | None = None
     additional_salt: _Name = None
@@ -38,12 +37,25 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         return "pool " + msgspec.json.encode([part or "" for part in parts]).decode()
 
 
+class _Kind(msgspec.Struct, frozen=True):
+    event_type: str
+
+
 _decoder = msgspec.msgpack.Decoder(Envelope)
+_kind_decoder = msgspec.msgpack.Decoder(_Kind)
 
 
 def decode_envelope(data: bytes | memoryview) -> Envelope:
     """Raises msgspec.DecodeError (its ValidationError where a field is wrong), UnicodeDecodeError, RecursionError."""
     return _decoder.decode(data)
+
+
+def may_remove(data: bytes | memoryview) -> bool:
+    """Whether an envelope that cannot be decoded may have said that pages are gone."""
+    try:
+        return _kind_decoder.decode(data).event_type != "stored"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True
 
 
 def decode_any(data: bytes | memoryview) -> Any:

@@ -16,7 +16,8 @@ MOST_PLACES = 4
 NUM_COLUMNS = PLACE_ROWS + MOST_PLACES
 
 # kinds of event
-STORED, REMOVED, CLEARED, ENVELOPE, UNREADABLE = range(5)
+STORED, REMOVED, CLEARED, ENVELOPE, UNREADABLE, BAD_STORE = range(6)
+# the last one: a store that cannot be read, which at least removes nothing
 
 REASONS = ("", "type", "range", "tokens", "tag", "truncated")
 """Words for the column REASON."""

@@ -27,18 +27,22 @@ class ExtraKeys(NamedTuple):
     objects: list[list[int]]
     """For each page, hashes of what lies in it, ascending."""
     salt: str
-    """Cache salt of the prompt; empty: none named."""
+    """Cache salt of the prompt, where only its looks say that it is one; empty: none."""
 
 
-def read_extra_keys(entries: Sequence[Any], lora_name: str, *, begins_prompt: bool) -> ExtraKeys:
-    """Make out what the entries mean. What cannot be made out still keeps its page apart from all others."""
+def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, begins_prompt: bool) -> ExtraKeys:
+    """Make out what the entries mean. What cannot be made out still keeps its page apart from all others.
+
+    lora_name, cache_salt: those that the event names besides; empty: it does not.
+    """
     objects: list[list[int]] = []
     salt = ""
     for page, entry in enumerate(entries):
         keys = list(entry) if isinstance(entry, list | tuple) else [] if entry is None else [entry]
-        if lora_name and lora_name in keys:
-            keys.remove(lora_name)  # once: a salt may have the same text
-        if begins_prompt and page == 0 and keys and _is_salt(keys[-1]):
+        for named in filter(None, (lora_name, cache_salt)):
+            if named in keys:
+                keys.remove(named)  # once: they may have the same text
+        if begins_prompt and page == 0 and not cache_salt and keys and _is_salt(keys[-1]):
             salt = keys.pop()
         objects.append(sorted(map(_object_hash, keys)))
     return ExtraKeys(objects, salt)

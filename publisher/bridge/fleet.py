@@ -46,13 +46,17 @@ class Fleet:
         self._workers = Workers()
         self._context = zmq.asyncio.Context()
         self._readers: dict[_Key, EngineReader] = {}
+        self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but not yet done with their streams
 
     async def add(self, engine: EngineSettings) -> bool:
-        """Begin to read an engine, all ranks of it. False: all of it is read already.
+        """Begin to read an engine, all ranks of it; those that are being removed, when they are. False: all of it is
+        read already.
 
         Raises EngineConflictError where one of its ranks is read with other settings; nothing is changed then.
         """
         ranks = [engine.of_rank(offset) for offset in range(engine.num_ranks)]
+        while leaving := [self._stopping[_key(rank)] for rank in ranks if _key(rank) in self._stopping]:
+            await asyncio.wait(leaving)
         for rank in ranks:
             reader = self._readers.get(_key(rank))
             if reader is not None and reader.engine != rank:
@@ -77,20 +81,16 @@ class Fleet:
         """Stop reading a worker: all its ranks, or one; in all models and tenants, or in one. Routers are told that
         its pages are gone. Returns what was removed, rank by rank; nothing: it was not read.
         """
-        removed = []
-        for key, reader in list(self._readers.items()):
-            engine = reader.engine
-            is_meant = (
-                engine.worker == worker
-                and model in (None, engine.model)
-                and tenant in (None, engine.tenant)
-                and dp_rank in (None, engine.dp_rank)
-            )
-            if is_meant:
-                del self._readers[key]
-                removed.append(reader)
-        await asyncio.gather(*(reader.stop(deadline_s, clear=True) for reader in removed))
-        return [reader.engine for reader in removed]
+        removed = [
+            engine
+            for engine in (reader.engine for reader in self._readers.values())
+            if engine.worker == worker
+            and model in (None, engine.model)
+            and tenant in (None, engine.tenant)
+            and dp_rank in (None, engine.dp_rank)
+        ]
+        await asyncio.shield(asyncio.gather(*(self._stop(_key(engine), deadline_s) for engine in removed)))
+        return removed
 
     def status(self) -> list[EngineStatus]:
         """Every rank that is read."""
@@ -98,9 +98,9 @@ class Fleet:
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Stop reading, publish what waits for at most that long, stop the sink. Views are left as they are."""
-        readers = list(self._readers.values())
+        readers, stopping = list(self._readers.values()), list(self._stopping.values())
         self._readers.clear()
-        await asyncio.gather(*(reader.stop(deadline_s, clear=False) for reader in readers))
+        await asyncio.gather(*(reader.stop(deadline_s, clear=False) for reader in readers), *stopping)
         await self._sink.stop()
         self._workers.close()
         self._context.destroy(linger=0)
@@ -112,6 +112,12 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _stop(self, key: _Key, deadline_s: float) -> asyncio.Task[None]:
+        stopping = self._readers.pop(key).stop(deadline_s, clear=True)
+        task = self._stopping[key] = asyncio.create_task(stopping, name=f"bridge-stop:{key}")
+        task.add_done_callback(lambda _: self._stopping.pop(key))
+        return task
 
 
 def _key(engine: EngineSettings) -> _Key:

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from kv_events.errors import InvalidValueError, KvsightError
 
-_SEQ_BYTES = 8
-_END = b"\xff" * _SEQ_BYTES
+SEQ_BYTES = 8
+END = b"\xff" * SEQ_BYTES
+"""Number behind a replay's last batch."""
 _MAX_PORT = 65_535
 _WILDCARDS = ("*", "::", "0.0.0.0")  # noqa: S104  (looked for, not bound to)
-_IN_ONE_PLACE = ("ipc://", "inproc://")
+IN_ONE_PLACE = ("ipc://", "inproc://")
+"""Addresses that have no wildcards."""
 
 
 class FrameError(KvsightError):
@@ -48,22 +50,22 @@ class PodTopic(NamedTuple):
 
 def parse_live(frames: Sequence[bytes]) -> LiveMessage:
     """Raises FrameError."""
-    if len(frames) != 3 or len(frames[1]) != _SEQ_BYTES:
+    if len(frames) != 3 or len(frames[1]) != SEQ_BYTES:
         raise FrameError(f"{len(frames)} frames of {[len(frame) for frame in frames[:4]]} bytes")
     return LiveMessage(frames[0].decode(errors="replace"), int.from_bytes(frames[1], "big"), frames[2])
 
 
 def parse_replay(frames: Sequence[bytes]) -> ReplayMessage:
     """Both layouts: `seq, payload`, and `topic, seq, payload`; each behind an empty delimiter. Raises FrameError."""
-    if not 2 <= len(frames) <= 4 or len(frames[-2]) != _SEQ_BYTES:
+    if not 2 <= len(frames) <= 4 or len(frames[-2]) != SEQ_BYTES:
         raise FrameError(f"{len(frames)} frames of {[len(frame) for frame in frames[:5]]} bytes")
     seq, payload = frames[-2:]
-    return ReplayMessage(-1 if seq == _END else int.from_bytes(seq, "big"), payload)
+    return ReplayMessage(-1 if seq == END else int.from_bytes(seq, "big"), payload)
 
 
 def replay_request(start: int) -> list[bytes]:
     """Ask for all batches from `start` on that are still kept."""
-    return [b"", start.to_bytes(_SEQ_BYTES, "big")]
+    return [b"", start.to_bytes(SEQ_BYTES, "big")]
 
 
 def parse_topic(topic: str) -> PodTopic:
@@ -76,9 +78,16 @@ def parse_topic(topic: str) -> PodTopic:
 
 def is_ours_to_bind(endpoint: str) -> bool:
     """Whether a reader has to bind an address: one with a wildcard, which nobody could connect to."""
-    return not endpoint.startswith(_IN_ONE_PLACE) and any(
+    return not endpoint.startswith(IN_ONE_PLACE) and any(
         f"//{wildcard}:" in endpoint or f"//[{wildcard}]:" in endpoint for wildcard in _WILDCARDS
     )
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Whether an address is one of IPv6, in brackets. A name is looked up as one of IPv4: where it had both, ZMQ would
+    try the IPv6 one only, and engines listen on IPv4 unless told otherwise.
+    """
+    return endpoint.startswith("tcp://[")
 
 
 def endpoint_of_rank(endpoint: str, offset: int, field: str = "endpoint") -> str:

@@ -24,6 +24,11 @@ _TIERS = {
 _CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # what an LMCache version writes for GPU
 
 
+def is_device(medium: str, locality: str = "") -> bool:
+    """Whether that is the accelerator's own memory."""
+    return tier_of(medium, locality) == _GPU
+
+
 def tier_of(medium: str, locality: str = "") -> int | None:
     """Tier index of a medium's name in any case; None: unknown, and so no tier of which a page could be said.
 

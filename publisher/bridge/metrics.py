@@ -28,6 +28,7 @@ class BridgeMetrics(Collector):
         """All families."""
         engines = self._status()
         yield from _gauges(engines)
+        yield from _publishers(engines)
         for counter in fields(BridgeCounters):
             yield _counter(counter.name, engines)
 
@@ -49,15 +50,32 @@ def _counter(name: str, engines: Sequence[EngineStatus]) -> Metric:
 def _gauges(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
     links = GaugeMetricFamily("kvsight_bridge_link", "1 for the state of the connection", labels=[*_LABELS, "state"])
     silent = GaugeMetricFamily("kvsight_bridge_silent_seconds", "Time since the last message", labels=_LABELS)
-    pages = GaugeMetricFamily("kvsight_bridge_pages", "Distinct pages that a stream holds", labels=_LABELS)
+    failed = GaugeMetricFamily("kvsight_bridge_failed", "1: its status names a failure", labels=_LABELS)
     for engine in engines:
         for state in LinkState:
             links.add_metric([*_labels(engine), state.value], float(state is engine.state))
         silent.add_metric(_labels(engine), engine.silent_s)
-        for stream in engine.streams:
-            model, tenant, worker, rank = stream.stream
-            pages.add_metric([worker, model, tenant, str(rank)], stream.pages_held)
-    yield from (links, silent, pages)
+        failed.add_metric(_labels(engine), float(engine.failure is not None))
+    yield from (links, silent, failed)
+
+
+def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("kvsight_bridge_pages", "Distinct pages that a stream holds", labels=_LABELS)
+    queued = GaugeMetricFamily(
+        "kvsight_bridge_queued_pages", "Page changes that the sink has still to confirm", labels=_LABELS
+    )
+    reach = GaugeMetricFamily("kvsight_bridge_sink_available", "1: the sink takes records", labels=_LABELS)
+    refused = CounterMetricFamily("kvsight_bridge_rejected_records", "Records that the sink refused", labels=_LABELS)
+    for status in (stream for engine in engines for stream in engine.streams):
+        model, tenant, worker, rank = status.stream
+        labels = [worker, model, tenant, str(rank)]
+        pages.add_metric(labels, status.pages_held)
+        if status.publisher is not None:
+            queue = status.publisher.queue
+            queued.add_metric(labels, queue.queued + queue.in_flight)
+            reach.add_metric(labels, float(status.publisher.is_sink_available))
+            refused.add_metric(labels, status.publisher.rejected_records)
+    yield from (pages, queued, reach, refused)
 
 
 def _labels(engine: EngineStatus) -> list[str]:

@@ -18,7 +18,7 @@ from numba import types
 
 from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, insert, remove, was_used
+from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, find_or_insert, insert, remove, was_used
 from kv_events.xxh3 import hash_pair
 
 # elements of cursor: the event to go on with, places in input and output, and pages by what was special about them
@@ -123,8 +123,15 @@ def _forget_one(arrays):
             return
 
 
+@array_helper
+def _write(arrays, entry, name, seed, group):
+    arrays.names[entry], arrays.seeds[entry] = name, seed
+    arrays.groups[entry], arrays.marks[entry] = group, _LIVE
+
+
 @array_function
 def _remember(arrays, key, name, seed, group):
+    """Enter an absent name, in place of others if there is no room."""
     entry = insert(arrays.table, key)
     for _ in range(_MOST_FORGOTTEN):
         if entry >= 0 or not was_used(arrays.table, 0):
@@ -132,28 +139,43 @@ def _remember(arrays, key, name, seed, group):
         _forget_one(arrays)
         entry = insert(arrays.table, key)
     if entry >= 0:
-        arrays.names[entry], arrays.seeds[entry] = name, seed
-        arrays.groups[entry], arrays.marks[entry] = group, _LIVE
+        _write(arrays, entry, name, seed, group)
+
+
+@array_helper
+def _enter_again(arrays, entry, name):
+    """A page that is remembered. Whether it meant another one until now."""
+    arrays.marks[entry] = _ASKED_FOR
+    is_renamed = arrays.names[entry] != name
+    arrays.names[entry] = name
+    return RENAMED if is_renamed else PLAIN
 
 
 @array_function
+def _enter_variant(arrays, block_hash, salt, group, name, seed):
+    """Remember a page whose hash is another page's, too."""
+    key = block_hash ^ mix(seed) ^ salt
+    entry = find(arrays.table, key)
+    if entry >= 0:
+        return VARIANT | _enter_again(arrays, entry, name)
+    _remember(arrays, key, name, seed, group)
+    return VARIANT
+
+
+@array_helper
 def _enter(arrays, block_hash, salt, group, name, seed):
     """Remember a page. Returns the hash that the ledger is to know it by, and a flag."""
-    key = block_hash ^ salt
-    entry = find(arrays.table, key)
     flag = PLAIN
-    if entry >= 0 and arrays.seeds[entry] != seed:
-        flag = VARIANT
-        block_hash ^= mix(seed)
-        key = block_hash ^ salt
-        entry = find(arrays.table, key)
+    entry, is_new = find_or_insert(arrays.table, block_hash ^ salt)
     if entry < 0:
-        _remember(arrays, key, name, seed, group)
+        _remember(arrays, block_hash ^ salt, name, seed, group)
+    elif is_new:
+        _write(arrays, entry, name, seed, group)
+    elif arrays.seeds[entry] == seed:
+        flag = _enter_again(arrays, entry, name)
     else:
-        arrays.marks[entry] = _ASKED_FOR
-        if arrays.names[entry] != name:
-            arrays.names[entry] = name
-            flag |= RENAMED
+        flag = _enter_variant(arrays, block_hash, salt, group, name, seed)
+        block_hash ^= mix(seed)
     return block_hash, flag
 
 
@@ -182,15 +204,16 @@ def _arrays(keys, directory, slots, segments, meta, names, seeds, groups, marks,
 
 
 @array_function
-def _name_event(arrays, out, cursor, block_hashes, local, salt, group, seed, parent_name, has_parent, num_pages):
+def _name_event(arrays, out, cursor, pages, event, local, salt, group, seed, base, parent_name, has_parent):
+    block_hashes = pages.block_hashes
     first, first_local, place = cursor[PAGE_IN], cursor[LOCAL_IN], cursor[PAGE_OUT]
     name = parent_name
-    for i in range(num_pages):
+    for i in range(pages.lengths[event]):
         ahead = first + i + AHEAD
         if ahead < block_hashes.shape[0]:
             fetch(arrays.table, block_hashes[ahead] ^ salt)
         is_child = has_parent or i > 0
-        name = hash_pair(name, local[first_local + i], seed) if is_child else local[first_local + i]
+        name = hash_pair(name, local[first_local + i], base) if is_child else local[first_local + i]
         block_hash, flag = _enter(arrays, block_hashes[first + i], salt, group, name, seed)
         out.bases[place] = block_hashes[first + i]
         out.block_hashes[place], out.names[place], out.flags[place] = block_hash, name, flag
@@ -211,7 +234,7 @@ def _pass_on(out, cursor, block_hashes, num_pages):
 
 
 @array_function
-def _name_pages(arrays, out, cursor, pages, local, seeds, seed, is_stated, salt, group):
+def _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, group):
     for event in range(cursor[EVENT], pages.lengths.shape[0]):
         num_pages = pages.lengths[event]
         out.lengths[event], out.has_parent[event] = num_pages, 0
@@ -234,9 +257,7 @@ def _name_pages(arrays, out, cursor, pages, local, seeds, seed, is_stated, salt,
             cursor[EVENT] = event
             return event
         else:
-            _name_event(
-                arrays, out, cursor, pages.block_hashes, local, salt, group, needed, parent_name, has_parent, num_pages
-            )
+            _name_event(arrays, out, cursor, pages, event, local, salt, group, needed, base, parent_name, has_parent)
         cursor[PAGE_IN] += num_pages
         cursor[LOCAL_IN] += num_pages
     return pages.lengths.shape[0]
@@ -247,12 +268,12 @@ def _name_pages(arrays, out, cursor, pages, local, seeds, seed, is_stated, salt,
 
 @array_kernel(
     types.int64(
-        _U64_IN, _I64, _U64, _U8, _U8, _U64, _U64, types.uint64, types.boolean, types.uint64, types.uint16,
-        _I64, _U64, _U64, _U64, _U8, _I64, _U64, _U8, *_NAMES,
+        _U64_IN, _I64, _U64, _U8, _U8, _U64, _U64, types.uint64, types.uint64, types.boolean, types.uint64,
+        types.uint16, _I64, _U64, _U64, _U64, _U8, _I64, _U64, _U8, *_NAMES,
     )
 )  # fmt: skip
 def name_pages(
-    block_hashes, lengths, parents, has_parent, is_removal, local, seeds, seed, is_stated, salt, group, cursor,
+    block_hashes, lengths, parents, has_parent, is_removal, local, seeds, seed, base, is_stated, salt, group, cursor,
     out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent,
     keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand,
 ):  # fmt: skip
@@ -262,12 +283,13 @@ def name_pages(
     local: uint64[stored pages], their local hashes by `seeds` (uint64[m], one an event). seed: that of the events' own
     words; a child inherits its parent's instead, unless the events' words are the whole truth (is_stated). An event
     whose local hashes were made with another seed than it needs is returned, with the right one put into `seeds`: hash
-    its pages anew and call again. cursor: int64[6], zeros at first. out_*: see `Named`; as long as the input.
+    its pages anew and call again. base: seed that pages are rolled with, whatever their own. cursor: int64[6], zeros at
+    first. out_*: see `Named`; as long as the input.
     """
     arrays = _arrays(keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand)
     out = Named(out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent)
     pages = PageEvents(block_hashes, lengths, parents, has_parent, is_removal)
-    return _name_pages(arrays, out, cursor, pages, local, seeds, seed, is_stated, salt, group)
+    return _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, group)
 
 
 @array_kernel(types.int64(_U64_IN, types.uint64, types.boolean, types.uint64, _U64, _U64, _U64, *_NAMES))

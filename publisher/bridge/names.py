@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_events import page_table
+from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.page_table import make_table
 from publisher.bridge.name_kernels import (
@@ -87,6 +88,7 @@ class Names:
             np.zeros(2, np.int64),
         )
         self._flat = (*self._arrays.table, *self._arrays[1:])
+        self._base = np.uint64(process_seed())
         self._cursor = np.zeros(NUM_CURSORS, np.int64)
         self._named = _empty_named(0, 0)
         self._seeds = np.empty(0, np.uint64)
@@ -114,8 +116,8 @@ class Names:
         seeds[:] = wording.seed
         while True:
             event = name_pages(
-                *pages, local, seeds, np.uint64(wording.seed), wording.is_whole_truth, space.salt, space.number,
-                cursor, *out, *self._flat,
+                *pages, local, seeds, np.uint64(wording.seed), self._base, wording.is_whole_truth, space.salt,
+                space.number, cursor, *out, *self._flat,
             )  # fmt: skip
             if event == num_events:
                 break
@@ -131,11 +133,6 @@ class Names:
         )
         special = _special(out.bases[:end], columns.block_hashes, out.flags[:end]) if cursor[NUM_SPECIAL] else []
         return NamedPages(columns, special, int(cursor[NUM_UNKNOWN]))
-
-    def seed_of(self, block_hash: int, wording: Wording, space: Space) -> int | None:
-        """Seed of a known page."""
-        found = self._recall(np.array([block_hash], np.uint64), wording, space)
-        return int(found[2, 0]) if found.shape[1] else None
 
     def recall(self, block_hashes: U64Array, wording: Wording, space: Space) -> StoredColumns:
         """The pages that are known by the engine's hashes alone."""

@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
 from publisher.bridge.media import tier_of
 from publisher.bridge.names import NamedPages, Space, SpecialPage, single_pages
@@ -25,9 +27,10 @@ _NOWHERE = 128
 class Placer:
     """Publishes stores and removals of one worker stream, once there is a publisher."""
 
-    def __init__(self, counters: BridgeCounters) -> None:
+    def __init__(self, counters: BridgeCounters, complaints: Complaints) -> None:
         self.publisher: EventPublisher | None = None
         self._counters = counters
+        self._complaints = complaints
         self._variants = Variants()
 
     def clear(self) -> None:
@@ -124,6 +127,7 @@ class Placer:
         if tier is None:
             unknown, medium = self._counters.unknown_media, place.medium
             unknown[medium if medium in unknown or len(unknown) < _MOST_MEDIA_NAMES else "others"] += num_pages
+            self._complaints.say("pages on medium %s left out: no medium of ours", shorten(medium))
         return tier
 
     def _count_unknown(self, run: MixedRun, columns: StoredColumns) -> None:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 
 from kv_events.limits import MAX_DP_RANK
 from kv_events.streams import StreamId
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
 from publisher.bridge.decoding import Decoder, Unreadable
 from publisher.bridge.envelopes import Envelope
+from publisher.bridge.identity import Unsaid
 from publisher.bridge.runs import BadEvent, Run
 from publisher.bridge.streams import StreamRegistry, StreamStatus, WorkerStream
-from publisher.bridge.translate import Unsaid
 
-log = logging.getLogger(__name__)
-
-_LOG_INTERVAL_S = 10.0
 _MOST_GUEST_RANKS = 128
-_MOST_WAITING_BYTES = 2**18
 _REPLACED_DEADLINE_S = 0.2
 
 
@@ -37,65 +32,77 @@ class Ranks:
         decoder: Decoder,
         counters: BridgeCounters,
     ) -> None:
-        """registered: the stream of batches that name no rank. One that has an owner is shared with nobody; then
-        nothing of it is published here.
+        """registered: the stream of batches that name no rank. One that has an owner is shared with nobody; as long as
+        it has, nothing of it is published here.
         """
         self._registered = registered
         self._unsaid = unsaid
         self._registry = registry
         self._decoder = decoder
         self._counters = counters
+        self._complaints = Complaints(registered.key)
         self._waiting: list[tuple[int, bytes]] = []  # in order
-        self._waiting_bytes = 0
-        self._logged_at = -_LOG_INTERVAL_S
+        self.waiting_bytes = 0
+        """Of the batches that were taken and not applied."""
+        self._is_engine_heard = False
+        self._is_incomplete = False  # batches of this incarnation are missing
         self._streams: dict[int, WorkerStream] = {}
-        own = registry.open(registered, unsaid, counters, is_registered=True)
-        if own is not None:
-            self._streams[registered.dp_rank] = own
+        self._open(registered.dp_rank)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is published of the registered rank; None: it is."""
+        is_ours = self._registered.dp_rank in self._streams
+        return None if is_ours else f"{self._registered.key} has another owner"
 
     def take(self, seq: int, payload: bytes) -> None:
         """The next batch."""
         self._waiting.append((seq, payload))
-        self._waiting_bytes += len(payload)
-        if self._waiting_bytes > _MOST_WAITING_BYTES:
-            self.apply_waiting()
+        self.waiting_bytes += len(payload)
 
     def apply_waiting(self) -> None:
         """Decode and apply what was taken."""
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        waiting, self._waiting, self.waiting_bytes = self._waiting, [], 0
         if not waiting:
             return
         self._counters.batches += len(waiting)
-        for batch in self._decoder.decode_all([payload for _, payload in waiting]):
-            if isinstance(batch, Unreadable):
-                seq, payload = waiting[batch.number]
-                self._counters.undecodable += 1
-                self.complain("batch %d: %s", seq, batch.reason)
-                if payload:
-                    self.lose(1)  # there may have been removals in it
-                continue
-            self._counters.bad_ranks += batch.num_bad_ranks
-            stream = self._stream(batch.rank)
-            for run, num_events in batch.runs:
-                self._counters.events += num_events
-                if isinstance(run, BadEvent):
-                    self.complain("event of batches %d to %d left out: %s", waiting[0][0], waiting[-1][0], run.reason)
-                self._apply(run, stream)
+        if self.failure is not None:
+            self._is_incomplete = True
+        try:
+            self._apply_all(waiting)
+        except Exception as error:  # noqa: BLE001  (said, and others that speak on the address are read on)
+            self._complaints.say("batches %d to %d are not taken", waiting[0][0], waiting[-1][0], error=error)
+            self.lose(len(waiting))
+
+    def hear(self, is_engine_heard: bool) -> None:
+        """Whether the engine is heard at present; at first it is not."""
+        if is_engine_heard != self._is_engine_heard:
+            self._is_engine_heard = is_engine_heard
+            for stream in self._streams.values():
+                stream.hear(is_engine_heard)
+
+    def begin_late(self) -> None:
+        """The next batch is the first one of an incarnation that is to be had, and not the first one it sent."""
+        self._is_incomplete = True
+        for stream in self._streams.values():
+            stream.begin_late()
 
     def lose(self, num_batches: int) -> None:
         """Batches are not to be had any more. Pages may have gone with them, so none is trusted any more."""
         self.apply_waiting()
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
-        self.complain("%d batches are lost, all its pages are given up", num_batches)
+        self._complaints.say("%d batches are lost, all its pages are given up", num_batches)
+        self._is_incomplete = True
         for stream in self._streams.values():
-            stream.clear()
+            stream.lose()
 
-    def restart(self) -> None:
-        """What comes next is of another incarnation."""
+    def restart(self, *, is_certain: bool) -> None:
+        """What comes next is of another incarnation, or may be."""
         self.apply_waiting()
+        self._is_incomplete = False
         for stream in self._streams.values():
-            stream.restart()
+            stream.restart(is_certain=is_certain)
 
     async def settle(self) -> None:
         """Start and close what that takes."""
@@ -106,6 +113,8 @@ class Ranks:
                 await stream.close(_REPLACED_DEADLINE_S, clear=False)
             else:
                 await stream.settle()
+        if self.failure is not None:  # until now
+            self._open(self._registered.dp_rank)
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Close all streams."""
@@ -118,31 +127,64 @@ class Ranks:
         return [stream.status() for stream in list(self._streams.values())]
 
     def complain(self, text: str, *facts: object) -> None:
-        """Say now and then what is wrong; the counters have it all."""
-        if time.monotonic() >= self._logged_at + _LOG_INTERVAL_S:
-            self._logged_at = time.monotonic()
-            log.warning("engine %s: " + text, self._registered.key, *facts)
+        """See `Complaints.say`."""
+        self._complaints.say(text, *facts)
+
+    def _apply_all(self, waiting: list[tuple[int, bytes]]) -> None:
+        for batch in self._decoder.decode_all([payload for _, payload in waiting]):
+            if isinstance(batch, Unreadable):
+                seq, payload = waiting[batch.number]
+                self._counters.undecodable += 1
+                self._complaints.say("batch %d: %s", seq, batch.reason)
+                if payload:
+                    self.lose(1)  # there may have been removals in it
+                continue
+            self._counters.bad_ranks += batch.num_bad_ranks
+            stream = self._stream(batch.rank)
+            for run, num_events in batch.runs:
+                self._counters.events += num_events
+                self._apply(run, stream)
+                if isinstance(run, BadEvent):
+                    between = waiting[0][0], waiting[-1][0]
+                    self._complaints.say("an event of batches %d to %d is left out: %s", *between, run.reason)
+                    if run.may_remove:
+                        self.lose(1)
 
     def _apply(self, run: Run, stream: WorkerStream | None) -> None:
         if isinstance(run, Envelope) and run.dp_rank is not None:
             stream = self._stream(run.dp_rank)
         if stream is not None:
             stream.apply(run)
+            if stream.size_doubt:
+                self.complain("none of its pages is taken: %s", stream.size_doubt)
 
     def _stream(self, rank: int | None) -> WorkerStream | None:
-        """The stream of a rank that events name; that of the registered rank if they name none, or one not theirs."""
-        own = self._registered.dp_rank
-        rank = own if rank is None else rank
+        """The stream of a rank that events name; that of the registered rank if they name none. None: it is not ours,
+        and what they say is true of no other.
+        """
+        rank = self._registered.dp_rank if rank is None else rank
         stream = self._streams.get(rank)
+        if stream is None and 0 <= rank <= MAX_DP_RANK and len(self._streams) <= _MOST_GUEST_RANKS:
+            stream = self._open(rank)
         if stream is not None and not stream.is_replaced:
             return stream
-        if rank != own:
-            if stream is None and 0 <= rank <= MAX_DP_RANK and len(self._streams) <= _MOST_GUEST_RANKS:
-                guest = self._registry.open(
-                    self._registered._replace(dp_rank=rank), self._unsaid, self._counters, is_registered=False
-                )
-                if guest is not None:
-                    self._streams[rank] = guest
-                    return guest
-            self._counters.bad_ranks += 1
-        return self._streams.get(own)
+        self._counters.foreign_ranks += 1
+        self._complaints.say("what it says of rank %d is left out: the rank is another's, or one too many", rank)
+        return None
+
+    def _open(self, rank: int) -> WorkerStream | None:
+        """Have a rank's stream, if nobody has it."""
+        own = self._registered
+        stream = self._registry.open(
+            own._replace(dp_rank=rank),
+            self._unsaid,
+            self._counters,
+            self._complaints,
+            is_registered=rank == own.dp_rank,
+        )
+        if stream is not None:
+            self._streams[rank] = stream
+            stream.hear(self._is_engine_heard)
+            if self._is_incomplete:
+                stream.begin_late()
+        return stream

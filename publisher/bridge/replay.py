@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 
 import zmq
@@ -9,16 +10,25 @@ import zmq.asyncio
 
 from kv_events.errors import KvsightError
 from publisher.bridge.decoding import MAX_PAYLOAD_BYTES
-from publisher.bridge.frames import FrameError, ReplayMessage, parse_replay, replay_request
+from publisher.bridge.frames import FrameError, ReplayMessage, is_ipv6, parse_replay, replay_request
 
 MAX_MESSAGE_BYTES = 4 * MAX_PAYLOAD_BYTES
 """Beyond it, ZMQ drops the connection. Larger than the largest payload, so that one too large is counted, not fatal."""
 
 _MOST_QUEUED = 100_000
+_CONNECT_S = 1.0
 
 
 class ReplayError(KvsightError):
     """An answer did not come to its end in time, or makes no sense."""
+
+
+class ReplayUnreachableError(ReplayError):
+    """There is no connection: nobody was asked."""
+
+
+class ReplayInterruptedError(KvsightError):
+    """The engine spoke of itself while it was being asked."""
 
 
 class ReplayClient:
@@ -27,28 +37,58 @@ class ReplayClient:
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, timeout_s: float) -> None:
         self._context = context
         self._endpoint = endpoint
-        self._timeout_ms = int(timeout_s * 1000)
+        self._timeout_s = timeout_s
 
-    async def batches(self, start: int) -> AsyncGenerator[ReplayMessage, None]:
-        """Kept batches from `start` on, in order, up to the newest; an answer may skip some.
+    async def batches(
+        self, start: int, deadline: float, live: zmq.asyncio.Socket | None = None
+    ) -> AsyncGenerator[ReplayMessage, None]:
+        """Kept batches from `start` on, their numbers rising, up to the newest; an answer may skip some.
 
-        Raises ReplayError when nothing comes for the time-out.
+        deadline: of `time.monotonic()`. Raises ReplayUnreachableError; ReplayError when nothing comes for the time-out,
+        or the answer goes on beyond the deadline; ReplayInterruptedError when `live` has a message while none is here.
         """
         socket = self._context.socket(zmq.DEALER)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            self._set_options(socket)
             socket.connect(self._endpoint)
+            await self._wait(socket, zmq.POLLOUT, min(self._timeout_s, _CONNECT_S), deadline, live)
             await socket.send_multipart(replay_request(start))
+            last = -1
             while True:
-                if not await socket.poll(self._timeout_ms):
-                    raise ReplayError(f"{self._endpoint}: nothing for {self._timeout_ms} ms")
+                await self._wait(socket, zmq.POLLIN, self._timeout_s, deadline, live)
                 message = parse_replay(await socket.recv_multipart())
                 if message.is_end:
                     return
+                if message.seq <= last:
+                    raise ReplayError(f"{self._endpoint}: batch {message.seq} after batch {last}")
+                last = message.seq
                 yield message
         except (zmq.ZMQError, FrameError) as error:
             raise ReplayError(f"{self._endpoint}: {error}") from error
         finally:
             socket.close()
+
+    def _set_options(self, socket: zmq.asyncio.Socket) -> None:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # ready to send means: connected
+        socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+
+    async def _wait(
+        self, socket: zmq.asyncio.Socket, event: int, wait_s: float, deadline: float, live: zmq.asyncio.Socket | None
+    ) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ReplayError(f"{self._endpoint}: the answer has no end")
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, event)
+        if live is not None:
+            poller.register(live, zmq.POLLIN)
+        ready = dict(await poller.poll(int(1000 * min(wait_s, left_s)) + 1))
+        if socket not in ready:
+            if ready:
+                raise ReplayInterruptedError(self._endpoint)
+            if event == zmq.POLLOUT:
+                raise ReplayUnreachableError(f"{self._endpoint}: no connection for {min(wait_s, left_s):.1f} s")
+            raise ReplayError(f"{self._endpoint}: nothing for {min(wait_s, left_s):.1f} s")

@@ -16,6 +16,8 @@ from kv_events.hashing import U32Array, U64Array
 from publisher.bridge.envelopes import Envelope
 from publisher.bridge.name_kernels import PageEvents
 
+_MASK64 = 2**64 - 1
+
 
 class Place(NamedTuple):
     """Where pages lie, in the engine's words."""
@@ -43,6 +45,24 @@ class StoredRun(NamedTuple):
     cache_salt: str
     extra_keys: list[Any]
     """vLLM's, where one of the pages has any; only in runs of one event."""
+
+    @classmethod
+    def of_envelope(cls, event: Envelope, token_ids: list[int], block_size: int) -> StoredRun:
+        """block_size: where the event names none."""
+        parent = event.parent_hash
+        return cls(
+            PageEvents.stored(hashes_of(event), None if parent is None else parent & _MASK64),
+            np.array(token_ids, np.uint32),
+            len(token_ids),
+            is_bigram=False,
+            block_size=event.block_size or block_size,
+            place=Place(event.medium or ""),
+            group=None,
+            spec_kind="",
+            lora_name=event.lora_name or "",
+            cache_salt=event.additional_salt or "",
+            extra_keys=[],
+        )
 
 
 class RemovedRun(NamedTuple):
@@ -89,6 +109,13 @@ class BadEvent(NamedTuple):
 
     reason: str
     """One of a small fixed set of words."""
+    may_remove: bool = True
+    """Whether it may have said that pages are gone."""
+
+
+def hashes_of(event: Envelope) -> U64Array:
+    """uint64: the hashes that an envelope names."""
+    return np.array([value & _MASK64 for value in event.seq_hashes], np.uint64)
 
 
 Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | Envelope | BadEvent

@@ -27,6 +27,7 @@ from publisher.bridge.batch_kernels import (
     open_batch,
 )
 from publisher.bridge.event_rows import (
+    BAD_STORE,
     CONTINUES,
     ENVELOPE,
     GROUP,
@@ -126,7 +127,7 @@ def _read_row(data, stop, header, rows, hashes, tokens):
     row[TOKEN_FROM] = row[TOKEN_TO] = header[NUM_TOKENS]
     behind = _read_event(data, header[AT], stop, row, hashes, tokens)
     if behind < 0:
-        row[KIND] = UNREADABLE
+        row[KIND] = BAD_STORE if row[KIND] == STORED else UNREADABLE
         behind = skip(data, header[AT], stop)
     elif row[KIND] == STORED:
         row[SHAPE] = shape(row)
@@ -136,7 +137,7 @@ def _read_row(data, stop, header, rows, hashes, tokens):
         header[NUM_HASHES], header[NUM_TOKENS] = row[HASH_TO], row[TOKEN_TO]
     header[LEFT] -= 1
     if behind < 0:
-        row[REASON] = TRUNCATED
+        row[KIND], row[REASON] = UNREADABLE, TRUNCATED  # with all events that were to follow
         header[LEFT], behind = 0, stop
     row[STOP] = header[AT] = behind
 

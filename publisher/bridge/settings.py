@@ -31,10 +31,12 @@ class BridgeSettings(KvsightSettings):
     """A replay is given up when nothing came for so long."""
     bridge_replay_attempts: int = Field(default=3, ge=1)
     """Requests in a row that bring nothing before a replay is given up."""
+    bridge_replay_deadline_s: float = Field(default=60.0, gt=0)
+    """A replay is given up after so long, whatever still comes: live batches wait for it."""
     bridge_idle_check_s: float = Field(default=5.0, gt=0)
     """An engine that is silent for so long is asked what its newest batch is, where it has a replay socket."""
     bridge_away_s: float = Field(default=30.0, gt=0)
-    """Pages of an engine that cannot be reached for so long are given up."""
+    """Pages of an engine that cannot be reached for so long are given up; a worker that named itself is forgotten."""
     bridge_max_workers: int = Field(default=1024, ge=1)
     """Most workers that may name themselves by their topics on one address."""
 
@@ -97,12 +99,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_names(self) -> None:
         for field in ("worker", "model", "tenant"):
             name: str | None = getattr(self, field)
-            if name is not None and not 1 <= len(name.encode(errors="replace")) <= MAX_NAME_BYTES:
+            if name is not None and not is_name(name):
                 raise InvalidValueError(field, name, f"1 to {MAX_NAME_BYTES} bytes")
         for field in ("lora_name", "cache_salt"):
             name = getattr(self, field)
-            if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
-                raise InvalidValueError(field, name, f"at most {MAX_NAME_BYTES} bytes")
+            if name and not is_name(name):
+                shown = name if field == "lora_name" else f"{len(name)} characters"
+                raise InvalidValueError(field, shown, f"at most {MAX_NAME_BYTES} bytes")
         if self.worker is not None and self.model is None:
             raise InvalidValueError("model", None, "the model that the engine serves")
         if self.worker is None and (self.num_ranks != 1 or self.replay_endpoint is not None):
@@ -115,6 +118,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidValueError("dp_rank", self.dp_rank, f"0 .. {MAX_DP_RANK - self.num_ranks + 1}")
         if self.block_size is not None and not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise InvalidValueError("block_size", self.block_size, f"1 .. {MAX_BLOCK_SIZE}")
+
+
+def is_name(text: str) -> bool:
+    """Whether a worker, a model or the like can have this name."""
+    return 1 <= len(text.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
 class _EngineList(msgspec.Struct, forbid_unknown_fields=True):
@@ -145,16 +153,17 @@ def parse_engine(text: str) -> EngineSettings:
     """An engine as a flag gives it: `field=value,field=value`. Raises InvalidValueError."""
     fields: dict[str, str] = {}
     for part in text.split(","):
-        name, equals, value = part.partition("=")
+        name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name in fields:
-            raise InvalidValueError("engine", text, "field=value,... with every field once")
-        fields[name.strip()] = value.strip()
+            shown = name if equals else f"{len(part)} characters without ="  # they may be part of a salt
+            raise InvalidValueError("engine", ", ".join([*fields, shown]), "field=value,... with every field once")
+        fields[name] = value
     try:
         return msgspec.convert(fields, EngineSettings, strict=False)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, InvalidValueError):
             raise error.__cause__ from None
-        raise InvalidValueError("engine", text, str(error)) from None
+        raise InvalidValueError("engine", ", ".join(fields), str(error)) from None
 
 
 def _check_address(field: str, address: str) -> None:

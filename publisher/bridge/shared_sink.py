@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
-from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
+from publisher.sinks.base import OutRecord, Sink, SinkUnavailableError
 
 log = logging.getLogger(__name__)
 
 _MOST_WAITING_REQUESTS = 256
 """Requests repeat and add nothing to one that waits, so what goes beyond may go."""
+_RETRY_S = 1.0
 
 
 class _Part:
@@ -23,7 +24,7 @@ class _Part:
     def __init__(self, records: Sequence[OutRecord]) -> None:
         self.records = records
         self.is_done = False
-        self.error: SinkUnavailableError | SinkRejectedError | None = None
+        self.error: Exception | None = SinkUnavailableError("whoever sent it was interrupted")
 
 
 class SharedSink:
@@ -55,7 +56,6 @@ class SharedSink:
             if self._listener is None:
                 await self._sink.start()
                 self._listener = asyncio.create_task(self._pass_requests_on(), name="bridge-control")
-                self._listener.add_done_callback(_log_death)
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Whoever comes first sends for all that wait meanwhile. Raises what the sink raises."""
@@ -64,7 +64,11 @@ class SharedSink:
         async with self._lock:
             if not part.is_done:
                 parts, self._waiting = self._waiting, []
-                await self._send_together(parts)
+                try:
+                    await self._send_together(parts)
+                finally:
+                    for each in parts:
+                        each.is_done = True
         if part.error is not None:
             raise part.error
 
@@ -74,30 +78,30 @@ class SharedSink:
             del self._lanes[lane.key]
 
     async def _send_together(self, parts: list[_Part]) -> None:
+        outcome: Exception | None = None
         try:
             await self._sink.send([record for part in parts for record in part.records])
-        except SinkRejectedError as error:
-            if len(parts) == 1:
-                parts[0].error = error
-            else:
-                for part in parts:  # so that only the guilty one hears of it
-                    await self._send_together([part])
         except SinkUnavailableError as error:
-            for part in parts:
-                part.error = error
-        except asyncio.CancelledError:
-            for part in parts:
-                part.error = part.error or SinkUnavailableError("the sender was interrupted")
-            raise
-        finally:
-            for part in parts:
-                part.is_done = True
+            outcome = error
+        except Exception as error:  # noqa: BLE001  (whoever is guilty raises it)
+            if len(parts) > 1:
+                for part in parts:  # so that only that one hears of it
+                    await self._send_together([part])
+                return
+            outcome = error
+        for part in parts:
+            part.error = outcome
 
     async def _pass_requests_on(self) -> None:
-        async for request in self._sink.requests():
-            lane = self._lanes.get(request.stream)
-            if lane is not None:
-                lane.take(request)
+        while True:
+            try:
+                async for request in self._sink.requests():
+                    lane = self._lanes.get(request.stream)
+                    if lane is not None:
+                        lane.take(request)
+            except Exception:
+                log.exception("requests for snapshots cannot be read; trying again")
+            await asyncio.sleep(_RETRY_S)
 
 
 class SinkLane:
@@ -129,8 +133,3 @@ class SinkLane:
         """A request came in."""
         with contextlib.suppress(asyncio.QueueFull):
             self._requests.put_nowait(request)
-
-
-def _log_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("%s died", task.get_name(), exc_info=task.exception())

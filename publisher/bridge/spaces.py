@@ -26,6 +26,10 @@ class Spaces:
             space = self._spaces[key] = Space(label, len(self._spaces), namespace_salt(label))
         return space
 
+    def known(self, key: str | int | None) -> Space | None:
+        """None: nothing was ever stored there."""
+        return self._spaces.get(key)
+
     def takes_stores(self, group: int | None, spec_kind: str) -> bool:
         """Whether a group's pages count; learns the group's kind, where a store names it."""
         if spec_kind:

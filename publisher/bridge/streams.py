@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
 from kv_events.streams import StreamId
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
-from publisher.bridge.runs import Run
+from publisher.bridge.identity import Identity, Unsaid
+from publisher.bridge.runs import ClearedRun, Run
 from publisher.bridge.settings import BridgeSettings
 from publisher.bridge.shared_sink import SharedSink
-from publisher.bridge.translate import Identity, Translator, Unsaid
-from publisher.publisher import EventPublisher
+from publisher.bridge.translate import Translator
+from publisher.publisher import EventPublisher, PublisherStats
 from publisher.settings import PublisherSettings
 
 _OLD_DEADLINE_S = 0.2
@@ -25,49 +28,87 @@ class StreamStatus(NamedTuple):
     block_size: int | None
     """None: no store has come yet."""
     epoch: int | None
-    pages_held: int
-    """Distinct pages."""
+    publisher: PublisherStats | None
+    """None: no store has come yet."""
     names: int
     """Pages whose names are remembered."""
+
+    @property
+    def pages_held(self) -> int:
+        """Distinct pages."""
+        return 0 if self.publisher is None else self.publisher.pages["held"]
 
 
 class WorkerStream:
     """What one worker's events become. `apply` and `restart` never wait; `settle` does what they left to do."""
 
-    def __init__(self, registry: StreamRegistry, stream: StreamId, unsaid: Unsaid, counters: BridgeCounters) -> None:
+    def __init__(
+        self,
+        registry: StreamRegistry,
+        stream: StreamId,
+        unsaid: Unsaid,
+        counters: BridgeCounters,
+        complaints: Complaints,
+    ) -> None:
         self.stream = stream
         self.is_replaced = False
         """Whether another engine was registered under this name: to be closed, and not to be used any more."""
         self._registry = registry
         self._unsaid = unsaid
         self._counters = counters
+        self._complaints = complaints
         self._unstarted: list[EventPublisher] = []
         self._retired: list[EventPublisher] = []
         self._spare: EventPublisher | None = None  # made before its incarnation's block size was known
+        self._is_engine_heard = False
+        self._is_incomplete = False  # the engine may hold more than its events since then said
         self._translator = self._new_translator()
+        self._tell_doubt()
+
+    @property
+    def size_doubt(self) -> str:
+        """See `Translator.size_doubt`."""
+        return self._translator.size_doubt
 
     def apply(self, run: Run) -> None:
         """Take one run of events."""
+        before = self._translator.publisher
         self._translator.apply(run)
+        if before is not None and before is not self._translator.publisher:  # the block size is another one
+            self._retired.append(before)
+        if isinstance(run, ClearedRun):
+            self._is_incomplete = False
+        self._tell_doubt()
 
-    def clear(self) -> None:
+    def hear(self, is_engine_heard: bool) -> None:
+        """Whether the engine is heard at present; at first it is not."""
+        self._is_engine_heard = is_engine_heard
+        self._tell_doubt()
+
+    def begin_late(self) -> None:
+        """Batches before the next one are not to be had: the engine may hold more than is known until it clears all."""
+        self._is_incomplete = True
+        self._tell_doubt()
+
+    def lose(self) -> None:
         """Batches were lost: what the engine holds is not known any more."""
         self._translator.clear()
+        self.begin_late()
 
-    def restart(self) -> None:
+    def restart(self, *, is_certain: bool) -> None:
         """The engine was restarted: nothing of before holds. A new epoch says so at once, and begins with nothing; if
-        the engine's first store shows another block size, that takes one more.
+        the engine's first store shows another block size, that takes one more. is_certain: false: maybe it was not,
+        and goes on to speak of pages of which it said before what they are.
         """
-        old = self._translator
-        self._translator = self._new_translator()
-        if old.publisher is None:
-            return
-        if old.publisher is self._spare:  # it has not been told anything yet
-            self._translator.publisher = old.publisher
-            return
-        self._retired.append(old.publisher)
-        if self._translator.publisher is None:
-            self._spare = self._translator.publisher = self._make_publisher(old.publisher.block_size)
+        old = self._translator.publisher
+        self._is_incomplete = False
+        if old is not None and old is not self._spare:  # which has not been told anything yet
+            self._retired.append(old)
+            if is_certain:
+                self._forget(old.block_size)
+            else:
+                self._translator.begin_anew(self._make_publisher(old.block_size))
+        self._tell_doubt()
 
     async def settle(self) -> None:
         """Start the publisher that was made, close those of old incarnations."""
@@ -78,13 +119,15 @@ class WorkerStream:
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Publish what waits for at most that long. clear: and first of all, that nothing is held any more."""
-        await self.settle()
-        publisher = self._translator.publisher
-        if clear:
-            self._translator.clear()
-        if publisher is not None:
-            await publisher.aclose(deadline_s)
-        self._registry.release(self)
+        try:
+            await self.settle()
+            publisher = self._translator.publisher
+            if clear:
+                self._translator.clear()
+            if publisher is not None:
+                await publisher.aclose(deadline_s)
+        finally:
+            self._registry.release(self)
 
     def status(self) -> StreamStatus:
         """Figures of this moment."""
@@ -93,14 +136,26 @@ class WorkerStream:
             self.stream,
             self._translator.block_size,
             None if publisher is None else publisher.epoch,
-            0 if publisher is None else publisher.stats().pages["held"],
+            None if publisher is None else publisher.stats(),
             self._translator.num_names,
         )
+
+    def _tell_doubt(self) -> None:
+        doubt = BATCHES_LOST if self._is_incomplete else self._translator.size_doubt
+        if self._translator.publisher is not None:
+            self._translator.publisher.set_doubt(doubt if self._is_engine_heard else ENGINE_UNHEARD)
+
+    def _forget(self, block_size: int) -> None:
+        """Begin with a new translator, and a publisher of a page size that has still to prove right."""
+        self._translator = self._new_translator()
+        if self._translator.publisher is None:
+            self._spare = self._translator.publisher = self._make_publisher(block_size)
 
     def _new_translator(self) -> Translator:
         return Translator(
             Identity(self.stream.model, self.stream.tenant, self._unsaid.lora_name, self._unsaid.cache_salt),
             self._counters,
+            self._complaints,
             self._publisher_of_size,
             block_size=self._unsaid.block_size,
             name_pages=self._registry.settings.bridge_name_pages,
@@ -109,11 +164,8 @@ class WorkerStream:
     def _publisher_of_size(self, block_size: int) -> EventPublisher:
         """For a translator that has learned the block size."""
         spare, self._spare = self._spare, None
-        if spare is not None:
-            if spare.block_size == block_size:
-                return spare
-            self._retired.append(spare)
-        return self._make_publisher(block_size)
+        is_fit = spare is not None and spare.block_size == block_size
+        return spare if spare is not None and is_fit else self._make_publisher(block_size)
 
     def _make_publisher(self, block_size: int) -> EventPublisher:
         publisher = self._registry.new_publisher(self.stream, block_size)
@@ -134,7 +186,13 @@ class StreamRegistry:
         self._lock = threading.Lock()  # guards both
 
     def open(
-        self, stream: StreamId, unsaid: Unsaid, counters: BridgeCounters, *, is_registered: bool
+        self,
+        stream: StreamId,
+        unsaid: Unsaid,
+        counters: BridgeCounters,
+        complaints: Complaints,
+        *,
+        is_registered: bool,
     ) -> WorkerStream | None:
         """A stream of one's own; None: it has an owner. is_registered: the stream was asked for by name, and so is
         taken from whoever had it only because its events said so.
@@ -147,7 +205,7 @@ class StreamRegistry:
                 holder.is_replaced = True
             if is_registered:
                 self._registered.add(stream)
-            opened = self._streams[stream] = WorkerStream(self, stream, unsaid, counters)
+            opened = self._streams[stream] = WorkerStream(self, stream, unsaid, counters, complaints)
             return opened
 
     def release(self, stream: WorkerStream) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from enum import Enum
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
-from publisher.bridge.frames import FrameError, LiveMessage, parse_live
+from publisher.bridge.frames import FrameError, LiveMessage, is_ipv6, parse_live
+from publisher.bridge.links import LINK_EVENTS, Links, descriptor_of
 from publisher.bridge.replay import MAX_MESSAGE_BYTES
 from publisher.bridge.settings import BridgeSettings, EngineSettings
 from publisher.bridge.source import Source
+
+log = logging.getLogger(__name__)
 
 _MESSAGES_AT_A_TIME = 256
 _BYTES_AT_A_TIME = 2**20
@@ -43,10 +48,14 @@ class Subscriber:
         engine: EngineSettings,
         settings: BridgeSettings,
         counters: BridgeCounters,
+        complaints: Complaints,
         source_of: Callable[[str], Source | None],
         sources: Callable[[], list[Source]],
+        tidy_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """engine: one rank. source_of: the source of a topic. sources: those there are."""
+        """engine: one rank. source_of: the source of a topic. sources: those there are. tidy_up: called now and then,
+        while no source is at work.
+        """
         self.state = LinkState.CONNECTING
         self.heard_at = time.monotonic()
         """When the last message came, or the subscriber was made."""
@@ -54,16 +63,26 @@ class Subscriber:
         self._engine = engine
         self._settings = settings
         self._counters = counters
+        self._complaints = complaints
         self._source_of = source_of
         self._sources = sources
-        self._connections = 0
-        self._was_connected = False
+        self._tidy_up = tidy_up
+        self._links = Links()
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._num_links = 0  # ever made
+        self._num_told = 0  # of these, known to the sources
         self._away_since: float | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can come; None: something can, or is still to be connected."""
+        return f"{self._engine.endpoint}: the connection is lost" if self._away_since is not None else None
 
     async def run(self) -> None:
         """Read until cancelled. Raises zmq.ZMQError where the address cannot be used."""
         socket = self._open()
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(LINK_EVENTS)
+        self._monitor = zmq.Socket.shadow(monitor)
         reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -78,16 +97,20 @@ class Subscriber:
             while True:
                 ready = dict(await poller.poll(self._wait_ms()))
                 if monitor in ready:
-                    if self._engine.replay_endpoint is None:
+                    if self._engine.worker is not None and self._engine.replay_endpoint is None:
                         # what the old connection brought must not be taken for the new one's
                         await self._read(reader, at_most=_MOST_QUEUED)
-                    await self._watch(zmq.Socket.shadow(monitor))
+                    await self._watch(socket)
                 if socket in ready:
                     await self._read(reader)
+                    if self._num_links > self._num_told:
+                        await self._watch(socket)
                     await asyncio.sleep(0)
                 else:
-                    await self._be_idle()
+                    await self._be_idle(socket)
+                await self._tidy_up()
         finally:
+            self._monitor = None
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
@@ -95,6 +118,7 @@ class Subscriber:
     def _open(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, is_ipv6(self._engine.endpoint))
         socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -107,59 +131,87 @@ class Subscriber:
     async def _read(self, reader: zmq.Socket[bytes], at_most: int = _MESSAGES_AT_A_TIME) -> None:
         """What is there, but not for too long: others want their turn, too."""
         self.heard_at = time.monotonic()
-        for source, messages in self._received(reader, at_most):
+        for source, connection, messages in self._received(reader, at_most):
+            is_there = self._links.speaks(connection)
+            if not is_there:  # lost, or so new that the monitor has still to be asked
+                self._take_events()
+                is_there = self._links.speaks(connection)
+            if is_there:
+                self._judge()
+                if source.lost_at is not None:
+                    await source.reconnected()
+                source.connection = connection
+            if self._away_since is None and source.lost_at is None:
+                source.hear(True)
             await source.take_live(messages)
 
-    def _received(self, reader: zmq.Socket[bytes], at_most: int) -> Iterator[tuple[Source, list[LiveMessage]]]:
-        """Messages that wait, those of one source that follow each other together; not too many bytes at a time."""
-        speaker: Source | None = None
+    def _received(self, reader: zmq.Socket[bytes], at_most: int) -> Iterator[tuple[Source, int, list[LiveMessage]]]:
+        """Messages that wait, those of one source and connection that follow each other together; not too many bytes
+        at a time.
+        """
+        speaker: tuple[Source, int] | None = None
         messages: list[LiveMessage] = []
         num_bytes = 0
         for _ in range(at_most):
             try:
-                frames: list[bytes] = reader.recv_multipart(zmq.NOBLOCK)
+                frames: list[zmq.Frame] = reader.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            message = self._parsed(frames)
+            message = self._parsed([frame.bytes for frame in frames])
             source = None if message is None else self._source_of(message.topic)
             if message is None or source is None:
                 self._counters.undecodable += 1
                 continue
-            if speaker is not None and (source is not speaker or num_bytes > _BYTES_AT_A_TIME):
-                yield speaker, messages
+            now_speaks = source, descriptor_of(frames[0])
+            if speaker is not None and (now_speaks != speaker or num_bytes > _BYTES_AT_A_TIME):
+                yield *speaker, messages
                 messages, num_bytes = [], 0
-            speaker = source
+            speaker = now_speaks
             messages.append(message)
             num_bytes += len(message.payload)
         if speaker is not None:
-            yield speaker, messages
+            yield *speaker, messages
 
     def _parsed(self, frames: list[bytes]) -> LiveMessage | None:
         try:
             return parse_live(frames)
-        except FrameError:
+        except FrameError as error:
+            self._complaints.say("a message is left out: %s", error)
             return None
 
-    async def _watch(self, monitor: zmq.Socket[bytes]) -> None:
+    async def _watch(self, live: zmq.asyncio.Socket) -> None:
         """Follow the connection. One that comes back may lead to another incarnation of the engine."""
-        is_back = False
-        while monitor.poll(0):
-            event = parse_monitor_message(monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                is_back = is_back or self._was_connected
-                self._connections += 1
-                self._was_connected = True
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._connections = max(0, self._connections - 1)
-        if self._connections:
-            self.state, self._away_since = LinkState.CONNECTED, None
-        elif self._away_since is None and self._was_connected:
-            self.state, self._away_since = LinkState.AWAY, time.monotonic()
-        if is_back and self._engine.worker is not None:
+        self._take_events()
+        self._judge()
+        is_new, self._num_told = self._num_links > self._num_told, self._num_links
+        if is_new and self._engine.worker is not None:
             for source in self._sources():
-                await source.reconnected()
+                await (source.connected(live) if self._num_links == 1 else source.reconnected())
 
-    async def _be_idle(self) -> None:
+    def _take_events(self) -> None:
+        """What the monitor has to tell. Who names himself is lost with his connection, whatever others there are."""
+        while self._monitor is not None and self._monitor.poll(0):
+            message = parse_monitor_message(self._monitor.recv_multipart())
+            event, descriptor = message["event"], message["value"]
+            self._links.take(event, descriptor)
+            self._num_links += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event == zmq.EVENT_DISCONNECTED and self._engine.worker is None:
+                for source in self._sources():
+                    if source.connection == descriptor and source.lost_at is None:
+                        source.lost_at = time.monotonic()
+                        source.hear(False)
+
+    def _judge(self) -> None:
+        """How the connection stands by what is known of it."""
+        if self._links:
+            self.state, self._away_since = LinkState.CONNECTED, None
+        elif self._away_since is None and self._num_links:
+            self.state, self._away_since = LinkState.AWAY, time.monotonic()
+            log.warning("bridge: %s", self.failure)
+            for source in self._sources():
+                source.hear(False)
+
+    async def _be_idle(self, live: zmq.asyncio.Socket) -> None:
         now = time.monotonic()
         if self._away_since is not None:
             if now - self._away_since >= self._settings.bridge_away_s:
@@ -168,7 +220,7 @@ class Subscriber:
         elif now - self.heard_at >= self._settings.bridge_idle_check_s:
             self.heard_at = now
             for source in self._sources():
-                await source.check()
+                await source.check(live)
 
     def _wait_ms(self) -> int:
         waits = [self._settings.bridge_idle_check_s]

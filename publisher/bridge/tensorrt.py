@@ -15,10 +15,13 @@ import numpy as np
 
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
+from kv_events.schema import BATCHES_LOST
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
+from publisher.bridge.identity import Identity
 from publisher.bridge.name_kernels import PageEvents
 from publisher.bridge.runs import BadEvent, ClearedRun, Place, RemovedRun, Run, StoredRun
-from publisher.bridge.translate import Identity, Translator
+from publisher.bridge.translate import Translator
 from publisher.publisher import EventPublisher
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int 
     try:
         return list(_runs(event, block_size, widest_window))
     except (_BadEventError, LookupError, TypeError, AttributeError, ValueError, OverflowError):
-        return [BadEvent("type")]
+        return [BadEvent("type", may_remove=not _is_store(event))]
 
 
 def widest_window_of(events: Iterable[Mapping[str, Any]], known: int = 0) -> int:
@@ -62,14 +65,15 @@ class PolledEvents:
         self._make_publisher = make_publisher
         self._name_pages = name_pages
         self._widest_window = 0
-        self._ranks: dict[int, tuple[Translator, int]] = {}
+        self._ranks: dict[int, tuple[Translator, EventPublisher]] = {}
         self._last_ids: dict[int, int] = {}
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
         """What the engine handed out, in order. Never waits, never raises.
 
         Numbers that are left out are events that fell out of the engine's buffer. There may be removals among them, so
-        all pages of that rank are given up, and come in again as they are stored.
+        all pages of that rank are given up, and come in again as they are stored; its views stay doubted. The same goes
+        for events that make no sense, unless they are stores.
         """
         self._widest_window = widest_window_of(events, self._widest_window)
         for event in events:
@@ -78,32 +82,39 @@ class PolledEvents:
             except Exception:
                 log.exception("an event of TensorRT-LLM was left out")
                 self.counters.bad_events["error"] += 1
+                for translator, publisher in self._ranks.values():
+                    translator.clear()
+                    publisher.set_doubt(BATCHES_LOST)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         rank = _integer(event.get("attention_dp_rank") or 0)
-        translator, block_size = self._rank(rank)
+        translator, publisher = self._rank(rank)
         number, last = event.get("event_id"), self._last_ids.get(rank)
         if isinstance(number, int):
             if last is not None and number != last + 1:
                 self.counters.losses += 1
                 translator.apply(ClearedRun())
+                publisher.set_doubt(BATCHES_LOST)
             self._last_ids[rank] = number
         self.counters.events += 1
-        for run in from_tensorrt(event, block_size, self._widest_window):
+        for run in from_tensorrt(event, publisher.block_size, self._widest_window):
             translator.apply(run)
+            if isinstance(run, BadEvent) and run.may_remove:
+                publisher.set_doubt(BATCHES_LOST)
 
-    def _rank(self, rank: int) -> tuple[Translator, int]:
+    def _rank(self, rank: int) -> tuple[Translator, EventPublisher]:
         if rank not in self._ranks:
             publisher = self._make_publisher(rank)
             stream = publisher.stream
             translator = Translator(
                 Identity(stream.model, stream.tenant),
                 self.counters,
+                Complaints(stream.key),
                 lambda _: publisher,
                 block_size=publisher.block_size,
                 name_pages=self._name_pages,
             )
-            self._ranks[rank] = translator, publisher.block_size
+            self._ranks[rank] = translator, publisher
         return self._ranks[rank]
 
 
@@ -123,6 +134,11 @@ def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iter
             pass
         case _:
             yield BadEvent("tag")
+
+
+def _is_store(event: Mapping[str, Any]) -> bool:
+    data = event.get("data") if isinstance(event, Mapping) else None
+    return isinstance(data, Mapping) and data.get("type") == "stored"
 
 
 def _stored(data: Mapping[str, Any], block_size: int, group: int | None, kind: str) -> Iterator[Run]:

@@ -8,45 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
+from kv_events.errors import shorten
 from kv_events.hashing import U64Array, local_hashes, namespace_seed
 from kv_events.limits import MAX_BLOCK_SIZE
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
 from publisher.bridge.envelopes import Envelope
 from publisher.bridge.extra_keys import local_hashes_with_objects, read_extra_keys
-from publisher.bridge.name_kernels import PageEvents
+from publisher.bridge.identity import Identity
+from publisher.bridge.media import is_device
 from publisher.bridge.names import NamedPages, Names, Space, Wording
+from publisher.bridge.page_size import PageSize
 from publisher.bridge.placing import Placer
-from publisher.bridge.runs import BadEvent, ClearedRun, MixedRun, Place, RemovedRun, Run, StoredRun
+from publisher.bridge.runs import BadEvent, ClearedRun, MixedRun, Place, RemovedRun, Run, StoredRun, hashes_of
 from publisher.bridge.spaces import Spaces
 from publisher.publisher import EventPublisher
 
-_MASK64 = 2**64 - 1
-
 _seed_of = lru_cache(4096)(namespace_seed)
-
-
-class Identity(NamedTuple):
-    """Whose events are taken."""
-
-    model: str
-    tenant: str
-    lora_name: str = ""
-    """Adapter of the pages of which events name none."""
-    cache_salt: str = ""
-    """Salt of the pages of which events name none."""
-
-
-class Unsaid(NamedTuple):
-    """What an engine's registration says, and its events need not."""
-
-    block_size: int | None
-    """None: that of the first store."""
-    lora_name: str = ""
-    cache_salt: str = ""
 
 
 class Translator:
@@ -56,21 +37,23 @@ class Translator:
         self,
         identity: Identity,
         counters: BridgeCounters,
+        complaints: Complaints,
         make_publisher: Callable[[int], EventPublisher],
         *,
         block_size: int | None,
         name_pages: int,
     ) -> None:
-        """block_size: None: that of the first store. make_publisher: called with it, once. name_pages: how many pages'
-        names are remembered.
+        """block_size: None: as stores say. make_publisher: called with it, and again should it prove to be another one.
+        name_pages: how many pages' names are remembered.
         """
         self._identity = identity
         self._counters = counters
+        self._complaints = complaints
         self._make_publisher = make_publisher
         self._names = Names(name_pages)
         self._spaces = Spaces()
-        self._placer = Placer(counters)
-        self._block_size = block_size
+        self._placer = Placer(counters, complaints)
+        self._size = PageSize(block_size)
         if block_size is not None:
             self.publisher = make_publisher(block_size)
 
@@ -86,7 +69,12 @@ class Translator:
     @property
     def block_size(self) -> int | None:
         """Tokens a page; None: not known yet."""
-        return self._block_size
+        return self._size.tokens
+
+    @property
+    def size_doubt(self) -> str:
+        """Not empty while stores came, and none of the size that was told: names both sizes."""
+        return self._size.doubt
 
     @property
     def num_names(self) -> int:
@@ -109,6 +97,16 @@ class Translator:
                 self._open_envelope(run)
             case BadEvent():
                 self._counters.bad_events[run.reason] += 1
+                if run.may_remove:
+                    self.clear()
+
+    def begin_anew(self, publisher: EventPublisher) -> None:
+        """It may be another incarnation: nothing is held, by another publisher. Names stay, because it may be the same
+        one, too; engines' hashes go by contents, so that another one's mean the same pages or nothing at all.
+        """
+        self.publisher = publisher
+        self.clear()
+        self._size.forget_proof()
 
     def clear(self) -> None:
         """Nothing is held any more. Names stay: an engine's hash goes on to mean the same page."""
@@ -119,7 +117,7 @@ class Translator:
     def _store_in_group(self, run: StoredRun) -> None:
         space = self._spaces.space(run.group)
         if space is None:
-            self._counters.refused_spaces += len(run.events.block_hashes)
+            self._refuse_space(run.group, len(run.events.block_hashes))
         elif self._spaces.takes_stores(run.group, run.spec_kind):
             self._store(run, space)
         else:
@@ -148,9 +146,11 @@ class Translator:
         """Name pages by their tokens."""
         objects: list[list[int]] = []
         if run.extra_keys:
-            extra = read_extra_keys(run.extra_keys, run.lora_name, begins_prompt=not run.events.has_parent[0])
+            begins_prompt = not run.events.has_parent[0]
+            extra = read_extra_keys(run.extra_keys, run.lora_name, run.cache_salt, begins_prompt=begins_prompt)
             objects = extra.objects
-            if extra.salt and not wording.is_whole_truth:
+            if extra.salt:
+                self._counters.guessed_salts += 1
                 wording = Wording(self._seed(run.lora_name, extra.salt), is_whole_truth=False)
         size = max(1, run.block_size)  # 0 where all of a run are removals
 
@@ -162,14 +162,16 @@ class Translator:
 
         local = hashed(0, run.num_positions // size, wording.seed)
         named = self._names.name(run.events, local, hashed, wording, space)
-        self._counters.unknown_parents += named.num_unknown
+        if named.num_unknown:
+            self._counters.unknown_parents += named.num_unknown
+            self._complaints.say("%d stored pages left out: parent_block_hash is not known", named.num_unknown)
         return named
 
     def _whole_pages(self, run: StoredRun) -> StoredRun | None:
         """The run as far as its pages are full and of the stream's size; None: not at all."""
         num_pages = len(run.events.block_hashes)
         if not self._has_our_size(run):
-            self._counters.other_block_sizes += num_pages
+            self._refuse_size(run.block_size, num_pages)
             return None
         num_full = run.num_positions // run.block_size
         if run.num_positions == num_pages * run.block_size:
@@ -186,16 +188,33 @@ class Translator:
         return run._replace(events=events, num_positions=num_full * run.block_size)
 
     def _has_our_size(self, run: StoredRun) -> bool:
-        if self._block_size is None and 1 <= run.block_size <= min(MAX_BLOCK_SIZE, run.num_positions):
-            self._block_size = run.block_size
-            self.publisher = self._make_publisher(run.block_size)
-        return run.block_size == self._block_size
+        size, is_on_device = run.block_size, is_device(*run.place)
+        if 1 <= size <= min(MAX_BLOCK_SIZE, run.num_positions) and self._size.is_news(
+            size, len(run.events.lengths), is_on_device=is_on_device
+        ):
+            self._begin_with_size(size)
+        return self._size.admits(size, is_on_device=is_on_device)
+
+    def _begin_with_size(self, block_size: int) -> None:
+        publisher = self._make_publisher(block_size)
+        self.clear()
+        self._names.clear()
+        self.publisher = publisher
+        self._size.learn(block_size)
+
+    def _refuse_size(self, block_size: int, num_pages: int) -> None:
+        self._counters.other_block_sizes += num_pages
+        self._complaints.say("pages of block_size %d left out, the stream's is %s", block_size, self._size.tokens)
+
+    def _refuse_space(self, key: str | int | None, num_pages: int) -> None:
+        self._counters.refused_spaces += num_pages
+        self._complaints.say("pages of %s left out: too many groups and owners have pages", shorten(key))
 
     # --- removals ---------------------------------------------------------------------------------------------------
 
     def _remove_in_group(self, run: RemovedRun) -> None:
         for group in self._spaces.meant_by(run.group):
-            takes_removals, space = self._spaces.takes_removals(group), self._spaces.space(group)
+            takes_removals, space = self._spaces.takes_removals(group), self._spaces.known(group)
             if takes_removals and space is not None:
                 self._placer.remove(run.block_hashes, space, run.place)
             elif takes_removals is not None:
@@ -213,7 +232,7 @@ class Translator:
                 self.apply(part)
         elif not self._spaces.takes_stores(stored.group, stored.spec_kind):
             self._counters.other_groups += len(stored.events.block_hashes)
-        elif stored.num_positions and not self._has_our_size(stored):
+        elif stored.num_positions and not self._size.admits(stored.block_size, is_on_device=is_device(*stored.place)):
             for part in run.parts():
                 self.apply(part)
         else:
@@ -226,26 +245,28 @@ class Translator:
             event.tenant_id or self._identity.tenant
         ) != self._identity.tenant:
             self._counters.foreign_events += 1
+            whose = shorten((event.model_name, event.tenant_id))
+            self._complaints.say("events of (model_name, tenant_id) %s left out: another stream's", whose)
             return
-        space = self._spaces.space(event.owner)
-        hashes = np.array([value & _MASK64 for value in event.seq_hashes], np.uint64)
-        if space is None:
-            self._counters.refused_spaces += len(hashes)
-        elif event.event_type == "stored":
-            self._store_envelope(event, hashes, space)
-        elif event.event_type == "removed":
-            self._placer.remove(hashes, space, Place(event.medium or ""))
-        elif event.event_type == "cleared":
-            self._clear_space(space, event.medium)
-        else:
-            self._counters.bad_events["tag"] += 1
+        hashes = hashes_of(event)
+        if event.event_type == "stored":
+            space = self._spaces.space(event.owner)
+            if space is None:
+                self._refuse_space(event.owner, len(hashes))
+            else:
+                self._store_envelope(event, hashes, space)
+        elif (space := self._spaces.known(event.owner)) is not None:
+            if event.event_type == "removed":
+                self._placer.remove(hashes, space, Place(event.medium or ""))
+            else:
+                self._clear_space(space, event.medium)
 
     def _store_envelope(self, event: Envelope, hashes: U64Array, space: Space) -> None:
         if not len(hashes):
             self._counters.unresolved_pages += 1  # a pool's object whose key is no hash
         elif not event.token_ids:
-            if event.block_size is not None and event.block_size != self._block_size:
-                self._counters.other_block_sizes += len(hashes)
+            if event.block_size is not None and not self._size.admits(event.block_size, is_on_device=False):
+                self._refuse_size(event.block_size, len(hashes))
                 return
             wording = Wording(self._seed(event.lora_name, event.additional_salt), is_whole_truth=True)
             named = self._names.enter(hashes, hashes, wording, space)
@@ -253,23 +274,7 @@ class Translator:
         elif event.parent_hash is None and event.base_block_idx:
             self._counters.unknown_parents += len(hashes)
         else:
-            self._store(self._as_run(event, hashes, event.token_ids), space)
-
-    def _as_run(self, event: Envelope, hashes: U64Array, token_ids: list[int]) -> StoredRun:
-        parent = event.parent_hash
-        return StoredRun(
-            PageEvents.stored(hashes, None if parent is None else parent & _MASK64),
-            np.array(token_ids, np.uint32),
-            len(token_ids),
-            is_bigram=False,
-            block_size=event.block_size or self._block_size or 0,
-            place=Place(event.medium or ""),
-            group=None,
-            spec_kind="",
-            lora_name=event.lora_name or "",
-            cache_salt=event.additional_salt or "",
-            extra_keys=[],
-        )
+            self._store(StoredRun.of_envelope(event, event.token_ids, self.block_size or 0), space)
 
     def _clear_space(self, space: Space, medium: str | None) -> None:
         """One owner's pages on one medium are gone. Where not all their names are remembered: everything is."""

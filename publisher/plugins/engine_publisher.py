@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import atexit
 import logging
+import threading
 from typing import Any
 
 import msgspec
 
 from kv_events.errors import InvalidValueError
+from kv_events.schema import BATCHES_LOST
+from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
 from publisher.bridge.decoding import Decoder
+from publisher.bridge.identity import Identity
+from publisher.bridge.runs import BadEvent, ClearedRun
 from publisher.bridge.settings import BridgeSettings
-from publisher.bridge.translate import Identity, Translator
+from publisher.bridge.translate import Translator
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 from publisher.sinks import create_sink
@@ -44,9 +49,12 @@ class EnginePublisher:
         self.counters = BridgeCounters()
         self._sink = create_sink(self._settings)
         self._publisher: EventPublisher | None = None
+        self._replacing: threading.Thread | None = None
+        self._complaints = Complaints(self._settings.stream.key)
         self._translator = Translator(
             Identity(self._settings.model, self._settings.tenant),
             self.counters,
+            self._complaints,
             self._start_publisher,
             block_size=None,
             name_pages=BridgeSettings().bridge_name_pages,
@@ -60,7 +68,7 @@ class EnginePublisher:
     def publish(self, events: Any) -> None:
         """Take a batch, a msgspec struct of the engine. Never waits for the sink, never raises.
 
-        A batch that cannot be read costs all that is known of the engine's pages: some may have gone with it.
+        What cannot be read costs all that is known of the engine's pages, unless it is a store: some may have gone.
         """
         if self._is_closed:
             return
@@ -69,6 +77,7 @@ class EnginePublisher:
         except Exception:
             log.exception("a batch of events is lost; all pages of %s are given up", self._settings.stream.key)
             self._translator.clear()
+            self._doubt(BATCHES_LOST)
 
     def shutdown(self) -> None:
         """Say that nothing is held any more, for at most two seconds. A second call does nothing."""
@@ -78,6 +87,8 @@ class EnginePublisher:
         atexit.unregister(self.shutdown)
         try:
             self._translator.clear()
+            if self._replacing is not None:
+                self._replacing.join(_CLOSE_S)
             if self._publisher is not None:
                 self._publisher.close(_CLOSE_S)
         except Exception:  # at the interpreter's end a sink may find no threads any more
@@ -94,9 +105,33 @@ class EnginePublisher:
         for run, num_events in self._decoder.decode(payload).runs:
             self.counters.events += num_events
             self._translator.apply(run)
+            if isinstance(run, ClearedRun):
+                self._doubt("")
+            elif isinstance(run, BadEvent):
+                self._complaints.say("an event is left out: %s", run.reason)
+                if run.may_remove:
+                    self._doubt(BATCHES_LOST)
+
+    def _doubt(self, doubt: str) -> None:
+        if self._publisher is not None:
+            self._publisher.set_doubt(doubt)
 
     def _start_publisher(self, block_size: int) -> EventPublisher:
         settings = PublisherSettings(**{**self._settings.model_dump(), "block_size": block_size})
-        self._publisher = EventPublisher(settings, self._sink)
-        self._publisher.start_in_thread()
-        return self._publisher
+        old, sink = self._publisher, self._sink if self._publisher is None else create_sink(settings)
+        self._publisher = publisher = EventPublisher(settings, sink)
+        if old is None:
+            publisher.start_in_thread()
+        else:
+            self._replacing = threading.Thread(target=_replace, args=(old, publisher), daemon=True)
+            self._replacing.start()
+        return publisher
+
+
+def _replace(old: EventPublisher, new: EventPublisher) -> None:
+    """Start a publisher when another one is done with their sink's place. On a thread of its own."""
+    try:
+        old.close(_CLOSE_S)
+        new.start_in_thread()
+    except Exception:
+        log.exception("a publisher of %s could not take over", new.stream.key)

@@ -55,11 +55,11 @@ def test_engines_listed_in_a_file_are_bridged_into_a_log_until_it_is_stopped(tmp
     command = [*COMMAND, "--config", str(config), "--log", str(log), "--metrics-port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         engine.wait_for_readers(deadline_s=60)
-        engine.send(payload(stored([3], range(8, 12), parent=2), ["Unknown"]))
+        engine.send(payload(stored([3], range(8, 12), parent=2), ["BlockStored", ["x"]]))
         wait_until(
             lambda: 'kvsight_bridge_pages{dp_rank="0",model="m",tenant="default",worker="w"} 3.0' in scraped(port)
         )
-        assert 'reason="tag"' in scraped(port)
+        assert 'reason="type"' in scraped(port)
         process.send_signal(signal.SIGTERM)
         _, words = process.communicate(timeout=30)
     assert process.returncode == 0

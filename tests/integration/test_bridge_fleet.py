@@ -21,6 +21,7 @@ from publisher.sinks import MemorySink
 
 TOKENS = [7, 8, 9, 10]
 PAGE = on(GPU, names_of(TOKENS))
+OTHER_PAGE = on(GPU, names_of(TOKENS[::-1]))
 STORE = payload(stored([1], TOKENS), rank=None)
 
 
@@ -44,9 +45,10 @@ async def test_a_rank_that_is_registered_elsewhere_is_not_taken_from_there() -> 
             await bridge.read(engine, dp_rank=0)
             await bridge.read(other, dp_rank=1)
             engine.send(ranked(1))
-            await bridge.shows(PAGE, rank=0)
+            engine.send(payload(stored([2], TOKENS[::-1]), rank=0))
+            await bridge.shows(OTHER_PAGE, rank=0)
             assert bridge.view(rank=1).pages == set()
-            assert bridge.counters()["bad_ranks"] == 1
+            assert bridge.counters()["foreign_ranks"] == 1
 
 
 async def test_a_rank_registered_later_belongs_to_who_was_registered() -> None:
@@ -57,10 +59,12 @@ async def test_a_rank_registered_later_belongs_to_who_was_registered() -> None:
             await bridge.shows(PAGE, rank=1)
             await bridge.read(other, dp_rank=1)
             other.send(payload(stored([2], TOKENS[::-1]), rank=1))
-            await bridge.shows(on(GPU, names_of(TOKENS[::-1])), rank=1)
+            await bridge.shows(OTHER_PAGE, rank=1)
             engine.send(ranked(1))
+            engine.send(STORE)
             await bridge.shows(PAGE, rank=0)
-            assert bridge.view(rank=1).pages == on(GPU, names_of(TOKENS[::-1]))
+            assert bridge.view(rank=1).pages == OTHER_PAGE
+            assert bridge.counters()["foreign_ranks"] == 1
 
 
 async def test_ranks_are_found_by_counting_ports_up() -> None:

@@ -137,13 +137,23 @@ def test_a_batch_that_cannot_be_read_costs_all_pages_but_not_the_engine(variable
     publisher = EnginePublisher(attn_dp_rank=0)
     publisher.publish(batch(module, store("sglang", module)))
     wait_until(lambda: pages_in(variables) == on(GPU, names_of(TOKENS, 16)))
-    for bad in (object(), {"no": "batch"}):
+    for bad in (object(), {"no": "batch"}, [1.0, [["BlockRemoved", ["hex"], "GPU"]], 0]):
         publisher.publish(bad)
         wait_until(lambda: pages_in(variables) == set())
         publisher.publish(batch(module, store("sglang", module)))
         wait_until(lambda: pages_in(variables) == on(GPU, names_of(TOKENS, 16)))
     publisher.shutdown()
     forget_engine_modules()
+
+
+def test_an_engine_whose_first_store_was_of_another_page_size_is_heard(variables: Path) -> None:
+    publisher = EnginePublisher(data_parallel_rank=0)
+    publisher.publish([1.0, [["BlockStored", [7], None, TOKENS[:32], 32, None, "CPU"]], 0])
+    wait_until(lambda: pages_in(variables) == on(CPU, names_of(TOKENS[:32], 32)))
+    publisher.publish([1.0, [["BlockStored", HASHES, None, TOKENS, 16, None, "GPU"]], 0])
+    wait_until(lambda: pages_in(variables) == on(GPU, names_of(TOKENS, 16)))
+    publisher.shutdown()
+    assert pages_in(variables) == set()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ from api.feed_events import BatchApplied, FeedEvent, StateChanged
 from api.server import running_server
 from api.settings import ApiSettings
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
-from kvsight.errors import UnexpectedAnswerError
-from kvsight.feed import FeedReader
 
 
 @asynccontextmanager
@@ -92,28 +90,6 @@ async def test_a_listener_that_hangs_up_makes_room_for_another() -> None:
 def test_a_server_that_is_not_there_is_a_connection_error() -> None:
     with Client("http://127.0.0.1:1") as client, pytest.raises(KvsightConnectionError, match="/events"):
         next(client.events())
-
-
-def test_unknown_kinds_and_comments_are_passed_over_and_nonsense_is_not() -> None:
-    reader = FeedReader("http://t/events")
-    lines = [
-        ": hello",
-        "",
-        "event: novelty",
-        "data: {}",
-        "",
-        "data: 5",
-        "",
-        "event:dropped",
-        'data:{"lost":',
-        "data: 7}",
-    ]
-    assert [event for line in lines if (event := reader.take(line)) is not None] == []
-    assert reader.take("").lost == 7  # type: ignore[union-attr]
-    reader.take("event: batch")
-    reader.take("data: {}")
-    with pytest.raises(UnexpectedAnswerError, match="http://t/events"):
-        reader.take("")
 
 
 async def test_too_many_connections_get_a_problem_document() -> None:

@@ -30,9 +30,10 @@ OTHER = list(range(101, 117))
 ROUTER = Path(__file__).resolve().parents[2] / "examples" / "router.py"
 
 
-def load(engines: dict[str, str], kvsight: str) -> ModuleType:
-    """The example as uvicorn would import it."""
-    variables = {"ENGINES": ",".join(f"{name}={url}" for name, url in engines.items()), "KVSIGHT_URL": kvsight}
+def load(engines: dict[str, str], kvsight: str, **more: str) -> ModuleType:
+    """The example as uvicorn would import it. more: variables of the environment."""
+    listed = ",".join(f"{name}={url}" for name, url in engines.items())
+    variables = {"ENGINES": listed, "KVSIGHT_URL": kvsight, **more}
     spec = importlib.util.spec_from_file_location("example_router", ROUTER)
     assert spec is not None
     assert spec.loader is not None
@@ -51,6 +52,9 @@ class Engine:
     asked: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[str | None] = field(default_factory=list)
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: int = 0
+    ended: int = 0
+    """Of endless streams."""
 
     def app(self) -> Starlette:
         routes = [
@@ -70,7 +74,20 @@ class Engine:
         self.ranks.append(request.headers.get("x-data-parallel-rank"))
         if self.asked[-1].get("slow"):
             await self.may_go_on.wait()
+        if self.asked[-1].get("endless"):
+            return StreamingResponse(self._endless(), media_type="text/event-stream")
+        if self.asked[-1].get("untyped"):
+            return Response(b"done")
         return JSONResponse({"text": "done"}, 400 if self.asked[-1].get("bad") else 200)
+
+    async def _endless(self) -> AsyncIterator[bytes]:
+        self.begun += 1
+        try:
+            while True:
+                yield b"data: 1\n\n"
+                await asyncio.sleep(0.01)
+        finally:
+            self.ended += 1
 
     async def _chat(self, request: Request) -> Response:
         self.asked.append(await request.json())
@@ -96,7 +113,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def routed(with_api: bool = True) -> AsyncIterator[Rig]:
+async def routed(with_api: bool = True, **variables: str) -> AsyncIterator[Rig]:
     settings, fed = ApiSettings(port=0), HandFed()
     engines = {"engine-0": Engine(), "engine-1": Engine()}
     async with AsyncExitStack() as stack:
@@ -105,9 +122,10 @@ async def routed(with_api: bool = True) -> AsyncIterator[Rig]:
             for name, engine in engines.items()
         }
         api = await stack.enter_async_context(running_server(create_app(fed.consumer, settings), settings))
-        example = load(urls, api if with_api else "http://127.0.0.1:9")
+        example = load(urls, api if with_api else "http://127.0.0.1:9", **variables)
         router = await stack.enter_async_context(running_server(example.app, settings))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router))
+        unlimited = httpx.Limits(max_connections=None)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, limits=unlimited, timeout=30))
         yield Rig(fed, engines, client)
 
 
@@ -157,6 +175,67 @@ async def test_too_much_work_that_waits_sends_a_request_elsewhere() -> None:
 async def test_an_engines_refusal_is_the_callers_to_see() -> None:
     async with routed() as rig:
         assert (await rig.complete(TOKENS, bad=True)).status_code == 400
+
+
+async def test_an_answer_of_no_type_is_relayed_as_it_is() -> None:
+    async with routed() as rig:
+        answer = await rig.complete(TOKENS, untyped=True)
+    assert (answer.status_code, answer.content, answer.headers.get("content-type")) == (200, b"done", None)
+
+
+async def test_more_than_a_hundred_requests_are_under_way_at_once() -> None:
+    async with routed() as rig:
+        slow = [asyncio.create_task(rig.complete(TOKENS, slow=True)) for _ in range(130)]
+        asked = [engine.asked for engine in rig.engines.values()]
+        await async_wait_until(lambda: sum(map(len, asked)) == 130, what="all requests at the engines")
+        for engine in rig.engines.values():
+            engine.may_go_on.set()
+        assert {answer.status_code for answer in await asyncio.gather(*slow)} == {200}
+
+
+async def test_the_engine_is_hung_up_on_when_the_caller_is_gone() -> None:
+    async with routed() as rig:
+        engine = rig.engines["engine-0"]
+        request = {"model": "m", "prompt": TOKENS, "endless": True}
+        async with rig.client.stream("POST", "/v1/completions", json=request) as answer:
+            assert await anext(answer.aiter_bytes())
+            assert (engine.begun, engine.ended) == (1, 0)
+        await async_wait_until(lambda: engine.ended, what="the stream is closed")
+
+
+async def test_a_caller_who_is_gone_before_the_answer_leaves_no_connection_behind() -> None:
+    async with routed() as rig:
+        engine = rig.engines["engine-0"]
+        hasty = asyncio.create_task(rig.complete(TOKENS, slow=True, endless=True))
+        await async_wait_until(lambda: engine.asked, what="the request at the engine")
+        hasty.cancel()
+        await asyncio.wait([hasty])
+        engine.may_go_on.set()
+        await async_wait_until(lambda: engine.ended, what="the stream is closed")
+
+
+async def test_the_salt_of_a_request_counts() -> None:
+    async with routed() as rig:
+        await rig.fed.hold(Stream("engine-1"), TOKENS, cache_salt="s")
+        assert (await rig.complete(TOKENS, cache_salt="s")).headers["x-worker"] == "engine-1"
+        assert (await rig.complete(TOKENS)).headers["x-worker"] == "engine-0"
+
+
+async def test_an_adapter_is_looked_for_among_the_pages_of_its_model() -> None:
+    async with routed(ADAPTERS="ad=m,other=m") as rig:
+        await rig.fed.hold(Stream("engine-1"), TOKENS, lora_name="ad")
+        for model, engine in (("ad", "engine-1"), ("other", "engine-0"), ("m", "engine-0")):
+            answer = await rig.client.post("/v1/completions", json={"model": model, "prompt": TOKENS})
+            assert answer.headers["x-worker"] == engine
+            assert rig.engines[engine].asked[-1]["model"] == model
+
+
+async def test_kvsights_absence_is_said_and_not_at_every_request(caplog: pytest.LogCaptureFixture) -> None:
+    async with routed(with_api=False) as rig:
+        for _ in range(5):
+            assert (await rig.complete(TOKENS)).status_code == 200
+    (said,) = [record for record in caplog.records if record.name == "router"]
+    assert (said.levelname, "http://127.0.0.1:9/query" in said.getMessage()) == ("WARNING", True)
 
 
 @pytest.mark.parametrize("with_api", [True, False])

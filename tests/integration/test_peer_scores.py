@@ -19,14 +19,15 @@ from waiting import async_wait_until
 from zmq_engine import ZmqEngine
 
 from api.app import create_app
-from api.settings import ApiSettings
+from api.registrations import Registrations
+from api.settings import ApiSettings, RegistrationSettings
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
-from kv_events.hashing import local_hashes, sequence_hashes, token_array
+from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings
-from publisher.bridge import BridgeSettings, EngineSettings, Fleet
+from publisher.bridge import BridgeSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink
 
@@ -37,17 +38,18 @@ MEDIA = {"GPU": "gpu", "CPU_PINNED": "cpu", "DISK": "disk"}
 class Both:
     """The peer's process and our API in this one, side by side."""
 
-    def __init__(self, peer: PeerIndexer, log: MemoryLog, fleet: Fleet, client: httpx.AsyncClient) -> None:
+    def __init__(self, peer: PeerIndexer, log: MemoryLog, client: httpx.AsyncClient) -> None:
         self.log = log
         self.peer = peer
-        self._fleet = fleet
         self._client = client
 
     async def read(self, worker: int, engine: ZmqEngine, rank: int = 0) -> None:
         """Have both read an engine's rank."""
-        addresses = {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint, "dp_rank": rank}
-        await self._fleet.add(EngineSettings(worker=str(worker), model="m", block_size=BLOCK, **addresses))
-        await asyncio.to_thread(self.peer.register, worker, model_name="m", block_size=BLOCK, **addresses)
+        rank_of_engine = {"replay_endpoint": engine.replay_endpoint, "dp_rank": rank}
+        registration = {"endpoint": engine.endpoint, "model_name": "m", "block_size": BLOCK, **rank_of_engine}
+        answer = await self._client.post("/register", json={"instance_id": worker, **registration})
+        assert answer.status_code == 201, answer.text
+        await asyncio.to_thread(self.peer.register, worker, **registration)
         await asyncio.to_thread(engine.wait_for_readers, 2)
 
     async def asked(self, route: str = "query", **question: Any) -> tuple[Any, Any]:
@@ -55,8 +57,8 @@ class Both:
         theirs = await asyncio.to_thread(getattr(self.peer, route), model_name="m", **question)
         ours = (await self._client.post(f"/{route}", json={"model_name": "m", **question})).raise_for_status().json()
         for instance in ours["instances"].values():
-            for more in ("external", "state", "age_ms"):  # of ours alone
-                del instance[more]
+            for more in ("external", "state", "age_ms", "matched_dp"):  # of ours alone
+                instance.pop(more, None)
         return theirs, ours
 
     async def agree(self, wanted: Any = None, **question: Any) -> Any:
@@ -85,15 +87,15 @@ class Both:
 @asynccontextmanager
 async def both(place: Path) -> AsyncIterator[Both]:
     log = MemoryLog()
-    template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=100_000, linger_ms=1)
-    app = create_app(create_consumer(IndexerSettings(max_pages=2**17), log), ApiSettings(port=0))
+    consumer = create_consumer(IndexerSettings(max_pages=2**17), log)
+    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None)
+    app = create_app(consumer, ApiSettings(port=0), registrations)
     async with AsyncExitStack() as stack:
         peer = await asyncio.to_thread(stack.enter_context, PeerIndexer(place / "peer.log"))
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app)
         client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://ours"))
-        fleet = await stack.enter_async_context(Fleet(BridgeSettings(), template, MemorySink(log)))
-        yield Both(peer, log, fleet, client)
+        yield Both(peer, log, client)
 
 
 def instance(gpu: int, cpu: int, disk: int, rank: int = 0) -> dict[str, Any]:
@@ -134,6 +136,28 @@ async def test_ranks_tiers_adapters_and_salts(tmp_path: Path) -> None:
             assert by_hash == answer
 
 
+@pytest.mark.parametrize("names", [{"lora_name": "ad"}, {"cache_salt": "s"}, {"lora_name": "ad", "cache_salt": "s"}])
+async def test_local_hashes_find_an_adapters_and_a_salts_pages_without_their_names(
+    tmp_path: Path, names: dict[str, str]
+) -> None:
+    tokens = list(range(1, 25))
+    async with both(tmp_path) as two:
+        with ZmqEngine() as engine, ZmqEngine() as plain:
+            await two.read(1, engine)
+            await two.read(2, plain)
+            engine.send(payload(stored([1, 2, 3], tokens[:12], medium="GPU", **names), form="map"))
+            engine.send(payload(stored([4, 5], tokens[12:20], parent=3, medium="GPU", **names), form="map"))
+            plain.send(payload(stored([1, 2], tokens[:8], medium="GPU")))
+            for sender, worker in ((engine, 1), (plain, 2)):
+                await two.told(sender, worker)
+            await two.agree({"1": {"0": 20}}, token_ids=tokens, **names)
+            hashes = local_hashes(token_array(tokens), BLOCK, namespace_seed(**names)).astype(np.int64).tolist()
+            question = {"route": "query_by_hash", "block_hashes": hashes}
+            await two.agree({"1": {"0": 20}}, **question)
+            await two.agree({"1": {"0": 20}}, **question, lora_name="ad")
+            await two.agree({"1": {"0": 20}}, **question, lora_name="another")
+
+
 async def test_engines_that_name_a_page_differently_cost_the_peer_slower_tiers_and_us_nothing(tmp_path: Path) -> None:
     """As vLLM's do without PYTHONHASHSEED: from its index of devices the peer goes on by the first worker's name."""
     tokens = list(range(1, 25))
@@ -150,6 +174,52 @@ async def test_engines_that_name_a_page_differently_cost_the_peer_slower_tiers_a
             assert ours["scores"] == theirs["scores"] == {"1": {"0": 8}, "2": {"0": 4}}
             assert ours["instances"]["2"] == instance(4, 12, 12)
             assert theirs["instances"]["2"] == instance(4, 4, 4)
+
+
+async def test_what_lies_outside_counts_as_the_slowest_tier(tmp_path: Path) -> None:
+    tokens = list(range(1, 33))
+    async with both(tmp_path) as two:
+        with ZmqEngine() as engine:
+            await two.read(1, engine)
+            engine.send(payload(stored([1, 2], tokens[:8], medium="GPU")))
+            engine.send(payload(stored([1, 2, 3, 4, 5, 6], tokens[:24], medium="CPU_PINNED")))
+            engine.send(payload(stored([1, 2, 3, 4, 5, 6, 7], tokens[:28], medium="EXTERNAL")))
+            await two.told(engine, 1)
+            answer = await two.agree({"1": {"0": 8}}, token_ids=tokens)
+            assert answer["instances"]["1"] == instance(8, 24, 28)
+
+
+async def test_windows_and_states_are_no_prefix_to_either(tmp_path: Path) -> None:
+    """Of the groups of a hybrid engine only full attention counts, whatever the group's number."""
+    tokens = list(range(1, 17))
+    async with both(tmp_path) as two:
+        with ZmqEngine() as engine:
+            await two.read(1, engine)
+            full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+            window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+            engine.send(payload(stored([1, 2], tokens[:8], medium="GPU", lora_name=None, **full), form="map"))
+            engine.send(payload(stored([1, 2, 3, 4], tokens, medium="GPU", lora_name=None, **window), form="map"))
+            await two.told(engine, 1)
+            await two.agree({"1": {"0": 8}}, token_ids=tokens)
+
+
+async def test_an_engine_that_restarts_keeps_its_old_pages_only_at_the_peers(tmp_path: Path) -> None:
+    tokens = list(range(1, 17))
+    async with both(tmp_path) as two:
+        with ZmqEngine() as engine:
+            await two.read(1, engine)
+            engine.send(payload(stored([1, 2, 3, 4], tokens, medium="GPU")))
+            await two.told(engine, 1)
+            await asyncio.to_thread(engine.restart)
+            await asyncio.to_thread(engine.wait_for_readers, 2)
+            engine.send(payload(stored([1], tokens[:4], medium="GPU")))
+
+            async def ours_is_right() -> bool:
+                return bool((await two.asked(token_ids=tokens))[1]["scores"] == {"1": {"0": 4}})
+
+            await async_wait_until(ours_is_right, 15, "the new incarnation is known")
+            theirs, _ = await two.asked(token_ids=tokens)
+            assert theirs["scores"] == {"1": {"0": 16}}
 
 
 async def test_our_other_dialect_has_the_same_figures(tmp_path: Path) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import httpx
 import pytest
 from hand_fed import HandFed
 from http_checks import check_problem
+from starlette.requests import ClientDisconnect
+from waiting import async_wait_until
 from wire import Stream, removed, stored
 
 from api.app import create_app
 from api.feed import MOST_WAITING, EventFeed, Wanted
-from api.problems import ProblemError
+from api.server import running_server
 from api.settings import ApiSettings
 from indexer.freshness import Freshness
 from kv_events.schema import AllBlocksCleared
@@ -41,7 +43,7 @@ async def next_events(stream: AsyncIterator[bytes]) -> list[tuple[str, dict[str,
 async def test_a_batch_is_told_with_its_counts_and_the_state_after_it() -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=1)
-    async with fed.consumer.running(), aclosing(feed.open(Wanted())) as stream:
+    async with fed.consumer.running(), feed.listening(Wanted()) as stream:
         assert events_of(await anext(stream)) == []
         worker = Stream("w", dp_rank=2)
         await fed.feed(worker.batch(stored((0, [1, 2, 3])), stored((0, [9]), tier=2), removed([9], tier=2)))
@@ -67,7 +69,7 @@ async def test_a_wrong_view_and_a_cleared_one_are_told() -> None:
     async with fed.consumer.running():
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1]))))
-        async with aclosing(feed.open(Wanted())) as stream:
+        async with feed.listening(Wanted()) as stream:
             assert [(kind, data["state"]) for kind, data in await next_events(stream)] == [("state", "live")]
             await fed.feed(worker.batch(AllBlocksCleared(), digest=b"\x01" * 64))
             (_, batch), (kind, change) = await next_events(stream)
@@ -81,7 +83,7 @@ async def test_silence_and_the_end_of_a_view_are_told_too() -> None:
     async with fed.consumer.running():
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1]))))
-        async with aclosing(feed.open(Wanted())) as stream:
+        async with feed.listening(Wanted()) as stream:
             assert [data["state"] for _, data in await next_events(stream)] == ["live"]
             fed.consumer.freshness = Freshness(ttl_s=-1.0, now=time.monotonic())
             ((kind, change),) = await next_events(stream)
@@ -106,8 +108,8 @@ async def test_only_what_was_asked_for_is_told(wanted: Wanted, names: list[str])
     feed = EventFeed(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
-        aclosing(feed.open(Wanted())) as everything,
-        aclosing(feed.open(wanted)) as stream,
+        feed.listening(Wanted()) as everything,
+        feed.listening(wanted) as stream,
     ):
         await anext(everything)
         await anext(stream)
@@ -123,8 +125,8 @@ async def test_a_slow_client_is_told_and_sent_away_and_the_others_go_on() -> Non
     feed = EventFeed(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
-        aclosing(feed.open(Wanted())) as slow,
-        aclosing(feed.open(Wanted())) as quick,
+        feed.listening(Wanted()) as slow,
+        feed.listening(Wanted()) as quick,
     ):
         await anext(slow)
         await anext(quick)
@@ -136,18 +138,53 @@ async def test_a_slow_client_is_told_and_sent_away_and_the_others_go_on() -> Non
         assert (kind, data) == ("dropped", {"lost": 5 * (MOST_WAITING // 4) + 1})  # and one change of state
         assert [chunk async for chunk in slow] == []
         assert heard == 5 * (MOST_WAITING // 4)
-        assert feed.num_clients == 1
 
 
-async def test_there_is_a_bound_on_clients() -> None:
+async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() -> None:
     fed = HandFed()
-    feed = EventFeed(fed.consumer, max_clients=1)
-    async with fed.consumer.running():
-        async with aclosing(feed.open(Wanted())) as stream:
-            await anext(stream)
-            with pytest.raises(ProblemError, match="KVSIGHT_MAX_EVENT_CLIENTS"):
-                feed.open(Wanted())
-        feed.open(Wanted())
+    app = create_app(fed.consumer, ApiSettings(max_event_clients=4))
+    feed: EventFeed = app.state.feed
+    statuses: list[int] = []
+
+    async def listen(client: httpx.AsyncClient) -> None:
+        async with client.stream("GET", "/events") as response:
+            statuses.append(response.status_code)
+            if response.is_success:
+                await anext(response.aiter_bytes())
+                await asyncio.Event().wait()
+
+    limits = httpx.Limits(max_connections=None)
+    settings = ApiSettings(port=0)
+    async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, limits=limits) as client:
+        listening = [asyncio.create_task(listen(client)) for _ in range(40)]
+        await async_wait_until(lambda: len(statuses) == 40, what="everybody is answered")
+        assert sorted(statuses) == [200] * 4 + [429] * 36
+        assert feed.num_clients == 4
+        for each in listening:
+            each.cancel()
+        await asyncio.gather(*listening, return_exceptions=True)
+        await async_wait_until(lambda: feed.num_clients == 0, what="places are free again")
+        async with client.stream("GET", "/events") as response:
+            assert response.status_code == 200
+
+
+async def test_a_caller_that_went_before_its_answer_began_keeps_no_place() -> None:
+    app = create_app(HandFed().consumer, ApiSettings(max_event_clients=1))
+    feed: EventFeed = app.state.feed
+
+    async def gone(_message: Any) -> None:
+        raise OSError("nobody there")
+
+    async def says_nothing() -> Any:
+        await asyncio.Event().wait()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "GET",
+        "path": "/events", "raw_path": b"/events", "root_path": "", "query_string": b"", "headers": [],
+    }  # fmt: skip
+    with pytest.raises((ClientDisconnect, OSError)):
+        await app(scope, says_nothing, gone)
+    assert feed.num_clients == 0
 
 
 async def test_a_refused_listener_gets_a_problem_document() -> None:

@@ -7,15 +7,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from engine_events import names_of
 from http_checks import check_problem
 from wire import Stream, removed, stored
 
-from kv_events.hashing import local_hashes, sequence_hashes, token_array
+from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 
 TOKENS = list(range(1, 17))
 JSON = {"content-type": "application/json"}
 MSGPACK = {"content-type": "application/msgpack"}
-ADDED = {"state", "age_ms", "external", "EXTERNAL", "weighted"}
+ADDED = {"state", "age_ms", "external", "EXTERNAL", "matched_dp", "weighted", "weighted_dp"}
 
 
 def without_added(answer: Any) -> Any:
@@ -158,6 +159,7 @@ async def test_the_rfcs_answer(serving: Any) -> None:
                 "EXTERNAL": 12,
                 "DP": {"0": 4, "1": 4},
                 "state": "live",
+                "matched_dp": {"0": 12, "1": 4},
             }
         }
     }
@@ -225,13 +227,26 @@ async def test_rolling_and_local_hashes_give_the_answer_of_the_tokens(serving: A
             assert (await client.post("/query_by_hash", json=body)).json()["default"]["1"]["GPU"] == 16
 
 
-async def test_local_hashes_of_an_adapter_are_rolled_with_its_seed(serving: Any) -> None:
+@pytest.mark.parametrize(("lora", "salt"), [("ad", None), (None, "s"), ("ad", "s")])
+async def test_local_hashes_alone_find_the_pages_of_any_namespace(
+    serving: Any, lora: str | None, salt: str | None
+) -> None:
+    local = local_hashes(token_array(TOKENS), 4, namespace_seed(lora, salt)).view(np.int64).tolist()
     async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS, lora_name="ad")
-        # vector of the adapter's seed: tokens 1..4, block 4
-        body = {"model_name": "m", "block_hashes": [0xE31F2294523CAC4F - 2**64], "lora_name": "ad"}
-        answer = (await client.post("/query_by_hash", json=body)).json()
-    assert answer["scores"] == {"1": {"0": 4}}
+        await fed.feed(Stream("1").batch(stored((0, names_of(TOKENS, lora=lora, salt=salt)))))
+        by_tokens = (await client.post("/query", json=peer_query(lora_name=lora, cache_salt=salt))).json()
+        by_hash = (await client.post("/query_by_hash", json={"model_name": "m", "block_hashes": local})).json()
+    assert by_tokens["scores"] == by_hash["scores"] == {"1": {"0": 16}}
+
+
+async def test_an_adapters_name_beside_hashes_changes_nothing(serving: Any) -> None:
+    local = local_hashes(token_array(TOKENS), 4, namespace_seed("ad")).view(np.int64).tolist()
+    async with serving() as (client, fed):
+        rolled = await fed.hold(Stream("1"), TOKENS, lora_name="ad")
+        for prompt in ({"block_hashes": local}, {"seq_hashes": rolled}, {"block_hash": rolled}):
+            for name in ({}, {"lora_name": "ad"}, {"lora_name": "another"}, {"lora_id": 7}):
+                body = {"model": "m", "block_size": 4, **prompt, **name}
+                assert (await client.post("/query_by_hash", json=body)).json()["default"]["1"]["GPU"] == 16
 
 
 @pytest.mark.parametrize("content_type", ["application/msgpack", "application/x-msgpack"])

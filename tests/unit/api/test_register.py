@@ -18,7 +18,7 @@ from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.memory_log import MemoryLog
-from publisher.bridge import BridgeSettings
+from publisher.bridge import BridgeSettings, EngineSettings
 
 ENDPOINT = "tcp://127.0.0.1:18001"
 PEER = {"instance_id": 1, "endpoint": ENDPOINT, "model_name": "m", "block_size": 4}
@@ -29,9 +29,9 @@ RFC = {
 
 
 @asynccontextmanager
-async def embedded(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service that reads engines itself."""
-    log, indexer = MemoryLog(), IndexerSettings(max_pages=2**16)
+    log, indexer = MemoryLog(), indexer or IndexerSettings(max_pages=2**16)
     consumer = create_consumer(indexer, log)
     registrations = Registrations(consumer, log, RegistrationSettings(**settings), BridgeSettings(), None)
     app = create_app(consumer, ApiSettings(), registrations)
@@ -133,6 +133,11 @@ async def test_workers_of_several_block_sizes_may_be_registered_in_the_rfcs_dial
         ({"endpoint": "tcp://[::]:5557"}, 400, "endpoint"),
         ({"endpoint": "tcp://10.0.0.1:1;evil:5557"}, 400, "endpoint"),
         ({"endpoint": "inproc://x"}, 400, "endpoint"),
+        ({"endpoint": "tcp://-x:1"}, 400, "endpoint"),
+        ({"endpoint": "tcp://_x:1"}, 400, "endpoint"),
+        ({"endpoint": "tcp://.x:1"}, 400, "endpoint"),
+        ({"endpoint": "ipc://@"}, 400, "endpoint"),
+        ({"replay_endpoint": "tcp://-x:1"}, 400, "replay_endpoint"),
         ({"endpoint": "ipc:///run/x"}, 403, "endpoint"),
         ({"endpoint": "tcp://" + "h" * 600 + ":1"}, 422, "endpoint"),
         ({"replay_endpoint": "bad"}, 400, "replay_endpoint"),
@@ -194,6 +199,59 @@ async def test_there_is_a_bound_on_registrations() -> None:
         problem = check_problem(await client.post("/register", json={**PEER, "instance_id": 2}), 409)
         assert "KVSIGHT_MAX_REGISTRATIONS" in problem["detail"]
         assert (await client.post("/register", json={**PEER, "instance_id": 1})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "variable"),
+    [
+        ({"max_namespaces": 1}, {"model_name": "other"}, "KVSIGHT_MAX_NAMESPACES"),
+        ({"max_namespaces": 1}, {"routing_group": "other"}, "KVSIGHT_MAX_NAMESPACES"),
+        ({"max_streams": 1}, {}, "KVSIGHT_MAX_STREAMS"),
+    ],
+)
+async def test_an_engine_for_which_the_index_has_no_room_is_refused(
+    settings: dict[str, int], change: dict[str, Any], variable: str
+) -> None:
+    async with embedded(IndexerSettings(max_pages=2**16, **settings)) as client:
+        assert (await client.post("/register", json=PEER)).status_code == 201
+        problem = check_problem(await client.post("/register", json={**PEER, "instance_id": 2, **change}), 409)
+        assert variable in problem["detail"]
+        assert len((await client.get("/workers")).json()) == 1
+        await client.post("/unregister", json=PEER)
+        assert (await client.post("/register", json={**PEER, "instance_id": 2, **change})).status_code == 201
+
+
+async def test_an_engine_that_the_index_does_not_take_shows_why(caplog: pytest.LogCaptureFixture) -> None:
+    log = MemoryLog()
+    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)  # does not run
+    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None)
+    async with registrations.running():
+        engine = EngineSettings(endpoint=ENDPOINT, worker="1", model="m", block_size=4)
+        assert await registrations.add(engine, is_peer=True)
+        (status,) = registrations.status().values()
+    assert "the index has not taken any of its batches" in (status.failure or "")
+    assert "default/m/1/0 was registered, but the index has not taken any" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("request_body", "empty"),
+    [
+        (PEER, {"replay_endpoint": ""}),
+        (PEER, {"routing_group": ""}),
+        (PEER, {"dp_rank": None}),
+        (RFC, {"replay_endpoint": "", "lora_name": "", "additionalsalt": "", "additional_salt": None}),
+        (RFC, {"dp_rank": None}),
+        ({**RFC, "tenant_id": "default"}, {"tenant_id": ""}),
+    ],
+)
+async def test_what_is_empty_is_as_good_as_absent(request_body: dict[str, Any], empty: dict[str, Any]) -> None:
+    async with embedded() as client:
+        assert (await client.post("/register", json=request_body)).is_success
+        assert (await client.post("/register", json={**request_body, **empty})).status_code == 200
+        (worker,) = (await client.get("/workers")).json()
+        assert list(worker["listeners"]) == ["0"]
+        assert (await client.post("/unregister", json={**request_body, **empty})).status_code == 200
+        assert (await client.get("/workers")).json() == []
 
 
 async def test_the_operator_says_where_the_service_may_connect_to() -> None:

@@ -86,4 +86,4 @@ def test_expired_workers_are_left_out() -> None:
 
 def test_weights_give_one_number() -> None:
     found = scored((Stream("w"), [pages(1, 2, tier=0), pages(3, tier=1), pages(4, tier=3)]))["w"]
-    assert found.weighted([1.0, 0.5, 0.25, 0.1]) == pytest.approx(8 + 0.5 * 4 + 0.1 * 4)
+    assert found.tiers.weighted([1.0, 0.5, 0.25, 0.1]) == pytest.approx(8 + 0.5 * 4 + 0.1 * 4)

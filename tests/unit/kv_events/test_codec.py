@@ -78,9 +78,21 @@ def test_a_page_costs_at_most_24_bytes_in_chains_of_four_and_a_batch_200_more() 
 
 
 def test_trailing_fields_of_a_newer_writer_are_ignored() -> None:
-    record = [*fields(), "new", 7]
+    record = [*fields(), "", "new", 7]
     record[0] = SCHEMA_VERSION + 1
     assert len(decode_batch(msgspec.msgpack.encode(record)).steps) == 1
+
+
+def test_a_doubt_comes_back_as_it_went_and_costs_nothing_where_there_is_none() -> None:
+    assert decode_batch(Stream().batch(doubt="batches lost").payload).doubt == "batches lost"
+    assert len(fields()) == 11
+    assert decode_batch(msgspec.msgpack.encode(fields())).doubt == ""
+
+
+@pytest.mark.parametrize("doubt", ["ü" * 129, "x" * 257, 7, None])
+def test_a_doubt_is_a_short_text(doubt: object) -> None:
+    assert reject([*fields(), doubt]).reason == "field"
+    assert decode_batch(msgspec.msgpack.encode([*fields(), "ü" * 128])).doubt == "ü" * 128
 
 
 def test_unknown_events_are_ignored_only_from_a_newer_minor_version() -> None:

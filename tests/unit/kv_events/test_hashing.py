@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import xxhash
+from engine_events import names_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,7 +160,7 @@ def test_seed_zero_gives_the_published_numbers() -> None:
         "a7bef1c3b3535717",
         "18d010773424bf58",
     ]
-    assert hexes(sequence_hashes(prompt, 4, seed=0)) == [
+    assert hexes(sequence_hashes(prompt, 4, base=0)) == [
         "6fc1ebd4f4d6ea31",
         "3a14937fd5340c7a",
         "829711b6d52f08eb",
@@ -167,7 +168,7 @@ def test_seed_zero_gives_the_published_numbers() -> None:
     ]
     wide = token_array([4294967295, 0, 65536, 128000] * 4)
     assert hexes(local_hashes(wide, 8, 0)) == ["27a5c60b5317679a"] * 2
-    assert hexes(sequence_hashes(wide, 8, 0)) == ["27a5c60b5317679a", "904445bfa7a0481e"]
+    assert hexes(sequence_hashes(wide, 8, base=0)) == ["27a5c60b5317679a", "904445bfa7a0481e"]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,45 @@ def test_seed_zero_gives_the_published_numbers() -> None:
 )
 def test_lora_and_salt_enter_the_seed_apart(lora: str | None, salt: str | None, expected: str) -> None:
     assert hexes(sequence_hashes(token_array([1, 2, 3, 4]), 4, namespace_seed(lora, salt))) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("lora", "salt", "rolling"),
+    [
+        ("ad", None, ["e31f2294523cac4f", "eb2c6b61d4a338a2", "432b7808e84f8854", "3a2b86e7e7b7d2b2"]),
+        (None, "x", ["32d40e0b05e9f0ae", "05d862d48240e605", "6deec741e09c9e65", "592ad9bd00ffaeb5"]),
+        ("ad", "x", ["a98797fcbcfd72b9", "efd42beead0df276", "6fbafb47f7775924", "f825316cbb67c828"]),
+    ],
+)
+def test_pages_of_a_namespace_are_rolled_with_the_base(lora: str | None, salt: str | None, rolling: list[str]) -> None:
+    prompt = token_array(list(range(1, 17)))
+    assert hexes(sequence_hashes(prompt, 4, namespace_seed(lora, salt))) == rolling
+    assert hexes(rolling_hashes(local_hashes(prompt, 4, namespace_seed(lora, salt)))) == rolling
+
+
+def test_a_chosen_base_holds_for_a_namespace_too() -> None:
+    prompt = token_array(list(range(1, 17)))
+    names = sequence_hashes(prompt, 4, namespace_seed("ad", base=0), base=0)
+    assert hexes(names) == ["78fa26c08f9cf853", "abf211aab165471a", "0a35924fb84bda54", "8fd665c3593c1de2"]
+
+
+def test_pages_of_pairs_of_a_namespace_are_rolled_with_the_base() -> None:
+    names = sequence_hashes(token_array(list(range(1, 18))), 4, namespace_seed("ad"), is_bigram=True)
+    assert hexes(names) == ["4586fb9fd299bc31", "1f73643d4dad2c96", "e1c5a568eba5e8ca", "10ff6f6e9f072b51"]
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), max_size=70),
+    st.integers(1, 9),
+    st.none() | st.text(max_size=5),
+    st.none() | st.text(max_size=5),
+    st.booleans(),
+)
+def test_names_of_any_namespace_equal_the_xxhash_package(
+    tokens: list[int], block_size: int, lora: str | None, salt: str | None, is_bigram: bool
+) -> None:
+    names = sequence_hashes(token_array(tokens), block_size, namespace_seed(lora, salt), is_bigram=is_bigram)
+    assert names.tolist() == names_of(tokens, block_size, lora=lora, salt=salt, is_bigram=is_bigram)
 
 
 def test_bigram_pages_are_windows_that_share_a_token() -> None:
@@ -199,23 +239,23 @@ def test_every_length_class_equals_the_xxhash_package(width: int, seed: int) -> 
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=20), st.integers(0, 2**64 - 1), st.booleans())
-def test_rolling_equals_the_xxhash_package(local: list[int], seed: int, with_parent: bool) -> None:
+def test_rolling_equals_the_xxhash_package(local: list[int], base: int, with_parent: bool) -> None:
     parent = 12345 if with_parent else None
     expected, before = [], parent
     for value in local:
         before = (
             value
             if before is None
-            else xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + value.to_bytes(8, "little"), seed=seed)
+            else xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + value.to_bytes(8, "little"), seed=base)
         )
         expected.append(before)
-    assert rolling_hashes(np.array(local, np.uint64), seed, parent).tolist() == expected
+    assert rolling_hashes(np.array(local, np.uint64), parent=parent, base=base).tolist() == expected
 
 
 def test_a_prompt_can_be_hashed_in_two_parts() -> None:
-    prompt = token_array(list(range(64)))
-    whole = sequence_hashes(prompt, 4)
-    rest = sequence_hashes(prompt[32:], 4, parent=int(whole[7]))
+    prompt, of_adapter = token_array(list(range(64))), namespace_seed("ad")
+    whole = sequence_hashes(prompt, 4, of_adapter)
+    rest = sequence_hashes(prompt[32:], 4, of_adapter, parent=int(whole[7]))
     assert whole[8:].tolist() == rest.tolist()
 
 

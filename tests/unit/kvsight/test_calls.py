@@ -5,6 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from api.decoding import codec_of, decode_as
+from api.register import engine_of_rfc
+from api.registration_schemas import RfcRegistration
+from kv_events.errors import InvalidValueError
 from kvsight import Prompt, calls
 
 
@@ -47,6 +51,23 @@ def test_engines_are_registered_in_the_peers_dialect() -> None:
         "replay_endpoint": "tcp://e:6557",
         "routing_group": "t",
     }
+    assert "lora_name" not in msgspec.json.decode(
+        calls.register(7, "tcp://e:5557", "m", 16, lora_name="").content or b""
+    )
     gone = calls.unregister("w", "m")
     assert msgspec.json.decode(gone.content or b"") == {"instance_id": "w", "model_name": "m"}
     assert gone.path == "/unregister"
+
+
+def test_the_adapter_and_the_salt_of_an_engine_are_registered_in_the_dialect_that_knows_them() -> None:
+    call = calls.register(7, "tcp://e:5557", "m", 16, tenant="t", lora_name="ad", cache_salt="x")
+    assert (call.method, call.path, call.content_type) == ("POST", "/register", "application/json")
+    request = decode_as(RfcRegistration, call.content or b"", codec_of("application/json"))
+    engine = engine_of_rfc(request)
+    assert (engine.worker, engine.model, engine.tenant) == ("7", "m", "t")
+    assert (engine.lora_name, engine.cache_salt, engine.block_size) == ("ad", "x", 16)
+
+
+def test_a_load_that_is_no_number_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(InvalidValueError, match=r"load\['a'\]: got nan"):
+        calls.best_worker("m", [1], load={"a": float("nan")})

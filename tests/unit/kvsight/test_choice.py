@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 from msgspec import UNSET
 
 from api.schemas import PeerAnswer, PeerInstance
+from kv_events.errors import InvalidValueError
 from kvsight import WorkerChoice, best_worker
 
 
-def held(tokens: int, dp: dict[int, int] | None = None, weighted: float | None = None) -> PeerInstance:
+def held(tokens: int, dp: dict[int, int] | None = None, weighted: float | None = None, **more: Any) -> PeerInstance:
     ranks = {0: tokens} if dp is None else dp
     return PeerInstance(
         longest_matched=tokens,
@@ -23,6 +25,7 @@ def held(tokens: int, dp: dict[int, int] | None = None, weighted: float | None =
         state="live",
         age_ms=0,
         weighted=UNSET if weighted is None else weighted,
+        **more,
     )
 
 
@@ -70,6 +73,44 @@ def test_ties_go_to_less_load_then_more_tokens_then_the_first_name(order: tuple[
     assert best_worker(found) == WorkerChoice("b", 0, 16, 8.0)
 
 
-def test_the_rank_with_most_on_its_device_is_meant() -> None:
-    assert best_worker(answer(a=held(64, {2: 16, 1: 32, 0: 32})), None) == WorkerChoice("a", 0, 64, 64.0)
-    assert best_worker(answer(a=held(64, {3: 0, 2: 0})), None) == WorkerChoice("a", 2, 64, 64.0)
+def test_the_rank_that_holds_most_is_meant() -> None:
+    lower = held(64, {0: 0, 1: 0}, matched_dp={0: 4, 1: 64})
+    assert best_worker(answer(a=lower)) == WorkerChoice("a", 1, 64, 64.0)
+    device = held(64, {0: 16, 1: 0}, matched_dp={0: 16, 1: 64})
+    assert best_worker(answer(a=device)) == WorkerChoice("a", 1, 64, 64.0)
+
+
+def test_a_worker_is_worth_what_its_best_rank_is_worth() -> None:
+    ranks: dict[str, Any] = {"matched_dp": {0: 12, 1: 16}, "weighted_dp": {0: 12.0, 1: 4.0}}
+    divided = held(16, {0: 12, 1: 0}, weighted=13.0, **ranks)
+    assert best_worker(answer(a=divided)) == WorkerChoice("a", 0, 12, 12.0)
+
+
+def test_ranks_that_are_worth_the_same_go_by_tokens_then_by_the_device_then_by_number() -> None:
+    equal = held(64, {3: 64, 2: 64})
+    assert best_worker(answer(a=equal)) == WorkerChoice("a", 2, 64, 64.0)
+    by_device = held(64, {0: 8, 1: 16, 2: 16}, matched_dp={0: 64, 1: 64, 2: 64})
+    assert best_worker(answer(a=by_device)) == WorkerChoice("a", 1, 64, 64.0)
+    ranks: dict[str, Any] = {"matched_dp": {0: 32, 1: 64}, "weighted_dp": {0: 16.0, 1: 16.0}}
+    by_tokens = held(64, {0: 0, 1: 0}, weighted=16.0, **ranks)
+    assert best_worker(answer(a=by_tokens)) == WorkerChoice("a", 1, 64, 16.0)
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        held(64, {0: 0, 1: 0}),
+        held(64, {0: 16, 1: 0}),
+        held(64, {}),
+        held(64, {0: 64, 1: 64}, weighted=64.0),
+        held(64, {0: 0, 1: 0}, matched_dp={}, weighted=64.0),
+    ],
+)
+def test_no_rank_is_named_where_the_answer_does_not_tell_which_it_is(silent: PeerInstance) -> None:
+    assert best_worker(answer(a=silent)) == WorkerChoice("a", None, 64, 64.0)
+
+
+def test_a_load_that_is_no_number_is_refused_by_name() -> None:
+    with pytest.raises(InvalidValueError, match=r"load\['a'\]: got nan, expected a number"):
+        best_worker(answer(), {"b": 0.0, "a": float("nan")})
+    assert best_worker(answer(), {"a": float("inf"), "b": 1.0}) == WorkerChoice("b", None, 0, -1.0)

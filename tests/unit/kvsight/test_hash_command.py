@@ -56,6 +56,13 @@ def test_lora_and_salt_enter_the_names(options: list[str], name: int) -> None:
     assert hashes("1", "2", "3", "4", "--block-size", "4", *options)["seq_hashes"] == [name]
 
 
+def test_later_pages_of_a_namespace_are_rolled_with_the_seed_alone() -> None:
+    options = [*TOKENS, "--block-size", "4", "--lora", "ad"]
+    assert hashes(*options)["seq_hashes"][3] == 0x3A2B86E7E7B7D2B2
+    assert hashes(*options, "--salt", "x")["seq_hashes"][3] == 0xF825316CBB67C828
+    assert hashes(*options, "--seed", "0")["seq_hashes"][3] == 0x8FD665C3593C1DE2
+
+
 def test_sglang_names_pages_of_an_adapter_without_the_salt_and_dynamos_form_with_it() -> None:
     plain = hashes("1,2,3,4", "--block-size", "4")
     salted = hashes("1,2,3,4", "--block-size", "4", "--salt", "x")

@@ -12,6 +12,8 @@ from kvsight import AsyncClient, KvsightConnectionError, KvsightHttpError, Retry
 from kvsight.errors import UnexpectedAnswerError
 
 AT_ONCE = RetryPolicy(attempts=3, first_pause_s=0)
+LATIN_1 = b'{"scores": {"indispon\xedvel": {}}, "instances": {}}'
+DEEP = b'{"a":' * 200_000
 ANSWER = Reply(body=b'{"scores": {}, "instances": {}}')
 
 
@@ -80,7 +82,7 @@ class SlowTransport(httpx.AsyncBaseTransport):
         raise httpx.ReadTimeout("too slow" if self._asked == 1 else "asked again")
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"scores": 1}', b"\xff"])
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"scores": 1}', b"\xff", LATIN_1, DEEP])
 async def test_an_answer_of_somebody_else_is_no_answer(body: bytes) -> None:
     async with scripted(Reply(body=body)) as server, AsyncClient(server.url) as client:
         with pytest.raises(UnexpectedAnswerError, match=r"/query: status 200, but no answer of kvsight's"):
@@ -94,6 +96,8 @@ async def test_an_answer_of_somebody_else_is_no_answer(body: bytes) -> None:
         (b"failed to parse\n  the body", "failed to parse the body"),  # its parser
         (b"", ""),
         (b"\xff" * 1000, "\ufffd" * 200),
+        (b'{"error": "indispon\xedvel"}', '{"error": "indispon\ufffdvel"}'),  # a proxy's
+        (DEEP, '{"a":' * 40),
     ],
 )
 async def test_refusals_of_strangers_are_understood_as_far_as_they_go(body: bytes, detail: str) -> None:

@@ -108,7 +108,42 @@ def test_a_page_with_one_object_has_the_peers_name() -> None:
     assert rig.pages == on(GPU, [15207512089340001072])
 
 
+def test_pages_with_objects_of_a_salted_prompt_are_chained_as_any_others() -> None:
+    first, second = "00000000deadbeef" + "0" * 48, "0" * 15 + "7" + "f" * 48
+    event = stored(HASHES, list(range(1, 17)), extra_keys=[[first, "x"], None, [first, second], None])
+    names = [0x237426C75E38349F, 0x5D7D327961598A46, 0x2DE98B0DC4859AC9, 0xF93311B40B476FF4]
+    assert Rig().take(event).pages == on(GPU, names)
+
+
+@pytest.mark.parametrize(
+    ("fields", "last"),
+    [
+        ({"lora_name": "ad"}, 0x3A2B86E7E7B7D2B2),
+        ({"cache_salt": "x"}, 0x592AD9BD00FFAEB5),
+        ({"lora_name": "ad", "cache_salt": "x"}, 0xF825316CBB67C828),
+    ],
+)
+def test_the_pages_of_a_namespace_are_chained_with_the_base(fields: dict[str, Any], last: int) -> None:
+    tokens = list(range(1, 17))
+    first = stored(HASHES[:3], tokens[:12], **fields)
+    rig = Rig().take(first, stored(HASHES[3:], tokens[12:], parent=13, **fields), form="map")
+    assert on(GPU, [last]) <= rig.pages
+    assert len(rig.pages) == 4
+
+
 def test_extra_keys_that_nobody_understands_keep_a_page_apart_from_the_plain_one() -> None:
     rig = Rig().take(stored(HASHES, TOKENS, extra_keys=[None, [b"embeds"], [{"kind": "new"}], [["?", "?"]]]))
     assert len(rig.pages) == 4
     assert rig.pages & on(GPU, NAMES) == on(GPU, NAMES[:1])
+
+
+@pytest.mark.parametrize("salt", ["s", "ab" * 32])
+def test_a_salt_that_the_event_names_is_not_taken_for_an_object_where_the_extra_keys_have_it_too(salt: str) -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, cache_salt=salt, extra_keys=[[salt], None, None, None]), form="map")
+    assert rig.pages == on(GPU, names_of(TOKENS, salt=salt))
+    assert rig.counters.guessed_salts == 0
+
+
+def test_a_salt_that_only_extra_keys_name_is_counted_as_a_guess() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, extra_keys=[["s"], None, None, None]))
+    assert rig.counters.guessed_salts == 1

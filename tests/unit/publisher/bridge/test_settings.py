@@ -82,6 +82,27 @@ def test_a_flag_that_makes_no_sense_is_refused(text: str) -> None:
         parse_engine(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "worker=w,model=m,endpoint=tcp://h:1,cache_salt=SECRET,port=1",
+        "worker=w,model=m,endpoint=tcp://h:1,cache_salt=a,SECRET",
+        "worker=w,model=m,endpoint=tcp://h:1,cache_salt=a,cache_salt=SECRET",
+        "worker=w,model=m,endpoint=tcp://h:1,cache_salt=" + 50 * "SECRET",
+        "worker=w,model=m,endpoint=tcp://h:1,cache_salt=SECRET,dp_rank=x",
+    ],
+)
+def test_no_message_shows_a_salt(text: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        parse_engine(text)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_field_is_named_once_whatever_spaces_are_around_it() -> None:
+    with pytest.raises(InvalidValueError, match="worker"):
+        parse_engine("worker=w,model=m,endpoint=tcp://h:1, worker=v")
+
+
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSIGHT_BRIDGE_AWAY_S", "3")
     assert BridgeSettings().bridge_away_s == 3

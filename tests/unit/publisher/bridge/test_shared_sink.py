@@ -22,6 +22,9 @@ class GatedSink:
     def __init__(self) -> None:
         self.calls: list[list[bytes]] = []
         self.refused: set[bytes] = set()
+        self.broken: set[bytes] = set()
+        self.stuck: set[bytes] = set()
+        self.failures_of_requests = 0
         self.is_away = False
         self.gate = asyncio.Event()
         self.gate.set()
@@ -38,6 +41,10 @@ class GatedSink:
         await self.gate.wait()
         if self.is_away:
             raise SinkUnavailableError("away")
+        if self.stuck & set(self.calls[-1]):
+            await asyncio.Event().wait()
+        if self.broken & set(self.calls[-1]):
+            raise RuntimeError("broken")
         if self.refused & set(self.calls[-1]):
             raise SinkRejectedError("refused")
 
@@ -45,6 +52,9 @@ class GatedSink:
         self.stops += 1
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
+        if self.failures_of_requests:
+            self.failures_of_requests -= 1
+            raise RuntimeError("broken")
         while True:
             yield await self.to_pass_on.get()
 
@@ -89,6 +99,49 @@ async def test_a_record_that_is_refused_concerns_its_publisher_alone() -> None:
     sending = [shared.lane(stream).send(record(payload)) for stream, payload in ((ONE, b"a"), (TWO, b"b"), (ONE, b"c"))]
     results = await asyncio.gather(*sending, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), SinkRejectedError, type(None)]
+
+
+async def test_what_is_not_delivered_is_never_taken_for_it_whatever_the_sink_raises() -> None:
+    sink = GatedSink()
+    shared = SharedSink(sink)
+    sink.gate.clear()
+    first = asyncio.ensure_future(shared.lane(ONE).send(record(b"a")))
+    await async_wait_until(lambda: sink.calls)
+    sink.broken = {b"b"}
+    sending = [asyncio.ensure_future(shared.lane(TWO).send(record(payload))) for payload in (b"b", b"c")]
+    await asyncio.sleep(0)
+    sink.gate.set()
+    results = await asyncio.gather(first, *sending, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), RuntimeError, type(None)]
+    assert sink.calls == [[b"a"], [b"b", b"c"], [b"b"], [b"c"]]
+
+
+async def test_a_cancelled_sender_tells_those_it_sent_for_that_it_did_not() -> None:
+    sink = GatedSink()
+    shared = SharedSink(sink)
+    sink.gate.clear()
+    first = asyncio.ensure_future(shared.lane(ONE).send(record(b"a")))
+    await async_wait_until(lambda: sink.calls)
+    sink.stuck = {b"b"}
+    sender, other = (asyncio.ensure_future(shared.lane(TWO).send(record(payload))) for payload in (b"b", b"c"))
+    await asyncio.sleep(0)
+    sink.gate.set()
+    await first
+    await async_wait_until(lambda: sink.calls[1:] == [[b"b", b"c"]])
+    sender.cancel()
+    with pytest.raises(SinkUnavailableError):
+        await other
+
+
+async def test_requests_are_read_again_after_a_failure() -> None:
+    sink = GatedSink()
+    sink.failures_of_requests = 1
+    shared = SharedSink(sink)
+    lane = shared.lane(ONE)
+    await lane.start()
+    sink.to_pass_on.put_nowait(ResyncRequest(ONE.key, 5))
+    assert await asyncio.wait_for(anext(lane.requests()), 10) == ResyncRequest(ONE.key, 5)
+    await shared.stop()
 
 
 async def test_when_the_sink_is_away_all_hear_of_it() -> None:

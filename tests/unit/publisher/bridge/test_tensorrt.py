@@ -71,6 +71,10 @@ class Rig:
         self._publishers[rank].check()
         return self._views[rank].pages
 
+    def doubt(self, rank: int = 0) -> str | None:
+        self.pages(rank)
+        return self._views[rank].doubt
+
     def _publisher(self, rank: int) -> EventPublisher:
         settings = PublisherSettings(model="m", worker="w", dp_rank=rank, block_size=4, ledger_pages=4096)
         self._publishers[rank] = EventPublisher(settings, MemorySink(MemoryLog()))
@@ -142,7 +146,8 @@ def test_ranks_are_streams_of_their_own() -> None:
 def test_events_that_fell_out_of_the_buffer_cost_the_pages_but_not_their_names() -> None:
     rig = Rig().take(stored(HASHES[:2], TOKENS[:8])).lose(1).take(stored(HASHES[2:], TOKENS[8:], parent=12))
     assert rig.pages() == on(GPU, NAMES[2:])
-    assert rig.polled.counters.losses == 1
+    assert (rig.polled.counters.losses, rig.doubt()) == (1, "batches lost")
+    assert Rig().take(stored(HASHES, TOKENS)).doubt() == ""
 
 
 def test_an_extra_id_keeps_a_block_and_its_children_apart_from_the_plain_ones() -> None:
@@ -169,23 +174,37 @@ def test_hashes_in_every_form_are_one(again: Any) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        {},
-        {"data": None},
         {"data": {"type": "stored", "parent_hash": None, "blocks": 7}},
         {"data": stored([None], [1, 2, 3, 4])},
         {"data": stored([1], [-1, 2, 3, 4])},
         {"data": stored([1], [1, 2, 3, 2**32])},
         {"data": stored([1], [1, 2, 3, 4], cache_level=2)},
+    ],
+)
+def test_a_store_that_makes_no_sense_is_counted_and_its_neighbours_are_taken(event: dict[str, Any]) -> None:
+    assert all(isinstance(run, BadEvent) for run in from_tensorrt(event, 4))
+    rig = Rig().take(stored(HASHES[:1], TOKENS[:4]))
+    rig.polled.take([event, {"data": stored(HASHES[1:], TOKENS[4:], parent=11)}])
+    assert rig.pages() == on(GPU, NAMES)
+    assert rig.polled.counters.bad_events.total() == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        7,
+        {"attention_dp_rank": -1, "data": removed(11)},
+        {"data": None},
         {"data": {"type": "new", "block_hashes": [1]}},
         {"data": removed("zz")},
         {"data": removed(1), "window_size": "wide"},
     ],
 )
-def test_an_event_that_makes_no_sense_is_counted_and_its_neighbours_are_taken(event: dict[str, Any]) -> None:
-    assert all(isinstance(run, BadEvent) for run in from_tensorrt(event, 4))
+def test_what_makes_no_sense_and_may_have_been_a_removal_costs_the_pages_of_before(event: Any) -> None:
     rig = Rig().take(stored(HASHES[:1], TOKENS[:4]))
     rig.polled.take([event, {"data": stored(HASHES[1:], TOKENS[4:], parent=11)}])
-    assert rig.pages() == on(GPU, NAMES)
+    assert (rig.pages(), rig.doubt()) == (on(GPU, NAMES[1:]), "batches lost")
     assert rig.polled.counters.bad_events.total() == 1
 
 

@@ -175,6 +175,12 @@ def test_a_removal_that_names_no_group_means_all_of_them() -> None:
     assert rig.pages == set()
 
 
+def test_removals_of_groups_that_never_stored_anything_leave_room_for_those_that_do() -> None:
+    rig = Rig().take(*(removed([7], "GPU", group_idx=group) for group in range(5000)))
+    assert rig.take(stored([7], TOKENS[:4], group_idx=9999)).pages == on(GPU, NAMES[:1])
+    assert rig.counters.refused_spaces == 0
+
+
 def test_a_mamba_group_may_say_a_chunk_of_tokens_and_one_hash() -> None:
     rig = Rig().take(
         stored([7], [1] * 3840, 768, group_idx=1, kv_cache_spec_kind="mamba"),

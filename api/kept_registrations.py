@@ -1,0 +1,81 @@
+"""Registered engines beyond the life of a process: JSON in a snapshot store, read back entry by entry."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable
+
+import msgspec
+
+from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
+from publisher.bridge import EngineSettings
+
+log = logging.getLogger(__name__)
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class OtherWriterError(SnapshotStoreError):
+    """Another process has saved its own registrations since this one looked."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another service keeps its registrations in the same place: each needs a folder (KVSIGHT_SNAPSHOT_DIR) or "
+            "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
+        )
+
+
+class _Kept(msgspec.Struct):
+    engines: list[msgspec.Raw]
+    writer: str = ""
+    """Process that saved it; "": nobody has, or it does not read back."""
+
+
+class KeptRegistrations:
+    """The newest list. Belongs to one event loop."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
+        self._own_name = uuid.uuid4().hex
+        self._writer_before = ""  # whose list this process took over
+
+    async def load(self) -> list[EngineSettings]:
+        """What was saved. Raises SnapshotStoreError."""
+        kept = _decoded(await self._store.load())
+        self._writer_before = kept.writer
+        return _readable(kept.engines)
+
+    async def save(self, engines: Iterable[EngineSettings]) -> None:
+        """Replace the list. Raises SnapshotStoreError, OtherWriterError among them: then nothing is overwritten."""
+        writer = _decoded(await self._store.load()).writer
+        if writer not in ("", self._own_name, self._writer_before):
+            raise OtherWriterError
+        await self._store.save(msgspec.json.encode({"engines": list(engines), "writer": self._own_name}))
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        await self._store.close()
+
+
+def engines_of(data: bytes | None) -> list[EngineSettings]:
+    """What was saved; entries that do not read back are left out, which is said in the log."""
+    return _readable(_decoded(data).engines)
+
+
+def _decoded(data: bytes | None) -> _Kept:
+    try:
+        return msgspec.json.decode(data, type=_Kept) if data else _Kept([])
+    except _UNREADABLE as error:
+        log.warning("registrations do not read back: %s", error)
+        return _Kept([])
+
+
+def _readable(entries: Iterable[msgspec.Raw]) -> list[EngineSettings]:
+    engines = []
+    for entry in entries:
+        try:
+            engines.append(msgspec.json.decode(entry, type=EngineSettings))
+        except _UNREADABLE as error:
+            log.warning("a registration does not read back: %s", error)
+    return engines

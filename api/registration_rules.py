@@ -1,0 +1,88 @@
+"""What may be registered beside what is, and what a caller means by a worker. No I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from api.problems import ProblemError
+from api.settings import RegistrationSettings
+from kv_events.errors import InvalidValueError
+from kv_events.streams import StreamId
+from publisher.bridge import EngineSettings
+from publisher.bridge.frames import is_ours_to_bind
+
+Engines: TypeAlias = Mapping[StreamId, EngineSettings]
+
+# no more than what ZMQ connects to, so that none is tried in vain for ever
+_TCP = re.compile(r"tcp://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]):[0-9]{1,5}")
+_IPC = re.compile(r"ipc://[A-Za-z0-9_./-][A-Za-z0-9_./@-]{0,99}|ipc://@[A-Za-z0-9_./@-]{1,99}")
+
+
+def check_addresses(engine: EngineSettings, settings: RegistrationSettings) -> None:
+    """Whether an engine's addresses can be connected to, and may be. Raises ProblemError (400, 403)."""
+    for field in ("endpoint", "replay_endpoint"):
+        address: str | None = getattr(engine, field)
+        if address is None:
+            continue
+        if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or is_ours_to_bind(address):
+            expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
+            raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, "invalid-endpoint")
+        if ".." in address or not settings.allows(address):
+            expected = f"an address that fits {settings.register_allow!r} (KVSIGHT_REGISTER_ALLOW)"
+            raise ProblemError.of_value(InvalidValueError(field, address, expected), 403, "endpoint-not-allowed")
+
+
+def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) -> None:
+    """Whether an engine contradicts one of those that are registered. is_peer: also by the running peer's rules.
+
+    Raises ProblemError (409).
+    """
+    wanted = stream_of(engine)
+    if wanted in engines:
+        raise _conflict(f"instance {engine.worker} dp_rank {engine.dp_rank} already registered", engine)
+    for held, settings in engines.items():
+        home = f"model={held.model} routing_group={held.tenant}"
+        is_same_worker = held.worker == wanted.worker and (is_peer or held.tenant == wanted.tenant)
+        if is_same_worker and (held.model, held.tenant) != (wanted.model, wanted.tenant):
+            raise _conflict(f"instance {engine.worker} is already registered for {home}", engine)
+        is_same_home = (held.model, held.tenant) == (wanted.model, wanted.tenant)
+        if is_peer and is_same_home and settings.block_size != engine.block_size:
+            sizes = f"existing={settings.block_size}, requested={engine.block_size}"
+            raise _conflict(f"block_size mismatch for {home}: {sizes}", engine)
+
+
+def meant_by(
+    engines: Engines, worker: str, model: str, tenant: str | None, dp_rank: int | None
+) -> dict[StreamId, EngineSettings]:
+    """The ranks that a caller wants to be rid of; at least one. Raises ProblemError (404)."""
+    of_worker = {s: e for s, e in engines.items() if s.worker == worker and tenant in (None, s.tenant)}
+    if not of_worker:
+        raise _unknown(f"instance {worker} not found", worker)
+    of_model = {stream: engine for stream, engine in of_worker.items() if stream.model == model}
+    if not of_model:
+        other = next(iter(of_worker))
+        raise _unknown(f"instance {worker} is registered for model={other.model} routing_group={other.tenant}", worker)
+    meant = {stream: engine for stream, engine in of_model.items() if dp_rank in (None, stream.dp_rank)}
+    if not meant:
+        raise _unknown(f"instance {worker} dp_rank {dp_rank} not found", worker)
+    return meant
+
+
+def no_room(detail: str, engine: EngineSettings) -> ProblemError:
+    """A bound is met."""
+    return ProblemError(409, "too-many-registrations", detail, "instance_id", engine.worker)
+
+
+def stream_of(engine: EngineSettings) -> StreamId:
+    """Identity of a rank; registered engines have names."""
+    return StreamId(engine.model or "", engine.tenant, engine.worker or "", engine.dp_rank)
+
+
+def _conflict(detail: str, engine: EngineSettings) -> ProblemError:
+    return ProblemError(409, "already-registered", detail, "instance_id", engine.worker)
+
+
+def _unknown(detail: str, worker: str) -> ProblemError:
+    return ProblemError(404, "unknown-worker", detail, "instance_id", worker)

@@ -1,0 +1,183 @@
+"""The replay socket of a ZMQ sink: batches that are kept, and readers that have them sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from publisher.bridge.complaints import Complaints
+from publisher.bridge.frames import END, SEQ_BYTES, is_ipv6
+from publisher.settings import PublisherSettings
+
+log = logging.getLogger(__name__)
+
+_MAX_KEPT_BYTES = 256 * 2**20
+"""Bound on what is kept, besides the number of batches."""
+_MAX_REQUEST_BYTES = 1024
+_MOST_READERS = 64
+"""Answers at a time."""
+_IN_FLIGHT_BYTES = 4 * 2**20
+"""What may wait for one reader, in batches of the largest size."""
+_BATCHES_AT_A_TIME = 64
+_FULL_PAUSE_MS = 5
+_STUCK_S = 30.0
+_LINGER_MS = 500
+
+
+class KeptBatches:
+    """The newest batches, by number. Numbers begin with 0 and outlive the sockets."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._batches: dict[int, bytes] = {}
+        self._num_bytes = 0
+        self._oldest = 0
+        self._next = 0
+
+    def keep(self, payload: bytes) -> int:
+        """Number of a batch, which is kept from now on, as long as there is room."""
+        seq = self._next
+        self._batches[seq] = payload
+        self._num_bytes += len(payload)
+        self._next += 1
+        while len(self._batches) > self._most or self._num_bytes > _MAX_KEPT_BYTES:
+            self._num_bytes -= len(self._batches.pop(self._oldest))
+            self._oldest += 1
+        return seq
+
+    def since(self, start: int, at_most: int) -> list[tuple[int, bytes]]:
+        """Number and content of the first that are kept from `start` on."""
+        first = max(start, self._oldest)
+        return [(seq, self._batches[seq]) for seq in range(first, min(first + at_most, self._next))]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """To one reader."""
+
+    position: int
+    """Number of the next batch."""
+    moved_at: float
+    asked_again: int | None = None
+    """Start of the reader's newest request since; served when this one is at its end."""
+
+
+class ReplaySocket:
+    """Owns the socket and the task that answers. A reader that does not read is waited for, within bounds of memory and
+    time, and keeps nobody waiting.
+    """
+
+    def __init__(self, settings: PublisherSettings, endpoint: str, kept: KeptBatches) -> None:
+        self.endpoint = endpoint
+        self._settings = settings
+        self._topic = settings.zmq_topic.encode()
+        self._kept = kept
+        self._complaints = Complaints(f"replay {endpoint}")
+        self._answers: dict[bytes, _Answer] = {}  # by reader, each of whom has one connection
+        self._router: zmq.asyncio.Socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Bind, and answer from now on, in the running event loop. Raises zmq.ZMQError."""
+        self._router = router = zmq.asyncio.Socket(context, zmq.ROUTER)
+        router.setsockopt(zmq.IPV6, is_ipv6(self.endpoint))
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader who is gone, or has no room, is an error
+        router.setsockopt(zmq.SNDHWM, max(2, _IN_FLIGHT_BYTES // self._settings.batch_bytes))
+        router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        router.bind(self.endpoint)
+        self._task = asyncio.create_task(self._run(router), name=f"zmq-replay:{self._settings.worker}")
+        self._task.add_done_callback(_note_end)
+
+    async def stop(self) -> None:
+        """Give what was sent half a second to leave, then close. A second call does nothing."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        router, self._router = self._router, None
+        if router is not None:
+            router.close(linger=_LINGER_MS)
+        self._answers.clear()
+
+    async def _run(self, router: zmq.asyncio.Socket) -> None:
+        socket: zmq.Socket[bytes] = zmq.Socket.shadow(router)
+        wait_ms: float | None = None
+        while True:
+            await router.poll(wait_ms)
+            self._take_requests(socket)
+            moves = [self._go_on(socket, reader) for reader in list(self._answers)]
+            wait_ms = 0 if any(moves) else _FULL_PAUSE_MS if self._answers else None
+            await asyncio.sleep(0)
+
+    def _take_requests(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(_MOST_READERS):
+            try:
+                reader, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2 or len(frames[1]) != SEQ_BYTES:
+                self._complaints.say("a request of %d frames is left unanswered", len(frames))
+            else:
+                self._ask(reader, int.from_bytes(frames[1], "big"))
+
+    def _ask(self, reader: bytes, start: int) -> None:
+        running = self._answers.get(reader)
+        if running is not None:
+            running.asked_again = start
+        elif len(self._answers) < _MOST_READERS:
+            self._answers[reader] = _Answer(start, time.monotonic())
+        else:
+            self._complaints.say("a request is left unanswered: %d readers are being answered", _MOST_READERS)
+
+    def _go_on(self, socket: zmq.Socket[bytes], reader: bytes) -> bool:
+        """Send a part of an answer; False: the reader has no room for any of it."""
+        answer = self._answers[reader]
+        before = answer.position
+        try:
+            is_done = self._send_some(socket, reader, answer)
+        except zmq.Again:
+            is_done = False
+            if answer.position == before:
+                if time.monotonic() - answer.moved_at > _STUCK_S:
+                    self._complaints.say("an answer is given up: its reader took nothing for %.0f s", _STUCK_S)
+                    del self._answers[reader]
+                return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # the reader is gone
+                self._complaints.say("an answer is given up: %s", error)
+            del self._answers[reader]
+            return True
+        answer.moved_at = time.monotonic()
+        if is_done:
+            self._end(reader, answer)
+        return True
+
+    def _send_some(self, socket: zmq.Socket[bytes], reader: bytes, answer: _Answer) -> bool:
+        """Whether that was the end. Raises zmq.Again where there is no more room."""
+        batches = self._kept.since(answer.position, _BATCHES_AT_A_TIME)
+        for seq, payload in batches:
+            self._send(socket, reader, self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload)
+            answer.position = seq + 1
+        if not batches:
+            self._send(socket, reader, b"", END, b"")
+        return not batches
+
+    def _end(self, reader: bytes, answer: _Answer) -> None:
+        del self._answers[reader]
+        if answer.asked_again is not None:
+            self._ask(reader, answer.asked_again)
+
+    def _send(self, socket: zmq.Socket[bytes], reader: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
+        head = [reader, b""] if self._settings.zmq_replay_layout == "old" else [reader, b"", topic]
+        socket.send_multipart([*head, seq, payload], zmq.NOBLOCK)
+
+
+def _note_end(task: asyncio.Task[None]) -> None:
+    """A task that died must be seen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s died: replays are left unanswered", task.get_name(), exc_info=error)

@@ -1,0 +1,146 @@
+"""A bridge goes on reading whatever an engine's replay socket does, and its event loop goes on beside large batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count, repeat
+
+import pytest
+import zmq
+from bridge_rig import GPU, LiveBridge, on
+from child_process import free_port
+from engine_events import names_of, payload, stored
+from waiting import async_wait_until
+from zmq_engine import ZmqEngine
+
+from publisher.bridge.ranks import Ranks
+
+IDLE = {"bridge_idle_check_s": 30.0}
+
+
+def prompt(number: int) -> list[int]:
+    """Tokens of one page."""
+    return [1000 + number] * 4
+
+
+def store(number: int) -> bytes:
+    """A batch that stores one page."""
+    return payload(stored([number], prompt(number)))
+
+
+def pages(*numbers: int) -> set[tuple[int, int]]:
+    return on(GPU, [names_of(prompt(number))[0] for number in numbers])
+
+
+class OddReplays:
+    """A replay socket that sends batches of these numbers to whom asks, and never an end."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.num_requests = 0
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        self._numbers = numbers
+        self._ending = threading.Event()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(self.endpoint)
+            thread = threading.Thread(target=self._answer, args=(router,))
+            thread.start()
+            try:
+                yield
+            finally:
+                self._ending.set()
+                thread.join()
+                router.close(linger=0)
+
+    def _answer(self, router: zmq.Socket[bytes]) -> None:
+        reader = None
+        while not self._ending.is_set():
+            if router.poll(1):
+                reader = router.recv_multipart()[0]
+                self.num_requests += 1
+            number = None if reader is None else next(self._numbers, None)
+            if reader is not None and number is not None:
+                router.send_multipart([reader, b"", b"", number.to_bytes(8, "big"), store(number)])
+
+
+async def test_a_replay_port_that_nobody_listens_on_costs_no_more_than_moments() -> None:
+    with ZmqEngine(replay=False) as engine:
+        async with LiveBridge(**IDLE) as bridge:
+            await bridge.read(engine, replay_endpoint=f"tcp://127.0.0.1:{free_port()}")
+            engine.seq = 5
+            engine.send(store(0))
+            await bridge.shows(pages(0), deadline_s=4)
+
+
+async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_answer() -> None:
+    mute = OddReplays(iter(()))
+    with ZmqEngine(replay=False) as engine, mute.answering():
+        async with LiveBridge(bridge_idle_check_s=0.1, bridge_replay_timeout_s=60) as bridge:
+            await bridge.read(engine, replay_endpoint=mute.endpoint)
+            for number in range(4):
+                await async_wait_until(lambda: mute.num_requests > bridge.counters()["batches"])
+                engine.send(store(number))
+                await bridge.shows(pages(*range(number + 1)), deadline_s=5)
+            assert bridge.counters()["failed_replays"] == 0
+
+
+async def test_a_gap_is_given_up_after_answers_that_did_not_come() -> None:
+    mute = OddReplays(iter(()))
+    with ZmqEngine(replay=False) as engine, mute.answering():
+        async with LiveBridge(**IDLE, bridge_replay_timeout_s=0.3, bridge_replay_attempts=2) as bridge:
+            await bridge.read(engine, replay_endpoint=mute.endpoint)
+            engine.send(store(0))
+            await bridge.shows(pages(0))
+            engine.send(store(1), "lost")
+            engine.send(store(2))
+            await bridge.shows(pages(2))
+            assert bridge.counters()["failed_replays"] == 2
+
+
+async def test_an_answer_that_repeats_itself_is_left() -> None:
+    babbler = OddReplays(repeat(0))
+    with ZmqEngine(replay=False) as engine, babbler.answering():
+        async with LiveBridge(**IDLE) as bridge:
+            await bridge.read(engine, replay_endpoint=babbler.endpoint)
+            await async_wait_until(lambda: bridge.counters()["failed_replays"] > 0)
+            engine.seq = 1
+            engine.send(store(1))
+            await bridge.shows(pages(0, 1), deadline_s=5)
+
+
+async def test_an_answer_without_an_end_is_left_at_the_deadline() -> None:
+    babbler = OddReplays(count())
+    with ZmqEngine(replay=False) as engine, babbler.answering():
+        async with LiveBridge(**IDLE, bridge_replay_deadline_s=0.5) as bridge:
+            await bridge.read(engine, replay_endpoint=babbler.endpoint)
+            engine.seq = 10**9
+            engine.send(store(7))
+            await bridge.shows(pages(7), deadline_s=8)
+            assert bridge.counters()["losses"] > 0
+
+
+async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[tuple[int, str]] = []
+    apply_waiting = Ranks.apply_waiting
+
+    def watched(ranks: Ranks) -> None:
+        where.append((ranks.waiting_bytes, threading.current_thread().name))
+        apply_waiting(ranks)
+
+    monkeypatch.setattr(Ranks, "apply_waiting", watched)
+    num_pages = 20_000
+    tokens = list(range(num_pages * 4))
+    with ZmqEngine() as engine:
+        for _ in range(3):
+            engine.send(payload(stored(range(num_pages), tokens)), "dropped")
+        async with LiveBridge(**IDLE) as bridge:
+            await bridge.read(engine)
+            await bridge.shows(on(GPU, names_of(tokens)))
+            assert bridge.counters()["replayed_batches"] == 3
+    large = [thread for num_bytes, thread in where if num_bytes > 2**17]
+    assert len(large) == 3
+    assert all(thread.startswith("bridge") for thread in large)

@@ -1,0 +1,97 @@
+"""What may have said that pages are gone, and cannot be read, costs all pages: none of them is to be trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from bridge_rig import GPU, LiveBridge, on
+from engine_events import names_of, payload, removed, stored
+from waiting import async_wait_until
+from zmq_engine import ZmqEngine
+
+from kv_events.schema import BATCHES_LOST
+
+ONE, TWO, THREE = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
+TOO_LONG = "x" * 2000
+
+
+def page(tokens: list[int]) -> set[tuple[int, int]]:
+    return on(GPU, names_of(tokens))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockRemoved", ["ab"], "GPU"],
+        ["BlockRemoved", [1, None], "GPU"],
+        ["BlockRemoved", [1], 5],
+        {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "group_idx": -1},
+        {"block_hashes": [1], "type": "BlockRemoved", "medium": b"GPU"},
+        removed([1], TOO_LONG),
+        ["BlocksEvicted", [1]],
+        {"event_type": "removed", "seq_hashes": "all"},
+        {"event_type": "evicted", "seq_hashes": [1]},
+    ],
+    ids=str,
+)
+async def test_pages_are_given_up_when_a_removal_cannot_be_read(event: Any) -> None:
+    with ZmqEngine() as engine:
+        async with LiveBridge() as bridge:
+            await bridge.read(engine)
+            engine.send(payload(stored([1], ONE)))
+            await bridge.shows(page(ONE))
+            engine.send(payload(event, stored([2], TWO)))
+            await bridge.shows(page(TWO))
+            await bridge.doubts(BATCHES_LOST)
+            assert bridge.counters()["losses"] == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", ["ab"], None, TWO, 4],
+        {"type": "BlockStored", "block_hashes": [3], "token_ids": "none"},
+        stored([3], TWO, medium=TOO_LONG),
+        {"event_type": "stored", "seq_hashes": "all"},
+    ],
+    ids=str,
+)
+async def test_a_store_that_cannot_be_read_costs_nothing_else(event: Any) -> None:
+    with ZmqEngine() as engine:
+        async with LiveBridge() as bridge:
+            await bridge.read(engine)
+            engine.send(payload(stored([1], ONE)))
+            engine.send(payload(event, stored([2], THREE)))
+            await bridge.shows(page(ONE) | page(THREE))
+            assert bridge.counters()["bad_events"].total() == 1
+            assert bridge.view().doubt == ""
+
+
+async def test_what_was_to_follow_a_break_in_a_batch_is_taken_for_removals() -> None:
+    with ZmqEngine() as engine:
+        async with LiveBridge() as bridge:
+            await bridge.read(engine)
+            engine.send(payload(stored([1], ONE)))
+            await bridge.shows(page(ONE))
+            whole = msgspec.msgpack.encode([1.0, [["BlockStored", [2], None, TWO, 4], ["BlockRemoved", [1], "GPU"]], 0])
+            engine.send(whole[:-12])
+            await bridge.shows(set())
+            await bridge.doubts(BATCHES_LOST)
+
+
+@pytest.mark.parametrize(
+    "bad", [stored([2], TWO, medium=TOO_LONG), stored([2], TWO, lora_name=TOO_LONG)], ids=["m", "l"]
+)
+@pytest.mark.parametrize("order", [1, -1])
+async def test_a_removal_beside_a_store_that_cannot_be_taken_is_taken(bad: Any, order: int) -> None:
+    with ZmqEngine() as engine:
+        async with LiveBridge() as bridge:
+            await bridge.read(engine)
+            engine.send(payload(stored([1, 3], ONE + THREE)))
+            await bridge.shows(on(GPU, names_of(ONE + THREE)))
+            engine.send(payload(*[bad, removed([3])][::order]))
+            await bridge.shows(page(ONE))
+            await async_wait_until(lambda: bridge.counters()["bad_events"] == {"field": 1})
+            assert bridge.counters()["losses"] == 0

@@ -1,0 +1,132 @@
+"""What routers see of registered engines that are away, lost batches, or have another block size."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from engine_events import payload, stored
+from waiting import async_wait_until
+from zmq_engine import ZmqEngine
+
+from api.app import create_app
+from api.registrations import Registrations
+from api.settings import ApiSettings, RegistrationSettings
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from kv_events.memory_log import MemoryLog
+from publisher.bridge import BridgeSettings
+
+TOKENS = list(range(1, 17))
+
+
+class Service:
+    """One that reads its engines itself, without a server."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def register(self, engine: ZmqEngine, **fields: Any) -> None:
+        body = {"instance_id": 1, "endpoint": engine.endpoint, "model_name": "m", "block_size": 4, **fields}
+        assert (await self._client.post("/register", json=body)).status_code == 201
+        await asyncio.to_thread(engine.wait_for_readers)
+
+    async def instance(self) -> dict[str, Any]:
+        answer = await self._client.post("/query", json={"model_name": "m", "token_ids": TOKENS})
+        return answer.json().get("instances", {}).get("1", {})  # type: ignore[no-any-return]
+
+    async def listener(self, rank: int = 0) -> dict[str, Any]:
+        (worker,) = (await self._client.get("/workers")).json()
+        return worker["listeners"].get(str(rank), {})  # type: ignore[no-any-return]
+
+    async def shows(self, state: str, reason: str, rank: int = 0) -> None:
+        async def so() -> bool:
+            listener = await self.listener(rank)
+            return (listener.get("state"), listener.get("stale_reason")) == (state, reason)
+
+        await async_wait_until(so, 15, f"{state}: {reason}")
+
+    async def num_in_state(self, state: str) -> float:
+        lines = (await self._client.get("/metrics")).text.splitlines()
+        name = f'kvsight_workers{{state="{state}"}} '
+        return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+@asynccontextmanager
+async def service() -> AsyncIterator[Service]:
+    log, indexer = MemoryLog(), IndexerSettings(max_pages=2**16)
+    consumer = create_consumer(indexer, log)
+    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(bridge_name_pages=10_000), None)
+    app = create_app(consumer, ApiSettings(), registrations)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        yield Service(client)
+
+
+async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> None:
+    with ZmqEngine(replay=False) as engine:
+        async with service() as served:
+            await served.register(engine)
+            engine.send(payload(stored([1, 2], TOKENS[:8])))
+            await served.shows("live", "")
+            engine.send(payload(stored([3], TOKENS[8:12], parent=2)), "lost")
+            engine.send(payload(stored([1, 2], TOKENS[:8])))
+            await served.shows("stale", "batches lost")
+
+            async def is_stale_in_answers() -> bool:
+                instance = await served.instance()
+                return (instance.get("gpu"), instance.get("state")) == (8, "stale")
+
+            await async_wait_until(is_stale_in_answers)
+            assert (await served.num_in_state("stale"), await served.num_in_state("live")) == (1, 0)
+            assert (await served.listener())["counters"]["resyncs"] == 1  # the first one; more would not help
+
+
+async def test_a_dead_engine_is_stale_in_answers_ever_older_and_says_why() -> None:
+    with ZmqEngine() as engine:
+        async with service() as served:
+            await served.register(engine, replay_endpoint=engine.replay_endpoint)
+            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+
+            async def is_live() -> bool:
+                return (await served.instance()).get("state") == "live"
+
+            await async_wait_until(is_live)
+            await asyncio.to_thread(engine.stop)
+            await served.shows("stale", "engine not heard")
+            first = await served.instance()
+            assert (first["state"], first["gpu"]) == ("stale", 16)
+            listener = await served.listener()
+            assert (listener["status"], listener["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
+
+            async def is_heartbeat_in() -> bool:
+                return bool((await served.listener())["seq"] >= listener["seq"] + 2)
+
+            await async_wait_until(is_heartbeat_in)
+            assert (await served.instance())["age_ms"] >= first["age_ms"] + 2000  # no heartbeat made it younger
+
+
+async def test_a_rank_that_only_batches_name_has_its_engines_link() -> None:
+    with ZmqEngine(replay=False) as engine:
+        async with service() as served:
+            await served.register(engine)
+            engine.send(payload(stored([1, 2], TOKENS[:8]), rank=3))
+            await served.shows("live", "", rank=3)
+            listener = await served.listener(3)
+            assert (listener["status"], listener["endpoint"]) == ("active", engine.endpoint)
+            await asyncio.to_thread(engine.stop)
+            await served.shows("stale", "engine not heard", rank=3)
+            listener = await served.listener(3)
+            assert (listener["status"], listener["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
+
+
+async def test_an_engine_of_another_block_size_than_registered_is_stale_and_says_so() -> None:
+    with ZmqEngine() as engine:
+        async with service() as served:
+            await served.register(engine, block_size=16, replay_endpoint=engine.replay_endpoint)
+            engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
+            await served.shows("stale", "block size 4, registered with 16")
+            assert (await served.listener())["status"] == "active"
