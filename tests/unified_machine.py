@@ -1,16 +1,16 @@
-"""State machines of a UnifiedRadixCache of any kinds of state, on the device alone and with all tiers."""
+"""State machines of a UnifiedRadixCache of any kinds of state: what those of all tiers share, and that of the device
+alone."""
 
 from __future__ import annotations
 
 from cache_machine import CacheMachine, operation
 from reuse_oracle import num_reusable
-from storage_machine import is_stepped
-from tiered_machine import CPU, EVERYTHING, GPU, TieredCacheMachine
-from unified_oracle import num_usable, pages_along
+from tiered_machine import CPU, EVERYTHING, GPU
+from unified_oracle import lost_windows, needed_on_device, num_usable, pages_along, states_of_windows
 from unified_requests import Requests, RequestSteps
 from unified_rig import UnifiedRig
 
-from engine_cache import EvictParams, Lane, PoolExhaustedError, Request
+from engine_cache import EvictParams, PoolExhaustedError, Request
 from engine_cache.node import iter_nodes
 
 
@@ -98,8 +98,19 @@ class UnifiedSteps(RequestSteps):
     def lock(self, draw):
         if len(self.locks) < 3:
             match = self.checked_match(*self.prompt(draw))
-            node = match.best_match_node if draw.random() < 0.3 else match.last_device_node
-            self.locks.append(self.cache.inc_lock_ref(node))
+            self.locks.append(
+                self.checked_lock(match.best_match_node if draw.random() < 0.3 else match.last_device_node)
+            )
+
+    def checked_lock(self, node):
+        """It holds one window and one state, and nothing above them."""
+        kinds, nodes = ("mamba", "swa"), [place.node for place in self.rig.walk()]
+        before = {(kind, step): self.rig.data(step, kind).lock_ref for kind in kinds for step in nodes}
+        expected = {(kind, step) for kind, steps in needed_on_device(self.rig, node).items() for step in steps}
+        lock = self.cache.inc_lock_ref(node)
+        for (kind, step), count in before.items():
+            assert self.rig.data(step, kind).lock_ref - count == ((kind, step) in expected)
+        return lock
 
     @operation(weight=2, when=lambda machine: machine.locks)
     def unlock(self, draw):
@@ -112,8 +123,9 @@ class UnifiedSteps(RequestSteps):
         self.fail(0)
 
     def checked_evict(self, params):
-        before = self.free_rows()
+        before, with_states = self.free_rows(), states_of_windows(self.rig, "value")
         result = self.cache.evict(params)
+        assert lost_windows(self.rig, with_states, "value") == []
         assert tuple(new - old for old, new in zip(before, self.free_rows(), strict=True)) == tuple(result)
         return result
 
@@ -176,60 +188,3 @@ class UnifiedDeviceMachine(UnifiedSteps, CacheMachine):
             self.check_events()
             assert list(iter_nodes(self.cache.root_node)) == []
             self.check_all_free()
-
-
-class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
-    """On device and host, with a store behind them."""
-
-    def make_rig(self, **options):
-        rig = UnifiedRig(self.KINDS, **options)
-        Requests(rig)
-        return rig
-
-    def prompt_to_insert(self, draw):
-        tokens, extra_key = self.prompt(draw)
-        if draw.random() < 0.2:  # comes in the way of what is being fetched
-            tokens, extra_key = self.fetched
-            self.seen.update(self.names.prefixes(tokens, extra_key))
-        return tokens, extra_key
-
-    @operation(when=lambda machine: machine.cache.auxiliaries)
-    def evict_a_kind_on_the_host(self, draw):
-        self.cache.evict_component_on_host(draw.choice(self.cache.auxiliaries), draw.randrange(4))
-
-    @operation(when=is_stepped)
-    def step_with_a_failing_write(self, draw):
-        self.fail(draw.choice((1, 2, 2)))
-        self.engine.step(Lane.WRITE)
-        self.fail(0)
-
-    @operation(weight=3)
-    def load_back(self, draw):
-        match = self.checked_match(*self.prompt(draw))
-        lengths = match.host_hit_length, match.swa_host_hit_length, match.mamba_host_hit_length
-        (rows, node), _, lock = self.rig.load_back(match, mem_quota=draw.choice((None, None, 0, 2, 4)))
-        assert len(rows) in (0, match.host_hit_length)
-        assert node is (match.best_match_node if len(rows) else match.last_device_node)
-        assert any(lengths) or not len(rows)
-        if len(rows):
-            path = [row for step in reversed(list(self.rig.up(node))) for row in step.value]
-            assert [*match.device_indices, *rows] == path
-            pages = pages_along(self.rig, self.tokens_of(node), node.key.extra_key)
-            assert num_usable(self.rig, pages, {"d"}) == len(pages)
-        self.cache.release(lock)
-
-    def tokens_of(self, node):
-        return next(place.prefixes[-1] for place in self.rig.walk() if place.node is node)
-
-    def start_anew(self):
-        super().start_anew()
-        self.forget_requests()
-
-    def let_go(self):
-        self.fail(0)
-        self.release_all()
-        super().let_go()
-
-    def end(self):
-        super().end()
-        assert self.cache._host_locks == {}

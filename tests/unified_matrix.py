@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unified_machine import UnifiedCacheMachine, UnifiedDeviceMachine
+from unified_machine import UnifiedDeviceMachine
+from unified_tiers import UnifiedCacheMachine
 
 from engine_cache import EVICTION_POLICIES, WRITE_POLICIES
 from engine_cache.storage_operations import STOP_POLICIES

@@ -1,4 +1,4 @@
-"""Where a match of a UnifiedRadixCache must end, by brute force over the pages of a prompt."""
+"""Where a match of a UnifiedRadixCache must end, and what its locks must hold, by brute force."""
 
 from __future__ import annotations
 
@@ -50,3 +50,29 @@ def _is_usable(rig, pages, num_pages, tiers):
         first = max(0, num_pages - -(-rig.window // rig.page_size))
         return all(page.swa & tiers for page in pages[first:num_pages])
     return True
+
+
+def needed_on_device(rig, node):
+    """By kind, the nodes whose device data a request needs that goes on from the node; of a window up to a gap."""
+    needed = {"mamba": [node][: rig.data(node, "mamba").value is not None], "swa": []}
+    covered = 0
+    for step in rig.up(node):
+        if covered >= rig.window or rig.data(step, "swa").value is None:
+            break
+        needed["swa"].append(step)
+        covered += len(step.key)
+    return needed
+
+
+def states_of_windows(rig, field):
+    """Nodes that have SWA rows and a state on the tier, the latter of no use without the former."""
+    nodes = [place.node for place in rig.walk()]
+    return [
+        node for node in nodes if all(getattr(rig.data(node, kind), field) is not None for kind in ("swa", "mamba"))
+    ]
+
+
+def lost_windows(rig, nodes, field):
+    """Those of the nodes that have lost their SWA rows on the tier, and have their state there still."""
+    states = [node for node in nodes if getattr(rig.data(node, "mamba"), field) is not None]
+    return [node for node in states if getattr(rig.data(node, "swa"), field) is None]

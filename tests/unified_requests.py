@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 from cache_machine import operation
+from unified_oracle import num_usable, pages_along
 from unified_rig import NOTHING, contents
 
 from engine_cache import EvictParams, InitLoadBackParams, Lane, ManualCopyEngine, PoolExhaustedError, Request
@@ -38,6 +39,7 @@ class Requests:
         self.running[req], self.matched[req] = tokens, match
         self.waiting[req] = None
         self._extend(req, match.device_indices)
+        self._check_prefix(req)
         return req
 
     def load_back(self, req, mem_quota=None):
@@ -56,6 +58,13 @@ class Requests:
         self._go_on_from(req, node)
         self.cache.dec_lock_ref(*before)
         self._extend(req, rows)
+        self._check_prefix(req)
+
+    def _check_prefix(self, req):
+        """The request goes on from a prefix of which all that it needs is on the device."""
+        num_pages = len(req.token_ids) // self.rig.page_size
+        pages = pages_along(self.rig, self.running[req], req.extra_key)[:num_pages]
+        assert num_usable(self.rig, pages, {"d"}) == num_pages
 
     def _extend(self, req, rows):
         """The prefix of the request that is the tree's goes on with these rows."""

@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 class UnifiedRig:
     """kinds: of "swa" and "mamba", in the order of the components, or "indexer" alone: a model with sparse attention,
-    with real pools in a `layout`. tiers: 1 or 2."""
+    with real pools in a `layout`. tiers: 1 or 2. attention: "mha" for real pools of KV and of sliding windows."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class UnifiedRig:
         engine=None,
         is_eagle=False,
         layout="page_first",
+        attention=None,
         **cache,
     ):
         self.page_size, self.is_bigram, self.window, self.kinds = page_size, is_eagle, window, kinds
@@ -85,8 +86,13 @@ class UnifiedRig:
             PoolName.SWA: NumberPools((swa_pages + 1) * page_size, swa_host_pages * page_size, page_size),
             PoolName.MAMBA: NumberPools(slots + 1, host_slots, 1),
         }
+        if attention is not None:
+            from tier_rig import KVPools  # they need torch
+
+            self.pools[PoolName.KV] = KVPools(device_pages, host_pages, page_size, attention, layout)
+            self.pools[PoolName.SWA] = KVPools(swa_pages, swa_host_pages, page_size, attention, layout)
         if "indexer" in kinds:
-            from nsa_pools import NsaPools  # they need torch
+            from nsa_pools import NsaPools
 
             self.pools[PoolName.KV] = NsaPools(device_pages, host_pages, page_size, layout)
         self.device_pools = {name: pools.device for name, pools in self.pools.items()}

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from cache_machine import operation, run_some
+from event_replay import PageNames, Replay
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from unified_matrix import MODELS, MooncakeMachine, machine_of
@@ -19,6 +20,8 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 pytestmark = pytest.mark.torch
 EXTERNAL = StorageMedium.EXTERNAL
 PROMPT = [1, 1, 2, 2, 3, 3]
+NAMES = PageNames(2, is_bigram=False)
+PAGES = {NAMES.named(prefix)[0] for prefix in NAMES.prefixes(PROMPT)}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -47,6 +50,9 @@ def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master
     reader.settle()
     assert reader.cache.check_prefetch_progress("r")
     assert reader.cache.pop_prefetch_loaded_tokens("r") == len(PROMPT)
+    told = [told_by(rig) for rig in (writer, reader)]
+    assert [pages[EXTERNAL] for pages in told] == [PAGES, set()]  # whoever put a page there tells of it
+    assert [pages[StorageMedium.CPU] for pages in told] == [PAGES, PAGES]
     match = reader.match(PROMPT)
     assert match.host_hit_length == len(PROMPT)
     (rows, _), _, lock = reader.load_back(match)
@@ -56,6 +62,14 @@ def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master
     reader.cache.release(lock)
     for store in stores:
         store.discard()
+
+
+def told_by(rig):
+    """Pages by medium that its events leave there."""
+    replay = Replay(rig.page_size)
+    for event in rig.cache.take_events():
+        replay.apply(event)
+    return {medium: set(pages) for medium, pages in replay.pages.items()}
 
 
 # --- a master that dies ----------------------------------------------------------------------------------------------
@@ -85,7 +99,7 @@ class MortalMasterMachine(MooncakeMachine):
         return not self.replay.pages[EXTERNAL]
 
 
-@pytest.mark.parametrize("model", ["Full+Mamba", "Full+DSA"])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_master_killed_in_the_middle_costs_hits_and_nothing_else(own_mooncake_master, model):
     kinds, draw = MODELS[model], random.Random(model)
     machine = type("Machine", (MortalMasterMachine,), {"KINDS": kinds, "master": own_mooncake_master})()
