@@ -17,6 +17,7 @@ _RANKS = 2 * NUM_MEDIA
 _U8_IN = types.Array(types.uint8, 1, "C", readonly=True)
 _U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
 _I64_IN = types.Array(types.int64, 1, "C", readonly=True)
+_U8_OUT, _U64_OUT = types.uint8[::1], types.uint64[::1]
 
 
 @array_kernel(types.void(types.uint64[::1], _U8_IN, _U64_IN))
@@ -53,9 +54,10 @@ def batch_length(kinds, hashes, parents, max_events, max_bytes, event_bytes, pag
     return kinds.shape[0]
 
 
-@array_kernel(types.void(_U8_IN, _U64_IN, types.int64[::1], types.uint64[::1], types.int64[::1]))
+@array_kernel(types.int64(_U8_IN, _U64_IN, types.int64[::1], types.uint64[::1], types.int64[::1]))
 def rank_changes(kinds, hashes, ranks, table_hashes, table_uses):
     """Give changes ranks by which they can be sorted (stably) into few runs of a kind, without a change of meaning.
+    Returns a number that all ranks are smaller than.
 
     A removal may come before stores of other pages that it followed, so removals come first, up to a page that was
     both stored and removed, or a clear: from there on, ranks are higher. ranks: int64[n], written. table_hashes,
@@ -80,6 +82,29 @@ def rank_changes(kinds, hashes, ranks, table_hashes, table_uses):
                 place = (place + 1) & mask
         table_hashes[place], table_uses[place] = hashes[i], group << 1 | is_store
         ranks[i] = group * _RANKS + (kind + REMOVAL if is_store else kind - REMOVAL)
+    return (group + 1) * _RANKS
+
+
+@array_kernel(
+    types.void(_I64_IN, types.int64[::1], _U8_IN, _U64_IN, _U64_IN, _U64_IN, _U8_OUT, _U64_OUT, _U64_OUT, _U64_OUT)
+)
+def sort_changes(
+    ranks, places, kinds, hashes, block_hashes, parents, out_kinds, out_hashes, out_block_hashes, out_parents
+):
+    """Changes by their ranks, those of equal rank in their order. Columns are as in `PageChanges`.
+
+    places: int64, zeros, one for each rank there may be: scratch. A counting sort.
+    """
+    for i in range(ranks.shape[0]):
+        places[ranks[i]] += 1
+    end = 0
+    for rank in range(places.shape[0]):
+        places[rank], end = end, end + places[rank]
+    for i in range(ranks.shape[0]):
+        place = places[ranks[i]]
+        places[ranks[i]] += 1
+        out_kinds[place], out_hashes[place] = kinds[i], hashes[i]
+        out_block_hashes[place], out_parents[place] = block_hashes[i], parents[i]
 
 
 @njit(types.int64(_U8_IN, _I64_IN, types.int64[::1]), nogil=True, cache=True)

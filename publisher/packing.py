@@ -10,7 +10,7 @@ import numpy as np
 from kv_events.codec import encode_event
 from kv_events.limits import MAX_EVENTS_PER_BATCH
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored
-from publisher.change_kernels import CLEARED, REMOVAL, batch_length, rank_changes
+from publisher.change_kernels import CLEARED, REMOVAL, batch_length, rank_changes, sort_changes
 from publisher.hand_over import PageChanges
 
 EVENT_BYTES = 80
@@ -70,9 +70,11 @@ def _in_few_runs(changes: PageChanges) -> PageChanges:
     if np.count_nonzero(kinds[1:] != kinds[:-1]) < 2:
         return changes
     ranks, size = np.empty(num_changes, np.int64), 1 << (2 * num_changes - 1).bit_length()
-    rank_changes(kinds, changes.hashes, ranks, np.empty(size, np.uint64), np.zeros(size, np.int64))
-    order = np.argsort(ranks, kind="stable")
-    return PageChanges(kinds[order], changes.hashes[order], changes.block_hashes[order], changes.parents[order])
+    num_ranks = rank_changes(kinds, changes.hashes, ranks, np.empty(size, np.uint64), np.zeros(size, np.int64))
+    words = np.empty((3, num_changes), np.uint64)
+    ordered = PageChanges(np.empty(num_changes, np.uint8), *words)
+    sort_changes(ranks, np.zeros(num_ranks, np.int64), *changes, *ordered)
+    return ordered
 
 
 def _runs(changes: PageChanges, tokens: list[PageTokens] | None) -> list[tuple[int, int]]:

@@ -68,15 +68,27 @@ def bundle(
 
 
 @array_helper
-def look_up(pages, previous, key):
-    """Entry of a page that most likely lies right behind `previous` (-1: no expectation), or -1.
+def neighbour(pages, previous, key):
+    """Entry of a page if it lies right behind `previous` (-1: no expectation), or before it; else -1.
 
     The pages of a prompt are stored together and get neighbouring entries, so most look-ups end here, in sequence.
+    Engines give up the last pages first, and entries are used again in the order in which they became free: so there
+    are prompts that lie backwards.
     """
     entry = previous + 1
     if entry > 0 and pages.table.keys[entry] == key and pages.holders[entry] != 0:
         return entry
-    return page_table.find(pages.table, key)
+    entry = previous - 1
+    if entry >= 0 and pages.table.keys[entry] == key and pages.holders[entry] != 0:
+        return entry
+    return np.int64(-1)
+
+
+@array_helper
+def look_up(pages, previous, key):
+    """Entry of a page, most likely a `neighbour`, or -1."""
+    entry = neighbour(pages, previous, key)
+    return entry if entry >= 0 else page_table.find(pages.table, key)
 
 
 @array_helper
@@ -128,13 +140,15 @@ def store(
             chain += 1
         if is_cold and i + page_table.AHEAD < stop:
             page_table.fetch(pages.table, hashes[i + page_table.AHEAD])
-        entry = look_up(pages, entry, key)
+        entry = neighbour(pages, entry, key)
         is_cold = entry < 0
+        is_new = False
         if is_cold:
-            entry = page_table.insert(pages.table, key)
+            entry, is_new = page_table.find_or_insert(pages.table, key)
             if entry < 0:
                 refused += 1
                 continue
+        if is_new:
             pages.holders[entry] = 0
             pages.parents[entry] = parents[chain] if starts else hashes[i - 1]
         old = np.int64(pages.holders[entry])
@@ -180,6 +194,8 @@ def remove(
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
     for i in range(start, stop):
+        if i + page_table.AHEAD < stop:
+            page_table.fetch(pages.table, hashes[i + page_table.AHEAD])
         key = hashes[i]
         entry = look_up(pages, entry, key)
         if entry < 0:
