@@ -76,6 +76,16 @@ class ChildProcess:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has it, at least for itself."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 def free_port() -> int:
     """A port on the loopback address that nobody listens on."""
     for port in random.SystemRandom().sample(_PORTS, 50):

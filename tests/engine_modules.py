@@ -20,8 +20,9 @@ Release = tuple[Engine, str]
 
 SGLANG_ARRAYS: Release = ("sglang", "0.5.13.post1")
 SGLANG_MAPS: Release = ("sglang", "0.5.23")
+VLLM_ARRAYS: Release = ("vllm", "0.18.1")
 VLLM: Release = ("vllm", "0.33.0")
-RELEASES = (SGLANG_ARRAYS, SGLANG_MAPS, VLLM)
+RELEASES = (SGLANG_ARRAYS, SGLANG_MAPS, VLLM_ARRAYS, VLLM)
 
 _EVENTS = {"sglang": "sglang/srt/disaggregation/kv_events.py", "vllm": "vllm/distributed/kv_events.py"}
 _VLLM_CONFIG = "vllm/config/kv_events.py"

@@ -8,6 +8,7 @@ the first wait until there is a file of that name with the suffix `.go`.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import sys
@@ -19,6 +20,8 @@ from engine_events import names_of
 from engine_modules import engine_module
 
 BLOCK = 16
+WHOLE_DIGESTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
+"""A variable of vLLM: 0 has it send hashes as they are."""
 MEDIA = {"sglang": ("GPU", "CPU_PINNED", "DISK", "EXTERNAL"), "vllm": ("GPU", "CPU", "STORAGE")}
 
 
@@ -30,6 +33,7 @@ class Life:
         self._module = module
         self._engine = engine
         self._random = random.Random(seed)
+        self._whole_digests = engine == "vllm" and os.environ.get(WHOLE_DIGESTS) == "0"
         self._prompts: list[tuple[list[int], list[Any]]] = []  # tokens, the engine's hashes
 
     def events(self) -> list[Any]:
@@ -83,6 +87,8 @@ class Life:
 
     def _hash(self) -> Any:
         """SGLang's are signed, vLLM's unsigned, or whole digests."""
+        if self._whole_digests:
+            return self._random.randbytes(32)
         if self._engine == "sglang":
             return self._random.randrange(-(2**63), 2**63)
         return self._random.randrange(2**64)

@@ -7,6 +7,7 @@ what they know already: removals; pages that they do not know have no tokens the
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kv_events.codec import decode_batch
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes
 from kv_events.schema import (
     MEDIA,
@@ -58,15 +60,17 @@ class EngineEvents:
         self._has_begun = False
 
     def encode(self, record: bytes) -> bytes | None:
-        """The engines' form of one record's batch; None where it has nothing for readers. Raises msgspec.DecodeError.
+        """The engines' form of one record's batch; None where it has nothing for readers. Raises RecordRejectedError.
 
         The first batch says that all blocks are cleared, for readers that knew a worker of this name before.
         """
+        decode_batch(record)  # checks all of it
         batch = self._batch_decoder.decode(record)
         events: list[Any] = [] if self._has_begun else [self._event(_CLEARED)]
         self._has_begun = True
         for raw in batch.events:
-            events += self._translated(self._event_decoder.decode(raw), batch.block_size)
+            with contextlib.suppress(msgspec.ValidationError):  # a tag of a newer version
+                events += self._translated(self._event_decoder.decode(raw), batch.block_size)
         return self._encoder.encode([batch.timestamp, events, batch.dp_rank]) if events else None
 
     def _translated(self, event: WireEvent, block_size: int) -> list[Any]:
@@ -170,9 +174,11 @@ def _agreement(
 
 
 def _token_rows(token_ids: bytes | None, num_pages: int) -> U32Array:
-    """uint32[pages, tokens a page]; [0, 0] where there are none."""
-    tokens: npt.NDArray[np.uint32] = np.frombuffer(token_ids or b"", "<u4")
-    return tokens.reshape(num_pages, -1) if num_pages and len(tokens) else np.empty((0, 0), np.uint32)
+    """uint32[pages, tokens a page]; [0, 0] where there are none, or they cannot be theirs."""
+    if not token_ids or not num_pages or len(token_ids) % (4 * num_pages):
+        return np.empty((0, 0), np.uint32)
+    tokens: npt.NDArray[np.uint32] = np.frombuffer(token_ids, "<u4")
+    return tokens.reshape(num_pages, -1)
 
 
 def _words(data: bytes) -> U64Array:

@@ -10,10 +10,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-import msgspec
 import zmq
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.schema import ResyncRequest
 from publisher.bridge.frames import IN_ONE_PLACE, SEQ_BYTES, endpoint_of_rank, is_ipv6, is_ours_to_bind
 from publisher.settings import PublisherSettings
@@ -80,7 +79,7 @@ class ZmqSink:
                 raise SinkRejectedError(f"record of {record.key!r}, this socket speaks for {self._key!r}")
             try:
                 payload = self._events.encode(record.payload)
-            except msgspec.DecodeError as error:
+            except RecordRejectedError as error:
                 raise SinkRejectedError(f"no record of ours: {error}") from error
             if payload is not None:
                 seq = self._kept.keep(payload).to_bytes(SEQ_BYTES, "big")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
 
-MAX_BYTES = 2**16
+MAX_BYTES = 2**19
 
 _INTERESTING = [
     b"", b"\x00", b"\xff", b"\xff" * 8, b"\x7f\xff\xff\xff", b"\x80" + bytes(7), b"\xc0", b"\xc1", b"\xc4\xff",
@@ -24,6 +24,12 @@ _edits = st.tuples(
     st.sampled_from(_INTERESTING) | st.binary(min_size=1, max_size=9),
 )
 
+_leaps = st.tuples(st.just("swell"), st.floats(0, 1, exclude_max=True), st.integers(1, 64), st.just(b""))
+"""Edits that make an input very long."""
+
+_SELDOM = 20
+"""One edited input of so many has a leap in it."""
+
 _values: st.SearchStrategy[Any] = st.recursive(
     st.none()
     | st.booleans()
@@ -38,7 +44,9 @@ _values: st.SearchStrategy[Any] = st.recursive(
 
 def near(examples: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     """An example with some bytes changed, one's end behind another's beginning, or something else altogether."""
-    edited = st.builds(_edited, st.sampled_from(examples), st.lists(_edits, max_size=6))
+    usual, leaping = st.lists(_edits, max_size=6), st.tuples(_edits, _leaps, _edits)
+    edits = st.integers(1, _SELDOM).flatmap(lambda number: leaping if number == _SELDOM else usual)
+    edited = st.builds(_edited, st.sampled_from(examples), edits)
     crossed = st.builds(
         lambda a, b, where: a[: int(where * len(a))] + b[int(where * len(b)) :],
         st.sampled_from(examples),
@@ -53,7 +61,7 @@ def near_objects(examples: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     return st.builds(_exchanged, st.sampled_from(examples), st.lists(st.integers(0, 63), max_size=6), _values)
 
 
-def _edited(data: bytes, edits: list[tuple[str, float, int, bytes]]) -> bytes:
+def _edited(data: bytes, edits: Iterable[tuple[str, float, int, bytes]]) -> bytes:
     for kind, where, length, content in edits:
         at = int(where * len(data))
         match kind:
@@ -65,6 +73,8 @@ def _edited(data: bytes, edits: list[tuple[str, float, int, bytes]]) -> bytes:
                 data = data[:at] + data[at + length :]
             case "repeat":
                 data = data[:at] + data[at : at + length] * 20 + data[at:]
+            case "swell":
+                data = data[:at] + data[at : at + length] * (MAX_BYTES // (2 * length)) + data[at:]
             case "cut":
                 data = data[:at]
     return data[:MAX_BYTES]

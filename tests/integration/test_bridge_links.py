@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 from bridge_rig import GPU, LiveBridge, on
-from child_process import free_port
+from child_process import free_port, has_ipv6
 from engine_events import names_of, payload, stored
 from waiting import async_wait_until
 from zmq_engine import ZmqEngine
@@ -33,15 +33,6 @@ def store(number: int) -> bytes:
 
 def pages(*numbers: int) -> set[tuple[int, int]]:
     return on(GPU, [names_of(prompt(number))[0] for number in numbers])
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 def call_and_hang_up(port: int, words: bytes) -> None:

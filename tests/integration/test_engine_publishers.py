@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from bridge_rig import LiveBridge, Pages
 from child_process import ChildProcess, free_port
-from engine_modules import RELEASES, Engine, engine_folder
+from engine_modules import RELEASES, VLLM, VLLM_ARRAYS, Engine, engine_folder
+from engine_process import WHOLE_DIGESTS
 from waiting import async_wait_until
 
 from publisher.bridge import EngineSettings
@@ -23,7 +24,11 @@ TESTS = Path(__file__).resolve().parents[1]
 class EngineProcess:
     """One rank of an engine."""
 
-    def __init__(self, place: Path, engine: Engine, version: str, *, rank: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, place: Path, engine: Engine, version: str, *, rank: int = 0, seed: int = 0, int_hashes: bool = True
+    ) -> None:
+        """int_hashes: of vLLM; else whole digests."""
+        self._variables = {WHOLE_DIGESTS: "1" if int_hashes else "0"}
         self.place = place / f"rank{rank}"
         self.place.mkdir()
         self.options: dict[str, Any] = {
@@ -45,7 +50,7 @@ class EngineProcess:
         path = ":".join((str(TESTS), str(TESTS.parent)))
         options = json.dumps({**self.options, "ledger": str(self.ledger)})
         command = [sys.executable, str(TESTS / "engine_process.py"), options]
-        self.process = ChildProcess(command, self.place / "log", {"PYTHONPATH": path})
+        self.process = ChildProcess(command, self.place / "log", {**self._variables, "PYTHONPATH": path})
 
     async def pages(self, has_begun: Callable[[], Any]) -> Pages:
         """What it holds in the end, which it goes on to once the bridge has its first batch."""
@@ -70,11 +75,14 @@ class EngineProcess:
         return EngineSettings(worker=worker, model="m", dp_rank=rank, **addresses)
 
 
-@pytest.mark.parametrize(("engine", "version"), RELEASES)
+@pytest.mark.parametrize(
+    ("engine", "version", "int_hashes"),
+    [(*release, True) for release in RELEASES] + [(*VLLM_ARRAYS, False), (*VLLM, False)],
+)
 async def test_its_view_is_what_the_engine_holds_after_gaps_and_a_restart(
-    tmp_path: Path, engine: Engine, version: str
+    tmp_path: Path, engine: Engine, version: str, int_hashes: bool
 ) -> None:
-    own = EngineProcess(tmp_path, engine, version)
+    own = EngineProcess(tmp_path, engine, version, int_hashes=int_hashes)
     own.start()
     try:
         async with LiveBridge(bridge_idle_check_s=0.2) as bridge:

@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from bridge_rig import CPU, GPU, LiveBridge, on
-from child_process import free_port
+from child_process import free_port, has_ipv6
 from engine_events import names_of
 from waiting import async_wait_until
 
@@ -171,6 +171,20 @@ async def test_a_bridge_that_came_late_and_is_slow_knows_what_the_worker_holds(e
         publisher.publish([AllBlocksCleared()])
         await bridge.shows(set())
         assert bridge.counters()["losses"] == 0
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_a_bridge_reads_it_over_ipv6() -> None:
+    port, replay = free_port(), free_port()
+    settings = settings_of(zmq=f"tcp://[::]:{port}", zmq_replay=f"tcp://[::1]:{replay}")
+    async with publishing(settings) as (publisher, _), LiveBridge(bridge_idle_check_s=0.1) as bridge:
+        publisher.publish([store(0)])
+        await async_wait_until(delivered(publisher))
+        engine = {"endpoint": f"tcp://[::1]:{port}", "replay_endpoint": f"tcp://[::1]:{replay}"}
+        await bridge.fleet.add(EngineSettings(worker="w", model="m", **engine))
+        await bridge.shows(on(GPU, [name(0)]))
+        publisher.publish([store(1)])
+        await bridge.shows(on(GPU, [name(0), name(1)]))
 
 
 async def test_an_address_in_use_is_unavailable_until_it_is_free() -> None:

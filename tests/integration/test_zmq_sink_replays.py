@@ -90,7 +90,7 @@ async def ask(reader: zmq.asyncio.Socket, start: int) -> None:
 
 async def answer(reader: zmq.asyncio.Socket) -> list[int]:
     """Numbers of the batches up to the end marker."""
-    numbers = []
+    numbers: list[int] = []
     while True:
         seq = (await asyncio.wait_for(reader.recv_multipart(), 10))[-2]
         if seq == END:

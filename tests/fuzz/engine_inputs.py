@@ -1,0 +1,114 @@
+"""What engines say of their caches: batches of the ZMQ protocol, and TensorRT-LLM's polled events."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+from engine_events import cleared, payload, removed, stored
+
+from kv_events.codec import decode_batch
+from kv_events.memory_log import MemoryLog
+from publisher import EventPublisher, PublisherSettings
+from publisher.bridge.complaints import Complaints
+from publisher.bridge.counters import BridgeCounters
+from publisher.bridge.decoding import Decoder, UndecodableError
+from publisher.bridge.identity import Identity
+from publisher.bridge.tensorrt import PolledEvents
+from publisher.bridge.translate import Translator
+from publisher.sinks import MemorySink
+
+_TOKENS = list(range(1, 17))
+
+
+def _publisher(block_size: int, rank: int = 0) -> EventPublisher:
+    settings = PublisherSettings.ignoring_environment(
+        model="m", worker="w", dp_rank=rank, block_size=block_size, ledger_pages=4096, queue_pages=4096
+    )
+    return EventPublisher(settings, MemorySink(MemoryLog()))
+
+
+_EVENTS: list[Any] = [
+    stored([1, 2, 3, 4], _TOKENS, medium="GPU"),
+    stored([-5], [5, 6, 7, 8], parent=1, lora_name="ad", extra_keys=[["salt"]], group_idx=0),
+    stored([b"\x01" * 32], [[1, 2], [2, 3], [3, 4], [4, 5]], medium="CPU", lora_id=3),
+    stored([9], [], 0, medium="DISK"),
+    removed([1, 2], "GPU"),
+    cleared(),
+]
+_ENVELOPE = {
+    "event_type": "stored", "event_id": 1, "seq_hashes": [1, 2], "base_block_idx": 0, "parent_hash": None,
+    "token_ids": _TOKENS[:8], "block_size": 4, "medium": "cpu", "tenant_id": "default", "backend_id": "b",
+}  # fmt: skip
+PAYLOADS = [
+    payload(*_EVENTS),
+    payload(*_EVENTS, form="map", batch="map"),
+    payload(*_EVENTS[:1] * 5, form="array with nils", batch="pair", rank=None),
+    payload({"form": "other"}, msgspec.msgpack.encode(_ENVELOPE)),
+    msgspec.msgpack.encode([1.0, [_ENVELOPE, {**_ENVELOPE, "event_type": "removed"}, {"event_type": "cleared"}], 0]),
+    msgspec.msgpack.encode([1.0, [["BlockStored", [7], None, [1, 2, 3, 4], 4, None, "GPU", {"cache_salt": "x"}]], 0]),
+]
+
+
+class BridgeTarget:
+    """One worker's stream that hears all examples, one after the other."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder()
+        self._translator = Translator(
+            Identity("m", "default"), BridgeCounters(), Complaints("w"), _publisher, block_size=None, name_pages=4096
+        )
+
+    def __call__(self, data: bytes) -> None:
+        try:
+            batch = self._decoder.decode(data)
+        except UndecodableError:
+            return
+        for run, _ in batch.runs:
+            self._translator.apply(run)
+        if self._translator.publisher is not None:
+            _check(self._translator.publisher)
+
+
+_BLOCKS = [
+    {"type": "stored_block", "block_hash": number, "cache_level": level, "priority": 35, "mm_keys": [{"hash": "ab"}],
+     "tokens": [{"token_id": token, "token_extra_id": 0} for token in range(4)]}
+    for number, level in ((11, 0), (12, 0), (13, 1))
+]  # fmt: skip
+_LEVELS = {"old_value": 0, "new_value": 1}
+_POLLED: list[Any] = [
+    {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [8, 8]}, "window_size": 64},
+    {"event_id": 1, "data": {"type": "stored", "parent_hash": None, "blocks": _BLOCKS}, "window_size": 64},
+    {"event_id": 2, "data": {"type": "updated", "block_hash": 11, "cache_level": _LEVELS, "priority": None}},
+    {"event_id": 3, "data": {"type": "removed", "block_hashes": [12, "ab" * 32]}, "layer_group_id": 0},
+    {"event_id": 5, "data": {"type": "stored", "parent_hash": 13, "blocks": _BLOCKS[:1]}, "attention_dp_rank": 1},
+]
+POLLED = [msgspec.msgpack.encode(_POLLED), msgspec.json.encode(_POLLED)]
+
+
+def run_polled(data: bytes) -> None:
+    """data: a list of what TensorRT-LLM hands out, or one such thing, as msgpack or JSON."""
+    publishers: list[EventPublisher] = []
+
+    def made(rank: int) -> EventPublisher:
+        publishers.append(_publisher(4, rank))
+        return publishers[-1]
+
+    events = _plain(data)
+    PolledEvents(made, name_pages=4096).take(events if isinstance(events, list) else [events])
+    for publisher in publishers:
+        _check(publisher)
+
+
+def _plain(data: bytes) -> Any:
+    for codec in (msgspec.msgpack, msgspec.json):
+        with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
+            return codec.decode(data)
+    return None
+
+
+def _check(publisher: EventPublisher) -> None:
+    for record in publisher.take_records(1.0, force=True):
+        decode_batch(record.payload)
+    publisher.check()

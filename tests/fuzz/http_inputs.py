@@ -1,0 +1,81 @@
+"""What the service is asked over HTTP, and registrations that it kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fuzz.log_inputs import SMALL
+from hand_fed import HandFed
+from wire import Stream, stored
+
+from api.decoding import CONTENT_TYPES, codec_of, decode_as
+from api.hot import HotRoutes
+from api.kept_registrations import engines_of
+from api.problems import ProblemError
+from api.register import engine_of_peer, engine_of_rfc
+from api.registration_schemas import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+
+
+def _both(values: Sequence[Any]) -> list[bytes]:
+    return [codec.encode(value) for value in values for codec in (msgspec.json, msgspec.msgpack)]
+
+
+_QUERIES: list[dict[str, Any]] = [
+    {"model_name": "m", "token_ids": list(range(1, 17)), "lora_name": "a", "tier_weights": [1, 0.5, 0, 0]},
+    {"model": "m", "block_size": 4, "seq_hashes": [1, 2**64 - 1], "instance_id": 5, "tenant_id": "default"},
+    {"modelname": "m", "block_size": 4, "block_hashes": [-1, 2**63 - 1], "tier_weights": {"gpu": 1}},
+    {"queries": [{"model_name": "m", "token_ids": [1, 2, 3, 4]}, {"model": "m"}]},
+]
+_REGISTRATIONS: list[dict[str, Any]] = [
+    {"instance_id": 1, "endpoint": "tcp://h:1", "model_name": "m", "block_size": 4, "replay_endpoint": "tcp://[::1]:2"},
+    {"instance_id": "a", "type": "vLLM", "endpoint": "ipc:///x", "modelname": "m", "block_size": 4, "dp_rank": 3},
+]
+_LISTS = [{"engines": [{"endpoint": "tcp://h:1", "worker": "w", "model": "m"}]}]
+QUERIES = _both(_QUERIES)
+REGISTRATIONS = [*_both(_REGISTRATIONS), *(msgspec.json.encode(kept) for kept in _LISTS)]
+
+
+class HttpTarget:
+    """The hot routes as ASGI applications, without a server."""
+
+    def __init__(self) -> None:
+        consumer = HandFed(SMALL).consumer
+        for _ in consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0):
+            pass
+        self._routes = HotRoutes(consumer, 2**20).endpoints()
+
+    def __call__(self, data: bytes) -> None:
+        for route in self._routes.values():
+            for content_type in ("application/json", "application/msgpack"):
+                asyncio.run(self._post(route, content_type, data))
+
+    async def _post(self, route: Any, content_type: str, data: bytes) -> None:
+        statuses = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        scope = {"type": "http", "headers": [(b"content-type", content_type.encode())]}
+        await route(scope, receive, send)
+        assert max(statuses) < 500, statuses
+
+
+def run_registration(data: bytes) -> None:
+    """As a kept list, and as every request of a registration."""
+    engines_of(data)
+    for content_type in CONTENT_TYPES:
+        codec = codec_of(content_type)
+        for kind in (PeerRegistration, RfcRegistration, PeerUnregistration, RfcUnregistration):
+            with contextlib.suppress(ProblemError):
+                request = decode_as(kind, data, codec)
+                if isinstance(request, PeerRegistration):
+                    engine_of_peer(request)
+                elif isinstance(request, RfcRegistration):
+                    engine_of_rfc(request)

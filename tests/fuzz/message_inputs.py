@@ -1,0 +1,184 @@
+"""ZMQ messages: frames, topics, replay answers, and replay requests to a sink of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from child_process import free_port
+from engine_events import payload, stored
+from fuzz.engine_inputs import PAYLOADS
+from waiting import async_wait_until
+from zmq_engine import END, ZmqEngine
+
+from kv_events.memory_log import MemoryLog
+from kv_events.streams import StreamId
+from publisher import PublisherSettings
+from publisher.bridge import BridgeSettings, EngineSettings, Fleet
+from publisher.bridge.counters import BridgeCounters
+from publisher.bridge.decoding import Decoder
+from publisher.bridge.frames import FrameError, LiveMessage, ReplayMessage, parse_live, parse_replay, parse_topic
+from publisher.bridge.identity import Unsaid
+from publisher.bridge.shared_sink import SharedSink
+from publisher.bridge.source import Source
+from publisher.bridge.streams import StreamRegistry
+from publisher.bridge.subscriber import LinkState
+from publisher.bridge.workers import Workers
+from publisher.sinks import MemorySink
+from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
+
+
+class _ScriptedReplay:
+    """A stand-in for a replay socket, because a real one would take a millisecond an answer."""
+
+    def __init__(self, messages: list[ReplayMessage]) -> None:
+        self._messages = messages
+
+    async def batches(self, start: int, deadline: float, live: object = None) -> AsyncGenerator[ReplayMessage, None]:
+        for message in self._messages:
+            if message.is_end:
+                return
+            yield message
+
+
+def _frames(data: bytes) -> list[bytes]:
+    """Frames that lie in bytes behind lengths of three bytes."""
+    frames = []
+    while len(data) >= 3 and len(frames) < 8:
+        length = int.from_bytes(data[:3], "little")
+        frames.append(data[3 : 3 + length])
+        data = data[3 + length :]
+    return frames
+
+
+def _joined(*frames: bytes) -> bytes:
+    return b"".join(len(frame).to_bytes(3, "little") + frame for frame in frames)
+
+
+def run_frames(data: bytes) -> None:
+    """As a message of a live stream, and of a replay."""
+    frames = _frames(data)
+    with contextlib.suppress(FrameError):
+        parse_topic(parse_live(frames).topic)
+    with contextlib.suppress(FrameError):
+        parse_replay(frames)
+
+
+class ReplayTarget:
+    """Live batches and replay answers of one engine, by their numbers."""
+
+    def __init__(self) -> None:
+        self._workers = Workers()
+        self._settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096)
+        self._template = PublisherSettings.ignoring_environment(
+            model="m", worker="w", block_size=4, ledger_pages=4096, queue_pages=4096
+        )
+
+    def __call__(self, data: bytes) -> None:
+        asyncio.run(self._run(_frames(data)))
+
+    async def _run(self, frames: list[bytes]) -> None:
+        messages = [
+            ReplayMessage(int.from_bytes(frame[:1], "big", signed=True), frame[1:]) for frame in frames if frame
+        ]
+        registry = StreamRegistry(self._settings, self._template, SharedSink(MemorySink(MemoryLog())))
+        replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
+        source = Source(
+            StreamId("m", "default", "w", 0), Unsaid(4), registry, Decoder(), BridgeCounters(), replay, self._workers
+        )
+        await source.open()
+        for message in messages[: len(messages) // 2]:
+            await source.take_live([LiveMessage("", abs(message.seq), message.payload)])
+        await source.close(0.0, clear=True)
+
+
+NUMBERED = [
+    _joined(*(bytes([seq]) + part for seq, part in zip((0, 1, 1, 3, 0, 2, 4, 255), PAYLOADS * 2, strict=False)))
+]
+FRAMES = [_joined(b"", bytes(8), PAYLOADS[0]), _joined(b"\0" * 5, b"", b"\xff" * 8, b"")]
+
+
+def run_messages(data: bytes) -> None:
+    """As messages to a bridge on an address where workers name themselves."""
+    frames = _frames(data)
+    asyncio.run(_hear([part for part in (frames[:3], frames[3:6], frames[6:]) if part]))
+
+
+async def _hear(messages: list[list[bytes]]) -> None:
+    """Behind them comes one of a worker that shows whether the bridge is still at work."""
+    settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096, bridge_max_workers=2, bridge_away_s=1e-6)
+    template = PublisherSettings.ignoring_environment(
+        model="-", worker="-", block_size=1, ledger_pages=4096, queue_pages=4096
+    )
+    address = f"tcp://127.0.0.1:{free_port()}"
+    async with Fleet(settings, template, MemorySink(MemoryLog())) as fleet:
+        await fleet.add(EngineSettings(endpoint=address, bind=True))
+        await asyncio.sleep(0)  # it binds; otherwise the engine would try again a while later
+        with ZmqEngine(replay=False, connect_to=address, topic="kv@known@m") as engine:
+            await asyncio.to_thread(engine.wait_for_readers)
+            for message in messages:
+                engine.send_raw(*message)
+            engine.send(payload(stored([1], [1, 2, 3, 4])))
+            await async_wait_until(lambda: "known" in _workers_of(fleet), 5)
+            assert fleet.status()[0].state is LinkState.CONNECTED
+
+
+def _workers_of(fleet: Fleet) -> set[str]:
+    return {stream.stream.worker for stream in fleet.status()[0].streams if stream.pages_held}
+
+
+TOPICS = [
+    _joined(topic, number.to_bytes(8, "big"), PAYLOADS[0])
+    for topic in (b"kv@10.0.0.1:80@m", b"pod", b"kv@@m", b"kv@w@", b"kv@" + b"w" * 300 + b"@m", b"\xff@a@b@c")
+    for number in (0, 2**64 - 1)
+]
+
+
+_NUM_KEPT = 5
+REQUESTS = [_joined(b"", start.to_bytes(8, "big")) for start in (0, 7, 2**64 - 1)]
+
+
+def run_request(data: bytes) -> None:
+    """As a request to a sink's replay socket, which keeps a few batches."""
+    asyncio.run(_ask(_frames(data) or [b""]))
+
+
+async def _ask(request: list[bytes]) -> None:
+    """A request that makes sense is answered, even behind one that makes none."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    kept = KeptBatches(_NUM_KEPT)
+    for _ in range(2 * _NUM_KEPT):
+        kept.keep(b"batch")
+    replay = ReplaySocket(PublisherSettings.ignoring_environment(model="m", worker="w", block_size=4), endpoint, kept)
+    with (
+        zmq.Context() as context,
+        zmq.asyncio.Context() as readers_context,
+        readers_context.socket(zmq.DEALER) as reader,
+    ):
+        replay.start(context)
+        reader.connect(endpoint)
+        await reader.send_multipart(request)
+        if max(map(len, request)) > 1024:  # that is the end of the connection
+            reader.disconnect(endpoint)
+            reader.connect(endpoint)
+        elif len(request) == 2 and len(request[1]) == 8:
+            assert await _answer(reader) == _kept_since(int.from_bytes(request[1], "big"))
+        await reader.send_multipart([b"", bytes(8)])
+        assert await _answer(reader) == _kept_since(0)
+        reader.close(linger=0)
+        await replay.stop()
+
+
+def _kept_since(start: int) -> list[int]:
+    return list(range(max(start, _NUM_KEPT), 2 * _NUM_KEPT))
+
+
+async def _answer(dealer: zmq.asyncio.Socket) -> list[int]:
+    numbers: list[int] = []
+    while (seq := (await asyncio.wait_for(dealer.recv_multipart(), 5))[-2]) != END:
+        numbers.append(int.from_bytes(seq, "big"))
+    return numbers
