@@ -48,15 +48,17 @@ class ReplayClient:
         or the answer goes on beyond the deadline; ReplayInterruptedError when `live` has a message while none is here.
         """
         socket = self._context.socket(zmq.DEALER)
+        # what a wait has found ready may be gone again when the engine dies: only waits wait, they end
+        at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         try:
             self._set_options(socket)
             socket.connect(self._endpoint)
             await self._wait(socket, zmq.POLLOUT, min(self._timeout_s, _CONNECT_S), deadline, live)
-            await socket.send_multipart(replay_request(start))
+            at_once.send_multipart(replay_request(start), zmq.NOBLOCK)
             last = -1
             while True:
                 await self._wait(socket, zmq.POLLIN, self._timeout_s, deadline, live)
-                message = parse_replay(await socket.recv_multipart())
+                message = parse_replay(at_once.recv_multipart(zmq.NOBLOCK))
                 if message.is_end:
                     return
                 if message.seq <= last:

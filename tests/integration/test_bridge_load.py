@@ -13,8 +13,8 @@ from engine_events import names_of, payload, removed, stored
 from waiting import async_wait_until
 from zmq_engine import ZmqEngine
 
-NUM_RESTARTS = (1, 1, 1, 1, 1, 0, 0, 0)
-"""Of each engine, before its long life."""
+NUM_RESTARTS = (2, 2, 1, 1, 1, 0, 0, 0)
+"""Of each engine."""
 NUM_PAGES = 100_000
 EVENTS_A_BATCH, PAGES_AN_EVENT = 10, 5
 BLOCK_SIZE = 4
@@ -53,8 +53,14 @@ class Load:
         self.engine.send(payload(*events, form="map" if self._forms == "map" else "array"), fate)
         return EVENTS_A_BATCH * PAGES_AN_EVENT
 
-    def work(self, num_pages: int) -> None:
-        """In a thread of its own."""
+    def work(self, num_pages: int, num_restarts: int) -> None:
+        """So much before the first restart, between two, and after the last. In a thread of its own."""
+        self._store(num_pages)
+        for _ in range(num_restarts):
+            self.restart()
+            self._store(num_pages)
+
+    def _store(self, num_pages: int) -> None:
         while num_pages > 0:
             num_pages -= self.send()
 
@@ -72,15 +78,17 @@ async def test_eight_engines_with_gaps_and_restarts_are_seen_as_they_are() -> No
         async with LiveBridge(bridge_idle_check_s=0.2, bridge_name_pages=300_000) as bridge:
             for load in loads:
                 await bridge.read(load.engine, load.worker)
-            for load, num_restarts in zip(loads, NUM_RESTARTS, strict=True):
-                for _ in range(num_restarts):
-                    await asyncio.to_thread(load.work, 5_000)
-                    await asyncio.to_thread(load.restart)
-            await asyncio.gather(*(asyncio.to_thread(load.work, NUM_PAGES) for load in loads))
+            work = zip(loads, NUM_RESTARTS, strict=True)
+            await asyncio.gather(
+                *(asyncio.to_thread(load.work, NUM_PAGES // (1 + restarts), restarts) for load, restarts in work)
+            )
             for load in loads:
                 await bridge.shows(load.pages, load.worker, deadline_s=60)
             counters = [bridge.counters(load.worker) for load in loads]
-            assert all(c["gaps"] > 0 and c["replays"] > 0 for c in counters)
-            assert tuple(c["restarts"] for c in counters) == NUM_RESTARTS
-            assert all(c["losses"] == 0 and not c["bad_events"] and c["unknown_parents"] == 0 for c in counters)
+            assert all(c["gaps"] > 0 and c["replays"] > 0 for c in counters), counters
+            seen = [c["restarts"] for c in counters]  # a short life may have passed unseen
+            assert all(min(1, there) <= here <= there for here, there in zip(seen, NUM_RESTARTS, strict=True)), seen
+            assert all(c["losses"] == 0 and not c["bad_events"] and c["unknown_parents"] == 0 for c in counters), (
+                counters
+            )
             await async_wait_until(lambda: all(s.streams[0].pages_held > 0 for s in bridge.fleet.status()))
