@@ -13,6 +13,8 @@ from enum import Enum, auto
 
 import xxhash
 
+from publisher.bridge.frames import Payload
+
 _MOST_AHEAD = 100_000
 _MANY_RESTARTS, _MANY_WITHIN_S, _QUIET_S = 10, 10.0, 30.0
 
@@ -35,9 +37,9 @@ class Continuity:
     def __init__(self) -> None:
         self.expected = 0
         """Number of the next batch to apply."""
-        self._last_applied: bytes | None = None  # the batch before it
+        self._last_applied: Payload | None = None  # the batch before it
         self._last_live = -1
-        self._last_live_payload = b""
+        self._last_live_payload: Payload = b""
         self._ahead: OrderedDict[int, int] = OrderedDict()  # number -> content of what was replayed and may come live
 
     @property
@@ -45,7 +47,7 @@ class Continuity:
         """Whether a batch was applied in this incarnation."""
         return self._last_applied is not None
 
-    def judge(self, seq: int, payload: bytes) -> Verdict:
+    def judge(self, seq: int, payload: Payload) -> Verdict:
         """A live batch; changes nothing."""
         if seq <= self._last_live:
             is_last_again = seq == self._last_live and payload == self._last_live_payload
@@ -55,13 +57,13 @@ class Continuity:
             return Verdict.DUPLICATE if known is None or known == _content(payload) else Verdict.RESTART
         return Verdict.APPLY if seq == self.expected else Verdict.GAP
 
-    def came_live(self, seq: int, payload: bytes) -> None:
+    def came_live(self, seq: int, payload: Payload) -> None:
         """A live batch is of this incarnation."""
         self._last_live, self._last_live_payload = seq, payload
         while self._ahead and next(iter(self._ahead)) <= seq:
             self._ahead.popitem(last=False)
 
-    def applied(self, seq: int, payload: bytes) -> None:
+    def applied(self, seq: int, payload: Payload) -> None:
         """A batch was applied; whatever is missing before it is given up."""
         self.expected = seq + 1
         self._last_applied = payload
@@ -70,7 +72,7 @@ class Continuity:
             if len(self._ahead) > _MOST_AHEAD:
                 self._ahead.popitem(last=False)
 
-    def is_last_applied(self, payload: bytes) -> bool:
+    def is_last_applied(self, payload: Payload) -> bool:
         """Whether this is the content of the batch before the expected one."""
         return payload == self._last_applied
 
@@ -101,5 +103,5 @@ class RestartLimit:
         return True
 
 
-def _content(payload: bytes) -> int:
+def _content(payload: Payload) -> int:
     return xxhash.xxh3_64_intdigest(payload)

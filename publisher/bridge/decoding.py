@@ -20,6 +20,7 @@ from kv_events.hashing import U32Array, U64Array
 from publisher.bridge import batch_kernels as batches
 from publisher.bridge import event_rows as columns
 from publisher.bridge.envelopes import decode_any, decode_envelope, may_remove
+from publisher.bridge.frames import Payload
 from publisher.bridge.name_kernels import PageEvents
 from publisher.bridge.run_kernels import begin_run
 from publisher.bridge.runs import BadEvent, ClearedRun, MixedRun, Place, RemovedRun, Run, StoredRun
@@ -82,7 +83,7 @@ class Decoder(threading.local):
         self._hashes = np.empty(0, np.uint64)
         self._tokens = np.empty(0, np.uint32)
 
-    def decode(self, payload: bytes) -> Batch:
+    def decode(self, payload: Payload) -> Batch:
         """One payload. Raises UndecodableError."""
         parts = self.decode_all([payload])
         first = next(parts)
@@ -91,20 +92,20 @@ class Decoder(threading.local):
         more = (part.runs for part in parts if isinstance(part, Batch))
         return first._replace(runs=chain(first.runs, chain.from_iterable(more)))
 
-    def decode_all(self, payloads: Sequence[bytes]) -> Iterator[Batch | Unreadable]:
+    def decode_all(self, payloads: Sequence[Payload]) -> Iterator[Batch | Unreadable]:
         """Payloads that followed one another; those of one rank are taken together."""
         if max(map(len, payloads), default=0) > MAX_PAYLOAD_BYTES:
             readable = [payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads]
         else:
             readable = list(payloads)
-        joined = readable[0] if len(readable) == 1 else b"".join(readable)
+        joined = b"".join(readable)  # no copy where there is one that is bytes
         if len(self._hashes) <= len(joined):
             self._hashes = np.empty(2 * len(joined) + 1, np.uint64)
             self._tokens = np.empty(2 * len(joined) + 1, np.uint32)
         return self._batches(payloads, joined, np.array([0, *accumulate(map(len, readable))], np.int64))
 
     def _batches(
-        self, payloads: Sequence[bytes], joined: bytes, borders: npt.NDArray[np.int64]
+        self, payloads: Sequence[Payload], joined: bytes, borders: npt.NDArray[np.int64]
     ) -> Iterator[Batch | Unreadable]:
         data, header = np.frombuffer(joined, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
         number = 0

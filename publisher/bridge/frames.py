@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kv_events.errors import InvalidValueError, KvsightError
 
@@ -16,6 +16,10 @@ IN_ONE_PLACE = ("ipc://", "inproc://")
 """Addresses that have no wildcards."""
 
 
+Payload: TypeAlias = bytes | memoryview
+"""An encoded batch; a view of a message of ZMQ, which is large enough not to be copied."""
+
+
 class FrameError(KvsightError):
     """A message does not have the frames of the protocol."""
 
@@ -25,7 +29,7 @@ class LiveMessage(NamedTuple):
 
     topic: str
     seq: int
-    payload: bytes
+    payload: Payload
 
 
 class ReplayMessage(NamedTuple):
@@ -33,7 +37,7 @@ class ReplayMessage(NamedTuple):
 
     seq: int
     """-1: the end."""
-    payload: bytes
+    payload: Payload
 
     @property
     def is_end(self) -> bool:
@@ -48,11 +52,11 @@ class PodTopic(NamedTuple):
     model: str | None
 
 
-def parse_live(frames: Sequence[bytes]) -> LiveMessage:
+def parse_live(frames: Sequence[Payload]) -> LiveMessage:
     """Raises FrameError."""
     if len(frames) != 3 or len(frames[1]) != SEQ_BYTES:
         raise FrameError(f"{len(frames)} frames of {[len(frame) for frame in frames[:4]]} bytes")
-    return LiveMessage(frames[0].decode(errors="replace"), int.from_bytes(frames[1], "big"), frames[2])
+    return LiveMessage(bytes(frames[0]).decode(errors="replace"), int.from_bytes(frames[1], "big"), frames[2])
 
 
 def parse_replay(frames: Sequence[bytes]) -> ReplayMessage:

@@ -10,6 +10,7 @@ from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
 from publisher.bridge.decoding import Decoder, Unreadable
 from publisher.bridge.envelopes import Envelope
+from publisher.bridge.frames import Payload
 from publisher.bridge.identity import Unsaid
 from publisher.bridge.runs import BadEvent, Run
 from publisher.bridge.streams import StreamRegistry, StreamStatus, WorkerStream
@@ -41,7 +42,7 @@ class Ranks:
         self._decoder = decoder
         self._counters = counters
         self._complaints = Complaints(registered.key)
-        self._waiting: list[tuple[int, bytes]] = []  # in order
+        self._waiting: list[tuple[int, Payload]] = []  # in order
         self.waiting_bytes = 0
         """Of the batches that were taken and not applied."""
         self._is_engine_heard = False
@@ -55,7 +56,7 @@ class Ranks:
         is_ours = self._registered.dp_rank in self._streams
         return None if is_ours else f"{self._registered.key} has another owner"
 
-    def take(self, seq: int, payload: bytes) -> None:
+    def take(self, seq: int, payload: Payload) -> None:
         """The next batch."""
         self._waiting.append((seq, payload))
         self.waiting_bytes += len(payload)
@@ -130,7 +131,7 @@ class Ranks:
         """See `Complaints.say`."""
         self._complaints.say(text, *facts)
 
-    def _apply_all(self, waiting: list[tuple[int, bytes]]) -> None:
+    def _apply_all(self, waiting: list[tuple[int, Payload]]) -> None:
         for batch in self._decoder.decode_all([payload for _, payload in waiting]):
             if isinstance(batch, Unreadable):
                 seq, payload = waiting[batch.number]

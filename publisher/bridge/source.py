@@ -15,7 +15,7 @@ from kv_events.streams import StreamId
 from publisher.bridge.continuity import Continuity, RestartLimit, Verdict
 from publisher.bridge.counters import BridgeCounters
 from publisher.bridge.decoding import Decoder
-from publisher.bridge.frames import LiveMessage
+from publisher.bridge.frames import LiveMessage, Payload
 from publisher.bridge.identity import Unsaid
 from publisher.bridge.ranks import Ranks
 from publisher.bridge.replay import ReplayClient, ReplayError, ReplayInterruptedError, ReplayUnreachableError
@@ -133,7 +133,7 @@ class Source:
         else:
             self._counters.stale_batches += 1
 
-    def _take(self, seq: int, payload: bytes, verdict: Verdict) -> None:
+    def _take(self, seq: int, payload: Payload, verdict: Verdict) -> None:
         self._contradictions = 0
         self._continuity.came_live(seq, payload)
         if verdict is Verdict.DUPLICATE:
@@ -181,7 +181,7 @@ class Source:
 
     # --- what is missing --------------------------------------------------------------------------------------------
 
-    async def _clear_up(self, seq: int, payload: bytes, verdict: Verdict) -> bool:
+    async def _clear_up(self, seq: int, payload: Payload, verdict: Verdict) -> bool:
         """A live batch does not fit. What the engine itself says by a replay is the truth, where it has one.
 
         False: the batch is left over from an incarnation before, on its way to us when the engine died.
@@ -270,7 +270,7 @@ class Source:
         await self._work_off()
         return True
 
-    def _is_same_incarnation(self, seq: int, payload: bytes, is_doubtful: bool) -> bool:
+    def _is_same_incarnation(self, seq: int, payload: Payload, is_doubtful: bool) -> bool:
         """Judge the first batch of an answer that was asked for from the last one applied."""
         continuity = self._continuity
         if seq < continuity.expected:
@@ -308,7 +308,7 @@ class Source:
         await self._workers.run(self._ranks.waiting_bytes, self._ranks.apply_waiting)
         await self._ranks.settle()
 
-    def _apply(self, seq: int, payload: bytes) -> None:
+    def _apply(self, seq: int, payload: Payload) -> None:
         """The next batch."""
         if not self._continuity.has_begun and seq > _HIGHEST_FIRST:
             self._ranks.begin_late()

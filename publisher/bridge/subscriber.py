@@ -14,7 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from publisher.bridge.complaints import Complaints
 from publisher.bridge.counters import BridgeCounters
-from publisher.bridge.frames import FrameError, LiveMessage, is_ipv6, parse_live
+from publisher.bridge.frames import FrameError, LiveMessage, Payload, is_ipv6, parse_live
 from publisher.bridge.links import LINK_EVENTS, Links, descriptor_of
 from publisher.bridge.replay import MAX_MESSAGE_BYTES
 from publisher.bridge.settings import BridgeSettings, EngineSettings
@@ -23,7 +23,7 @@ from publisher.bridge.source import Source
 log = logging.getLogger(__name__)
 
 _MESSAGES_AT_A_TIME = 256
-_BYTES_AT_A_TIME = 2**20
+_BYTES_AT_A_TIME = 2**22
 _MOST_QUEUED = 10_000
 """Messages that wait while others are replayed; what goes beyond is a gap, to be replayed in turn."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
@@ -157,7 +157,7 @@ class Subscriber:
                 frames: list[zmq.Frame] = reader.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            message = self._parsed([frame.bytes for frame in frames])
+            message = self._parsed([*(frame.bytes for frame in frames[:-1]), frames[-1].buffer])
             source = None if message is None else self._source_of(message.topic)
             if message is None or source is None:
                 self._counters.undecodable += 1
@@ -172,7 +172,7 @@ class Subscriber:
         if speaker is not None:
             yield *speaker, messages
 
-    def _parsed(self, frames: list[bytes]) -> LiveMessage | None:
+    def _parsed(self, frames: list[Payload]) -> LiveMessage | None:
         try:
             return parse_live(frames)
         except FrameError as error:
