@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from engine_cache.lru import LruList
     from engine_cache.mamba import MambaRadixCache
     from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
-    from engine_cache.prefetch import StorageTier
     from engine_cache.radix import RadixCache
+    from engine_cache.tiers.storage_tier import StorageTier
 
 
 def check_radix_cache(cache: RadixCache, request_indices: IndexArray | None) -> None:

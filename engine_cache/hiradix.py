@@ -22,10 +22,10 @@ from engine_cache.base import (
     MatchResult,
 )
 from engine_cache.checks import check_host_tier
-from engine_cache.host_tier import live_prefix
 from engine_cache.options import RadixOptions
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
-from engine_cache.prefetch import StorageTier
+from engine_cache.tiers.host_tier import live_prefix
+from engine_cache.tiers.storage_tier import StorageTier
 from engine_cache.transfer import HiCacheController
 from engine_cache.types import IndexArray
 

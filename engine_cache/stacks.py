@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypedDict, TypeVar, Un
 
 from engine_cache.copying import CopyEngine
 from engine_cache.errors import StackError
+from engine_cache.hybrid_transfer import HybridCacheController
 from engine_cache.pool_entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage_operations import StoragePolicy
-from engine_cache.transfer import HiCacheController
 from kv_events.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class StackOptions(TypedDict, total=False):
 class HybridStack(Generic[CacheT]):
     """A cache and all below it. `close`, or leaving the context, lets running copies end and gives everything back."""
 
-    def __init__(self, cache: CacheT, controller: HiCacheController, opened: ExitStack) -> None:
+    def __init__(self, cache: CacheT, controller: HybridCacheController, opened: ExitStack) -> None:
         self.cache = cache
         self.cache_controller = controller
         self.token_to_kv_pool_host: HostPoolGroup = controller.group
@@ -102,7 +102,7 @@ class HybridStack(Generic[CacheT]):
 
 
 def build_nsa_hybrid_stack(
-    make_cache: Callable[[HiCacheController], CacheT],
+    make_cache: Callable[[HybridCacheController], CacheT],
     kv_pool: NSATokenToKVPool,
     allocator: RowAllocator,
     **options: Unpack[StackOptions],
@@ -112,7 +112,7 @@ def build_nsa_hybrid_stack(
 
 
 def build_mamba_hybrid_stack(
-    make_cache: Callable[[HiCacheController], CacheT],
+    make_cache: Callable[[HybridCacheController], CacheT],
     kv_pool: HybridLinearKVPool,
     req_pool: HybridReqToTokenPool,
     allocator: RowAllocator,
@@ -182,7 +182,7 @@ def pools_of(
 
 
 def build_hybrid_stack(
-    specs: Sequence[PoolSpec], make_cache: Callable[[HiCacheController], CacheT], **options: Unpack[StackOptions]
+    specs: Sequence[PoolSpec], make_cache: Callable[[HybridCacheController], CacheT], **options: Unpack[StackOptions]
 ) -> HybridStack[CacheT]:
     """Make the host pools of all specs, the first of which is the anchor's, a copy engine and a controller, then the
     cache with that controller, and put a store behind it.
@@ -202,7 +202,7 @@ def build_hybrid_stack(
             opened.callback(engine.close)
             step = "controller"
             num_layers = len({layer for spec in specs for layer in spec.layers})
-            controller = HiCacheController(group, engine, transfer_layer_num=num_layers)
+            controller = HybridCacheController(group, engine, transfer_layer_num=num_layers)
             step = "cache"
             cache = make_cache(controller)
             step = "attaching the store"

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
-from itertools import takewhile
 from threading import Lock
 
-from engine_cache.copying import CopyEngine, Lane, Step
-from engine_cache.shared_transfers import next_batch, resolve_shared_pool_transfers
-from engine_cache.storage.base import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from engine_cache.copying import Lane, Step
+from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
+from engine_cache.transfer import HiCacheController
 from engine_cache.types import IndexArray
 from kv_events.hashing import block_hash_chain
 
@@ -25,9 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class StorageIO:
-    """Runs operations against one store. `prefetch`, `archive` and `reset` are for the tree's thread."""
+    """Runs operations against one store, and leaves to the controller what belongs to a page. `prefetch`, `archive` and
+    `reset` are for the tree's thread."""
 
-    def __init__(self, backend: HiCacheStorage, engine: CopyEngine, page_size: int, policy: StoragePolicy) -> None:
+    def __init__(self, backend: HiCacheStorage, controller: HiCacheController, policy: StoragePolicy) -> None:
         self.backend = backend
         self.policy = policy
         self.release_queue: deque[IndexArray] = deque()
@@ -38,8 +37,9 @@ class StorageIO:
         """Archives that have ended, well or not."""
         self.prefetches: list[PrefetchOperation] = []
         """Those that are not over, as far as the tree has looked."""
-        self._engine = engine
-        self._page_size = page_size
+        self._controller = controller
+        self._engine = controller.engine
+        self._page_size = controller.group.page_size
         self._errors_lock = Lock()  # guards _num_errors
         self._num_errors = 0
 
@@ -95,9 +95,7 @@ class StorageIO:
         key = operation.key
         operation.hashes = block_hash_chain(key.raw, self._page_size, operation.last_hash, is_bigram=key.is_bigram)
         operation.keys = page_keys(operation.hashes, key.extra_key)
-        if operation.extras:
-            return self.backend.batch_exists_v2(operation.keys, operation.extras).kv_hit_pages * self._page_size
-        return self.backend.batch_exists(operation.keys) * self._page_size
+        return self._controller.find_pages(self.backend, operation) * self._page_size
 
     def _fetch_batch(self, operation: PrefetchOperation) -> None:
         try:
@@ -114,38 +112,12 @@ class StorageIO:
         start, rows = operation.next_batch(self.policy.batch_pages * self._page_size)
         first, pages = start // self._page_size, len(rows) // self._page_size
         if pages:
-            arrived = self._fetch_pages(operation, operation.keys[first : first + pages], rows)
+            keys = operation.keys[first : first + pages]
+            arrived = self._controller.fetch_pages(self.backend, operation, keys, rows)
             return operation.advance(arrived * self._page_size) and arrived == pages
-        own = [extra for extra in operation.extras if extra.indices_from_pool is None]
-        return operation.advance(0) and self._fetch_extras(operation, own, first)
-
-    def _fetch_pages(self, operation: PrefetchOperation, keys: list[str], rows: IndexArray) -> int:
-        """Read KV, and what lives on its rows: leading pages of which all has arrived."""
-        arrived = _num_leading(self.backend.batch_get_v1(keys, rows))
-        for extra in self._resolve_shared_pool_transfers(operation, keys[:arrived], rows[: arrived * self._page_size]):
-            arrived = min(arrived, _num_leading(self.backend.batch_get_v2([extra])[extra.name]))
-            hits = operation.extra_pool_hit_pages
-            hits[extra.name] = hits.get(extra.name, 0) + arrived
-        return arrived
-
-    def _resolve_shared_pool_transfers(
-        self, operation: PrefetchOperation | ArchiveOperation, keys: list[str], rows: IndexArray
-    ) -> list[PoolTransfer]:
-        """What moves along with these pages of KV because it lives on their rows; nothing without pages."""
-        return resolve_shared_pool_transfers(operation.extras, keys, rows, self._page_size) if keys else []
-
-    def _fetch_extras(self, operation: PrefetchOperation, extras: list[PoolTransfer], hit_pages: int) -> bool:
-        """Read a batch of the sidecars at the end of the prefix that is really there; whether there was one."""
-        aimed = [_aimed(extra, operation.keys[:hit_pages]) for extra in extras]
-        batch = next_batch(aimed, operation.extra_pages, self.policy.batch_pages)
-        if batch is None:
-            return False
-        _, extra = batch
-        done = self.backend.batch_get_v2([extra])[extra.name]
-        operation.extra_pages += len(done)
-        hits = operation.extra_pool_hit_pages
-        hits[extra.name] = hits.get(extra.name, 0) + sum(done)
-        return True
+        return operation.advance(0) and self._controller.fetch_extras(
+            self.backend, operation, first, self.policy.batch_pages
+        )
 
     def _end(self, operation: PrefetchOperation) -> None:
         self.release_queue.append(operation.end())
@@ -168,36 +140,14 @@ class StorageIO:
 
     def _store(self, operation: ArchiveOperation) -> bool:
         """One batch, of the sidecars while there are some, then of KV; whether there is more to do."""
-        own = [extra for extra in operation.extras if extra.indices_from_pool is None]
-        if self._store_extras(operation, own):
+        if self._controller.archive_extras(self.backend, operation, self.policy.batch_pages):
             return True
         first = operation.completed_pages
         keys = operation.keys[first : first + self.policy.batch_pages]
         rows = operation.host_indices[first * self._page_size : (first + len(keys)) * self._page_size]
-        stored = self._store_pages(operation, keys, rows)
+        stored = self._controller.archive_pages(self.backend, operation, keys, rows)
         operation.completed_pages += stored
         return stored == len(keys) and operation.completed_pages < len(operation.keys)
-
-    def _store_pages(self, operation: ArchiveOperation, keys: list[str], rows: IndexArray) -> int:
-        """Write KV, but first what lives on its rows: leading pages of which all is stored. Who finds KV finds the
-        rest."""
-        ready = len(keys)
-        for extra in self._resolve_shared_pool_transfers(operation, keys, rows):
-            ready = min(ready, _num_leading(self.backend.batch_set_v2([extra])[extra.name]))
-        return _num_leading(self.backend.batch_set_v1(keys[:ready], rows[: ready * self._page_size]))
-
-    def _store_extras(self, operation: ArchiveOperation, extras: list[PoolTransfer]) -> bool:
-        """Write a batch of the sidecars; whether there was one. KV without the state it needs on every page is not
-        written."""
-        batch = next_batch(extras, operation.extra_pages, self.policy.batch_pages)
-        if batch is None:
-            return False
-        first, extra = batch
-        done = self.backend.batch_set_v2([extra])[extra.name]
-        operation.extra_pages += len(done)
-        if extra.hit_policy is PoolHitPolicy.ALL_PAGES and not all(done):
-            del operation.keys[first + _num_leading(done) :]
-        return True
 
     def _queue(self, lane: Lane, job: Step) -> bool:
         """Go on with an operation in a job of its own; False: the engine does not take it."""
@@ -212,17 +162,3 @@ class StorageIO:
     def _count_error(self) -> None:
         with self._errors_lock:
             self._num_errors += 1
-
-
-def _aimed(extra: PoolTransfer, keys: list[str]) -> PoolTransfer:
-    """A sidecar's read for a prefix of these pages: all of them, or the last ones by its policy."""
-    assert extra.host_indices is not None
-    window = max(1, len(extra.keys or ()))
-    rows_a_page = len(extra.host_indices) // window
-    wanted = min(len(keys), window) if extra.hit_policy is PoolHitPolicy.TRAILING_PAGES else len(keys)
-    rows = extra.host_indices[: wanted * rows_a_page]
-    return PoolTransfer(extra.name, host_indices=rows, keys=keys[len(keys) - wanted :])
-
-
-def _num_leading(done: Iterable[bool]) -> int:
-    return sum(takewhile(bool, done))

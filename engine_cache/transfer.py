@@ -1,17 +1,16 @@
-"""HiCacheController: pages between device and host, for a tree that says which. No torch; the copies run in an engine.
+"""HiCacheController: pages between device, host and store, for a tree that says which. No torch; an engine copies.
 
     tree ── write ──> rows on the host, copy queued ── engine ──> ticket ──> finished_writes ──> tree
     tree ── load ───> rows on the device ── start_loading ── engine ──> ticket ──> finished_loads ──> tree
 
-One operation moves KV and, in models with more kinds of state, their pools along with it: all get room or none does,
-and one acknowledgement stands for all.
+What moves is a list of transfers, KV first. Here KV is all there is; `hybrid_transfer.py` says what moves along with it
+in models that keep more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -21,7 +20,8 @@ from engine_cache.copying import CopyEngine, Lane, Step, Ticket
 from engine_cache.errors import TransferError
 from engine_cache.pool_entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.pools.host_rows import require_larger_than_device
-from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.storage.base import HiCacheStorage, PoolName, PoolTransfer
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
@@ -43,28 +43,25 @@ class _QueuedLoad(NamedTuple):
 
 
 class HiCacheController:
-    """Belongs to the thread of its tree. The engine may be shared by nobody else.
+    """Moves the pages of one KV pool. Belongs to the thread of its tree, save for what says otherwise; the engine may
+    be shared by nobody else.
 
-    kv: the pools whose rows name the pages, or a whole group. sidecars: the pools beside that, whose state moves along.
-    transfer_layer_num: layers of the model; None: as many as KV has. Raises InvalidValueError for a host that is not
-    larger than its device, for layers that no pool or no layer of a pool answers for, and as `HostPoolGroup` does.
+    kv: the pools whose rows name the pages. transfer_layer_num: layers of the model; None: as many as KV has. Raises
+    InvalidValueError for a host that is not larger than its device, and for layers that no pool or no layer of a pool
+    answers for.
     """
 
-    def __init__(
-        self,
-        kv: PoolEntry | HostPoolGroup,
-        engine: CopyEngine,
-        *,
-        sidecars: Sequence[PoolEntry] = (),
-        transfer_layer_num: int | None = None,
-    ) -> None:
-        self.group = kv if isinstance(kv, HostPoolGroup) else HostPoolGroup.of(kv, *sidecars)
-        self.kv = self.group.anchor
-        self.entries = self.group.entries
+    def __init__(self, kv: PoolEntry, engine: CopyEngine, *, transfer_layer_num: int | None = None) -> None:
+        self._set_up(HostPoolGroup.of(kv), engine, transfer_layer_num)
+
+    def _set_up(self, group: HostPoolGroup, engine: CopyEngine, transfer_layer_num: int | None) -> None:
+        self.group = group
+        self.kv = group.anchor
+        self.entries = group.entries
         self.engine = engine
         require_larger_than_device(self.kv.host_pool.size, self.kv.device_allocator.size)
         self.transfer_layer_num = self.kv.host_pool.layer_num if transfer_layer_num is None else transfer_layer_num
-        self.group.check_layers(self.transfer_layer_num)
+        group.check_layers(self.transfer_layer_num)
         self._next_consumer = 0
         self._forget()
 
@@ -74,6 +71,12 @@ class HiCacheController:
         self._load_queue: list[_QueuedLoad] = []
         self._loads: deque[Ack] = deque()
         self._load_tickets: dict[int, Ticket] = {}
+
+    def reset(self) -> None:
+        """Let what runs end, forget what is queued, and free every host page."""
+        self.engine.drain()
+        self._forget()
+        self.group.clear()
 
     def entry(self, name: PoolName) -> PoolEntry:
         """The pools of that name. Raises InvalidValueError, which lists the known ones."""
@@ -85,7 +88,7 @@ class HiCacheController:
         self, device_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
         """Start a backup: host rows that hold the data once `ack_id` is among the finished writes. None: no room, and
-        nothing taken. extra_pools: device rows of the sidecars; those without host rows are given some."""
+        nothing taken. extra_pools: what moves along, for a `HybridCacheController`."""
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
         lacking = [transfer for transfer in transfers if transfer.host_indices is None]
@@ -181,79 +184,65 @@ class HiCacheController:
         self._load_tickets = {n: ticket for n, ticket in self._load_tickets.items() if id(ticket) not in ended}
         return finished
 
-    # --- both -------------------------------------------------------------------------------------------------------
+    # --- host and store ---------------------------------------------------------------------------------------------
+    # Called in the jobs of a `StorageIO`, for one batch of an operation.
 
-    def reset(self) -> None:
-        """Let what runs end, forget what is queued, and free every host page."""
-        self.engine.drain()
-        self._forget()
-        self.group.clear()
+    def find_pages(self, backend: HiCacheStorage, operation: PrefetchOperation) -> int:
+        """Leading pages of the operation that the store can give back, with all that belongs to them."""
+        return backend.batch_exists(operation.keys)
+
+    def fetch_pages(
+        self, backend: HiCacheStorage, operation: PrefetchOperation, keys: list[str], rows: IndexArray
+    ) -> int:
+        """Read pages of KV, and what lives on their rows: leading ones of which all has arrived."""
+        return num_leading(backend.batch_get_v1(keys, rows))
+
+    def fetch_extras(
+        self, backend: HiCacheStorage, operation: PrefetchOperation, hit_pages: int, max_pages: int
+    ) -> bool:
+        """Read what has rows of its own, at most so many pages, of a prefix that has `hit_pages`; whether there was
+        something."""
+        return False
+
+    def archive_pages(
+        self, backend: HiCacheStorage, operation: ArchiveOperation, keys: list[str], rows: IndexArray
+    ) -> int:
+        """Write pages of KV, but first what lives on their rows: leading ones of which all is stored."""
+        return num_leading(backend.batch_set_v1(keys, rows))
+
+    def archive_extras(self, backend: HiCacheStorage, operation: ArchiveOperation, max_pages: int) -> bool:
+        """Write what has rows of its own, at most so many pages; whether there was something."""
+        return False
+
+    # --- rows -------------------------------------------------------------------------------------------------------
 
     def _resolve_pool_transfers_allocation(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
-        """Give every transfer the rows it lacks on the side `wanted`; False when one pool has no room, and then none
-        has been given any, nor after an error. Those that share rows come last."""
-        self._check_transfers(transfers, wanted)
-        with ExitStack() as undo:
-            for transfer in transfers:
-                if getattr(transfer, wanted) is None and self.group.source_of(transfer) is None:
-                    rows = self._alloc(transfer, wanted)
-                    if rows is None:
-                        return False
-                    setattr(transfer, wanted, rows)
-                    undo.callback(self._give_back, transfer, wanted)
-            undo.pop_all()
-        for transfer in transfers:
-            source = self._source(transfer, transfers)
-            if source is not None:
-                transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
-        return True
+        """Give the transfers, KV first, the rows that they lack on the side `wanted`; False: no room, and nothing
+        taken. Raises InvalidValueError for any but KV."""
+        kv, *extras = transfers
+        if extras:
+            names = [extra.name.value for extra in extras]
+            raise InvalidValueError("extra_pools", names, f"none: {self.kv.name.value} is all that is moved")
+        return self._take_rows(kv, wanted)
 
-    def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
-        """Every transfer has the rows it starts from, or the rows of another to share, and KV moves with every pool
-        that lives on its rows."""
-        for transfer in transfers:
-            name, given = transfer.name.value, transfer.device_indices
-            if wanted == "device_indices":
-                given = transfer.host_indices
-            if self._source(transfer, transfers) is None and given is None:
-                raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {wanted}")
-            there = getattr(transfer, wanted)
-            if given is not None and there is not None and len(given) != len(there):
-                raise InvalidValueError(
-                    f"{wanted} of pool {name}", len(there), f"as many as on the other side, {len(given)}"
-                )
-        left = {entry.name for entry in self.group.sharing_entries()} - {transfer.name for transfer in transfers}
-        if left and _num_rows(transfers[0]):
-            missing = sorted(name.value for name in left)
-            raise InvalidValueError("transfers", [each.name.value for each in transfers], f"{missing}, too")
-
-    def _source(self, transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
-        """The transfer whose rows another one shares; None: it has its own. Raises InvalidValueError if it is not there
-        or shares rows itself."""
-        name = self.group.source_of(transfer)
-        if name is None:
-            return None
-        source = next((each for each in transfers if each.name is name), None)
-        if source is None or self.group.source_of(source) is not None:
-            raise InvalidValueError(
-                f"transfer of pool {transfer.name.value}", transfer, f"one of {name.value} beside it"
-            )
-        return source
-
-    def _alloc(self, transfer: PoolTransfer, wanted: Side) -> IndexArray | None:
+    def _take_rows(self, transfer: PoolTransfer, wanted: Side) -> bool:
+        """Give a transfer rows of its own on the side `wanted`; False: no room."""
         entry = self.entry(transfer.name)
-        return (entry.alloc_host if wanted == "host_indices" else entry.alloc_device)(_num_rows(transfer))
+        alloc = entry.alloc_host if wanted == "host_indices" else entry.alloc_device
+        rows = alloc(num_rows(transfer))
+        setattr(transfer, wanted, rows)
+        return rows is not None
 
     def _give_back(self, transfer: PoolTransfer, wanted: Side) -> None:
         """Undo `_resolve_pool_transfers_allocation` for one transfer."""
         entry = self.entry(transfer.name)
-        if self.group.source_of(transfer) is None:
-            pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
-            pool.free(getattr(transfer, wanted))
+        pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
+        pool.free(getattr(transfer, wanted))
         setattr(transfer, wanted, None)
 
 
-def _num_rows(transfer: PoolTransfer) -> int:
+def num_rows(transfer: PoolTransfer) -> int:
+    """Rows that a transfer moves."""
     rows = transfer.host_indices if transfer.device_indices is None else transfer.device_indices
     return 0 if rows is None else len(rows)
 
@@ -280,3 +269,8 @@ def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
 def _num_finished(acks: deque[Ack]) -> int:
     """Leading ones whose jobs have ended."""
     return sum(1 for _ in takewhile(lambda ack: ack.ticket.query(), acks))
+
+
+def num_leading(done: Iterable[bool]) -> int:
+    """Leading pages that have moved."""
+    return sum(takewhile(bool, done))

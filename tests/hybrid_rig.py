@@ -12,8 +12,9 @@ from tier_rig import KVPools, Rig, page_content
 
 from engine_cache import (
     EvictParams,
-    HiCacheController,
     HiMambaRadixCache,
+    HostPoolGroup,
+    HybridCacheController,
     InitLoadBackParams,
     InsertParams,
     Lane,
@@ -79,12 +80,11 @@ class HybridRig(Rig):
         assert self.host_states.size == host_slots
         self.lines = ReqToTokenPool(2, 64)
         self.engine = engine or ManualCopyEngine()
-        self.controller = HiCacheController(
+        group = HostPoolGroup.of(
             PoolEntry(PoolName.KV, self.host, self.device, self.pool, FULL_LAYERS.get),
-            self.engine,
-            sidecars=[PoolEntry(PoolName.MAMBA, self.host_states, self.states, self.slots, MAMBA_LAYERS.get)],
-            transfer_layer_num=4,
+            PoolEntry(PoolName.MAMBA, self.host_states, self.states, self.slots, MAMBA_LAYERS.get),
         )
+        self.controller = HybridCacheController(group, self.engine, transfer_layer_num=4)
         self.loaded = {}  # request -> (node, content) of what its slot holds once the node is loaded
         cache = {"load_back_threshold": 1, "enable_kv_cache_events": True} | cache
         self.cache = HiMambaRadixCache(

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from page_names import block_hash
+from dataclasses import replace
 
-from engine_cache import Lane, StoragePolicy
+from page_names import block_hash
+from tier_rig import Rig
+
+from engine_cache import HostPoolGroup, HybridCacheController, Lane, StoragePolicy
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def page_hashes(tokens):
     return [block_hash(tuple(tokens[:end]), 2, False).hex() for end in range(2, len(tokens) + 1, 2)]
+
+
+def hybrid_controller(name, page_size, engine):
+    """A controller of KV in pages of two rows, and of one more pool."""
+    kv, beside = Rig().controller.kv, Rig(page_size=page_size).controller.kv
+    return HybridCacheController(
+        HostPoolGroup.of(kv, replace(beside, name=name, is_primary_index_anchor=False)), engine
+    )
 
 
 def attach(rig, store, **policy):

@@ -14,7 +14,8 @@ from number_pools import NumberPools, content
 from engine_cache import (
     ComponentType,
     EvictParams,
-    HiCacheController,
+    HostPoolGroup,
+    HybridCacheController,
     InitLoadBackParams,
     InsertParams,
     Lane,
@@ -119,7 +120,7 @@ class UnifiedRig:
             entries += [self._entry(each.pool, each.device_allocator) for each in components]
             if "indexer" in kinds:
                 entries.append(self._index_entry())
-            self.controller = HiCacheController(entries[0], self.engine, sidecars=entries[1:])
+            self.controller = HybridCacheController(HostPoolGroup.of(*entries), self.engine)
             self.cache.init_hicache(self.controller, write_policy, load_back_threshold)
         self.requests = []  # those that own a slot and nothing else
         self.served = None  # `unified_requests.Requests`, where some run from beginning to end

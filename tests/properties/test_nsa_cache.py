@@ -9,8 +9,9 @@ from tiered_machine import TieredCacheMachine
 
 from engine_cache import (
     WRITE_POLICIES,
-    HiCacheController,
     HiRadixCache,
+    HostPoolGroup,
+    HybridCacheController,
     ManualCopyEngine,
     PagedTokenToKVPoolAllocator,
     PoolEntry,
@@ -32,7 +33,7 @@ class NsaRig(Rig):
         self.engine = engine or ManualCopyEngine()
         index = PoolEntry(PoolName.INDEXER, self.kv.index, self.device, self.pool, None, share_indices_with_anchor=True)
         kv = PoolEntry(PoolName.KV, self.host, self.device, self.pool)
-        self.controller = HiCacheController(kv, self.engine, sidecars=[index])
+        self.controller = HybridCacheController(HostPoolGroup.of(kv, index), self.engine)
         options = {"load_back_threshold": 1, "enable_kv_cache_events": True, "is_eagle": is_eagle} | cache
         self.cache = HiRadixCache(page_size=page_size, allocator=self.pool, controller=self.controller, **options)
 

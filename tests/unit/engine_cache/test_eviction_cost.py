@@ -12,6 +12,8 @@ from engine_cache import (
     HiCacheController,
     HiMambaRadixCache,
     HiRadixCache,
+    HostPoolGroup,
+    HybridCacheController,
     InsertParams,
     MambaRadixCache,
     MambaSlotAllocator,
@@ -51,7 +53,7 @@ def make_cache(kind, device_pages, host_pages, policy, write_policy="write_throu
             page_size=1, allocator=pool, controller=controller, eviction_policy=policy, write_policy=write_policy
         )
     states = PoolEntry(PoolName.MAMBA, BytelessHostPool(host_pages, 1), None, slots)
-    controller = HiCacheController(kv, ManualCopyEngine(), sidecars=[states])
+    controller = HybridCacheController(HostPoolGroup.of(kv, states), ManualCopyEngine())
     return HiMambaRadixCache(page_size=1, allocator=pool, mamba_allocator=slots, controller=controller)
 
 

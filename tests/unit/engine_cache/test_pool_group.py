@@ -5,16 +5,16 @@ import pytest
 
 from engine_cache import (
     BytelessHostPool,
-    HiCacheController,
+    HostPoolGroup,
+    HybridCacheController,
     Lane,
     ManualCopyEngine,
     PagedTokenToKVPoolAllocator,
     PoolEntry,
     PoolError,
 )
-from engine_cache.pool_entry import HostPoolGroup
-from engine_cache.shared_transfers import resolve_shared_pool_transfers
 from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.storage_operations import ArchiveOperation
 from kv_events.errors import InvalidValueError
 
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA
@@ -47,9 +47,7 @@ def entry(name, host_rows=12, page_size=2, host=BytelessHostPool, device_rows=8,
 
 def nsa(*sidecars):
     index = entry(INDEXER, host=SharingHostPool, share_indices_with_anchor=True)
-    kv = entry(KV)
-    engine = ManualCopyEngine()
-    return HiCacheController(kv, engine, sidecars=[index, *sidecars]), index.host_pool
+    return HybridCacheController(HostPoolGroup.of(entry(KV), index, *sidecars), ManualCopyEngine()), index.host_pool
 
 
 def share():
@@ -190,7 +188,9 @@ def test_transfers_that_cannot_be_resolved_are_refused_and_take_nothing(extras, 
 
 
 def test_a_transfer_has_as_many_rows_on_both_sides():
-    controller = HiCacheController(entry(KV), ManualCopyEngine(), sidecars=[entry(MAMBA, 5, 1, device_rows=4)])
+    controller = HybridCacheController(
+        HostPoolGroup.of(entry(KV), entry(MAMBA, 5, 1, device_rows=4)), ManualCopyEngine()
+    )
     wrong = PoolTransfer(MAMBA, device_indices=np.array([1]), host_indices=np.array([1, 2]))
     with pytest.raises(InvalidValueError, match="host_indices of pool mamba: got 2"):
         controller.write(np.arange(2), 0, [wrong])
@@ -200,25 +200,37 @@ def test_a_transfer_has_as_many_rows_on_both_sides():
 # --- transfers that share rows, between host and store ---
 
 
-def test_a_shared_transfer_gets_the_keys_and_rows_of_kv_as_it_was_cut():
+def resolved(extras, keys, num_rows):
+    """Those of an archive of two pages that live on the rows of another, for some of its pages."""
+    controller, _ = nsa(entry(MAMBA, 5, 1, device_rows=4), entry(SWA))
+    operation = ArchiveOperation(None, ["a", "b"], np.arange(4), extras)
+    return controller._resolve_shared_pool_transfers(operation, keys, np.arange(num_rows))
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
+def test_a_shared_transfer_gets_the_keys_and_rows_of_kv_as_it_was_cut(keys):
     given = share()
-    (resolved,) = resolve_shared_pool_transfers([given], ["a", "b"], np.arange(4), 2)
-    assert (resolved.keys, resolved.host_indices.tolist()) == (["a", "b"], [0, 1, 2, 3])
+    (shared,) = resolved([given], keys, 2 * len(keys))
+    assert (shared.keys, shared.host_indices.tolist()) == (keys, list(range(2 * len(keys))))
     assert given.keys is given.host_indices is None
+
+
+def test_a_pool_that_lives_on_kvs_rows_need_not_say_so_in_its_transfer():
+    (shared,) = resolved([PoolTransfer(INDEXER)], ["a"], 2)
+    assert (shared.keys, shared.host_indices.tolist()) == (["a"], [0, 1])
 
 
 def test_a_shared_transfer_keeps_keys_of_its_own_and_may_follow_another_pool():
     state = PoolTransfer(SWA, host_indices=np.arange(4, 8), keys=["c", "d"])
-    shared = PoolTransfer(INDEXER, indices_from_pool=SWA)
-    (resolved,) = resolve_shared_pool_transfers([shared, state], ["a"], np.arange(2), 2)
-    assert (resolved.keys, resolved.host_indices.tolist()) == (["c", "d"], [4, 5, 6, 7])
-    own = PoolTransfer(INDEXER, keys=["x"], indices_from_pool=KV)
-    (resolved,) = resolve_shared_pool_transfers([own], ["a"], np.arange(2), 2)
-    assert resolved.keys == ["x"]
+    (shared,) = resolved([PoolTransfer(INDEXER, indices_from_pool=SWA), state], ["a"], 2)
+    assert (shared.keys, shared.host_indices.tolist()) == (["c", "d"], [4, 5, 6, 7])
+    (shared,) = resolved([PoolTransfer(INDEXER, keys=["x"], indices_from_pool=KV)], ["a"], 2)
+    assert shared.keys == ["x"]
 
 
-def test_pools_with_rows_of_their_own_are_left_alone():
-    assert resolve_shared_pool_transfers([PoolTransfer(MAMBA)], ["a"], np.arange(2), 2) == []
+def test_pools_with_rows_of_their_own_and_operations_without_pages_share_nothing():
+    assert resolved([PoolTransfer(MAMBA)], ["a"], 2) == []
+    assert resolved([share()], [], 0) == []
 
 
 @pytest.mark.parametrize(
@@ -230,4 +242,4 @@ def test_pools_with_rows_of_their_own_are_left_alone():
 )
 def test_a_shared_transfer_that_does_not_fit_its_source_is_refused(transfer, words):
     with pytest.raises(InvalidValueError, match=words):
-        resolve_shared_pool_transfers([transfer], ["a", "b"], np.arange(4), 2)
+        resolved([transfer], ["a", "b"], 4)

@@ -10,8 +10,8 @@ import torch
 from tier_rig import MemoryStorage
 
 from engine_cache import (
-    HiCacheController,
     HiRadixCache,
+    HybridCacheController,
     InsertParams,
     Lane,
     PagedTokenToKVPoolAllocator,
@@ -109,7 +109,7 @@ FAILING_STEPS = {
     "host pools": (NSAIndexerPoolHost, "_make_parts"),
     "store": (ClosingStore, "__init__"),
     "copy engine": (ThreadCopyEngine, "__init__"),
-    "controller": (HiCacheController, "__init__"),
+    "controller": (HybridCacheController, "__init__"),
     "cache": (HiRadixCache, "__init__"),
     "attaching the store": (ClosingStore, "register_mem_host_pool_v2"),
 }

@@ -8,6 +8,8 @@ from tier_rig import FaultyHostPool
 from engine_cache import (
     BytelessHostPool,
     HiCacheController,
+    HostPoolGroup,
+    HybridCacheController,
     Lane,
     ManualCopyEngine,
     PagedTokenToKVPoolAllocator,
@@ -216,7 +218,7 @@ def test_reset_waits_for_copies_and_frees_the_host(engine):
 
 def test_a_sidecar_moves_in_the_same_operation(engine):
     kv, state = real(), real(PoolName.MAMBA)
-    controller = HiCacheController(kv, engine, sidecars=[state])
+    controller = HybridCacheController(HostPoolGroup.of(kv, state), engine)
     rows, slots = kv.device_allocator.alloc(4), state.device_allocator.alloc(2)
     before = content(state, slots)
     transfer = PoolTransfer(PoolName.MAMBA, device_indices=slots)
@@ -232,7 +234,7 @@ def test_a_sidecar_moves_in_the_same_operation(engine):
 
 def test_without_room_for_a_sidecar_nothing_is_taken():
     state = byteless(host_size=4, name=PoolName.MAMBA)
-    controller = HiCacheController(byteless(), ManualCopyEngine(), sidecars=[state])
+    controller = HybridCacheController(HostPoolGroup.of(byteless(), state), ManualCopyEngine())
     transfer = PoolTransfer(PoolName.MAMBA, device_indices=np.arange(6))
     assert controller.write(np.arange(4), 0, [transfer]) is None
     assert transfer.host_indices is None
@@ -252,14 +254,14 @@ def test_a_sidecar_evicts_once_before_it_gives_up():
         state.host_pool.free(held)
 
     state.host_evict_fn = evict
-    controller = HiCacheController(byteless(), ManualCopyEngine(), sidecars=[state])
+    controller = HybridCacheController(HostPoolGroup.of(byteless(), state), ManualCopyEngine())
     assert controller.write(np.arange(4), 0, [PoolTransfer(PoolName.MAMBA, device_indices=np.arange(2))]) is not None
     assert asked == [2]
 
 
 def test_a_sidecar_with_host_rows_is_written_in_place():
     state = byteless(name=PoolName.MAMBA)
-    controller = HiCacheController(byteless(), ManualCopyEngine(), sidecars=[state])
+    controller = HybridCacheController(HostPoolGroup.of(byteless(), state), ManualCopyEngine())
     held = state.host_pool.alloc(2)
     transfer = PoolTransfer(PoolName.MAMBA, device_indices=np.arange(2), host_indices=held)
     controller.write(np.arange(4), 0, [transfer])
@@ -269,7 +271,7 @@ def test_a_sidecar_with_host_rows_is_written_in_place():
 def test_interleaved_layers_are_each_moved_once(engine):
     kv = real(layers=1, layer_mapper={1: 0}.get)
     state = real(PoolName.MAMBA, layers=2, layer_mapper={0: 0, 2: 1}.get)
-    controller = HiCacheController(kv, engine, sidecars=[state], transfer_layer_num=3)
+    controller = HybridCacheController(HostPoolGroup.of(kv, state), engine, transfer_layer_num=3)
     rows, slots = kv.device_allocator.alloc(2), state.device_allocator.alloc(2)
     before = content(kv, rows), content(state, slots)
     transfer = PoolTransfer(PoolName.MAMBA, device_indices=slots)
@@ -298,16 +300,25 @@ def test_a_host_no_larger_than_the_device_is_refused():
 
 def test_a_pool_named_twice_is_refused():
     with pytest.raises(InvalidValueError, match="each name once"):
-        HiCacheController(byteless(), ManualCopyEngine(), sidecars=[byteless()])
+        HybridCacheController(HostPoolGroup.of(byteless(), byteless()), ManualCopyEngine())
 
 
 def test_a_transfer_for_an_unknown_pool_or_without_a_source_is_refused_and_takes_nothing():
-    controller = HiCacheController(byteless(), ManualCopyEngine())
+    controller = HybridCacheController(HostPoolGroup.of(byteless()), ManualCopyEngine())
     with pytest.raises(InvalidValueError, match="one of kv"):
         controller.write(np.arange(2), 0, [PoolTransfer(PoolName.SWA, device_indices=np.arange(2))])
     with pytest.raises(InvalidValueError, match="a source"):
         controller.write(np.arange(2), 0, [PoolTransfer(PoolName.KV)])
     assert controller.kv.host_pool.available_size() == 12
+
+
+def test_a_controller_of_kv_alone_refuses_what_would_move_along_and_takes_nothing():
+    controller = HiCacheController(byteless(), ManualCopyEngine())
+    for move in (controller.write, controller.load):
+        with pytest.raises(InvalidValueError, match=r"extra_pools: got \['mamba'\], expected none: kv is all"):
+            move(np.arange(2), 0, [PoolTransfer(PoolName.MAMBA, device_indices=np.arange(2))])
+    assert controller.kv.host_pool.available_size() == 12
+    assert controller.kv.device_allocator.available_size() == 8
 
 
 def test_a_job_that_a_closed_engine_refuses_is_not_waited_for():

@@ -4,8 +4,9 @@ from hybrid_rig import HybridRig
 
 from engine_cache import (
     BytelessHostPool,
-    HiCacheController,
     HiMambaRadixCache,
+    HostPoolGroup,
+    HybridCacheController,
     InsertParams,
     MambaSlotAllocator,
     ManualCopyEngine,
@@ -22,13 +23,11 @@ pytestmark = pytest.mark.torch
 
 def cache_of(**changes):
     pool, slots = PagedTokenToKVPoolAllocator(8, 2), MambaSlotAllocator(2)
-    entries = {
-        "kv": PoolEntry(PoolName.KV, BytelessHostPool(12, 2), None, pool),
-        "sidecars": [PoolEntry(PoolName.MAMBA, BytelessHostPool(4, 1), None, slots)],
-    }
+    kv = PoolEntry(PoolName.KV, BytelessHostPool(12, 2), None, pool)
+    sidecars = changes.pop("sidecars", [PoolEntry(PoolName.MAMBA, BytelessHostPool(4, 1), None, slots)])
+    controller = HybridCacheController(HostPoolGroup.of(kv, *sidecars), ManualCopyEngine())
     options = {"page_size": 2, "allocator": pool, "mamba_allocator": slots, "enable_mamba_extra_buffer": True}
-    entries |= {name: changes.pop(name) for name in ("sidecars",) if name in changes}
-    return HiMambaRadixCache(controller=HiCacheController(engine=ManualCopyEngine(), **entries), **options | changes)
+    return HiMambaRadixCache(controller=controller, **options | changes)
 
 
 @pytest.mark.parametrize(

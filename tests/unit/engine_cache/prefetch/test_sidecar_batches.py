@@ -1,8 +1,8 @@
 """State with rows of its own moves in batches, as KV does, and operations take turns."""
 
 import pytest
-from prefetch_steps import PROMPT, page_hashes
-from tier_rig import MemoryStorage, Rig
+from prefetch_steps import PROMPT, hybrid_controller, page_hashes
+from tier_rig import MemoryStorage
 
 from engine_cache import Lane, ManualCopyEngine, RadixKey, StoragePolicy
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
@@ -20,13 +20,15 @@ class Hybrid:
 
     def __init__(self, name, page_size):
         self.name, self.page_size = name, page_size
-        self.kv, self.state = Rig().host, Rig(page_size=page_size).host
+        self.engine = ManualCopyEngine()
+        controller = hybrid_controller(name, page_size, self.engine)
+        self.kv, self.state = controller.kv.host_pool, controller.entry(name).host_pool
         for pool in (self.kv, self.state):
             pool.kv_buffer.random_(0, 1000)
-        self.store, self.engine = MemoryStorage(), ManualCopyEngine()
+        self.store = MemoryStorage()
         self.store.register_mem_pool_host(self.kv)
         self.store.register_mem_host_pool_v2(self.state, name)
-        self.io = StorageIO(self.store, self.engine, 2, StoragePolicy(prefetch_threshold=2, batch_pages=3))
+        self.io = StorageIO(self.store, controller, StoragePolicy(prefetch_threshold=2, batch_pages=3))
 
     def transfer(self, policy):
         """For all pages of the prompt."""

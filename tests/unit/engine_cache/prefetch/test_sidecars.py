@@ -1,6 +1,6 @@
 import pytest
-from prefetch_steps import PROMPT, page_hashes
-from tier_rig import MemoryStorage, Rig
+from prefetch_steps import PROMPT, hybrid_controller, page_hashes
+from tier_rig import MemoryStorage
 
 from engine_cache import Lane, ManualCopyEngine, RadixKey, StoragePolicy
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
@@ -13,13 +13,14 @@ pytestmark = pytest.mark.torch
 @pytest.fixture
 def hybrid():
     """A store with two pools, the I/O side before it, and the pools."""
-    kv, state = Rig().host, Rig(page_size=1).host
+    store, engine = MemoryStorage(), ManualCopyEngine()
+    controller = hybrid_controller(PoolName.MAMBA, 1, engine)
+    kv, state = controller.kv.host_pool, controller.entry(PoolName.MAMBA).host_pool
     kv.kv_buffer.random_(0, 1000)
     state.kv_buffer.random_(0, 1000)
-    store, engine = MemoryStorage(), ManualCopyEngine()
     store.register_mem_pool_host(kv)
     store.register_mem_host_pool_v2(state, PoolName.MAMBA)
-    return StorageIO(store, engine, 2, StoragePolicy(prefetch_threshold=2, batch_pages=2)), engine, store, kv, state
+    return StorageIO(store, controller, StoragePolicy(prefetch_threshold=2, batch_pages=2)), engine, store, kv, state
 
 
 def archive(hybrid, policy=PoolHitPolicy.TRAILING_PAGES, slots=1):

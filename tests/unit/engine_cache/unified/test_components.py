@@ -10,7 +10,8 @@ from unified_rig import UnifiedRig
 from engine_cache import (
     CacheStateError,
     ComponentType,
-    HiCacheController,
+    HostPoolGroup,
+    HybridCacheController,
     KVCacheEventMixin,
     MambaComponent,
     MambaSlotAllocator,
@@ -108,7 +109,7 @@ def states():
 
 def controller(allocator, *sidecars):
     kv = PoolEntry(PoolName.KV, HostPool(20, 2), None, allocator)
-    return HiCacheController(kv, ManualCopyEngine(), sidecars=sidecars, transfer_layer_num=1)
+    return HybridCacheController(HostPoolGroup.of(kv, *sidecars), ManualCopyEngine(), transfer_layer_num=1)
 
 
 def test_a_host_tier_must_know_every_kind_by_its_own_allocator():
