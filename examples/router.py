@@ -17,10 +17,8 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import StreamingResponse
-from starlette.routing import Route
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvsight import AsyncClient, KvsightError, WorkerChoice
@@ -33,13 +31,24 @@ def pairs(text: str) -> dict[str, str]:
 engines = pairs(os.environ["ENGINES"])
 adapters = pairs(os.environ.get("ADAPTERS", ""))
 kvsight = AsyncClient(os.environ["KVSIGHT_URL"], token=os.environ.get("KVSIGHT_API_TOKEN"), timeout_s=1.0)
-http = httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))
+http = httpx.AsyncClient(timeout=httpx.Timeout(600, connect=5), limits=httpx.Limits(max_connections=None))
 waiting = dict.fromkeys(engines, 0.0)  # prompt tokens that each engine has yet to compute
 
 
-async def handle(request: Request) -> StreamingResponse:
+@asynccontextmanager
+async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async with kvsight, http:
+        yield
+
+
+app = FastAPI(lifespan=lifespan)
+app.state.silent_until = 0.0
+
+
+@app.post("/v1/completions")
+@app.post("/v1/chat/completions")
+async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
     """Choose, send, and relay the answer as it comes."""
-    body = await request.json()
     tokens = await tokens_of(body)
     chosen = await choose(body, tokens)
     work = len(tokens) - chosen.tokens
@@ -48,6 +57,8 @@ async def handle(request: Request) -> StreamingResponse:
         url = engines[chosen.worker] + request.url.path
         rank = {"x-data-parallel-rank": str(chosen.dp_rank)} if chosen.dp_rank is not None else {}
         answer = await http.send(http.build_request("POST", url, json=body, headers=rank), stream=True)
+    except httpx.TransportError as error:
+        raise HTTPException(502, f"{chosen.worker} does not answer: {error!r}") from error
     finally:
         waiting[chosen.worker] -= work  # the first token is there, or there will be none
     return Relayed(answer, chosen.worker)
@@ -67,13 +78,27 @@ class Relayed(StreamingResponse):
 
 
 async def tokens_of(body: dict[str, Any]) -> list[int]:
-    """The prompt as the engines see it, chat template and all."""
+    """The prompt as the engines see it, chat template and all; nothing if it is refused, as the request will be."""
     tokens: list[int] = body.get("prompt") or []
     if isinstance(tokens, str) or not tokens:
-        asked = {name: body[name] for name in ("model", "prompt", "messages", "tools") if name in body}
-        answer = await http.post(f"{next(iter(engines.values()))}/tokenize", json=asked)
-        tokens = answer.raise_for_status().json()["tokens"]
+        answer = await tokenized(body)
+        tokens = answer.json()["tokens"] if answer.is_success else []
     return tokens
+
+
+async def tokenized(body: dict[str, Any]) -> httpx.Response:
+    """By the engine with the least to do, of those that can."""
+    asked = {name: body[name] for name in ("model", "prompt", "messages", "tools") if name in body}
+    failures = []
+    for worker in sorted(engines, key=waiting.__getitem__):
+        try:
+            answer = await http.post(f"{engines[worker]}/tokenize", json=asked, timeout=10)
+            if not answer.is_server_error:
+                return answer
+            failures.append(f"{worker} answers {answer.status_code}")
+        except httpx.TransportError as error:
+            failures.append(f"{worker} does not answer: {error!r}")
+    raise HTTPException(502, f"no engine tokenizes: {'; '.join(failures)}")
 
 
 async def choose(body: dict[str, Any], tokens: list[int]) -> WorkerChoice:
@@ -93,14 +118,3 @@ def complain(error: KvsightError) -> None:
     if time.monotonic() >= app.state.silent_until:
         app.state.silent_until = time.monotonic() + 10
         logging.getLogger("router").warning("by load alone: %s", error)
-
-
-@asynccontextmanager
-async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-    async with kvsight, http:
-        yield
-
-
-paths = ("/v1/completions", "/v1/chat/completions")
-app = Starlette(routes=[Route(path, handle, methods=["POST"]) for path in paths], lifespan=lifespan)
-app.state.silent_until = 0.0

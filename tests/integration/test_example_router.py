@@ -1,10 +1,10 @@
-"""examples/router.py between tiny engines and the real API, all on loopback."""
+"""The routers of examples/ between tiny engines and the real API, all on loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +27,17 @@ from api.settings import ApiSettings
 
 TOKENS = list(range(1, 17))
 OTHER = list(range(101, 117))
-ROUTER = Path(__file__).resolve().parents[2] / "examples" / "router.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NOBODY = "http://127.0.0.1:9"
+"""Where nobody listens."""
+both = pytest.mark.parametrize("router", ["router", "small_router"])
 
 
-def load(engines: dict[str, str], kvsight: str, **more: str) -> ModuleType:
+def load(router: str, engines: dict[str, str], kvsight: str, **more: str) -> ModuleType:
     """The example as uvicorn would import it. more: variables of the environment."""
     listed = ",".join(f"{name}={url}" for name, url in engines.items())
     variables = {"ENGINES": listed, "KVSIGHT_URL": kvsight, **more}
-    spec = importlib.util.spec_from_file_location("example_router", ROUTER)
+    spec = importlib.util.spec_from_file_location(f"example_{router}", EXAMPLES / f"{router}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -49,6 +52,8 @@ def load(engines: dict[str, str], kvsight: str, **more: str) -> ModuleType:
 class Engine:
     """An engine that computes nothing. A word is one token: its number, else its length."""
 
+    tokenizes: int = 200
+    """The status of its answers to /tokenize."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[str | None] = field(default_factory=list)
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,6 +72,8 @@ class Engine:
     async def _tokenize(self, request: Request) -> Response:
         body = await request.json()
         text = body["prompt"] if "prompt" in body else " ".join(each["content"] for each in body["messages"])
+        if self.tokenizes != 200:
+            return JSONResponse({"error": {"code": self.tokenizes}}, self.tokenizes)
         return JSONResponse({"tokens": [int(word) for word in text.split()]})
 
     async def _complete(self, request: Request) -> Response:
@@ -113,7 +120,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def routed(with_api: bool = True, **variables: str) -> AsyncIterator[Rig]:
+async def routed(
+    router: str = "router", with_api: bool = True, down: Collection[str] = (), **variables: str
+) -> AsyncIterator[Rig]:
+    """down: engines that nobody reaches. variables: of the router's environment."""
     settings, fed = ApiSettings(port=0), HandFed()
     engines = {"engine-0": Engine(), "engine-1": Engine()}
     async with AsyncExitStack() as stack:
@@ -121,33 +131,47 @@ async def routed(with_api: bool = True, **variables: str) -> AsyncIterator[Rig]:
             name: await stack.enter_async_context(running_server(engine.app(), settings))
             for name, engine in engines.items()
         }
+        urls |= dict.fromkeys(down, NOBODY)
         api = await stack.enter_async_context(running_server(create_app(fed.consumer, settings), settings))
-        example = load(urls, api if with_api else "http://127.0.0.1:9", **variables)
-        router = await stack.enter_async_context(running_server(example.app, settings))
+        example = load(router, urls, api if with_api else NOBODY, **variables)
+        for client_of_router in (example.http, example.kvsight):
+            stack.push_async_callback(client_of_router.aclose)
+        address = await stack.enter_async_context(running_server(example.app, settings))
         unlimited = httpx.Limits(max_connections=None)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, limits=unlimited, timeout=30))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, limits=unlimited, timeout=30))
         yield Rig(fed, engines, client)
 
 
-async def test_a_request_goes_where_its_prefix_is() -> None:
+@both
+async def test_a_request_goes_where_its_prefix_is(router: str) -> None:
+    async with routed(router) as rig:
+        await rig.fed.hold(Stream("engine-1"), TOKENS)
+        await rig.fed.hold(Stream("engine-0"), OTHER)
+        for prompt, engine in ((TOKENS, "engine-1"), (OTHER, "engine-0")):
+            answer = await rig.complete([*prompt, 7, 8, 9])
+            assert (answer.json(), answer.headers["x-worker"]) == ({"text": "done"}, engine)
+            assert [each["prompt"] for each in rig.engines[engine].asked] == [[*prompt, 7, 8, 9]]
+
+
+async def test_a_request_goes_to_the_rank_that_has_its_prefix() -> None:
     async with routed() as rig:
         await rig.fed.hold(Stream("engine-1", dp_rank=3), TOKENS)
         await rig.fed.hold(Stream("engine-0"), OTHER)
         for prompt, engine, rank in ((TOKENS, "engine-1", "3"), (OTHER, "engine-0", "0")):
-            answer = await rig.complete([*prompt, 7, 8, 9])
-            assert (answer.json(), answer.headers["x-worker"]) == ({"text": "done"}, engine)
-            assert rig.engines[engine].asked[-1]["prompt"] == [*prompt, 7, 8, 9]
+            await rig.complete(prompt)
             assert rig.engines[engine].ranks == [rank]
 
 
-async def test_text_is_tokenized_by_an_engine() -> None:
-    async with routed() as rig:
+@both
+async def test_text_is_tokenized_by_an_engine(router: str) -> None:
+    async with routed(router) as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS)
         assert (await rig.complete(" ".join(map(str, TOKENS)))).headers["x-worker"] == "engine-1"
 
 
-async def test_a_chat_is_streamed_from_the_engine_that_holds_it() -> None:
-    async with routed() as rig:
+@both
+async def test_a_chat_is_streamed_from_the_engine_that_holds_it(router: str) -> None:
+    async with routed(router) as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS)
         messages = [{"role": "user", "content": " ".join(map(str, TOKENS))}]
         answer = await rig.client.post(
@@ -160,8 +184,9 @@ async def test_a_chat_is_streamed_from_the_engine_that_holds_it() -> None:
     )
 
 
-async def test_too_much_work_that_waits_sends_a_request_elsewhere() -> None:
-    async with routed() as rig:
+@both
+async def test_too_much_work_that_waits_sends_a_request_elsewhere(router: str) -> None:
+    async with routed(router) as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS)
         busy = rig.engines["engine-1"]
         slow = asyncio.create_task(rig.complete([*TOKENS, *range(1000, 1020)], slow=True))
@@ -172,19 +197,22 @@ async def test_too_much_work_that_waits_sends_a_request_elsewhere() -> None:
         assert (await rig.complete(TOKENS)).headers["x-worker"] == "engine-1"
 
 
-async def test_an_engines_refusal_is_the_callers_to_see() -> None:
-    async with routed() as rig:
+@both
+async def test_an_engines_refusal_is_the_callers_to_see(router: str) -> None:
+    async with routed(router) as rig:
         assert (await rig.complete(TOKENS, bad=True)).status_code == 400
 
 
-async def test_an_answer_of_no_type_is_relayed_as_it_is() -> None:
-    async with routed() as rig:
+@both
+async def test_an_answer_of_no_type_is_relayed_as_it_is(router: str) -> None:
+    async with routed(router) as rig:
         answer = await rig.complete(TOKENS, untyped=True)
     assert (answer.status_code, answer.content, answer.headers.get("content-type")) == (200, b"done", None)
 
 
-async def test_more_than_a_hundred_requests_are_under_way_at_once() -> None:
-    async with routed() as rig:
+@both
+async def test_more_than_a_hundred_requests_are_under_way_at_once(router: str) -> None:
+    async with routed(router) as rig:
         slow = [asyncio.create_task(rig.complete(TOKENS, slow=True)) for _ in range(130)]
         asked = [engine.asked for engine in rig.engines.values()]
         await async_wait_until(lambda: sum(map(len, asked)) == 130, what="all requests at the engines")
@@ -193,8 +221,9 @@ async def test_more_than_a_hundred_requests_are_under_way_at_once() -> None:
         assert {answer.status_code for answer in await asyncio.gather(*slow)} == {200}
 
 
-async def test_the_engine_is_hung_up_on_when_the_caller_is_gone() -> None:
-    async with routed() as rig:
+@both
+async def test_the_engine_is_hung_up_on_when_the_caller_is_gone(router: str) -> None:
+    async with routed(router) as rig:
         engine = rig.engines["engine-0"]
         request = {"model": "m", "prompt": TOKENS, "endless": True}
         async with rig.client.stream("POST", "/v1/completions", json=request) as answer:
@@ -203,8 +232,9 @@ async def test_the_engine_is_hung_up_on_when_the_caller_is_gone() -> None:
         await async_wait_until(lambda: engine.ended, what="the stream is closed")
 
 
-async def test_a_caller_who_is_gone_before_the_answer_leaves_no_connection_behind() -> None:
-    async with routed() as rig:
+@both
+async def test_a_caller_who_is_gone_before_the_answer_leaves_no_connection_behind(router: str) -> None:
+    async with routed(router) as rig:
         engine = rig.engines["engine-0"]
         hasty = asyncio.create_task(rig.complete(TOKENS, slow=True, endless=True))
         await async_wait_until(lambda: engine.asked, what="the request at the engine")
@@ -214,8 +244,9 @@ async def test_a_caller_who_is_gone_before_the_answer_leaves_no_connection_behin
         await async_wait_until(lambda: engine.ended, what="the stream is closed")
 
 
-async def test_the_salt_of_a_request_counts() -> None:
-    async with routed() as rig:
+@both
+async def test_the_salt_of_a_request_counts(router: str) -> None:
+    async with routed(router) as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS, cache_salt="s")
         assert (await rig.complete(TOKENS, cache_salt="s")).headers["x-worker"] == "engine-1"
         assert (await rig.complete(TOKENS)).headers["x-worker"] == "engine-0"
@@ -238,9 +269,46 @@ async def test_kvsights_absence_is_said_and_not_at_every_request(caplog: pytest.
     assert (said.levelname, "http://127.0.0.1:9/query" in said.getMessage()) == ("WARNING", True)
 
 
+@both
 @pytest.mark.parametrize("with_api", [True, False])
-async def test_requests_are_served_without_kvsight_and_before_any_engine_was_heard(
-    with_api: bool,
-) -> None:
-    async with routed(with_api) as rig:
+async def test_requests_are_served_without_kvsight_and_before_any_engine_was_heard(router: str, with_api: bool) -> None:
+    async with routed(router, with_api) as rig:
         assert (await rig.complete(TOKENS)).status_code == 200
+
+
+@both
+async def test_an_engine_that_is_down_is_named_and_its_work_forgotten(router: str) -> None:
+    async with routed(router, down={"engine-1"}) as rig:
+        await rig.fed.hold(Stream("engine-1"), TOKENS)
+        for prompt in ([*TOKENS, *range(1000, 1020)], TOKENS):  # were the first one's 20 tokens still counted: engine-0
+            answer = await rig.complete(prompt)
+            assert (answer.status_code, "engine-1 does not answer" in answer.text) == (502, True)
+            assert "engine-0" not in answer.text
+        assert (await rig.complete(OTHER)).headers["x-worker"] == "engine-0"
+
+
+@both
+async def test_where_no_engine_tokenizes_the_caller_is_told(router: str) -> None:
+    async with routed(router, down={"engine-0", "engine-1"}) as rig:
+        answer = await rig.complete("1 2 3")
+    assert (answer.status_code, "engine-0 does not answer" in answer.text) == (502, True)
+    assert ("engine-1 does not answer" in answer.text) == (router == "router")
+
+
+@pytest.mark.parametrize("down", [{"engine-0"}, ()])
+async def test_another_engine_tokenizes_where_one_cannot(down: Collection[str]) -> None:
+    async with routed(down=down) as rig:
+        rig.engines["engine-0"].tokenizes = 503
+        await rig.fed.hold(Stream("engine-1"), TOKENS)
+        assert (await rig.complete(" ".join(map(str, TOKENS)))).headers["x-worker"] == "engine-1"
+        rig.engines["engine-1"].tokenizes = 500
+        answer = await rig.complete("1 2 3")
+    assert (answer.status_code, "engine-1 answers 500" in answer.text) == (502, True)
+
+
+@both
+async def test_a_prompt_that_is_not_tokenized_is_refused_by_the_engine_itself(router: str) -> None:
+    async with routed(router) as rig:
+        rig.engines["engine-0"].tokenizes = 404
+        answer = await rig.complete("1 2 3", bad=True)
+    assert (answer.status_code, answer.json()) == (400, {"text": "done"})

@@ -27,7 +27,8 @@ from publisher.bridge.settings import parse_engine, read_engines
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_WHOLE = ("docs/hashing.md", "docs/routers.md")
-"""Pages whose Python blocks need nothing but an API on port 8000."""
+"""Pages whose Python blocks need nothing but an API on port 8000; whole examples have tests of their own."""
+EXAMPLES = {file.read_text() for file in (ROOT / "examples").glob("*.py")}
 VLLM_KEYS = {
     "enable_kv_cache_events",
     "publisher",
@@ -72,7 +73,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("page", RUN_WHOLE)
 async def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    program = "\n".join(block.text for block in blocks("python") if block.page == page)
+    shown = (block.text for block in blocks("python") if block.page == page)
+    program = "\n".join(text for text in shown if text not in EXAMPLES)
     assert program
     fed, settings = HandFed(), ApiSettings(port=0)
     async with running_server(create_app(fed.consumer, settings), settings) as url:
