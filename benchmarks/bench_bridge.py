@@ -39,6 +39,7 @@ import zmq
 
 from benchmarks.report import Figure, figure, main
 from kv_events.memory_log import MemoryLog
+from kvsight.cli.allocator import keep_freed_memory
 from publisher.bridge import BridgeSettings, EngineSettings, Fleet
 from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink
@@ -186,6 +187,8 @@ class Engines:
 
 
 def _bridge(pipe: Connection) -> None:
+    keep_freed_memory()  # as `kvsight bridge` does
+
     async def run() -> None:
         template = PublisherSettings.ignoring_environment(model="-", worker="-", block_size=1)
         bridge = BridgeSettings.ignoring_environment()

@@ -31,10 +31,12 @@ class MemoryLog:
     by `LogTruncatedError`, as it would from a Kafka topic's retention.
     """
 
-    def __init__(self, capacity_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, capacity_bytes: int = 256 * 2**20, *, is_read_once: bool = False) -> None:
+        """is_read_once: there is one reader, who never goes back, so what lies before an offset that is read goes."""
         if capacity_bytes < 1:
             raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
         self._capacity_bytes = capacity_bytes
+        self._is_read_once = is_read_once
         self._lock = threading.Lock()  # guards everything below
         self._records: deque[LogRecord] = deque()
         self._num_bytes = 0
@@ -60,8 +62,7 @@ class MemoryLog:
             self._records.append(LogRecord(0, offset, timestamp_ms, key, payload))
             self._num_bytes += len(payload)
             while self._num_bytes > self._capacity_bytes and len(self._records) > 1:
-                self._num_bytes -= len(self._records.popleft().payload)
-                self._first += 1
+                self._drop_oldest()
             listeners = list(self._on_append)
         for listener in listeners:
             listener()
@@ -72,6 +73,8 @@ class MemoryLog:
         with self._lock:
             if offset < self._first:
                 raise LogTruncatedError(offset, self._first)
+            while self._is_read_once and self._records and self._first < offset:
+                self._drop_oldest()
             start = offset - self._first
             stop = min(start + max_records, len(self._records))
             return [self._records[i] for i in range(start, stop)]
@@ -92,6 +95,10 @@ class MemoryLog:
         with self._lock:
             self._on_request.append(on_request)
         return lambda: self._forget(self._on_request, on_request)
+
+    def _drop_oldest(self) -> None:
+        self._num_bytes -= len(self._records.popleft().payload)
+        self._first += 1
 
     def _listen_for_records(self, on_append: Callable[[], None]) -> Callable[[], None]:
         with self._lock:

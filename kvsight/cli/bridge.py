@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import UsageError, compile_kernels, err
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def bridge(
 
     Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
+    keep_freed_memory()
     compile_kernels("publisher.bridge")
     import uvloop
 

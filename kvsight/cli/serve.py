@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import compile_kernels, err
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def serve(
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
+    keep_freed_memory()
     compile_kernels()
     from api.app import create_app
     from api.server import listen, run_server, url_of
@@ -69,7 +71,7 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     from kv_events.memory_log import MemoryLog
     from publisher.bridge import BridgeSettings
 
-    log = MemoryLog()
+    log = MemoryLog(is_read_once=True)
     consumer = create_consumer(indexer, log)
     store = create_store(indexer, "registrations")
     return create_app(consumer, settings, Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), store))

@@ -60,3 +60,19 @@ def test_requests_reach_every_listener_until_it_stops() -> None:
     stop()
     log.request(ResyncRequest("s", 1, "b"))
     assert heard == ["one a", "two a", "two b"]
+
+
+def test_a_log_that_is_read_once_keeps_only_what_was_not_read() -> None:
+    log = MemoryLog(is_read_once=True)
+    for number in range(5):
+        log.append(b"k", bytes([number]), 0)
+    first = log.read(0, max_records=3)
+    assert [record.offset for record in first] == [0, 1, 2]
+    assert log.first_offset == 0  # until the reader goes on, what it was given may still be read again
+    assert [record.offset for record in log.read(3)] == [3, 4]
+    assert (log.first_offset, log.next_offset) == (3, 5)
+    assert list(log.read(5)) == []
+    assert (log.first_offset, log.next_offset) == (5, 5)
+    assert log.append(b"k", b"v", 0) == 5
+    with pytest.raises(LogTruncatedError, match="offset 4 is gone, the log begins at 5"):
+        log.read(4)
