@@ -6,18 +6,20 @@ import numpy as np
 from numba import njit, types
 
 from kv_events.digest import add_page, remove_page
-from kv_events.kernels import array_kernel
+from kv_events.kernels import array_helper, array_kernel
 from kv_events.schema import NUM_MEDIA
 
 # kinds of change: stores on medium 0 .. 3, removals from medium 0 .. 3, everything cleared
 REMOVAL = NUM_MEDIA
 CLEARED = 2 * NUM_MEDIA
-_RANKS = 2 * NUM_MEDIA
+NUM_RANKS = 2 * NUM_MEDIA
+"""Kinds that a group may have."""
 
 _U8_IN = types.Array(types.uint8, 1, "C", readonly=True)
 _U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
 _I64_IN = types.Array(types.int64, 1, "C", readonly=True)
-_U8_OUT, _U64_OUT = types.uint8[::1], types.uint64[::1]
+_U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
+_U8_OUT, _U64_OUT, _I64_OUT = types.uint8[::1], types.uint64[::1], types.int64[::1]
 
 
 @array_kernel(types.void(types.uint64[::1], _U8_IN, _U64_IN))
@@ -54,57 +56,58 @@ def batch_length(kinds, hashes, parents, max_events, max_bytes, event_bytes, pag
     return kinds.shape[0]
 
 
-@array_kernel(types.int64(_U8_IN, _U64_IN, types.int64[::1], types.uint64[::1], types.int64[::1]))
-def rank_changes(kinds, hashes, ranks, table_hashes, table_uses):
-    """Give changes ranks by which they can be sorted (stably) into few runs of a kind, without a change of meaning.
-    Returns a number that all ranks are smaller than.
-
-    A removal may come before stores of other pages that it followed, so removals come first, up to a page that was
-    both stored and removed, or a clear: from there on, ranks are higher. ranks: int64[n], written. table_hashes,
-    table_uses: uint64 and zeros of int64, [a power of two of at least 2 n], scratch.
-    """
-    mask = np.int64(table_hashes.shape[0] - 1)
-    group = 1
-    for i in range(kinds.shape[0]):
-        kind = np.int64(kinds[i])
-        if kind == CLEARED:
-            ranks[i] = (group + 1) * _RANKS
-            group += 2
-            continue
-        is_store = np.int64(kind < REMOVAL)
-        place = np.int64(hashes[i] >> np.uint64(32)) & mask
-        while table_uses[place] >> 1 >= group and table_hashes[place] != hashes[i]:
-            place = (place + 1) & mask
-        if table_uses[place] >> 1 >= group and table_uses[place] & 1 != is_store:
-            group += 1
-            place = np.int64(hashes[i] >> np.uint64(32)) & mask
-            while table_uses[place] >> 1 >= group:
-                place = (place + 1) & mask
-        table_hashes[place], table_uses[place] = hashes[i], group << 1 | is_store
-        ranks[i] = group * _RANKS + (kind + REMOVAL if is_store else kind - REMOVAL)
-    return (group + 1) * _RANKS
+@array_helper
+def _rank(kind, group, first_group):
+    """Where a change comes among others: by groups; within one removals first, and by media."""
+    place = kind + REMOVAL if kind < REMOVAL else kind - REMOVAL if kind < CLEARED else np.int64(0)
+    return np.int64(np.uint32(group - first_group)) * NUM_RANKS + place
 
 
 @array_kernel(
-    types.void(_I64_IN, types.int64[::1], _U8_IN, _U64_IN, _U64_IN, _U64_IN, _U8_OUT, _U64_OUT, _U64_OUT, _U64_OUT)
+    types.int64(_U8_IN, _U64_IN, _U64_IN, _U64_IN, _U32_IN, _I64_OUT, _U8_OUT, _U64_OUT, _U64_OUT, _U64_OUT, _I64_OUT)
 )
 def sort_changes(
-    ranks, places, kinds, hashes, block_hashes, parents, out_kinds, out_hashes, out_block_hashes, out_parents
-):
-    """Changes by their ranks, those of equal rank in their order. Columns are as in `PageChanges`.
+    kinds, hashes, block_hashes, parents, groups,
+    places, out_kinds, out_hashes, out_block_hashes, out_parents, borders,
+):  # fmt: skip
+    """Sort changes into few runs of a kind, without a change of meaning; those of one kind and group stay in order.
+    Returns the number of runs. A counting sort.
 
-    places: int64, zeros, one for each rank there may be: scratch. A counting sort.
+    Columns are as in `PageChanges`. places: int64[NUM_RANKS for each group], zeros: scratch. borders: int64[n + 1],
+    filled with where each run begins and the last one ends.
     """
-    for i in range(ranks.shape[0]):
-        places[ranks[i]] += 1
-    end = 0
+    for i in range(kinds.shape[0]):
+        places[_rank(np.int64(kinds[i]), groups[i], groups[0])] += 1
+    end, num_runs = 0, 0
     for rank in range(places.shape[0]):
+        if places[rank] > 0:
+            borders[num_runs] = end
+            num_runs += 1
         places[rank], end = end, end + places[rank]
-    for i in range(ranks.shape[0]):
-        place = places[ranks[i]]
-        places[ranks[i]] += 1
+    borders[num_runs] = end
+    for i in range(kinds.shape[0]):
+        rank = _rank(np.int64(kinds[i]), groups[i], groups[0])
+        place = places[rank]
+        places[rank] += 1
         out_kinds[place], out_hashes[place] = kinds[i], hashes[i]
         out_block_hashes[place], out_parents[place] = block_hashes[i], parents[i]
+    return num_runs
+
+
+@array_kernel(types.int64(_U64_IN, _U64_IN, _U8_OUT, _U64_OUT))
+def mark_chains(hashes, parents, starts, firsts):
+    """Find the chains of stored pages: one begins where a page's parent is not the page before. Returns how many.
+
+    starts: uint8[ceil(n / 8)], zeros: bit i % 8 of byte i / 8 is set where page i begins one. firsts: uint64[n], filled
+    with each chain's first parent.
+    """
+    num_chains = 0
+    for i in range(hashes.shape[0]):
+        if i == 0 or parents[i] != hashes[i - 1]:
+            starts[i >> 3] |= np.uint8(1 << (i & 7))
+            firsts[num_chains] = parents[i]
+            num_chains += 1
+    return num_chains
 
 
 @njit(types.int64(_U8_IN, _I64_IN, types.int64[::1]), nogil=True, cache=True)

@@ -9,11 +9,8 @@ import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
 from publisher.ledger_kernels import (
-    BLOCK_HASH,
     BROKEN,
-    HASH,
     HEAD,
-    PARENT_HASH,
     TAIL,
     TAKEN,
     QueueArrays,
@@ -31,11 +28,16 @@ class PageChanges(NamedTuple):
     """[n]"""
     parents: npt.NDArray[np.uint64]
     """[n] for a store, sequence hash of the page before it; 0: none, or not known."""
+    groups: npt.NDArray[np.uint32]
+    """[n] number of the group, ascending modulo 2**32. A group's removals are all of pages that were not stored earlier
+    in it, so that they may as well be told first; a clear is a group of its own."""
 
     def part(self, start: int, stop: int) -> PageChanges:
         """Views of changes start .. stop."""
         here = slice(start, stop)
-        return PageChanges(self.kinds[here], self.hashes[here], self.block_hashes[here], self.parents[here])
+        return PageChanges(
+            self.kinds[here], self.hashes[here], self.block_hashes[here], self.parents[here], self.groups[here]
+        )
 
 
 class QueueStats(NamedTuple):
@@ -54,7 +56,7 @@ class QueueStats(NamedTuple):
 
 
 class HandOver:
-    """A ring of page changes, 25 bytes each, filled by the ledger's kernels. The publisher's lock guards it.
+    """A ring of page changes, 29 bytes each, filled by the ledger's kernels. The publisher's lock guards it.
 
     The bound counts what the sink has not confirmed, too. A change that finds no room drops all that waits: the
     stream is broken then, nothing more is queued, and `restart()` begins anew when a snapshot of the ledger is due.
@@ -64,7 +66,12 @@ class HandOver:
         if capacity < 1:
             raise InvalidValueError("queue_pages", capacity, "a positive integer")
         self.arrays = QueueArrays(
-            np.zeros(capacity, np.uint8), np.zeros((capacity, 3), np.uint64), np.zeros(5, np.int64)
+            np.zeros(capacity, np.uint8),
+            np.zeros(capacity, np.uint64),
+            np.zeros(capacity, np.uint64),
+            np.zeros(capacity, np.uint64),
+            np.zeros(capacity, np.uint32),
+            np.zeros(6, np.int64),
         )
         self._num_delivered = 0
 
@@ -81,10 +88,16 @@ class HandOver:
 
     def peek(self, max_pages: int) -> PageChanges:
         """A copy of the oldest changes that wait, up to where the ring begins anew."""
-        kinds, words, cursors = self.arrays
-        start = int(cursors[TAKEN]) % len(kinds)
-        here = slice(start, min(start + min(max_pages, self.num_queued), len(kinds)))
-        return PageChanges(kinds[here].copy(), *(words[here, i].copy() for i in (HASH, BLOCK_HASH, PARENT_HASH)))
+        ring, capacity = self.arrays, len(self.arrays.kinds)
+        start = int(ring.cursors[TAKEN]) % capacity
+        here = slice(start, min(start + min(max_pages, self.num_queued), capacity))
+        return PageChanges(
+            ring.kinds[here].copy(),
+            ring.hashes[here].copy(),
+            ring.block_hashes[here].copy(),
+            ring.parents[here].copy(),
+            ring.groups[here].copy(),
+        )
 
     def take(self, num_pages: int) -> None:
         """The oldest changes are in flight now."""
@@ -106,5 +119,5 @@ class HandOver:
 
     def stats(self) -> QueueStats:
         """Figures for metrics and tests."""
-        head, taken, tail, dropped, broken = self.arrays.cursors.tolist()
+        head, taken, tail, dropped, broken, _group = self.arrays.cursors.tolist()
         return QueueStats(head - taken, taken - tail, self._num_delivered, dropped, bool(broken))

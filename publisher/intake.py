@@ -7,7 +7,7 @@ event well under half a microsecond, also where every event carries a single pag
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -74,6 +74,20 @@ class EventColumns(NamedTuple):
     def stored(cls, pages: StoredColumns, medium: int) -> EventColumns:
         """All stored, on one medium."""
         return cls(np.full(len(pages.lengths), medium, np.uint8), pages)
+
+    def parts(self, max_pages: int) -> Iterator[EventColumns]:
+        """Views of the events in their order, as many in each as have at most `max_pages`; one event at least."""
+        lengths = self.pages.lengths
+        if len(self.pages.block_hashes) <= max_pages:
+            yield self
+            return
+        ends = np.cumsum(lengths)
+        first, first_page = 0, 0
+        while first < len(lengths):
+            last = max(first + 1, int(np.searchsorted(ends, first_page + max_pages, "right")))
+            end_page = int(ends[last - 1])
+            yield EventColumns(self.kinds[first:last], self.pages.part(slice(first, last), slice(first_page, end_page)))
+            first, first_page = last, end_page
 
     @classmethod
     def removed(cls, block_hashes: U64Array, medium: int) -> EventColumns:

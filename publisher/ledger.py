@@ -64,6 +64,7 @@ class Ledger:
             page_media=np.zeros(capacity, np.uint8),
             page_copies=np.zeros((capacity, NUM_MEDIA), np.uint32),
             page_words=np.zeros((capacity, 2), np.uint64),
+            page_stored_in=np.zeros(capacity, np.uint32),
             page_changed=np.zeros(-(-capacity // SLICE_PAGES), np.bool_),
             digest=empty_digest(),
             counts=np.zeros(len(COUNT_NAMES), np.int64),

@@ -17,16 +17,16 @@ from numba import types
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, find_or_insert, remove, was_used
+from kv_events.schema import NUM_MEDIA
 from publisher.change_kernels import CLEARED, REMOVAL
 
-# columns of block_columns, of page_words and of the queue's words
+# columns of block_columns and of page_words
 PAGE, MEDIA = range(2)
 PARENT, FIRST_BLOCK = range(2)
-HASH, BLOCK_HASH, PARENT_HASH = range(3)
 
 # elements of cursors: changes queued, taken, confirmed since the ring was last empty; changes given up; whether the
-# stream is broken
-HEAD, TAKEN, TAIL, DROPPED, BROKEN = range(5)
+# stream is broken; number of the group that is being queued
+HEAD, TAKEN, TAIL, DROPPED, BROKEN, GROUP = range(6)
 
 SLICE_BITS = 12
 SLICE_PAGES = 1 << SLICE_BITS
@@ -53,6 +53,8 @@ class LedgerArrays(NamedTuple):
     """[capacity, 4] blocks that carry the page, per medium."""
     page_words: npt.NDArray[np.uint64]
     """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
+    page_stored_in: npt.NDArray[np.uint32]
+    """[capacity] group of changes in which the page was queued as stored the last time."""
     page_changed: npt.NDArray[np.bool_]
     """[capacity / SLICE_PAGES, rounded up] whether media of the slice's pages changed since it was last copied."""
     digest: npt.NDArray[np.uint64]
@@ -62,14 +64,15 @@ class LedgerArrays(NamedTuple):
 
 
 class QueueArrays(NamedTuple):
-    """Ring of page changes; change number i lies at i modulo the capacity."""
+    """Ring of page changes, [capacity] a column; change number i lies at i modulo the capacity. See `PageChanges`."""
 
     kinds: npt.NDArray[np.uint8]
-    """[capacity] medium of a store, REMOVAL + medium, or CLEARED."""
-    words: npt.NDArray[np.uint64]
-    """[capacity, 3] sequence hash; block hash; for a store, sequence hash of the page before it (0: none)."""
+    hashes: npt.NDArray[np.uint64]
+    block_hashes: npt.NDArray[np.uint64]
+    parents: npt.NDArray[np.uint64]
+    groups: npt.NDArray[np.uint32]
     cursors: npt.NDArray[np.int64]
-    """[5] see HEAD, TAKEN, TAIL, DROPPED, BROKEN."""
+    """[6] see HEAD, TAKEN, TAIL, DROPPED, BROKEN, GROUP."""
 
 
 def _input(dtype: types.Type) -> types.Array:
@@ -77,8 +80,12 @@ def _input(dtype: types.Type) -> types.Array:
 
 
 _U8_IN, _U64_IN, _I64_IN = _input(types.uint8), _input(types.uint64), _input(types.int64)
-_COLUMNS = (types.uint32[:, ::1], types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.boolean[::1])
-_QUEUE = (types.uint8[::1], types.uint64[:, ::1], types.int64[::1])
+_COLUMNS = (
+    types.uint32[:, ::1], types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.uint32[::1],
+    types.boolean[::1],
+)  # fmt: skip
+_U64 = types.uint64[::1]
+_QUEUE = (types.uint8[::1], _U64, _U64, _U64, types.uint32[::1], types.int64[::1])
 _STATE = (*TABLE_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *_QUEUE)
 
 
@@ -99,20 +106,38 @@ def _queue(queue, kind, sequence_hash, block_hash, parent):
         cursors[HEAD] = cursors[TAKEN]
         cursors[BROKEN] = 1
     else:
-        i = cursors[HEAD] % capacity
-        queue.kinds[i] = np.uint8(kind)
-        queue.words[i, HASH] = sequence_hash
-        queue.words[i, BLOCK_HASH] = block_hash
-        queue.words[i, PARENT_HASH] = parent
+        i = cursors[HEAD] if cursors[HEAD] < capacity else cursors[HEAD] % capacity  # a division takes its time
+        queue.kinds[i], queue.groups[i] = np.uint8(kind), np.uint32(cursors[GROUP])
+        queue.hashes[i], queue.block_hashes[i], queue.parents[i] = sequence_hash, block_hash, parent
         cursors[HEAD] += 1
 
 
 @array_helper
+def _queue_removal(ledger, queue, page, medium, block_hash):
+    """A group in which the page was stored ends here: its removals may be told before its stores."""
+    if ledger.page_stored_in[page] == np.uint32(queue.cursors[GROUP]):
+        queue.cursors[GROUP] += 1
+    _queue(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
+
+
+@array_helper
+def _is_block(ledger, entry, key):
+    is_used = was_used(ledger.blocks, entry) and ledger.blocks.keys[entry] == key
+    return is_used and ledger.block_columns[entry, MEDIA] != 0
+
+
+@array_helper
 def _expected_block(ledger, expected_after, key):
-    """Entry of a block that is expected right behind another entry (-1: no expectation), or -1."""
-    neighbour = expected_after + 1
-    is_expected = was_used(ledger.blocks, neighbour) and ledger.blocks.keys[neighbour] == key
-    return neighbour if is_expected and ledger.block_columns[neighbour, MEDIA] != 0 else np.int64(-1)
+    """Entry of a block that is expected right behind another entry (-1: no expectation), or before it; else -1.
+
+    Entries are used again in the order in which they became free, and engines give up the last pages of a prompt first:
+    so there are prompts that lie backwards.
+    """
+    entry = expected_after + 1
+    if _is_block(ledger, entry, key):
+        return entry
+    entry = expected_after - 1
+    return entry if entry >= 0 and _is_block(ledger, entry, key) else np.int64(-1)
 
 
 @array_helper
@@ -136,7 +161,8 @@ def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent)
             else:
                 if is_new:
                     ledger.page_media[page] = np.uint8(0)  # a clear leaves what was there
-                    ledger.page_copies[page, :] = np.uint32(0)
+                    for other in range(NUM_MEDIA):  # a slice would take a sixth of all the time
+                        ledger.page_copies[page, other] = np.uint32(0)
                     ledger.page_words[page, PARENT] = parent
                     ledger.page_words[page, FIRST_BLOCK] = block_hash
                 ledger.block_columns[entry, PAGE] = np.uint32(page)
@@ -195,6 +221,7 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
     ledger.block_columns[entry, MEDIA] |= bit
     is_new = _add_copy(ledger, page, medium)
     if is_new:
+        ledger.page_stored_in[page] = np.uint32(queue.cursors[GROUP])
         _queue(queue, medium, name, block_hash, parent)
     return name, is_new
 
@@ -222,29 +249,30 @@ def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, mediu
 
 
 @array_helper
-def _fetch_page_of(ledger, key):
-    """Have the memory by which a block's page is removed brought near; the block's own must be."""
-    entry = find(ledger.blocks, key)
+def _fetch_page_of(ledger, expected_after, key):
+    """Have the memory by which a block's page is removed brought near; the block's own must be. Returns its entry."""
+    entry = _find_block(ledger, expected_after, key)
     if entry >= 0:
         fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.block_columns[entry, PAGE])])
+    return entry
 
 
 @array_function
 def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
     """Pages of one event. Returns the last block's entry, behind which the next event's first one is looked for."""
-    bit = np.uint32(1 << medium)
+    bit, ahead = np.uint32(1 << medium), np.int64(-1)
     for i in range(start, stop):
         if i + AHEAD < block_hashes.shape[0]:
             fetch(ledger.blocks, block_hashes[i + AHEAD] ^ salt)
         if i + AHEAD // 2 < stop:
-            _fetch_page_of(ledger, block_hashes[i + AHEAD // 2] ^ salt)
+            ahead = _fetch_page_of(ledger, ahead, block_hashes[i + AHEAD // 2] ^ salt)
         entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
         if entry < 0 or ledger.block_columns[entry, MEDIA] & bit == 0:
             ledger.counts[_REMOVED_UNKNOWN] += 1
             continue
         page = np.int64(ledger.block_columns[entry, PAGE])
         if _drop_copy(ledger, page, medium):
-            _queue(queue, REMOVAL + medium, ledger.pages.keys[page], block_hashes[i], _NO_HASH)
+            _queue_removal(ledger, queue, page, medium, block_hashes[i])
         ledger.block_columns[entry, MEDIA] &= ~bit
         if ledger.block_columns[entry, MEDIA] == 0:
             remove(ledger.blocks, entry)
@@ -283,7 +311,8 @@ def _change(ledger, queue, kinds, block_hashes, hashes, lengths, parents, has_pa
 def change_pages(
     event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued,
     b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
-    block_columns, page_media, page_copies, page_words, page_changed, digest, counts, kinds, words, cursors,
+    block_columns, page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts,
+    q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors,
 ):  # fmt: skip
     """Take the events of one namespace in their order: enter stored pages, take removed ones off their medium, and
     queue those that became resident or left.
@@ -296,16 +325,19 @@ def change_pages(
     blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
     pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
     ledger = LedgerArrays(
-        blocks, pages, block_columns, page_media, page_copies, page_words, page_changed, digest, counts
+        blocks, pages, block_columns, page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts
     )
-    queue = QueueArrays(kinds, words, cursors)
+    queue = QueueArrays(q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors)
     _change(ledger, queue, event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued)
 
 
 @array_kernel(types.void(*_QUEUE))
-def queue_cleared(kinds, words, cursors):
-    """Queue the change "everything cleared"."""
-    _queue(QueueArrays(kinds, words, cursors), CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
+def queue_cleared(kinds, hashes, block_hashes, parents, groups, cursors):
+    """Queue the change "everything cleared", a group of its own."""
+    cursors[GROUP] += 1
+    queue = QueueArrays(kinds, hashes, block_hashes, parents, groups, cursors)
+    _queue(queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
+    cursors[GROUP] += 1
 
 
 @array_kernel(types.int64(types.uint64, *TABLE_ARRAYS))

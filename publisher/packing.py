@@ -10,7 +10,7 @@ import numpy as np
 from kv_events.codec import encode_event
 from kv_events.limits import MAX_EVENTS_PER_BATCH
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored
-from publisher.change_kernels import CLEARED, REMOVAL, batch_length, rank_changes, sort_changes
+from publisher.change_kernels import CLEARED, NUM_RANKS, REMOVAL, batch_length, mark_chains, sort_changes
 from publisher.hand_over import PageChanges
 
 EVENT_BYTES = 80
@@ -38,17 +38,16 @@ class BatchLimits(NamedTuple):
 
     def fitting(self, changes: PageChanges, token_bytes: int = 0) -> int:
         """How many of the changes fit one batch; at least one. token_bytes: bound on what tokens cost a page."""
-        kinds, hashes, _, parents = changes
+        kinds, hashes, _, parents, _ = changes
         return int(batch_length(kinds, hashes, parents, _MAX_EVENTS, self.bytes, EVENT_BYTES, PAGE_BYTES + token_bytes))
 
 
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:
     """Encoded wire events that lead where the changes lead. tokens: one entry for every store, in order, or None."""
-    if tokens is None:
-        changes = _in_few_runs(changes)
+    changes, runs = _sorted(changes) if tokens is None else (changes, _runs(changes, tokens))
     events = []
     num_stored = 0
-    for start, stop in _runs(changes, tokens):
+    for start, stop in runs:
         kind, part = int(changes.kinds[start]), changes.part(start, stop)
         if kind < REMOVAL:
             part_tokens = tokens and tokens[num_stored : num_stored + stop - start]
@@ -62,42 +61,41 @@ def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[b
     return events
 
 
-def _in_few_runs(changes: PageChanges) -> PageChanges:
-    """The changes in another order of the same meaning. A full cache stores and removes in turn, and an event costs
-    its reader as much as hundreds of pages.
+def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
+    """The changes in another order of the same meaning, and where its few runs begin and end. A full cache stores and
+    removes in turn, and an event costs its reader as much as hundreds of pages. Groups have done their service, and go.
     """
-    kinds, num_changes = changes.kinds, len(changes.kinds)
-    if np.count_nonzero(kinds[1:] != kinds[:-1]) < 2:
-        return changes
-    ranks, size = np.empty(num_changes, np.int64), 1 << (2 * num_changes - 1).bit_length()
-    num_ranks = rank_changes(kinds, changes.hashes, ranks, np.empty(size, np.uint64), np.zeros(size, np.int64))
-    words = np.empty((3, num_changes), np.uint64)
-    ordered = PageChanges(np.empty(num_changes, np.uint8), *words)
-    sort_changes(ranks, np.zeros(num_ranks, np.int64), *changes, *ordered)
-    return ordered
+    num_changes = len(changes.kinds)
+    if not num_changes:
+        return changes, []
+    num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1
+    words, borders = np.empty((3, num_changes), np.uint64), np.empty(num_changes + 1, np.int64)
+    ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], changes.groups[:0])
+    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_groups, np.int64), *ordered[:4], borders)
+    return ordered, list(pairwise(borders[: num_runs + 1].tolist()))
 
 
-def _runs(changes: PageChanges, tokens: list[PageTokens] | None) -> list[tuple[int, int]]:
-    """(start, stop) of every stretch of changes that one wire event can say."""
+def _runs(changes: PageChanges, tokens: list[PageTokens]) -> list[tuple[int, int]]:
+    """(start, stop) of every stretch of changes, in their order, that one wire event can say."""
     kinds = changes.kinds
     begins = np.ones(len(kinds), np.bool_)
     begins[1:] = (kinds[1:] != kinds[:-1]) | (kinds[1:] == CLEARED)
-    if tokens:
-        stores = np.flatnonzero(kinds < REMOVAL)
-        traits = [(token.extra_key, len(token.token_ids)) for token in tokens]
-        begins[stores[1:]] |= np.array([ours != before for before, ours in pairwise(traits)], np.bool_)
+    stores = np.flatnonzero(kinds < REMOVAL)
+    traits = [(token.extra_key, len(token.token_ids)) for token in tokens]
+    begins[stores[1:]] |= np.array([ours != before for before, ours in pairwise(traits)], np.bool_)
     return list(pairwise([*np.flatnonzero(begins).tolist(), len(kinds)]))
 
 
 def _stored(medium: int, pages: PageChanges, tokens: list[PageTokens] | None) -> PackedStored:
-    starts = np.ones(len(pages.hashes), np.bool_)
-    starts[1:] = pages.parents[1:] != pages.hashes[:-1]
+    num_pages = len(pages.hashes)
+    starts, firsts = np.zeros(-(-num_pages // 8), np.uint8), np.empty(num_pages, np.uint64)
+    num_chains = mark_chains(pages.hashes, pages.parents, starts, firsts)
     return PackedStored(
         MEDIA[medium],
         pages.hashes.tobytes(),
         pages.block_hashes.tobytes(),
-        np.packbits(starts, bitorder="little").tobytes(),
-        pages.parents[starts].tobytes(),
+        starts.tobytes(),
+        firsts[:num_chains].tobytes(),
         b"".join(token.token_ids for token in tokens) if tokens else None,
         tokens[0].extra_key if tokens else None,
     )

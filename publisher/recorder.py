@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -35,8 +36,9 @@ _E = TypeVar("_E", BlockStored, BlockRemoved)
 
 _COPY_PASSES = 3
 """Each pass copies what changed during the one before; what little is left then is copied in one step."""
-_COPY_PAUSE_S = 20e-6
-"""Between steps: a lock is no queue, and without a pause the engine's thread would seldom get its turn."""
+_STEP_PAGES = 8192
+_PAUSE_S = 20e-6
+"""Between steps: a lock is no queue, and without a pause whoever else waits for it would seldom get his turn."""
 
 _place = operator.attrgetter("medium", "extra_key")
 
@@ -67,6 +69,7 @@ class Recorder:
         self._ledger = Ledger(settings.ledger_pages, self._hand_over)
         self._rejected: Counter[str] = Counter()
         self._is_closed = False
+        self._is_drain_waiting = False  # for the lock; a hint
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -87,14 +90,20 @@ class Recorder:
                     self._rejected["type"] += len(list(run))
 
     def change(self, events: EventColumns, extra_key: str | None) -> None:
-        """Enter stores and removals in their order. Raises InvalidValueError where the stream carries tokens."""
+        """Enter stores and removals in their order. Raises InvalidValueError where the stream carries tokens.
+
+        Step by step, because there may be a hundred thousand pages, and the drain's event loop is not to wait for them.
+        """
         if self._tokens is not None:
             raise InvalidValueError("with_tokens", True, "False where pages come without their tokens")
-        with self._lock:
-            if self._is_closed:
-                self._rejected["closed"] += len(events.kinds)
-            else:
-                self._ledger.change(events, extra_key)
+        for part in events.parts(_STEP_PAGES):
+            with self._lock:
+                if self._is_closed:
+                    self._rejected["closed"] += len(part.kinds)
+                else:
+                    self._ledger.change(part, extra_key)
+            if self._is_drain_waiting:
+                time.sleep(_PAUSE_S)
 
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):
@@ -151,7 +160,7 @@ class Recorder:
 
     def take(self) -> TakenChanges:
         """The oldest changes that fit one batch; in flight from now on."""
-        with self._lock:
+        with self._drains_turn():
             changes = self._hand_over.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
             self._hand_over.take(len(changes.kinds))
@@ -163,8 +172,16 @@ class Recorder:
 
     def confirm(self) -> None:
         """What was in flight was delivered."""
-        with self._lock:
+        with self._drains_turn():
             self._hand_over.confirm()
+
+    @contextmanager
+    def _drains_turn(self) -> Iterator[None]:
+        """The lock, which `change` then lets go of soon."""
+        self._is_drain_waiting = True
+        with self._lock:
+            self._is_drain_waiting = False
+            yield
 
     def restart(self) -> HeldPages:
         """Drop what waits and queue anew behind the copy of the ledger that this returns. Takes 25 ms a million pages
@@ -176,7 +193,7 @@ class Recorder:
             for number in self._ledger.stale_slices():
                 with self._lock:
                     self._ledger.copy_slice(number, held)
-                time.sleep(_COPY_PAUSE_S)
+                time.sleep(_PAUSE_S)
         with self._lock:
             self._hand_over.restart()
             if self._tokens is not None:

@@ -58,7 +58,7 @@ class PublisherSettings(KvsightSettings):
     """Largest number of pages the worker may hold; what goes beyond is not published."""
     queue_pages: int = Field(default=1_000_000, ge=1, le=2**30)
     """Bound on page changes that wait or are in flight."""
-    batch_pages: int = Field(default=4096, ge=1, le=MAX_PAGES_PER_BATCH)
+    batch_pages: int = Field(default=8192, ge=1, le=MAX_PAGES_PER_BATCH)
     batch_bytes: int = Field(default=262_144, ge=1024, le=MAX_RECORD_BYTES - _RECORD_OVERHEAD_BYTES)
     linger_ms: float = Field(default=5.0, ge=0)
     """How long a batch may wait for company."""

@@ -20,7 +20,8 @@ def snapshot_changes(held: HeldPages) -> PageChanges:
     on_medium = [order[media >> medium & 1 == 1] for medium in range(NUM_MEDIA)]
     kinds = np.repeat(np.arange(NUM_MEDIA, dtype=np.uint8), [len(entries) for entries in on_medium])
     rows = np.concatenate(on_medium)
-    return PageChanges(kinds, held.hashes[rows], held.block_hashes[rows], held.parents[rows])
+    groups = np.zeros(len(rows), np.uint32)
+    return PageChanges(kinds, held.hashes[rows], held.block_hashes[rows], held.parents[rows], groups)
 
 
 def _parent_entries(held: HeldPages) -> npt.NDArray[np.int64]:

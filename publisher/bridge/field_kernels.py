@@ -39,6 +39,7 @@ from publisher.bridge.msgpack_kernels import (
     STR,
     big_endian,
     dictionary,
+    eight_bytes,
     look_up,
     read_head,
     read_key,
@@ -93,7 +94,7 @@ _UINT64, _INT64 = 0xCF, 0xD3
 def _read_hash(data, at, stop):
     """A block hash as 64 bits: (whether it is one, hash, place behind it). Bytes give their last eight, big-endian."""
     if at + 9 <= stop and (data[at] == _UINT64 or data[at] == _INT64):
-        return True, big_endian(data, at + 1, 8), at + 9
+        return True, eight_bytes(data, at + 1), at + 9
     kind, value, at = read_head(data, at, stop)
     if kind in (POSITIVE, NEGATIVE):
         return True, value, at

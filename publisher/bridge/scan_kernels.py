@@ -35,6 +35,7 @@ from publisher.bridge.event_rows import (
     HASH_FROM,
     HASH_TO,
     KIND,
+    NUM_COLUMNS,
     PARENT,
     REASON,
     REMOVED,
@@ -121,7 +122,8 @@ def _is_envelope(data, at, stop):
 def _read_row(data, stop, header, rows, hashes, tokens):
     """Read the next event into the next row, and move the header on."""
     row = rows[header[NUM_ROWS]]
-    row[:] = 0
+    for column in range(NUM_COLUMNS):
+        row[column] = 0
     row[KIND], row[GROUP], row[START] = UNREADABLE, -1, header[AT]
     row[HASH_FROM] = row[HASH_TO] = header[NUM_HASHES]
     row[TOKEN_FROM] = row[TOKEN_TO] = header[NUM_TOKENS]

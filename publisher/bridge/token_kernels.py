@@ -6,18 +6,18 @@ import numpy as np
 
 from kv_events.kernels import array_function, array_helper
 from publisher.bridge.event_rows import PAIRS, TOKEN_FROM, TOKEN_TO, TOKENS, TYPE, fail
-from publisher.bridge.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, read_head
+from publisher.bridge.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, eight_bytes, read_head
 
-# tokens by their first byte: bytes in all (0: not a usual form), bits by which the four bytes behind it are shifted,
-# and what is then added
-_TOKEN_SIZE = np.zeros(256, np.int64)
-_TOKEN_SIZE[:0x80] = 1
-_TOKEN_SIZE[0xCC:0xCF] = 2, 3, 5
+# tokens by their first byte: whether it is a usual form; bits by which the four bytes behind it are shifted; what is
+# added to them
+_IS_USUAL = np.zeros(256, np.bool_)
+_IS_USUAL[:0x80] = _IS_USUAL[0xCC:0xCF] = True
 _TOKEN_SHIFT = np.full(256, 32, np.uint64)
 _TOKEN_SHIFT[0xCC:0xCF] = 24, 16, 0
 _TOKEN_ITSELF = np.where(np.arange(256) < 0x80, np.arange(256), 0).astype(np.uint64)
 
 _MAX_TOKEN = np.uint64(2**32 - 1)
+_BYTE, _SHIFT24, _SHIFT56 = np.uint64(0xFF), np.uint64(24), np.uint64(56)
 
 
 @array_helper
@@ -37,21 +37,36 @@ def _read_token(data, at, stop):
 
 
 @array_helper
+def _usual_size(first):
+    """Bytes in all of a token in a usual form, by its first byte: 1, or 2, 3, 5 for 0xcc, 0xcd, 0xce."""
+    return np.int64(1 + ((first >> np.uint64(7)) << (first & np.uint64(3))))
+
+
+@array_helper
+def _usual_token(word, first):
+    """A token in a usual form, by the eight bytes that begin with it."""
+    return np.uint32((((word >> _SHIFT24) & _MAX_TOKEN) >> _TOKEN_SHIFT[first]) | _TOKEN_ITSELF[first])
+
+
+@array_helper
 def _read_usual_tokens(data, at, stop, row, tokens, count):
-    """Tokens in their shortest forms, without a branch that depends on their sizes, which nobody could foresee.
+    """Tokens in their shortest forms, without a branch that depends on their sizes, which nobody could foresee, and two
+    at a time: where the second one begins is known from bytes that were loaded with the first.
 
     Returns how many were read, up to one in another form or the payload's last bytes, and the place behind them.
     """
     done, place = 0, row[TOKEN_FROM]
-    while done < count and at + 5 <= stop:
-        byte = data[at]
-        size = _TOKEN_SIZE[byte]
-        if size == 0:
+    while done + 2 <= count and at + 13 <= stop:
+        word = eight_bytes(data, at)
+        first = word >> _SHIFT56
+        size = _usual_size(first)
+        second = (word >> np.uint64(56 - 8 * size)) & _BYTE
+        if not (_IS_USUAL[first] and _IS_USUAL[second]):
             break
-        following = big_endian(data, at + 1, 4)
-        tokens[place + done] = np.uint32((following >> _TOKEN_SHIFT[byte]) | _TOKEN_ITSELF[byte])
-        at += size
-        done += 1
+        tokens[place + done] = _usual_token(word, first)
+        tokens[place + done + 1] = _usual_token(eight_bytes(data, at + size), second)
+        at += size + _usual_size(second)
+        done += 2
     return done, at
 
 

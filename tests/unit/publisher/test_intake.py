@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from wire import words
 
 from kv_events.hashing import namespace_seed, sequence_hashes
@@ -13,6 +15,8 @@ from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from publisher.intake import (
     MAX_PAGES_PER_EVENT,
     BadEventError,
+    EventColumns,
+    StoredColumns,
     check_extra_key,
     derived_columns,
     medium_index,
@@ -141,3 +145,22 @@ def test_token_rows_are_the_pages_tokens() -> None:
     pairs = [(i, i + 1) for i in range(8)]
     assert token_rows(stored(token_ids=pairs), 4).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     assert token_rows(stored(token_ids=[]), 4).shape == (0, 0)
+
+
+@given(st.lists(st.integers(0, 6), max_size=12), st.integers(1, 10))
+def test_columns_are_cut_between_events(lengths: list[int], max_pages: int) -> None:
+    num_pages = sum(lengths)
+    pages = StoredColumns(
+        np.arange(num_pages, dtype=np.uint64),
+        np.arange(num_pages, dtype=np.uint64) + 100,
+        np.array(lengths, np.int64),
+        np.arange(len(lengths), dtype=np.uint64),
+        np.zeros(len(lengths), np.uint8),
+    )
+    parts = list(EventColumns(np.arange(len(lengths), dtype=np.uint8), pages).parts(max_pages))
+    assert np.concatenate([part.kinds for part in parts]).tolist() == list(range(len(lengths)))
+    for column in range(len(pages)):
+        assert np.concatenate([part.pages[column] for part in parts]).tolist() == pages[column].tolist()
+    for part in parts:
+        assert len(part.pages.block_hashes) == part.pages.lengths.sum()
+        assert len(part.pages.block_hashes) <= max_pages or len(part.kinds) == 1

@@ -21,7 +21,23 @@ STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
 def changes(*rows: tuple[int, int, int]) -> PageChanges:
     """Rows of kind, sequence hash and parent; block hashes are the sequence hashes plus 1000."""
     kinds, hashes, parents = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
-    return PageChanges(kinds.astype(np.uint8), hashes, hashes + np.uint64(1000), parents)
+    groups = np.array(groups_of([(kind, page) for kind, page, _ in rows]), np.uint32)
+    return PageChanges(kinds.astype(np.uint8), hashes, hashes + np.uint64(1000), parents, groups)
+
+
+def groups_of(rows: list[tuple[int, int]]) -> list[int]:
+    """A group for each kind and page, the number wrapping around: none removes what it stored."""
+    group, groups = 2**32 - 2, []
+    stored: set[int] = set()
+    for kind, page in rows:
+        if kind == CLEARED or (kind >= REMOVAL and page in stored):
+            group, stored = group + 1, set()
+        groups.append(group % 2**32)
+        if kind < REMOVAL:
+            stored.add(page)
+        elif kind == CLEARED:
+            group += 1
+    return groups
 
 
 def read(events: list[bytes]) -> list[object]:

@@ -25,6 +25,7 @@ from kv_events.schema import (
     StorageMedium,
 )
 from publisher import EventPublisher, OutRecord, PublisherSettings
+from publisher.intake import EventColumns, StoredColumns
 from publisher.sinks import MemorySink
 
 NOW = 1_700_000_000.0
@@ -300,7 +301,7 @@ def test_a_clock_that_went_back_holds_up_no_batch_and_no_heartbeat() -> None:
 
 
 def test_snapshots_that_are_made_while_the_engine_publishes_tell_the_truth() -> None:
-    publisher = make(queue_pages=100_000, ledger_pages=30_000, batch_pages=30_000, batch_bytes=900_000)
+    publisher = make(queue_pages=2_000_000, ledger_pages=30_000, batch_pages=30_000, batch_bytes=900_000)
     publisher.publish([stored(*range(start, start + 1000)) for start in range(0, 20_000, 1000)])
     is_over = threading.Event()
 
@@ -321,6 +322,22 @@ def test_snapshots_that_are_made_while_the_engine_publishes_tell_the_truth() -> 
     is_over.set()
     thread.join()
     assert publisher.stats().queue.dropped == 0
+
+
+def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> None:
+    events, length = 10_000, 100
+    total = events * length
+    publisher = make(queue_pages=total, ledger_pages=total)
+    names = np.arange(total, dtype=np.uint64)
+    no_parents = np.zeros(events, np.uint64), np.zeros(events, np.uint8)
+    columns = EventColumns.stored(StoredColumns(names, names, np.full(events, length), *no_parents), 0)
+    engine = threading.Thread(target=publisher.publish_columns, args=(columns, None))
+    engine.start()
+    while not publisher.take_records(NOW):
+        pass
+    assert publisher.stats().pages["stored"] < total
+    engine.join()
+    assert publisher.stats().pages["stored"] == total
 
 
 def read(batch: DecodedBatch, pages: set[int]) -> set[int]:
