@@ -154,15 +154,15 @@ class Subscriber:
         num_bytes = 0
         for _ in range(at_most):
             try:
-                frames: list[zmq.Frame] = reader.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames, connection = _receive(reader)
             except zmq.Again:
                 break
-            message = self._parsed([*(frame.bytes for frame in frames[:-1]), frames[-1].buffer])
+            message = self._parsed(frames)
             source = None if message is None else self._source_of(message.topic)
             if message is None or source is None:
                 self._counters.undecodable += 1
                 continue
-            now_speaks = source, descriptor_of(frames[0])
+            now_speaks = source, connection
             if speaker is not None and (now_speaks != speaker or num_bytes > _BYTES_AT_A_TIME):
                 yield *speaker, messages
                 messages, num_bytes = [], 0
@@ -227,3 +227,15 @@ class Subscriber:
         if self._away_since is not None:
             waits.append(self._away_since + self._settings.bridge_away_s - time.monotonic())
         return max(1, int(1000 * min(wait for wait in waits if wait > 0 or len(waits) == 1) or 1))
+
+
+def _receive(reader: zmq.Socket[bytes]) -> tuple[list[Payload], int]:
+    """A message, of which only the last frame may be large and so is not copied; its connection. Raises zmq.Again."""
+    frame = reader.recv(zmq.NOBLOCK, copy=False)
+    connection = descriptor_of(frame)
+    frames: list[Payload] = []
+    while frame.more:
+        frames.append(frame.bytes)
+        frame = reader.recv(zmq.NOBLOCK, copy=False)
+    frames.append(frame.buffer)
+    return frames, connection
