@@ -36,15 +36,15 @@ def advance_digest(digest, kinds, hashes):
                 digest[word] = np.uint64(0)
 
 
-@array_kernel(types.int64(_U8_IN, _U64_IN, _U64_IN, types.int64, types.int64, types.int64, types.int64))
-def batch_length(kinds, hashes, parents, max_events, max_bytes, event_bytes, page_bytes):
-    """How many of the changes fit one batch; at least one.
+@array_kernel(types.int64(_U8_IN, _U64_IN, _U64_IN, _U32_IN, types.int64, types.int64, types.int64, types.int64))
+def batch_length(kinds, hashes, parents, groups, max_events, max_bytes, event_bytes, page_bytes):
+    """How many of the changes fit one batch, sorted or not; at least one.
 
-    A run of equal kind is one event of `event_bytes`; a page costs `page_bytes`, a chain that begins 8 bytes more.
+    A run of one kind and group is an event of `event_bytes`; a page costs `page_bytes`, a chain that begins 8 more.
     """
     num_events, num_bytes = 0, 0
     for i in range(kinds.shape[0]):
-        new_run = i == 0 or kinds[i] != kinds[i - 1] or kinds[i] == CLEARED
+        new_run = i == 0 or kinds[i] != kinds[i - 1] or groups[i] != groups[i - 1] or kinds[i] == CLEARED
         if new_run:
             num_events += 1
             num_bytes += event_bytes

@@ -29,8 +29,8 @@ class PageChanges(NamedTuple):
     parents: npt.NDArray[np.uint64]
     """[n] for a store, sequence hash of the page before it; 0: none, or not known."""
     groups: npt.NDArray[np.uint32]
-    """[n] number of the group, ascending modulo 2**32. A group's removals are all of pages that were not stored earlier
-    in it, so that they may as well be told first; a clear is a group of its own."""
+    """[n] number of the group, ascending modulo 2**32. Nothing is removed from a medium on which it was stored earlier
+    in the same group, so that a group's removals may as well be told first; a clear is a group of its own."""
 
     def part(self, start: int, stop: int) -> PageChanges:
         """Views of changes start .. stop."""

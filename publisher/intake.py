@@ -76,18 +76,33 @@ class EventColumns(NamedTuple):
         return cls(np.full(len(pages.lengths), medium, np.uint8), pages)
 
     def parts(self, max_pages: int) -> Iterator[EventColumns]:
-        """Views of the events in their order, as many in each as have at most `max_pages`; one event at least."""
-        lengths = self.pages.lengths
+        """The same in parts of at most `max_pages`; an event that is longer becomes several."""
         if len(self.pages.block_hashes) <= max_pages:
             yield self
             return
-        ends = np.cumsum(lengths)
+        kinds, pages = self._cut(max_pages)
+        ends = np.cumsum(pages.lengths)
         first, first_page = 0, 0
-        while first < len(lengths):
-            last = max(first + 1, int(np.searchsorted(ends, first_page + max_pages, "right")))
-            end_page = int(ends[last - 1])
-            yield EventColumns(self.kinds[first:last], self.pages.part(slice(first, last), slice(first_page, end_page)))
-            first, first_page = last, end_page
+        while first < len(ends):
+            last = int(np.searchsorted(ends, first_page + max_pages, "right"))
+            here = slice(first, last)
+            yield EventColumns(kinds[here], pages.part(here, slice(first_page, int(ends[last - 1]))))
+            first, first_page = last, int(ends[last - 1])
+
+    def _cut(self, max_pages: int) -> EventColumns:
+        """The same in events of at most `max_pages`: of a longer one, each piece is the child of the one before."""
+        pages = self.pages
+        num_pieces = np.maximum(1, -(-pages.lengths // max_pages))
+        events = np.repeat(np.arange(len(num_pieces)), num_pieces)
+        number = np.arange(len(events)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+        lengths = np.minimum(max_pages, pages.lengths[events] - number * max_pages)
+        before = np.maximum(0, np.cumsum(lengths) - lengths - 1)  # the page before each piece
+        is_rest = number > 0
+        parents = np.where(is_rest, pages.block_hashes[before], pages.parents[events])
+        has_parent = np.where(is_rest, np.uint8(1), pages.has_parent[events])
+        return EventColumns(
+            self.kinds[events], StoredColumns(pages.block_hashes, pages.hashes, lengths, parents, has_parent)
+        )
 
     @classmethod
     def removed(cls, block_hashes: U64Array, medium: int) -> EventColumns:

@@ -37,6 +37,8 @@ COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_f
 _STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, _LEDGER_FULL, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
 
 _NO_HASH = np.uint64(0)
+_MEDIA_BITS = np.uint32(NUM_MEDIA)
+_GROUP_MASK = np.uint32(2**32 - 2**NUM_MEDIA)
 
 
 class LedgerArrays(NamedTuple):
@@ -54,7 +56,8 @@ class LedgerArrays(NamedTuple):
     page_words: npt.NDArray[np.uint64]
     """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
     page_stored_in: npt.NDArray[np.uint32]
-    """[capacity] group of changes in which the page was queued as stored the last time."""
+    """[capacity] where the page was queued as stored the last time: number of the group modulo 2**28, and behind it
+    four bits, bit m: on medium m."""
     page_changed: npt.NDArray[np.bool_]
     """[capacity / SLICE_PAGES, rounded up] whether media of the slice's pages changed since it was last copied."""
     digest: npt.NDArray[np.uint64]
@@ -113,9 +116,25 @@ def _queue(queue, kind, sequence_hash, block_hash, parent):
 
 
 @array_helper
+def _group_mark(queue):
+    """The group that is being queued, as in `page_stored_in`, without media."""
+    return np.uint32(np.uint32(queue.cursors[GROUP]) << _MEDIA_BITS)  # numba shifts into 64 bits
+
+
+@array_helper
+def _queue_store(ledger, queue, page, medium, name, block_hash, parent):
+    stored_in = ledger.page_stored_in[page]
+    if stored_in & _GROUP_MASK != _group_mark(queue):
+        stored_in = _group_mark(queue)
+    ledger.page_stored_in[page] = stored_in | np.uint32(1 << medium)
+    _queue(queue, medium, name, block_hash, parent)
+
+
+@array_helper
 def _queue_removal(ledger, queue, page, medium, block_hash):
-    """A group in which the page was stored ends here: its removals may be told before its stores."""
-    if ledger.page_stored_in[page] == np.uint32(queue.cursors[GROUP]):
+    """A group in which the page was stored there ends here: its removals may be told before its stores."""
+    stored_in = ledger.page_stored_in[page]
+    if stored_in & _GROUP_MASK == _group_mark(queue) and stored_in & np.uint32(1 << medium):
         queue.cursors[GROUP] += 1
     _queue(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
 
@@ -221,8 +240,7 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
     ledger.block_columns[entry, MEDIA] |= bit
     is_new = _add_copy(ledger, page, medium)
     if is_new:
-        ledger.page_stored_in[page] = np.uint32(queue.cursors[GROUP])
-        _queue(queue, medium, name, block_hash, parent)
+        _queue_store(ledger, queue, page, medium, name, block_hash, parent)
     return name, is_new
 
 

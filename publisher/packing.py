@@ -38,8 +38,9 @@ class BatchLimits(NamedTuple):
 
     def fitting(self, changes: PageChanges, token_bytes: int = 0) -> int:
         """How many of the changes fit one batch; at least one. token_bytes: bound on what tokens cost a page."""
-        kinds, hashes, _, parents, _ = changes
-        return int(batch_length(kinds, hashes, parents, _MAX_EVENTS, self.bytes, EVENT_BYTES, PAGE_BYTES + token_bytes))
+        kinds, hashes, _, parents, groups = changes
+        page_bytes = PAGE_BYTES + token_bytes
+        return int(batch_length(kinds, hashes, parents, groups, _MAX_EVENTS, self.bytes, EVENT_BYTES, page_bytes))
 
 
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:

@@ -105,7 +105,8 @@ class LiveFleet:
         stats = publisher.stats()
         if view is None or stats.queue.queued or stats.queue.in_flight:
             return False
-        return (view.epoch, view.next_seq, view.state) == (publisher.epoch, stats.next_seq, ViewState.LIVE)
+        state = self.consumer.freshness.state(view)  # one that came late counts with the next heartbeat only
+        return (view.epoch, view.next_seq, state) == (publisher.epoch, stats.next_seq, ViewState.LIVE)
 
     def _check_alive(self, publishers: list[EventPublisher]) -> None:
         if self.consumer.failure is not None:

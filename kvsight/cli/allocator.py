@@ -8,19 +8,23 @@ a sixth of its time. Parameters: mallopt(3).
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 # parameters of mallopt, <malloc.h>
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_KEPT_BYTES = 64 * 2**20
+_KEPT_BYTES = 32 * 2**20
 _GROW_BYTES = 2**20
 _LARGEST_KEPT_BYTES = 8 * 2**20
 """Larger buffers are tables: made for good, and paid for only as far as they are touched."""
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep up to 64 MiB that it freed. False: the C library is none that can be asked to."""
-    if sys.platform != "linux":
+    """Have each of this process's arenas, of which busy threads have one each, keep up to 32 MiB that were freed.
+
+    False: the C library cannot be asked to, or somebody has told it otherwise by `MALLOC_` variables.
+    """
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

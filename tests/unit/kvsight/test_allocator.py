@@ -16,20 +16,20 @@ if sys.argv[1] == "keep":
 for round in range({ROUNDS} + 1):
     if round == 1:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    buffers = [b"x" * 2**22 for _ in range(8)]
+    buffers = [b"x" * 2**22 for _ in range(6)]
     del buffers
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
 def page_faults(how: str) -> int:
-    """Of a process that uses 32 MiB again and again, but for the first time."""
+    """Of a process that uses 24 MiB again and again, but for the first time."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, how], check=True, capture_output=True, text=True)
     return int(done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="speaks to glibc")
 def test_buffers_that_are_used_again_are_not_zeroed_again() -> None:
-    pages_a_round = 8 * 2**22 // 4096
+    pages_a_round = 6 * 2**22 // 4096
     assert page_faults("keep") < pages_a_round
     assert page_faults("give back") > ROUNDS * pages_a_round / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -147,20 +148,31 @@ def test_token_rows_are_the_pages_tokens() -> None:
     assert token_rows(stored(token_ids=[]), 4).shape == (0, 0)
 
 
-@given(st.lists(st.integers(0, 6), max_size=12), st.integers(1, 10))
-def test_columns_are_cut_between_events(lengths: list[int], max_pages: int) -> None:
+@given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 10), st.randoms(use_true_random=False))
+def test_parts_of_columns_say_what_the_whole_says(lengths: list[int], max_pages: int, random: Random) -> None:
     num_pages = sum(lengths)
     pages = StoredColumns(
-        np.arange(num_pages, dtype=np.uint64),
-        np.arange(num_pages, dtype=np.uint64) + 100,
+        np.arange(num_pages, dtype=np.uint64) + 1000,
+        np.arange(num_pages, dtype=np.uint64) + 2000,
         np.array(lengths, np.int64),
         np.arange(len(lengths), dtype=np.uint64),
-        np.zeros(len(lengths), np.uint8),
+        np.array([random.randrange(2) for _ in lengths], np.uint8),
     )
-    parts = list(EventColumns(np.arange(len(lengths), dtype=np.uint8), pages).parts(max_pages))
-    assert np.concatenate([part.kinds for part in parts]).tolist() == list(range(len(lengths)))
-    for column in range(len(pages)):
-        assert np.concatenate([part.pages[column] for part in parts]).tolist() == pages[column].tolist()
+    whole = EventColumns(np.array([random.randrange(8) for _ in lengths], np.uint8), pages)
+    parts = list(whole.parts(max_pages))
+    assert [page for part in parts for page in pages_of(part)] == pages_of(whole)
     for part in parts:
-        assert len(part.pages.block_hashes) == part.pages.lengths.sum()
-        assert len(part.pages.block_hashes) <= max_pages or len(part.kinds) == 1
+        assert len(part.pages.block_hashes) == part.pages.lengths.sum() <= max_pages or part is whole
+        assert len(part.kinds) == len(part.pages.lengths) == len(part.pages.parents) == len(part.pages.has_parent)
+
+
+def pages_of(events: EventColumns) -> list[tuple[int, int, int, int | None]]:
+    """Kind, both names and the parent of every page."""
+    rows, page = [], 0
+    for kind, length, parent, has_parent in zip(events.kinds.tolist(), *events.pages[2:], strict=True):
+        before = int(parent) if has_parent else None
+        for _ in range(length):
+            block_hash = int(events.pages.block_hashes[page])
+            rows.append((kind, block_hash, int(events.pages.hashes[page]), before))
+            before, page = block_hash, page + 1
+    return rows

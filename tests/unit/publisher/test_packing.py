@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wire import words
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.limits import MAX_EVENTS_PER_BATCH
-from kv_events.schema import AllBlocksCleared
+from kv_events.memory_log import MemoryLog
+from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from kv_events.streams import StreamId
+from publisher import EventPublisher, PublisherSettings
 from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.hand_over import PageChanges
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
+from publisher.sinks import MemorySink
 
 STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
 
@@ -28,13 +32,13 @@ def changes(*rows: tuple[int, int, int]) -> PageChanges:
 def groups_of(rows: list[tuple[int, int]]) -> list[int]:
     """A group for each kind and page, the number wrapping around: none removes what it stored."""
     group, groups = 2**32 - 2, []
-    stored: set[int] = set()
+    stored: set[tuple[int, int]] = set()
     for kind, page in rows:
-        if kind == CLEARED or (kind >= REMOVAL and page in stored):
+        if kind == CLEARED or (kind - REMOVAL, page) in stored:
             group, stored = group + 1, set()
         groups.append(group % 2**32)
         if kind < REMOVAL:
-            stored.add(page)
+            stored.add((kind, page))
         elif kind == CLEARED:
             group += 1
     return groups
@@ -95,6 +99,29 @@ def test_changes_lead_where_they_would_lead_one_by_one(rows: list[tuple[int, int
         else:
             read_back.clear()
     assert read_back == held
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, REMOVAL, REMOVAL + 1, CLEARED]), st.integers(1, 6)), min_size=1))
+def test_a_batch_never_has_more_events_than_were_reckoned(rows: list[tuple[int, int]]) -> None:
+    some = changes(*[(kind, page, 0) for kind, page in rows])
+    for max_bytes in (200, 400, 800):
+        fitting = some.part(0, BatchLimits(1000, max_bytes).fitting(some))
+        assert len(fitting.kinds) == 1 or len(pack(fitting)) * EVENT_BYTES <= max_bytes
+
+
+def test_pages_that_move_to_another_tier_one_by_one_are_few_events() -> None:
+    publisher = EventPublisher(PublisherSettings(model="m", worker="w", block_size=4), MemorySink(MemoryLog()))
+    pages = range(1, 1001)
+    publisher.publish([stored(page, StorageMedium.GPU) for page in pages])
+    publisher.take_records(0.0, force=True)
+    for page in pages:
+        publisher.publish([stored(page, StorageMedium.CPU), BlockRemoved([page], StorageMedium.GPU)])
+    (record,) = publisher.take_records(0.0, force=True)
+    assert len(decode_batch(record.payload).steps) <= 3
+
+
+def stored(page: int, medium: StorageMedium) -> BlockStored:
+    return BlockStored([page], None, [], 4, None, medium, None, words([page]))
 
 
 def test_every_clear_is_an_event_of_its_own() -> None:
