@@ -15,8 +15,9 @@ import sys
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _KEPT_BYTES = 32 * 2**20
 _GROW_BYTES = 2**20
-_LARGEST_KEPT_BYTES = 8 * 2**20
-"""Larger buffers are tables: made for good, and paid for only as far as they are touched."""
+_LARGEST_KEPT_BYTES = 6 * 2**20
+"""Larger ones are tables: made for good, and paid for only as far as they are touched. By its own rule glibc would soon
+take them from the heap, too, and zero them whole: 25 MB for each stream that is published."""
 
 
 def keep_freed_memory() -> bool:
