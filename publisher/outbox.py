@@ -56,6 +56,8 @@ class Outbox:
         self.seq = 0
         """Number of the next record."""
         self.num_snapshots = 0
+        self.is_snapshot_begun = False
+        """Whether the last of them is not told to its end: changes from before it wait in no queue any more."""
         self.doubt = ""
         """What every record says against itself. Any thread may set it; a change makes a record due."""
         self._settings = settings
@@ -113,6 +115,7 @@ class Outbox:
         self._wanted = self._resync_at = None  # first: a wish of now may be about what the copy does not see
         self._last_snapshot_at = self._clock
         self.num_snapshots += 1
+        self.is_snapshot_begun = True
         held = self._recorder.restart()
         self._snapshot = _Snapshot(snapshot_changes(held), held.digest, reason)
         self._waiting_since = None
@@ -187,6 +190,7 @@ class Outbox:
         if snapshot.num_left == 0:
             events.append(encode_event(SnapshotEnd()))
             self._snapshot = None
+            self.is_snapshot_begun = False
         self._digest = snapshot.digest
         return self._record(now, events, len(part.kinds))
 

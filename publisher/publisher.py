@@ -49,6 +49,8 @@ class PublisherStats(NamedTuple):
     """Records made in this epoch."""
     snapshots: int
     """Snapshots begun in this epoch, the first one included."""
+    is_snapshot_begun: bool
+    """Whether the last of them still has to be told to its end."""
     rejected_records: int
     """Records that the sink refused for good."""
     is_sink_available: bool
@@ -146,6 +148,7 @@ class EventPublisher:
             rejected_events=self._recorder.rejected(),
             next_seq=self._outbox.seq,
             snapshots=self._outbox.num_snapshots,
+            is_snapshot_begun=self._outbox.is_snapshot_begun,
             rejected_records=self._drain.num_rejected,
             is_sink_available=self._drain.is_sink_available,
             failure=None if failure is None else repr(failure),

@@ -103,7 +103,7 @@ class LiveFleet:
     def _is_seen(self, publisher: EventPublisher) -> bool:
         view = self.consumer.namespaces.view(publisher.stream)
         stats = publisher.stats()
-        if view is None or stats.queue.queued or stats.queue.in_flight:
+        if view is None or stats.queue.queued or stats.queue.in_flight or stats.is_snapshot_begun:
             return False
         state = self.consumer.freshness.state(view)  # one that came late counts with the next heartbeat only
         return (view.epoch, view.next_seq, state) == (publisher.epoch, stats.next_seq, ViewState.LIVE)

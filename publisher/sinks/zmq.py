@@ -57,6 +57,7 @@ class ZmqSink:
         self._context = zmq.Context()
         try:
             self._live = self._context.socket(zmq.PUB)
+            self._live.setsockopt(zmq.LINGER, _LINGER_MS)  # now, as for replays: readers may be gone before we are
             self._live.setsockopt(zmq.SNDHWM, self._settings.zmq_hwm)
             self._live.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
             if is_ours_to_bind(self._endpoint) or self._endpoint.startswith(IN_ONE_PLACE):
@@ -91,7 +92,7 @@ class ZmqSink:
         if self._replay is not None:
             await self._replay.stop()
         if self._live is not None:
-            self._live.close(linger=_LINGER_MS)
+            self._live.close()
         context, self._context, self._live = self._context, None, None
         if context is not None:
             await asyncio.to_thread(context.term)

@@ -86,6 +86,8 @@ class ReplaySocket:
         """Bind, and answer from now on, in the running event loop. Raises zmq.ZMQError."""
         self._router = router = zmq.asyncio.Socket(context, zmq.ROUTER)
         router.setsockopt(zmq.IPV6, is_ipv6(self.endpoint))
+        # now and not with `close` only: ZMQ would wait for ever for what a reader left unread who is gone before that
+        router.setsockopt(zmq.LINGER, _LINGER_MS)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader who is gone, or has no room, is an error
         router.setsockopt(zmq.SNDHWM, max(2, _IN_FLIGHT_BYTES // self._settings.batch_bytes))
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
@@ -101,7 +103,7 @@ class ReplaySocket:
             await asyncio.gather(task, return_exceptions=True)
         router, self._router = self._router, None
         if router is not None:
-            router.close(linger=_LINGER_MS)
+            router.close()
         self._answers.clear()
 
     async def _run(self, router: zmq.asyncio.Socket) -> None:

@@ -140,6 +140,18 @@ async def test_a_reader_that_leaves_in_the_middle_keeps_nobody_waiting(caplog: p
     assert not caplog.records
 
 
+async def test_a_sink_stops_when_a_reader_left_its_answer_unread() -> None:
+    async with sink_with(num_batches=60) as (sink, readers):
+        leaving, staying = readers.open(), readers.open()
+        await ask(leaving, 0)
+        await asyncio.wait_for(leaving.recv_multipart(), 10)
+        leaving.close(linger=0)
+        for _ in range(5):  # time enough to hear of it
+            await ask(staying, 0)
+            assert await answer(staying) == list(range(60))
+        await asyncio.wait_for(sink.stop(), 10)
+
+
 async def test_a_reader_that_is_stuck_is_given_up_and_may_ask_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -365,6 +365,18 @@ def test_a_large_snapshot_is_split_and_says_the_whole_digest() -> None:
     assert [batch.seq for batch in batches] == list(range(batches[0].seq, batches[0].seq + len(batches)))
 
 
+def test_a_snapshot_is_begun_until_its_last_part_is_out() -> None:
+    publisher = make(batch_pages=3)
+    publisher.publish([stored(*range(1, 8))])
+    publisher.request_resync("test")
+    begun = []
+    while records := publisher._outbox.take_records(NOW, force=True, max_records=1):
+        begun.append((steps_of(records), publisher.stats().is_snapshot_begun))
+    marks = [is_begun for steps, is_begun in begun if not isinstance(steps[-1], SnapshotEnd)]
+    assert marks == [True, True]
+    assert [is_begun for _, is_begun in begun] == [True, True, False]
+
+
 def test_a_snapshot_of_shared_prefixes_has_one_chain_a_branch() -> None:
     publisher = make()
     publisher.publish([stored(1, 2, 3), stored(11, 12, parent=2), stored(21, 22, parent=2)])
