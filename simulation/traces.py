@@ -89,7 +89,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _row(line: bytes, where: str) -> _Row:
     try:
         fields = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidValueError(where, line.decode(errors="replace"), f"a JSON object ({error})") from None
     if not isinstance(fields, dict):
         raise InvalidValueError(where, fields, "a JSON object")

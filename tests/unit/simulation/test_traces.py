@@ -93,7 +93,9 @@ def test_a_missing_field_is_refused_by_name(tmp_path: Path) -> None:
         _trace(tmp_path, json.dumps({k: v for k, v in GOOD.items() if k != "hash_ids"}))
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", "\udce4".encode("utf-8", "surrogateescape").decode("latin-1"), "null"])
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", "\udce4".encode("utf-8", "surrogateescape").decode("latin-1"), "null", "[" * 100_000]
+)
 def test_a_line_that_is_no_object_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidValueError, match="line 2"):
         _trace(tmp_path, _line(), line)
