@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import operator
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -16,6 +13,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher.change_kernels import REMOVAL
+from publisher.fair_lock import FairLock
 from publisher.hand_over import HandOver, PageChanges, QueueStats
 from publisher.intake import (
     BadEventError,
@@ -37,8 +35,6 @@ _E = TypeVar("_E", BlockStored, BlockRemoved)
 _COPY_PASSES = 3
 """Each pass copies what changed during the one before; what little is left then is copied in one step."""
 _STEP_PAGES = 8192
-_PAUSE_S = 20e-6
-"""Between steps: a lock is no queue, and without a pause whoever else waits for it would seldom get his turn."""
 
 _place = operator.attrgetter("medium", "extra_key")
 
@@ -64,12 +60,11 @@ class Recorder:
         if settings.with_tokens:
             self._tokens = deque()
             self._token_bytes = 4 * (settings.block_size + 1) + EVENT_BYTES + MAX_EXTRA_KEY_BYTES
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = FairLock()  # guards everything below
         self._hand_over = HandOver(settings.queue_pages)
         self._ledger = Ledger(settings.ledger_pages, self._hand_over)
         self._rejected: Counter[str] = Counter()
         self._is_closed = False
-        self._is_drain_waiting = False  # for the lock; a hint
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -102,8 +97,6 @@ class Recorder:
                     self._rejected["closed"] += len(part.kinds)
                 else:
                     self._ledger.change(part, extra_key)
-            if self._is_drain_waiting:
-                time.sleep(_PAUSE_S)
 
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):
@@ -160,7 +153,7 @@ class Recorder:
 
     def take(self) -> TakenChanges:
         """The oldest changes that fit one batch; in flight from now on."""
-        with self._drains_turn():
+        with self._lock:
             changes = self._hand_over.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
             self._hand_over.take(len(changes.kinds))
@@ -172,16 +165,8 @@ class Recorder:
 
     def confirm(self) -> None:
         """What was in flight was delivered."""
-        with self._drains_turn():
-            self._hand_over.confirm()
-
-    @contextmanager
-    def _drains_turn(self) -> Iterator[None]:
-        """The lock, which `change` then lets go of soon."""
-        self._is_drain_waiting = True
         with self._lock:
-            self._is_drain_waiting = False
-            yield
+            self._hand_over.confirm()
 
     def restart(self) -> HeldPages:
         """Drop what waits and queue anew behind the copy of the ledger that this returns. Takes 25 ms a million pages
@@ -193,7 +178,6 @@ class Recorder:
             for number in self._ledger.stale_slices():
                 with self._lock:
                     self._ledger.copy_slice(number, held)
-                time.sleep(_PAUSE_S)
         with self._lock:
             self._hand_over.restart()
             if self._tokens is not None:
