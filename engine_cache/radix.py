@@ -154,16 +154,21 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         prefix ends inside it."""
         node, done, path = self.root_node, 0, []
         while done < len(key):
-            child = node.children.get(key.page_key(self.page_size, done))
+            child = self._next_on_path(node, key, done)
             if child is None:
                 break
-            shared = key.match(child.key, self.page_size, done)
-            if shared < len(child.key):
-                child = self._split_node(child, shared)
             path.append(child)
-            done += shared
+            done += len(child.key)
             node = child
         return path, done
+
+    def _next_on_path(self, node: TreeNode, key: RadixKey, done: int) -> TreeNode | None:
+        """The child that goes on along a key of which `done` units lead to its parent; split if the key ends inside."""
+        child = node.children.get(key.page_key(self.page_size, done))
+        if child is None:
+            return None
+        shared = key.match(child.key, self.page_size, done)
+        return self._split_node(child, shared) if shared < len(child.key) else child
 
     def _touch(self, path: list[TreeNode]) -> None:
         """The nodes, parents before children, have been used now."""

@@ -30,16 +30,13 @@ class Adoption(Archives):
             if node.host_value is None and node is not self.root_node:
                 return len(rows)  # its own backup has failed, so nothing may hang below it on the host
             while done < len(key):
-                child = node.children.get(key.page_key(self.page_size, done))
+                child = self._next_on_path(node, key, done)
                 if child is None:
                     break
-                shared = key.match(child.key, self.page_size, done)
-                if shared < len(child.key):
-                    child = self._split_node(child, shared)
                 self._touch([child])
                 self._settle(child)
-                self._adopt_or_free(child, rows[done : done + shared])
-                node, done = child, done + shared
+                self._adopt_or_free(child, rows[done : done + len(child.key)])
+                node, done = child, done + len(child.key)
             if done < len(key):
                 hashes = operation.hashes[done // self.page_size : len(key) // self.page_size]
                 node = self._add_host_leaf(node, key[done:], rows[done:], hashes)
