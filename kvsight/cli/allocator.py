@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 
 # parameters of mallopt, <malloc.h>
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -25,11 +24,11 @@ def keep_freed_memory() -> bool:
 
     False: the C library cannot be asked to, or somebody has told it otherwise by `MALLOC_` variables.
     """
-    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+    if any(name.startswith("MALLOC_") for name in os.environ):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # musl
+    except AttributeError:  # it is not glibc
         return False
     wanted = {_TRIM_THRESHOLD: _KEPT_BYTES, _TOP_PAD: _GROW_BYTES, _MMAP_THRESHOLD: _LARGEST_KEPT_BYTES}
     return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())
