@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,13 @@ def _cache_root(numba_cache_dir: str) -> Path:
 
 
 def _digest_of_kernels(folder: Path) -> str:
-    """Digest of this package, whose constants are frozen into kernels, and of the kernels in another folder."""
+    """Digest of this package, whose constants are frozen into kernels, and of the kernels in another folder and in the
+    packages that it lies in.
+    """
     digest = sha256()
     here = Path(__file__).parent
-    for source in sorted({*here.glob("*.py"), *folder.glob("*.py")}):
+    packages = takewhile(lambda each: (each / "__init__.py").exists(), folder.parents)
+    for source in sorted({path for each in (here, folder, *packages) for path in each.glob("*.py")}):
         text = source.read_bytes()
         if source.parent == here or b"numba" in text or b"kv_events.kernels" in text:
             digest.update(text)

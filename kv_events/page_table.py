@@ -240,8 +240,14 @@ def _new_entry(table, key):
 
 
 @array_helper
+def num_entries(table):
+    """`num_live` inside a kernel."""
+    return table.meta[_HIGH_WATER] - table.meta[_NUM_FREE]
+
+
+@array_helper
 def _is_full(table):
-    return table.meta[_HIGH_WATER] - table.meta[_NUM_FREE] >= table.meta[_CAPACITY]
+    return num_entries(table) >= table.meta[_CAPACITY]
 
 
 @array_function

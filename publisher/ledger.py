@@ -11,15 +11,16 @@ import xxhash
 
 from kv_events import page_table
 from kv_events.digest import DIGEST_WORDS, Digest, empty_digest
+from kv_events.errors import InvalidValueError
 from kv_events.page_table import make_table
 from kv_events.schema import NUM_MEDIA
+from publisher.blocks import HELD, ON_MEDIA, PAGE, STATE, Blocks, make_blocks, put_down
 from publisher.change_kernels import advance_digest
 from publisher.hand_over import HandOver
 from publisher.intake import EventColumns
 from publisher.ledger_kernels import (
     COUNT_NAMES,
     FIRST_BLOCK,
-    PAGE,
     PARENT,
     SLICE_PAGES,
     LedgerArrays,
@@ -52,15 +53,14 @@ class Ledger:
     """Pages by the engine's name and by the router's, with their media, and the running digest.
 
     What becomes resident or leaves is queued into the `HandOver` in the same step. Not thread-safe: the publisher's
-    lock guards it. `capacity` bounds blocks and pages; a page beyond it is neither kept nor queued, but counted, so
-    that ledger, digest and router agree.
+    lock guards it. `capacity` bounds pages, and blocks where the table is its own; a page beyond it is neither kept nor
+    queued, but counted, so that ledger, digest and router agree.
     """
 
     def __init__(self, capacity: int, hand_over: HandOver) -> None:
         self._arrays = LedgerArrays(
-            blocks=make_table(capacity),
+            blocks=make_blocks(capacity),
             pages=make_table(capacity),
-            block_columns=np.zeros((capacity + 1, 2), np.uint32),
             page_media=np.zeros(capacity, np.uint8),
             page_copies=np.zeros((capacity, NUM_MEDIA), np.uint32),
             page_words=np.zeros((capacity, 2), np.uint64),
@@ -71,6 +71,16 @@ class Ledger:
         )
         self._queue = hand_over.arrays
         self._flat = flat(self._arrays, hand_over.arrays)
+
+    def share(self, blocks: Blocks) -> None:
+        """Have blocks in a table of the caller's, a shared one, in place of an own one. A store of a block that he did
+        not enter counts as one beyond `capacity`. Raises InvalidValueError while pages are held.
+        """
+        if self.num_pages:
+            raise InvalidValueError("pages held", self.num_pages, "none")
+        put_down(blocks)
+        self._arrays = self._arrays._replace(blocks=blocks)
+        self._flat = flat(self._arrays, self._queue)
 
     @property
     def num_pages(self) -> int:
@@ -96,7 +106,7 @@ class Ledger:
     def clear(self) -> None:
         """Nothing is held any more. Costs microseconds: columns are wiped where an entry is used again."""
         arrays = self._arrays
-        page_table.clear(arrays.blocks)
+        put_down(arrays.blocks)
         page_table.clear(arrays.pages)
         arrays.digest[:] = 0
         queue_cleared(*self._queue)
@@ -104,10 +114,10 @@ class Ledger:
     def sequence_hash(self, block_hash: int, extra_key: str | None) -> int | None:
         """The router's name of a page that is held; block_hash signed or unsigned."""
         blocks = self._arrays.blocks
-        entry = find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), *blocks)
-        if entry < 0:
+        entry = find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), *blocks.table)
+        if entry < 0 or not blocks.columns[entry, STATE] & ON_MEDIA:
             return None
-        return int(self._arrays.pages.keys[self._arrays.block_columns[entry, PAGE]])
+        return int(self._arrays.pages.keys[blocks.columns[entry, PAGE]])
 
     # --- copies, slice by slice, so that the engine is kept off for short moments only ------------------------------
 
@@ -160,12 +170,13 @@ class Ledger:
     def check(self) -> None:
         """Recount everything from scratch. Raises AssertionError with both figures."""
         arrays = self._arrays
-        page_table.check(arrays.blocks)
+        page_table.check(arrays.blocks.table)
         page_table.check(arrays.pages)
         page_media, page_copies = arrays.page_media[: self._num_used], arrays.page_copies[: self._num_used]
-        pages, media = arrays.block_columns[: page_table.high_water(arrays.blocks)].T
-        live = np.flatnonzero(media)
-        _check_equal("blocks", len(live), page_table.num_live(arrays.blocks))
+        pages, media = arrays.blocks.columns[: page_table.high_water(arrays.blocks.table)].T
+        _check_equal("entries", int(np.count_nonzero(media)), page_table.num_live(arrays.blocks.table))
+        live = np.flatnonzero(media & ON_MEDIA)
+        _check_equal("blocks", len(live), int(arrays.blocks.tally[HELD]))
         _check_equal("pages", int(np.count_nonzero(page_media)), self.num_pages)
         digest = np.zeros(DIGEST_WORDS, np.uint64)
         for medium in range(NUM_MEDIA):

@@ -1,7 +1,7 @@
 """Kernels of the ledger and of the queue of page changes that it feeds. Arrays only, no Python objects.
 
-Two tables of `kv_events.page_table`. *Blocks*: what the engine calls a page (block hash XOR the salt of its
-namespace). *Pages*: what the router calls it (sequence hash). Several blocks may carry one page: multimodal prompts
+Two tables of `kv_events.page_table`. *Blocks*: what the engine calls a page, see `publisher.blocks`. *Pages*: what the
+router calls it (sequence hash). Several blocks may carry one page: multimodal prompts
 of equal tokens, copies under two names. A page counts once per medium, however many blocks carry it, because the
 router keeps a set; so the digest is that of a set, too.
 """
@@ -18,10 +18,11 @@ from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
+from publisher import blocks as blocks_module
+from publisher.blocks import BLOCK_ARRAYS, HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
 from publisher.change_kernels import CLEARED, REMOVAL
 
-# columns of block_columns and of page_words
-PAGE, MEDIA = range(2)
+# columns of page_words
 PARENT, FIRST_BLOCK = range(2)
 
 # elements of cursors: changes queued, taken, confirmed since the ring was last empty; changes given up; whether the
@@ -44,11 +45,8 @@ _GROUP_MASK = np.uint32(2**32 - 2**NUM_MEDIA)
 class LedgerArrays(NamedTuple):
     """What the worker holds. Columns are indexed by the entry ids of the table that their name begins with."""
 
-    blocks: Table
+    blocks: Blocks
     pages: Table
-    block_columns: npt.NDArray[np.uint32]
-    """[capacity + 1, 2] entry of the page that the block carries; bit m of the second: it lies on medium m. Media 0
-    mark a free entry; the last one stays so."""
     page_media: npt.NDArray[np.uint8]
     """[capacity] bit m: some block carries the page on medium m. 0: a free entry."""
     page_copies: npt.NDArray[np.uint32]
@@ -84,17 +82,16 @@ def _input(dtype: types.Type) -> types.Array:
 
 _U8_IN, _U64_IN, _I64_IN = _input(types.uint8), _input(types.uint64), _input(types.int64)
 _COLUMNS = (
-    types.uint32[:, ::1], types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.uint32[::1],
-    types.boolean[::1],
+    types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.uint32[::1], types.boolean[::1],
 )  # fmt: skip
 _U64 = types.uint64[::1]
 _QUEUE = (types.uint8[::1], _U64, _U64, _U64, types.uint32[::1], types.int64[::1])
-_STATE = (*TABLE_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *_QUEUE)
+_STATE = (*BLOCK_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *_QUEUE)
 
 
 def flat(ledger: LedgerArrays, queue: QueueArrays) -> tuple[npt.NDArray[np.generic], ...]:
     """The arrays in the order in which `change_pages` takes them."""
-    return (*ledger.blocks, *ledger.pages, *ledger[2:], *queue)
+    return (*blocks_module.flat(ledger.blocks), *ledger.pages, *ledger[2:], *queue)
 
 
 @array_function
@@ -141,8 +138,9 @@ def _queue_removal(ledger, queue, page, medium, block_hash):
 
 @array_helper
 def _is_block(ledger, entry, key):
-    is_used = was_used(ledger.blocks, entry) and ledger.blocks.keys[entry] == key
-    return is_used and ledger.block_columns[entry, MEDIA] != 0
+    blocks = ledger.blocks
+    is_used = was_used(blocks.table, entry) and blocks.table.keys[entry] == key
+    return is_used and blocks.columns[entry, STATE] != 0
 
 
 @array_helper
@@ -163,38 +161,71 @@ def _expected_block(ledger, expected_after, key):
 def _find_block(ledger, expected_after, key):
     """Entry of a block, or -1."""
     entry = _expected_block(ledger, expected_after, key)
-    return entry if entry >= 0 else find(ledger.blocks, key)
+    return entry if entry >= 0 else find(ledger.blocks.table, key)
+
+
+@array_function
+def _make_block(ledger, key):
+    """Entry of a block that is not where it was expected, entered if that is the ledger's to do; or -1."""
+    blocks = ledger.blocks
+    if blocks.tally[IS_SHARED]:
+        return find(blocks.table, key)
+    entry, is_new = find_or_insert(blocks.table, key)
+    if is_new and entry >= 0:
+        blocks.columns[entry, STATE] = np.uint32(0)  # a clear leaves what was there
+    return entry
+
+
+@array_helper
+def _pick_up(ledger, entry, block_hash, sequence_hash, parent):
+    """A block that lay nowhere is about to be stored: the page that it carries is entered if that is unknown.
+
+    Returns the block's entry; -1: the ledger is full.
+    """
+    page, is_new = find_or_insert(ledger.pages, sequence_hash)
+    if page < 0:
+        if ledger.blocks.tally[IS_SHARED] == 0:
+            remove(ledger.blocks.table, entry)
+        return page
+    if is_new:
+        ledger.page_media[page] = np.uint8(0)  # a clear leaves what was there
+        for other in range(NUM_MEDIA):  # a slice would take a sixth of all the time
+            ledger.page_copies[page, other] = np.uint32(0)
+        ledger.page_words[page, PARENT] = parent
+        ledger.page_words[page, FIRST_BLOCK] = block_hash
+    ledger.blocks.columns[entry, PAGE] = np.uint32(page)
+    ledger.blocks.tally[HELD] += 1
+    return entry
+
+
+@array_helper
+def _lay_down(ledger, entry, page):
+    """A block lies nowhere any more."""
+    blocks = ledger.blocks
+    blocks.tally[HELD] -= 1
+    if blocks.columns[entry, STATE] == 0:
+        remove(blocks.table, entry)
+    if ledger.page_media[page] == 0:
+        remove(ledger.pages, page)
 
 
 @array_helper
 def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent):
-    """Entry of a block; an unknown one is entered, with its page if that is unknown, too. -1: the ledger is full."""
+    """Entry of a block that carries its page, both entered if they are unknown. -1: the ledger is full."""
     entry = _expected_block(ledger, expected_after, key)
     if entry < 0:
-        entry, is_new = find_or_insert(ledger.blocks, key)
-        if is_new and entry >= 0:
-            page, is_new = find_or_insert(ledger.pages, sequence_hash)
-            if page < 0:
-                remove(ledger.blocks, entry)
-                entry = page
-            else:
-                if is_new:
-                    ledger.page_media[page] = np.uint8(0)  # a clear leaves what was there
-                    for other in range(NUM_MEDIA):  # a slice would take a sixth of all the time
-                        ledger.page_copies[page, other] = np.uint32(0)
-                    ledger.page_words[page, PARENT] = parent
-                    ledger.page_words[page, FIRST_BLOCK] = block_hash
-                ledger.block_columns[entry, PAGE] = np.uint32(page)
-                ledger.block_columns[entry, MEDIA] = np.uint32(0)
+        entry = _make_block(ledger, key)
+    if entry >= 0 and not is_held(ledger.blocks, entry):
+        entry = _pick_up(ledger, entry, block_hash, sequence_hash, parent)
     return entry
 
 
 @array_function
 def _parent_name(ledger, key):
     """Sequence hash of a parent block, or 0 with a count."""
-    entry = find(ledger.blocks, key)
-    if entry >= 0:
-        return ledger.pages.keys[np.int64(ledger.block_columns[entry, PAGE])]
+    entry = find(ledger.blocks.table, key)
+    if entry >= 0 and is_held(ledger.blocks, entry):
+        return ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])]
     ledger.counts[_PARENT_UNKNOWN] += 1
     return _NO_HASH
 
@@ -229,15 +260,15 @@ def _drop_copy(ledger, page, medium):
 @array_function
 def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
     """A block that the ledger knows is on a medium. Returns the page's name and whether it became resident there."""
-    page = np.int64(ledger.block_columns[entry, PAGE])
+    page = np.int64(ledger.blocks.columns[entry, PAGE])
     if ledger.pages.keys[page] != name:  # a block keeps its first name as long as it is held
         ledger.counts[_RENAMED] += 1
         name = ledger.pages.keys[page]
     bit = np.uint32(1 << medium)
-    if ledger.block_columns[entry, MEDIA] & bit:
+    if ledger.blocks.columns[entry, STATE] & bit:
         ledger.counts[_STORED_AGAIN] += 1
         return name, False
-    ledger.block_columns[entry, MEDIA] |= bit
+    ledger.blocks.columns[entry, STATE] |= bit
     is_new = _add_copy(ledger, page, medium)
     if is_new:
         _queue_store(ledger, queue, page, medium, name, block_hash, parent)
@@ -254,7 +285,7 @@ def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, mediu
     for i in range(start, stop):
         ahead = i + AHEAD
         if ahead < block_hashes.shape[0]:
-            fetch(ledger.blocks, block_hashes[ahead] ^ salt)
+            fetch(ledger.blocks.table, block_hashes[ahead] ^ salt)
             fetch(ledger.pages, hashes[ahead])
         key, name = block_hashes[i] ^ salt, hashes[i]
         entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent)
@@ -271,7 +302,7 @@ def _fetch_page_of(ledger, expected_after, key):
     """Have the memory by which a block's page is removed brought near; the block's own must be. Returns its entry."""
     entry = _find_block(ledger, expected_after, key)
     if entry >= 0:
-        fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.block_columns[entry, PAGE])])
+        fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])])
     return entry
 
 
@@ -281,21 +312,19 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
     bit, ahead = np.uint32(1 << medium), np.int64(-1)
     for i in range(start, stop):
         if i + AHEAD < block_hashes.shape[0]:
-            fetch(ledger.blocks, block_hashes[i + AHEAD] ^ salt)
+            fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
         if i + AHEAD // 2 < stop:
             ahead = _fetch_page_of(ledger, ahead, block_hashes[i + AHEAD // 2] ^ salt)
         entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
-        if entry < 0 or ledger.block_columns[entry, MEDIA] & bit == 0:
+        if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
             ledger.counts[_REMOVED_UNKNOWN] += 1
             continue
-        page = np.int64(ledger.block_columns[entry, PAGE])
+        page = np.int64(ledger.blocks.columns[entry, PAGE])
         if _drop_copy(ledger, page, medium):
             _queue_removal(ledger, queue, page, medium, block_hashes[i])
-        ledger.block_columns[entry, MEDIA] &= ~bit
-        if ledger.block_columns[entry, MEDIA] == 0:
-            remove(ledger.blocks, entry)
-            if ledger.page_media[page] == 0:
-                remove(ledger.pages, page)
+        ledger.blocks.columns[entry, STATE] &= ~bit
+        if not is_held(ledger.blocks, entry):
+            _lay_down(ledger, entry, page)
     return entry
 
 
@@ -328,8 +357,9 @@ def _change(ledger, queue, kinds, block_hashes, hashes, lengths, parents, has_pa
 @array_kernel(types.void(_U8_IN, _U64_IN, _U64_IN, _I64_IN, _U64_IN, _U8_IN, types.uint64, types.boolean[::1], *_STATE))
 def change_pages(
     event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued,
-    b_keys, b_directory, b_slots, b_segments, b_meta, p_keys, p_directory, p_slots, p_segments, p_meta,
-    block_columns, page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts,
+    b_keys, b_directory, b_slots, b_segments, b_meta, b_columns, b_tally,
+    p_keys, p_directory, p_slots, p_segments, p_meta,
+    page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts,
     q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors,
 ):  # fmt: skip
     """Take the events of one namespace in their order: enter stored pages, take removed ones off their medium, and
@@ -340,10 +370,10 @@ def change_pages(
     event. parents: uint64[m], block hash before a store's first page, meant where has_parent (uint8[m]) is not 0.
     queued: bool[n], set where a stored page became resident on the medium.
     """
-    blocks = Table(b_keys, b_directory, b_slots, b_segments, b_meta)
+    blocks = Blocks(Table(b_keys, b_directory, b_slots, b_segments, b_meta), b_columns, b_tally)
     pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
     ledger = LedgerArrays(
-        blocks, pages, block_columns, page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts
+        blocks, pages, page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts
     )
     queue = QueueArrays(q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors)
     _change(ledger, queue, event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued)

@@ -17,6 +17,7 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.limits import MAX_DOUBT_BYTES
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
+from publisher.blocks import Blocks
 from publisher.drain import Drain
 from publisher.epochs import next_epoch
 from publisher.hand_over import QueueStats
@@ -99,6 +100,11 @@ class EventPublisher:
         return self._settings.block_size
 
     @property
+    def ledger_pages(self) -> int:
+        """Largest number of pages that are published as held."""
+        return self._settings.ledger_pages
+
+    @property
     def epoch(self) -> int:
         """This incarnation: nanoseconds since 1970 at construction, see `next_epoch`."""
         return self._outbox.epoch
@@ -109,6 +115,14 @@ class EventPublisher:
         Events that are not acceptable are dropped and counted by reason; everything else goes on.
         """
         self._take(lambda: self._recorder.record(events))
+
+    def share_blocks(self, blocks: Blocks) -> None:
+        """From now on take stores by `publish_columns` only, of blocks that the caller entered into this table.
+
+        For a caller who names an engine's pages and remembers them anyway. Raises InvalidValueError while pages are
+        held.
+        """
+        self._recorder.share(blocks)
 
     def publish_columns(self, events: EventColumns, extra_key: str | None) -> None:
         """`publish` of stores and removals of one namespace that lie column by column already."""

@@ -12,6 +12,7 @@ from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from publisher.blocks import Blocks
 from publisher.change_kernels import REMOVAL
 from publisher.fair_lock import FairLock
 from publisher.hand_over import HandOver, PageChanges, QueueStats
@@ -97,6 +98,11 @@ class Recorder:
                     self._rejected["closed"] += len(part.kinds)
                 else:
                     self._ledger.change(part, extra_key)
+
+    def share(self, blocks: Blocks) -> None:
+        """See `Ledger.share`."""
+        with self._lock:
+            self._ledger.share(blocks)
 
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):

@@ -26,6 +26,7 @@ from publisher.bridge.translate import Translator
 from publisher.sinks import MemorySink
 
 NOW = 1_700_000_000.0
+_LEDGER_PAGES = 10_000
 GPU, CPU, DISK, EXTERNAL = range(4)
 
 Pages = set[tuple[int, int]]
@@ -135,6 +136,7 @@ class Rig:
             Complaints("w"),
             self._publisher,
             block_size=block_size,
+            ledger_pages=_LEDGER_PAGES,
             name_pages=name_pages,
         )
 
@@ -161,7 +163,7 @@ class Rig:
     def _publisher(self, block_size: int) -> EventPublisher:
         if self._failures:
             raise self._failures.pop(0)
-        settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=10_000)
+        settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=_LEDGER_PAGES)
         return EventPublisher(settings, MemorySink(MemoryLog()))
 
 

@@ -1,8 +1,10 @@
 """Kernels that give an engine's pages their sequence hashes and remember them. Arrays only, no Python objects.
 
 A name is entered under the engine's hash XOR the salt of its attention group, and stays when the page is removed: a
-later page may name it as its parent, a later event may say that the same hash now lies on another medium. When the
-table is full, CLOCK (Corbato, 1968) forgets a name that nobody asked for since the hand last came by.
+later page may name it as its parent, a later event may say that the same hash now lies on another medium. Of the pages
+that lie nowhere any more as many are remembered as there are others, but not fewer than 65,536: that goes far back in
+an engine's work, and keeps the table near to what fits a processor's caches. Which one is forgotten is up to CLOCK
+(Corbato, 1968): one that nobody asked for since the hand last came by.
 
 One hash may be said of pages with different seeds (SGLang does not mix the salt into its hashes). The first one is
 entered under the hash itself, the others, *variants*, under the hash XOR their mixed seed.
@@ -18,8 +20,9 @@ from numba import types
 
 from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, find_or_insert, insert, remove, was_used
+from kv_events.page_table import AHEAD, Table, fetch, find, find_or_insert, insert, num_entries, remove, was_used
 from kv_events.xxh3 import hash_pair
+from publisher.blocks import ASKED_FOR, BLOCK_ARRAYS, HELD, REMEMBERED, STATE, Blocks, is_held
 
 # elements of cursor: the event to go on with, places in input and output, and pages by what was special about them
 EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_SPECIAL = range(6)
@@ -28,26 +31,29 @@ NUM_CURSORS = 6
 # flags of a page that was given a name, as bits
 PLAIN, VARIANT, RENAMED = 0, 1, 2
 
-_FREE, _LIVE, _ASKED_FOR = range(3)
+# elements of clock: where the hand stands; most names of pages that lie nowhere
+HAND, MOST_IDLE = range(2)
+
 _NO_HASH = np.uint64(0)
+_FEWEST_IDLE = 65_536
+"""Names of pages that lie nowhere are not forgotten below that, if there is room."""
 _MOST_FORGOTTEN = 4
-"""To find room for one name. A table may be full in one segment only; then the name is not remembered."""
+"""To find room for one name. A table may be full in one segment only; then the page is left out."""
 
 
 class NameArrays(NamedTuple):
     """What the bridge remembers of one worker's pages; columns by the table's entry ids."""
 
-    table: Table
+    blocks: Blocks
+    """Shared with the ledger, which says which pages lie somewhere."""
     names: npt.NDArray[np.uint64]
     """[capacity + 1] sequence hash."""
     seeds: npt.NDArray[np.uint64]
     """[capacity + 1] seed of the page's namespace, which its children inherit."""
     groups: npt.NDArray[np.uint16]
     """[capacity + 1] number of the attention group, or of whatever else keeps equal hashes apart."""
-    marks: npt.NDArray[np.uint8]
-    """[capacity + 1] free, live, or asked for since the clock's hand came by."""
-    hand: npt.NDArray[np.int64]
-    """[2] where the clock's hand stands; names forgotten so far."""
+    clock: npt.NDArray[np.int64]
+    """[2] see HAND, MOST_IDLE."""
 
 
 class PageEvents(NamedTuple):
@@ -103,49 +109,73 @@ class Named(NamedTuple):
 
 _U64, _U64_IN = types.uint64[::1], types.Array(types.uint64, 1, "C", readonly=True)
 _I64, _U8 = types.int64[::1], types.uint8[::1]
-_NAMES = (*TABLE_ARRAYS, _U64, _U64, types.uint16[::1], _U8, _I64)
+_NAMES = (*BLOCK_ARRAYS, _U64, _U64, types.uint16[::1], _I64)
+
+
+@array_helper
+def _num_idle(blocks):
+    """Names of pages that lie nowhere."""
+    return num_entries(blocks.table) - blocks.tally[HELD]
 
 
 @array_function
 def _forget_one(arrays):
-    """Let the hand go on to a name that was not asked for, and forget it."""
+    """Let the hand go on to a page that lies nowhere and was not asked for, and forget its name. There is one."""
+    blocks, clock = arrays.blocks, arrays.clock
     while True:
-        entry = arrays.hand[0] + 1
-        if not was_used(arrays.table, entry):
+        entry = clock[HAND] + 1
+        if not was_used(blocks.table, entry):
             entry = np.int64(0)
-        arrays.hand[0] = entry
-        if arrays.marks[entry] == _ASKED_FOR:
-            arrays.marks[entry] = _LIVE
-        elif arrays.marks[entry] == _LIVE:
-            remove(arrays.table, entry)
-            arrays.marks[entry] = _FREE
-            arrays.hand[1] += 1
+        clock[HAND] = entry
+        if was_used(blocks.table, entry + AHEAD):
+            fetch(blocks.table, blocks.table.keys[entry + AHEAD])
+        state = blocks.columns[entry, STATE]
+        if state == np.uint32(REMEMBERED):
+            remove(blocks.table, entry)
+            blocks.columns[entry, STATE] = np.uint32(0)
             return
+        if state != 0 and not is_held(blocks, entry):
+            blocks.columns[entry, STATE] = np.uint32(REMEMBERED)
+
+
+@array_function
+def _tidy_up(arrays):
+    """Forget what is beyond the names that are to be remembered. Not while the ledger has still to hear of some."""
+    blocks = arrays.blocks
+    most = min(arrays.clock[MOST_IDLE], max(np.int64(_FEWEST_IDLE), blocks.tally[HELD]))
+    for _ in range(_num_idle(blocks) - most):
+        _forget_one(arrays)
 
 
 @array_helper
 def _write(arrays, entry, name, seed, group):
-    arrays.names[entry], arrays.seeds[entry] = name, seed
-    arrays.groups[entry], arrays.marks[entry] = group, _LIVE
+    arrays.names[entry], arrays.seeds[entry], arrays.groups[entry] = name, seed, group
+    arrays.blocks.columns[entry, STATE] = np.uint32(REMEMBERED)
 
 
 @array_function
 def _remember(arrays, key, name, seed, group):
     """Enter an absent name, in place of others if there is no room."""
-    entry = insert(arrays.table, key)
+    blocks = arrays.blocks
+    entry = insert(blocks.table, key)
     for _ in range(_MOST_FORGOTTEN):
-        if entry >= 0 or not was_used(arrays.table, 0):
+        if entry >= 0 or _num_idle(blocks) == 0:
             break
         _forget_one(arrays)
-        entry = insert(arrays.table, key)
+        entry = insert(blocks.table, key)
     if entry >= 0:
         _write(arrays, entry, name, seed, group)
 
 
 @array_helper
+def _ask_for(arrays, entry):
+    arrays.blocks.columns[entry, STATE] |= np.uint32(ASKED_FOR)
+
+
+@array_helper
 def _enter_again(arrays, entry, name):
     """A page that is remembered. Whether it meant another one until now."""
-    arrays.marks[entry] = _ASKED_FOR
+    _ask_for(arrays, entry)
     is_renamed = arrays.names[entry] != name
     arrays.names[entry] = name
     return RENAMED if is_renamed else PLAIN
@@ -155,7 +185,7 @@ def _enter_again(arrays, entry, name):
 def _enter_variant(arrays, block_hash, salt, group, name, seed):
     """Remember a page whose hash is another page's, too."""
     key = block_hash ^ mix(seed) ^ salt
-    entry = find(arrays.table, key)
+    entry = find(arrays.blocks.table, key)
     if entry >= 0:
         return VARIANT | _enter_again(arrays, entry, name)
     _remember(arrays, key, name, seed, group)
@@ -166,7 +196,7 @@ def _enter_variant(arrays, block_hash, salt, group, name, seed):
 def _enter(arrays, block_hash, salt, group, name, seed):
     """Remember a page. Returns the hash that the ledger is to know it by, and a flag."""
     flag = PLAIN
-    entry, is_new = find_or_insert(arrays.table, block_hash ^ salt)
+    entry, is_new = find_or_insert(arrays.blocks.table, block_hash ^ salt)
     if entry < 0:
         _remember(arrays, block_hash ^ salt, name, seed, group)
     elif is_new:
@@ -185,22 +215,23 @@ def _recall(arrays, block_hash, salt, seed, is_stated):
 
     Returns the hash that the ledger knows the page by, too.
     """
-    entry = find(arrays.table, block_hash ^ salt)
+    entry = find(arrays.blocks.table, block_hash ^ salt)
     if entry < 0 or arrays.seeds[entry] != seed:
         variant = block_hash ^ mix(seed)
-        other = find(arrays.table, variant ^ salt)
+        other = find(arrays.blocks.table, variant ^ salt)
         if other >= 0 and arrays.seeds[other] == seed:
             entry, block_hash = other, variant
         elif is_stated:
             entry = np.int64(-1)
     if entry >= 0:
-        arrays.marks[entry] = _ASKED_FOR
+        _ask_for(arrays, entry)
     return entry, block_hash
 
 
 @array_helper
-def _arrays(keys, directory, slots, segments, meta, names, seeds, groups, marks, hand):
-    return NameArrays(Table(keys, directory, slots, segments, meta), names, seeds, groups, marks, hand)
+def _arrays(keys, directory, slots, segments, meta, columns, tally, names, seeds, groups, clock):
+    blocks = Blocks(Table(keys, directory, slots, segments, meta), columns, tally)
+    return NameArrays(blocks, names, seeds, groups, clock)
 
 
 @array_function
@@ -211,7 +242,7 @@ def _name_event(arrays, out, cursor, pages, event, local, salt, group, seed, bas
     for i in range(pages.lengths[event]):
         ahead = first + i + AHEAD
         if ahead < block_hashes.shape[0]:
-            fetch(arrays.table, block_hashes[ahead] ^ salt)
+            fetch(arrays.blocks.table, block_hashes[ahead] ^ salt)
         is_child = has_parent or i > 0
         name = hash_pair(name, local[first_local + i], base) if is_child else local[first_local + i]
         block_hash, flag = _enter(arrays, block_hashes[first + i], salt, group, name, seed)
@@ -275,7 +306,7 @@ def _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated,
 def name_pages(
     block_hashes, lengths, parents, has_parent, is_removal, local, seeds, seed, base, is_stated, salt, group, cursor,
     out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent,
-    keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand,
+    keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock,
 ):  # fmt: skip
     """Name the pages of stores, pass removed ones on. Returns the event where it stopped; the number of events: done.
 
@@ -286,19 +317,21 @@ def name_pages(
     its pages anew and call again. base: seed that pages are rolled with, whatever their own. cursor: int64[6], zeros at
     first. out_*: see `Named`; as long as the input.
     """
-    arrays = _arrays(keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand)
+    arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
     out = Named(out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent)
     pages = PageEvents(block_hashes, lengths, parents, has_parent, is_removal)
+    if cursor[EVENT] == 0:
+        _tidy_up(arrays)
     return _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, group)
 
 
 @array_kernel(types.int64(_U64_IN, types.uint64, types.boolean, types.uint64, _U64, _U64, _U64, *_NAMES))
 def recall_pages(
     block_hashes, seed, is_stated, salt, out_block_hashes, out_names, out_seeds,
-    keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand,
+    keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock,
 ):  # fmt: skip
     """Names of pages by the engine's hashes alone. Returns how many are known; those fill the out columns."""
-    arrays = _arrays(keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand)
+    arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
     known = 0
     for i in range(block_hashes.shape[0]):
         entry, block_hash = _recall(arrays, block_hashes[i], salt, seed, is_stated)
@@ -312,9 +345,10 @@ def recall_pages(
 @array_kernel(types.void(_U64_IN, _U64_IN, types.uint64, types.uint64, types.uint16, _U64, _U8, *_NAMES))
 def enter_pages(
     block_hashes, page_names, seed, salt, group, out_block_hashes, out_flags,
-    keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand,
+    keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock,
 ):  # fmt: skip
     """Remember pages whose names the engine gave itself."""
-    arrays = _arrays(keys, directory, slots, segments, meta, names, name_seeds, groups, marks, hand)
+    arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
+    _tidy_up(arrays)
     for i in range(block_hashes.shape[0]):
         out_block_hashes[i], out_flags[i] = _enter(arrays, block_hashes[i], salt, group, page_names[i], seed)

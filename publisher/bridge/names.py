@@ -11,8 +11,11 @@ import numpy.typing as npt
 from kv_events import page_table
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
-from kv_events.page_table import make_table
+from kv_events.page_table import MAX_CAPACITY
+from publisher import blocks as blocks_module
+from publisher.blocks import Blocks, make_blocks
 from publisher.bridge.name_kernels import (
+    HAND,
     LOCAL_IN,
     NUM_CURSORS,
     NUM_SPECIAL,
@@ -71,35 +74,38 @@ class NamedPages(NamedTuple):
     """Pages left out because the page before them is not known."""
 
 
+_UNHEARD_PAGES = 2**20
+"""Room for pages that were named, and that the ledger has still to hear of."""
+
 LocalHashes = Callable[[int, int, int], U64Array]
 """(first stored page, number of pages, seed) -> their local hashes."""
 
 
 class Names:
-    """A bounded map; what is not asked for any more is forgotten first. Not thread-safe."""
+    """A bounded map. Pages that lie somewhere are in it; of the others, what is not asked for any more is forgotten
+    first. Not thread-safe.
+    """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, held_pages: int, idle_pages: int) -> None:
+        """held_pages: most that may lie somewhere at a time. idle_pages: most names of pages that lie nowhere."""
+        capacity = min(held_pages + idle_pages + _UNHEARD_PAGES, MAX_CAPACITY)
+        self.blocks: Blocks = make_blocks(capacity, is_shared=True)
+        """For the ledger that is to say which pages lie somewhere."""
         self._arrays = NameArrays(
-            make_table(capacity),
+            self.blocks,
             np.zeros(capacity + 1, np.uint64),
             np.zeros(capacity + 1, np.uint64),
             np.zeros(capacity + 1, np.uint16),
-            np.zeros(capacity + 1, np.uint8),
-            np.zeros(2, np.int64),
+            np.array([-1, idle_pages], np.int64),
         )
-        self._flat = (*self._arrays.table, *self._arrays[1:])
+        self._flat = (*blocks_module.flat(self.blocks), *self._arrays[1:])
         self._base = np.uint64(process_seed())
         self._cursor = np.zeros(NUM_CURSORS, np.int64)
         self._named = _empty_named(0, 0)
         self._seeds = np.empty(0, np.uint64)
 
     def __len__(self) -> int:
-        return page_table.num_live(self._arrays.table)
-
-    @property
-    def num_forgotten(self) -> int:
-        """Names given up for others, ever."""
-        return int(self._arrays.hand[1])
+        return page_table.num_live(self.blocks.table)
 
     def name(
         self, pages: PageEvents, local: U64Array, local_of: LocalHashes, wording: Wording, space: Space
@@ -149,16 +155,15 @@ class Names:
 
     def block_hashes_in(self, space: Space) -> U64Array:
         """The ledger's hashes of all pages remembered of a space."""
-        used = slice(page_table.high_water(self._arrays.table))
-        here = (self._arrays.marks[used] != 0) & (self._arrays.groups[used] == space.number)
-        hashes: U64Array = self._arrays.table.keys[used][here] ^ space.salt
+        known = blocks_module.states(self.blocks) != 0
+        here = np.flatnonzero(known & (self._arrays.groups[: len(known)] == space.number))
+        hashes: U64Array = self.blocks.table.keys[here] ^ space.salt
         return hashes
 
     def clear(self) -> None:
         """Forget everything."""
-        self._arrays.marks[: page_table.high_water(self._arrays.table)] = 0
-        page_table.clear(self._arrays.table)
-        self._arrays.hand[0] = 0
+        blocks_module.forget_all(self.blocks)
+        self._arrays.clock[HAND] = -1
 
     def _room(self, num_pages: int, num_events: int) -> tuple[Named, U64Array]:
         """Buffers for the columns, and for one seed an event."""

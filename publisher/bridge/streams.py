@@ -158,6 +158,7 @@ class WorkerStream:
             self._complaints,
             self._publisher_of_size,
             block_size=self._unsaid.block_size,
+            ledger_pages=self._registry.ledger_pages,
             name_pages=self._registry.settings.bridge_name_pages,
         )
 
@@ -180,6 +181,7 @@ class StreamRegistry:
         """template: settings of all publishers, save for names and block sizes."""
         self.settings = settings
         self._template = template.model_dump()
+        self.ledger_pages = template.ledger_pages
         self._sink = sink
         self._streams: dict[StreamId, WorkerStream] = {}
         self._registered: set[StreamId] = set()

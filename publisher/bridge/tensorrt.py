@@ -60,7 +60,8 @@ class PolledEvents:
     """One engine's events, of all its attention DP ranks, each of which is a worker stream."""
 
     def __init__(self, make_publisher: Callable[[int], EventPublisher], *, name_pages: int = 4_000_000) -> None:
-        """make_publisher: called once for each rank. name_pages: how many pages' names are remembered for each."""
+        """make_publisher: called once for each rank. name_pages: how many pages' names are remembered
+        for each, beyond the pages' lives."""
         self.counters = BridgeCounters()
         self._make_publisher = make_publisher
         self._name_pages = name_pages
@@ -112,6 +113,7 @@ class PolledEvents:
                 Complaints(stream.key),
                 lambda _: publisher,
                 block_size=publisher.block_size,
+                ledger_pages=publisher.ledger_pages,
                 name_pages=self._name_pages,
             )
             self._ranks[rank] = translator, publisher

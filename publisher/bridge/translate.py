@@ -41,16 +41,17 @@ class Translator:
         make_publisher: Callable[[int], EventPublisher],
         *,
         block_size: int | None,
+        ledger_pages: int,
         name_pages: int,
     ) -> None:
         """block_size: None: as stores say. make_publisher: called with it, and again should it prove to be another one.
-        name_pages: how many pages' names are remembered.
+        ledger_pages: how many pages a publisher takes for held. name_pages: how many other pages' names are remembered.
         """
         self._identity = identity
         self._counters = counters
         self._complaints = complaints
         self._make_publisher = make_publisher
-        self._names = Names(name_pages)
+        self._names = Names(ledger_pages, name_pages)
         self._spaces = Spaces()
         self._placer = Placer(counters, complaints)
         self._size = PageSize(block_size)
@@ -64,6 +65,7 @@ class Translator:
 
     @publisher.setter
     def publisher(self, publisher: EventPublisher) -> None:
+        publisher.share_blocks(self._names.blocks)
         self._placer.publisher = publisher
 
     @property
@@ -277,11 +279,8 @@ class Translator:
             self._store(StoredRun.of_envelope(event, event.token_ids, self.block_size or 0), space)
 
     def _clear_space(self, space: Space, medium: str | None) -> None:
-        """One owner's pages on one medium are gone. Where not all their names are remembered: everything is."""
+        """One owner's pages on one medium are gone."""
         self._counters.clears += 1
-        if self._names.num_forgotten:
-            self.clear()
-            return
         hashes = self._names.block_hashes_in(space)
         if medium is None:
             self._placer.remove_everywhere(hashes, space)

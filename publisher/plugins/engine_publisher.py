@@ -57,6 +57,7 @@ class EnginePublisher:
             self._complaints,
             self._start_publisher,
             block_size=None,
+            ledger_pages=self._settings.ledger_pages,
             name_pages=BridgeSettings().bridge_name_pages,
         )
         self._encoder = msgspec.msgpack.Encoder()

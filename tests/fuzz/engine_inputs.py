@@ -57,7 +57,13 @@ class BridgeTarget:
     def __init__(self) -> None:
         self._decoder = Decoder()
         self._translator = Translator(
-            Identity("m", "default"), BridgeCounters(), Complaints("w"), _publisher, block_size=None, name_pages=4096
+            Identity("m", "default"),
+            BridgeCounters(),
+            Complaints("w"),
+            _publisher,
+            block_size=None,
+            ledger_pages=4096,
+            name_pages=4096,
         )
 
     def __call__(self, data: bytes) -> None:

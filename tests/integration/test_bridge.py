@@ -231,7 +231,8 @@ async def test_batches_that_the_engines_own_replay_does_not_know_are_left_out_wi
             for seq in range(500, 520):  # on their way since before a restart
                 engine.send_raw(b"", seq.to_bytes(8, "big"), store(seq))
             engine.send(store(1))
-            await bridge.shows(pages(0, 1))
+            await bridge.shows(pages(0, 1))  # maybe by a replay, before the last of the others was read
+            await async_wait_until(lambda: bridge.counters()["stale_batches"] >= 20, what="20 stale batches")
             counters = bridge.counters()
             assert (counters["stale_batches"], counters["losses"], counters["restarts"]) == (20, 0, 0)
             assert len(engine.requests) <= asked + 2

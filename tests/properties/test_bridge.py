@@ -23,8 +23,12 @@ MASK64 = 2**64 - 1
 class FakeEngine:
     """Pages of a few prompts that share prefixes, in a few namespaces, on three media."""
 
-    def __init__(self, rng: random.Random, block_size: int, *, is_bigram: bool, is_vllm: bool) -> None:
+    def __init__(
+        self, rng: random.Random, block_size: int, *, is_bigram: bool, is_vllm: bool, builds_on_held: bool
+    ) -> None:
+        """builds_on_held: no store's parent is gone."""
         self.rng = rng
+        self.builds_on_held = builds_on_held
         self.block_size = block_size
         self.is_bigram = is_bigram
         self.is_vllm = is_vllm  # says a salt by an extra key on a prompt's first page, and mixes it into its hashes
@@ -60,7 +64,8 @@ class FakeEngine:
     def store(self) -> list[Event]:
         space, tokens, hashes, names = self.prompt()
         first = self.rng.randrange(len(hashes))
-        while first > 0 and hashes[first - 1] not in self.known:
+        known = {h for _, h in self.held} if self.builds_on_held else self.known
+        while first > 0 and hashes[first - 1] not in known:
             first -= 1
         tier = self.rng.choice([GPU, GPU, GPU, CPU])
         cuts = sorted({first, len(hashes), *(self.rng.randrange(first, len(hashes) + 1) for _ in range(2))})
@@ -134,12 +139,10 @@ class FakeEngine:
         return (self.rng.randbytes(24) + value.to_bytes(8, "big")) if spelling == 1 else value
 
 
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 16, 64]), st.booleans(), st.booleans())
-def test_the_stream_says_what_the_engine_holds(seed: int, block_size: int, is_bigram: bool, is_vllm: bool) -> None:
-    rng = random.Random(seed)
-    engine = FakeEngine(rng, block_size, is_bigram=is_bigram, is_vllm=is_vllm)
-    rig = Rig()
-    for _ in range(25):
+def tell(engine: FakeEngine, rig: Rig, num_batches: int = 25) -> None:
+    """Have a bridge hear batches of an engine's life, and be right after each."""
+    rng = engine.rng
+    for _ in range(num_batches):
         events = [event for _ in range(rng.randrange(4)) for event in engine.step()]
         # adapters' salts have no place in the array form
         forms = ["map"] if any("cache_salt" in event for event in events) else ["array", "array with nils", "map"]
@@ -147,3 +150,22 @@ def test_the_stream_says_what_the_engine_holds(seed: int, block_size: int, is_bi
         assert rig.pages == engine.pages
     assert rig.counters.bad_events == {}
     assert rig.counters.unknown_parents == rig.counters.unresolved_pages == 0
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 16, 64]), st.booleans(), st.booleans())
+def test_the_stream_says_what_the_engine_holds(seed: int, block_size: int, is_bigram: bool, is_vllm: bool) -> None:
+    rng = random.Random(seed)
+    tell(FakeEngine(rng, block_size, is_bigram=is_bigram, is_vllm=is_vllm, builds_on_held=False), Rig())
+
+
+@given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.integers(0, 10))
+def test_with_hardly_any_names_of_gone_pages_it_still_does_where_engines_build_on_what_they_hold(
+    seed: int, is_bigram: bool, is_vllm: bool, name_pages: int
+) -> None:
+    rng = random.Random(seed)
+    rig = Rig(name_pages=name_pages)
+    tell(FakeEngine(rng, 2, is_bigram=is_bigram, is_vllm=is_vllm, builds_on_held=True), rig, 40)
+    rig.take(cleared())
+    rig.take(stored([1], [1, 2], 2))
+    rig.take(stored([2], [3, 4], 2))
+    assert rig.translator.num_names <= name_pages + 2

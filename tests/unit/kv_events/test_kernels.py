@@ -24,10 +24,10 @@ print(ask(), sum(ask.stats.cache_hits.values()))
 """
 
 
-def run(folder: Path, cache: Path) -> list[str]:
+def run(folder: Path, cache: Path, module: str = "entry") -> list[str]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(folder)}
     environment.pop("NUMBA_CACHE_DIR", None)
-    command = [sys.executable, "-c", "import entry"]
+    command = [sys.executable, "-c", f"import {module}"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -40,6 +40,19 @@ def test_a_kernel_is_loaded_from_disk_until_a_function_it_calls_changes(tmp_path
     assert run(folder, cache) == ["41", "1"]
     (folder / "callee.py").write_text(_CALLEE.format(value=42))
     assert run(folder, cache) == ["42", "0"]
+
+
+def test_a_kernel_is_compiled_anew_when_a_package_that_it_lies_in_changes(tmp_path: Path) -> None:
+    inner, cache = tmp_path / "outer" / "inner", tmp_path / "cache"
+    inner.mkdir(parents=True)
+    for package in (inner, inner.parent):
+        (package / "__init__.py").touch()
+    (inner / "entry.py").write_text(_ENTRY.replace("from callee", "from outer.callee"))
+    (inner.parent / "callee.py").write_text(_CALLEE.format(value=41))
+    assert run(tmp_path, cache, "outer.inner.entry") == ["41", "0"]
+    assert run(tmp_path, cache, "outer.inner.entry") == ["41", "1"]
+    (inner.parent / "callee.py").write_text(_CALLEE.format(value=42))
+    assert run(tmp_path, cache, "outer.inner.entry") == ["42", "0"]
 
 
 def test_without_a_place_to_write_kernels_work_all_the_same(tmp_path: Path) -> None:

@@ -213,15 +213,58 @@ def test_a_hash_that_comes_to_mean_another_page_does_not_keep_the_old_one() -> N
     assert rig.pages == on(GPU, names_of(TOKENS[4:8]))
 
 
-def test_names_are_forgotten_when_there_are_too_many_and_children_of_those_are_left_out() -> None:
+def come_and_go(rig: Rig, hashes: range, at_a_time: int = 64) -> None:
+    """Pages of one token each that are stored, and removed again, a batch at a time."""
+    for first in hashes[::at_a_time]:
+        here = range(first, min(first + at_a_time, hashes.stop))
+        rig.take(*(stored([i], [i % 60_000], 1) for i in here))
+        rig.take(removed(here))
+
+
+def test_names_of_pages_that_are_gone_are_forgotten_when_there_are_too_many() -> None:
     rig = Rig(name_pages=1024, block_size=1)
-    for first in range(0, 4096, 64):
-        rig.take(*(stored([i + 1], [i], 1) for i in range(first, first + 64)))
-    assert len(rig.pages) == 4096
-    assert rig.translator.num_names <= 1024
+    come_and_go(rig, range(1, 4097))
+    rig.take(stored([9_000], [7], 1))
+    assert rig.translator.num_names <= 1024 + 1
     rig.take(stored([10_000], [5], 1, parent=1), stored([10_001], [5], 1, parent=4096))
     assert rig.counters.unknown_parents == 1
-    assert len(rig.pages) == 4097
+    assert len(rig.pages) == 2
+
+
+def test_the_name_of_a_page_that_lies_somewhere_is_never_forgotten() -> None:
+    rig = Rig(name_pages=1024, block_size=1)
+    rig.take(*(stored([i], [i], 1) for i in range(1, 3001)))
+    rig.take(removed(range(1, 2001)))
+    rig.take(*(stored([i], [i], 1, medium="CPU") for i in range(1, 501)))
+    come_and_go(rig, range(10_000, 30_000))
+    rig.take(*(stored([50_000 + i], [i], 1, parent=i) for i in (*range(1, 501), *range(2001, 3001))))
+    assert rig.counters.unknown_parents == 0
+    assert len(rig.pages) == 3000
+    assert rig.translator.num_names <= 3000 + 1024 + 64
+
+
+def test_names_do_not_grow_with_an_engines_work() -> None:
+    rig = Rig(name_pages=1_000_000, block_size=1)
+    come_and_go(rig, range(1, 200_001), 5000)
+    assert 65_536 <= rig.translator.num_names <= 65_536 + 5000
+
+
+def test_what_a_cleared_engine_held_may_be_forgotten() -> None:
+    rig = Rig(name_pages=1024, block_size=1)
+    rig.take(*(stored([i], [i], 1) for i in range(1, 5001)))
+    rig.take(cleared())
+    rig.take(stored([9_000], [7], 1))
+    assert rig.translator.num_names <= 1024 + 1
+    assert len(rig.pages) == 1
+
+
+def test_pages_beyond_the_ledger_are_left_out_and_taken_once_there_is_room() -> None:
+    rig = Rig(name_pages=20_000, block_size=1)  # 10,000 pages are taken for held
+    rig.take(*(stored([i], [i], 1) for i in range(1, 12_001)))
+    assert len(rig.pages) == 10_000
+    rig.take(removed(range(1, 5001)))
+    rig.take(*(stored([i], [i], 1) for i in range(10_001, 12_001)))
+    assert len(rig.pages) == 7000
 
 
 def test_a_prefix_that_is_asked_for_again_and_again_is_not_forgotten() -> None:
