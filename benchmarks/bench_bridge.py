@@ -1,8 +1,10 @@
 """A bridge and POST /register against NVIDIA Dynamo's indexer: `python -m benchmarks.bench_bridge [--json FILE]`
 
 Four engines in one process of their own send the same messages over ZMQ to each reader in turn, as fast as it takes
-them (the sender's queue has no bound). Every engine first fills its cache, which is not timed; then each prompt that it
-stores pushes another one out, as in an engine that is at work. Readers, each a process of its own:
+them (the sender's queue has no bound). Every engine first fills its cache; then each prompt that it stores pushes
+another one out, as in an engine that is at work. What is timed begins only after some of that work: until then readers
+still ask the system for memory, and what that takes says more about the machine than about them. Readers, each a
+process of its own:
 
 * `bridge`: a fleet with a log in memory; done when every event has become part of a publisher's ledger;
 * `/register`: `kvsight serve`, engines registered over HTTP; done when a query finds the last prompt of every engine;
@@ -45,8 +47,8 @@ from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink
 
 ENGINES, BLOCK_SIZE, PROMPT_PAGES = 4, 16, 64
-HELD_PROMPTS, PROMPTS = 1024, 4096
-"""Of each engine: those that fit, and all of them."""
+HELD_PROMPTS, WARM_UP_PROMPTS, TIMED_PROMPTS = 1024, 1536, 3072
+"""Of each engine: those that fit; those that push others out before, and while it is timed."""
 ROUNDS = 5
 _GIVE_UP_S = 60.0
 _POLL_S = 0.01
@@ -70,7 +72,12 @@ class Kind(NamedTuple):
     @property
     def num_pages(self) -> int:
         """Timed ones, of all engines: stored and removed."""
-        return ENGINES * (PROMPTS - HELD_PROMPTS) * PROMPT_PAGES * 2
+        return ENGINES * TIMED_PROMPTS * PROMPT_PAGES * 2
+
+    @property
+    def num_events_before(self) -> int:
+        """Those that are not timed, of all engines."""
+        return ENGINES * (HELD_PROMPTS + 2 * WARM_UP_PROMPTS) * PROMPT_PAGES // self.pages_per_event
 
 
 KINDS = (Kind("large events", PROMPT_PAGES, 16), Kind("small events", 1, 64))
@@ -79,10 +86,10 @@ KINDS = (Kind("large events", PROMPT_PAGES, 16), Kind("small events", 1, 64))
 class Traffic(NamedTuple):
     """What one engine sends."""
 
-    filling: list[bytes]
+    before: list[bytes]
     timed: list[bytes]
-    last_filled: list[int]
-    """Tokens of the last prompt of the filling."""
+    last_before: list[int]
+    """Tokens of the last prompt that is not timed."""
     last: list[int]
     """Tokens of the last prompt."""
 
@@ -90,19 +97,19 @@ class Traffic(NamedTuple):
 def traffic(kind: Kind, engine: int) -> Traffic:
     """Batches of one engine."""
     random = np.random.default_rng(engine)
-    prompts = random.integers(0, 128_000, (PROMPTS, PROMPT_PAGES * BLOCK_SIZE)).tolist()
-    names = ((engine + 1) << 40) + np.arange(PROMPTS * PROMPT_PAGES).reshape(PROMPTS, PROMPT_PAGES)
-    filling: list[Any] = []
+    num_before = HELD_PROMPTS + WARM_UP_PROMPTS
+    num_prompts = num_before + TIMED_PROMPTS
+    prompts = random.integers(0, 128_000, (num_prompts, PROMPT_PAGES * BLOCK_SIZE)).tolist()
+    names = ((engine + 1) << 40) + np.arange(num_prompts * PROMPT_PAGES).reshape(num_prompts, PROMPT_PAGES)
+    before: list[Any] = []
     timed: list[Any] = []
     for number, tokens in enumerate(prompts):
-        stored = _stored(names[number].tolist(), tokens, kind.pages_per_event)
-        if number < HELD_PROMPTS:
-            filling += stored
-            continue
-        # the last pages go first, and the newest prompt of all comes last of all
-        timed += _removed(names[number - HELD_PROMPTS, ::-1].tolist(), kind.pages_per_event) + stored
-    last_filled = prompts[HELD_PROMPTS - 1]
-    return Traffic(_batches(filling, kind), _batches(timed, kind), last_filled, prompts[-1])
+        events = before if number < num_before else timed
+        if number >= HELD_PROMPTS:
+            # the last pages go first, and the newest prompt of all comes last of all
+            events += _removed(names[number - HELD_PROMPTS, ::-1].tolist(), kind.pages_per_event)
+        events += _stored(names[number].tolist(), tokens, kind.pages_per_event)
+    return Traffic(_batches(before, kind), _batches(timed, kind), prompts[num_before - 1], prompts[-1])
 
 
 def _stored(names: list[int], tokens: list[int], pages_per_event: int) -> list[Any]:
@@ -130,7 +137,7 @@ def _batches(events: list[Any], kind: Kind) -> list[bytes]:
 def _send(pipe: Connection) -> None:
     """For each kind that is named: bind, say the ports, wait for subscribers, send both parts when told to."""
     prepared = {kind.name: [traffic(kind, engine) for engine in range(ENGINES)] for kind in KINDS}
-    pipe.send({name: [(each.last_filled, each.last) for each in engines] for name, engines in prepared.items()})
+    pipe.send({name: [(each.last_before, each.last) for each in engines] for name, engines in prepared.items()})
     while (name := pipe.recv()) is not None:
         context = zmq.Context()
         live = [context.socket(zmq.XPUB) for _ in range(ENGINES)]
@@ -163,7 +170,7 @@ class Engines:
 
     def measured(self, kind: Kind, register: Callable[[list[str]], None], wait: Callable[[int], None]) -> float:
         """Seconds from the first timed message to the moment that a reader has them all. wait: for the end of part 0,
-        the filling, or 1.
+        which is not timed, or 1.
         """
         self._pipe.send(kind.name)
         register([f"tcp://127.0.0.1:{port}" for port in self._pipe.recv()])
@@ -208,10 +215,9 @@ def through_bridge(engines: Engines, kind: Kind) -> float:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_bridge, args=(theirs,), daemon=True)
     process.start()
-    filling = ENGINES * HELD_PROMPTS * PROMPT_PAGES // kind.pages_per_event
 
     def wait(part: int) -> None:
-        ours.send(filling + part * kind.num_events)
+        ours.send(kind.num_events_before + part * kind.num_events)
         if not ours.poll(_GIVE_UP_S):
             raise TimeoutError(f"not all events are there after {_GIVE_UP_S} s")
         ours.recv()

@@ -52,12 +52,12 @@ class ReplayClient:
         at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         try:
             self._set_options(socket)
-            socket.connect(self._endpoint)
-            await self._wait(socket, zmq.POLLOUT, min(self._timeout_s, _CONNECT_S), deadline, live)
+            await self._connect(socket, deadline, live)
             at_once.send_multipart(replay_request(start), zmq.NOBLOCK)
             last = -1
             while True:
-                await self._wait(socket, zmq.POLLIN, self._timeout_s, deadline, live)
+                if not await self._comes(socket, self._timeout_s, deadline, live):
+                    raise ReplayError(f"{self._endpoint}: nothing for {self._timeout_s:.1f} s")
                 message = parse_replay(at_once.recv_multipart(zmq.NOBLOCK))
                 if message.is_end:
                     return
@@ -73,24 +73,35 @@ class ReplayClient:
     def _set_options(self, socket: zmq.asyncio.Socket) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # ready to send means: connected
         socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
-    async def _wait(
-        self, socket: zmq.asyncio.Socket, event: int, wait_s: float, deadline: float, live: zmq.asyncio.Socket | None
-    ) -> None:
+    async def _connect(self, socket: zmq.asyncio.Socket, deadline: float, live: zmq.asyncio.Socket | None) -> None:
+        """Return when somebody is there. The socket's monitor tells: were it made to be ready only while connected
+        (ZMQ_IMMEDIATE), libzmq would end the process when the engine dies while a message is read, frame by frame.
+        """
+        wait_s = min(self._timeout_s, _CONNECT_S)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            socket.connect(self._endpoint)
+            if not await self._comes(monitor, wait_s, deadline, live):
+                raise ReplayUnreachableError(f"{self._endpoint}: no connection for {wait_s:.1f} s")
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+
+    async def _comes(
+        self, socket: zmq.asyncio.Socket, wait_s: float, deadline: float, live: zmq.asyncio.Socket | None
+    ) -> bool:
+        """Whether there is something to read within the time."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise ReplayError(f"{self._endpoint}: the answer has no end")
         poller = zmq.asyncio.Poller()
-        poller.register(socket, event)
+        poller.register(socket, zmq.POLLIN)
         if live is not None:
             poller.register(live, zmq.POLLIN)
         ready = dict(await poller.poll(int(1000 * min(wait_s, left_s)) + 1))
-        if socket not in ready:
-            if ready:
-                raise ReplayInterruptedError(self._endpoint)
-            if event == zmq.POLLOUT:
-                raise ReplayUnreachableError(f"{self._endpoint}: no connection for {min(wait_s, left_s):.1f} s")
-            raise ReplayError(f"{self._endpoint}: nothing for {min(wait_s, left_s):.1f} s")
+        if socket not in ready and ready:
+            raise ReplayInterruptedError(self._endpoint)
+        return socket in ready

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count, repeat
 
 import pytest
 import zmq
+import zmq.asyncio
 from bridge_rig import GPU, LiveBridge, on
 from child_process import free_port
 from engine_events import names_of, payload, stored
@@ -16,6 +18,7 @@ from waiting import async_wait_until
 from zmq_engine import ZmqEngine
 
 from publisher.bridge.ranks import Ranks
+from publisher.bridge.replay import ReplayClient, ReplayError
 
 IDLE = {"bridge_idle_check_s": 30.0}
 
@@ -144,3 +147,25 @@ async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(mon
     large = [thread for num_bytes, thread in where if num_bytes > 2**17]
     assert len(large) == 3
     assert all(thread.startswith("bridge") for thread in large)
+
+
+def answer_and_die(context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
+    """Answer a request by a message of so many frames that its reader is at it when the connection is lost."""
+    identity = router.recv_multipart()[0]
+    router.send_multipart([identity, b"", *[b"x"] * 900])
+    router.close(linger=1000)
+    context.term()
+
+
+async def test_an_engine_that_dies_while_its_answer_is_read_does_not_end_the_reader() -> None:
+    for _ in range(20):
+        context = zmq.Context()
+        router = context.socket(zmq.ROUTER)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        dying = threading.Thread(target=answer_and_die, args=(context, router))
+        dying.start()
+        with zmq.asyncio.Context() as own:
+            client = ReplayClient(own, f"tcp://127.0.0.1:{port}", 5.0)
+            with pytest.raises(ReplayError, match="901 frames"):
+                await anext(client.batches(0, time.monotonic() + 5))
+        dying.join()
