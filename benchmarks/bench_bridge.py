@@ -27,13 +27,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import httpx
 import msgspec
 import numpy as np
 import uvloop
@@ -231,18 +232,18 @@ def through_bridge(engines: Engines, kind: Kind) -> float:
 
 def over_http(engines: Engines, kind: Kind, command: list[str], env: dict[str, str]) -> float:
     """One run of an indexer that takes registrations; `{port}` in the command."""
-    with httpx.Client(timeout=30) as client, _server(command, env, client) as url:
+    with _server(command, env) as client:
 
         def register(endpoints: list[str]) -> None:
             for number, endpoint in enumerate(endpoints):
                 body = {"instance_id": number, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
-                client.post(f"{url}/register", json=body).raise_for_status()
+                _posted(client, "/register", msgspec.json.encode(body))
 
         def wait(part: int) -> None:
             give_up = time.monotonic() + _GIVE_UP_S
             for number, prompts in enumerate(engines.last_prompts[kind.name]):
                 body = msgspec.json.encode({"model_name": "m", "token_ids": prompts[part]})
-                while not _holds(client, url, body, str(number)):
+                while not _holds(client, body, str(number)):
                     if time.monotonic() > give_up:
                         raise TimeoutError(f"engine {number} is not there after {_GIVE_UP_S} s")
                     time.sleep(_POLL_S)
@@ -250,14 +251,24 @@ def over_http(engines: Engines, kind: Kind, command: list[str], env: dict[str, s
         return engines.measured(kind, register, wait)
 
 
-def _holds(client: httpx.Client, url: str, body: bytes, instance: str) -> bool:
-    answer = client.post(f"{url}/query", content=body, headers={"content-type": "application/json"}).json()
+def _holds(client: HTTPConnection, body: bytes, instance: str) -> bool:
+    answer = _posted(client, "/query", body)
     held: int = answer.get("scores", {}).get(instance, {}).get("0", 0)
     return held == PROMPT_PAGES * BLOCK_SIZE
 
 
+def _posted(client: HTTPConnection, path: str, body: bytes) -> Any:
+    """A request by the leanest of clients: what asking costs is not the reader's."""
+    client.request("POST", path, body, {"content-type": "application/json"})
+    answer = client.getresponse()
+    text = answer.read()
+    if answer.status >= HTTPStatus.BAD_REQUEST:
+        raise RuntimeError(f"{path}: {answer.status}: {text!r}")
+    return msgspec.json.decode(text)
+
+
 @contextmanager
-def _server(command: list[str], env: dict[str, str], client: httpx.Client) -> Iterator[str]:
+def _server(command: list[str], env: dict[str, str]) -> Iterator[HTTPConnection]:
     port = _free_port()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -266,25 +277,30 @@ def _server(command: list[str], env: dict[str, str], client: httpx.Client) -> It
             stdout=output,
             stderr=output,
         )
+        client = HTTPConnection("127.0.0.1", port, timeout=30)
         try:
-            url = f"http://127.0.0.1:{port}"
             give_up = time.monotonic() + _GIVE_UP_S
-            while not _is_up(client, url):
+            while not _is_up(client):
                 if process.poll() is not None or time.monotonic() > give_up:
                     output.seek(0)
                     raise RuntimeError(f"{command} did not start: {output.read()[-2000:].decode(errors='replace')}")
                 time.sleep(0.05)
-            yield url
+            yield client
         finally:
+            client.close()
             process.kill()
             process.wait()
 
 
-def _is_up(client: httpx.Client, url: str) -> bool:
+def _is_up(client: HTTPConnection) -> bool:
     try:
-        return client.get(f"{url}/health").is_success
-    except httpx.TransportError:
+        client.request("GET", "/health")
+        answer = client.getresponse()
+        answer.read()
+    except OSError:
+        client.close()
         return False
+    return answer.status == HTTPStatus.OK
 
 
 def _free_port() -> int:
