@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
 
 
 BLOCK_ARRAYS = (*TABLE_ARRAYS, types.uint32[:, ::1], types.int64[::1])
-"""numba types of the arrays, in the order of `flat`."""
+"""numba types of the arrays, in the order of `flat_blocks`."""
 
 
 def make_blocks(capacity: int, *, is_shared: bool = False) -> Blocks:
@@ -53,7 +53,7 @@ def make_blocks(capacity: int, *, is_shared: bool = False) -> Blocks:
     return Blocks(page_table.make_table(capacity), np.zeros((capacity + 1, 2), np.uint32), tally)
 
 
-def flat(blocks: Blocks) -> tuple[npt.NDArray[np.generic], ...]:
+def flat_blocks(blocks: Blocks) -> tuple[npt.NDArray[np.generic], ...]:
     """The arrays in a row, as kernels take them."""
     return (*blocks.table, blocks.columns, blocks.tally)
 

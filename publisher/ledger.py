@@ -104,7 +104,9 @@ class Ledger:
         return queued
 
     def clear(self) -> None:
-        """Nothing is held any more. Costs microseconds: columns are wiped where an entry is used again."""
+        """Nothing is held any more. Costs microseconds, and what `put_down` says where blocks are shared: columns are
+        wiped where an entry is used again.
+        """
         arrays = self._arrays
         put_down(arrays.blocks)
         page_table.clear(arrays.pages)

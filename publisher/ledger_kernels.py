@@ -1,9 +1,9 @@
 """Kernels of the ledger and of the queue of page changes that it feeds. Arrays only, no Python objects.
 
 Two tables of `kv_events.page_table`. *Blocks*: what the engine calls a page, see `publisher.blocks`. *Pages*: what the
-router calls it (sequence hash). Several blocks may carry one page: multimodal prompts
-of equal tokens, copies under two names. A page counts once per medium, however many blocks carry it, because the
-router keeps a set; so the digest is that of a set, too.
+router calls it (sequence hash). Several blocks may carry one page: multimodal prompts of equal tokens, copies under two
+names. A page counts once per medium, however many blocks carry it, because the router keeps a set; so the digest is
+that of a set, too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
-from publisher import blocks as blocks_module
-from publisher.blocks import BLOCK_ARRAYS, HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
+from publisher.blocks import BLOCK_ARRAYS, HELD, IS_SHARED, PAGE, STATE, Blocks, flat_blocks, is_held
 from publisher.change_kernels import CLEARED, REMOVAL
 
 # columns of page_words
@@ -91,7 +90,7 @@ _STATE = (*BLOCK_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int6
 
 def flat(ledger: LedgerArrays, queue: QueueArrays) -> tuple[npt.NDArray[np.generic], ...]:
     """The arrays in the order in which `change_pages` takes them."""
-    return (*blocks_module.flat(ledger.blocks), *ledger.pages, *ledger[2:], *queue)
+    return (*flat_blocks(ledger.blocks), *ledger.pages, *ledger[2:], *queue)
 
 
 @array_function
@@ -281,11 +280,12 @@ def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, mediu
 
     Returns the last page's name and its block's entry.
     """
-    name = parent
+    name, is_shared = parent, ledger.blocks.tally[IS_SHARED] != 0
     for i in range(start, stop):
         ahead = i + AHEAD
         if ahead < block_hashes.shape[0]:
-            fetch(ledger.blocks.table, block_hashes[ahead] ^ salt)
+            if not is_shared:  # else it was touched when the block was named
+                fetch(ledger.blocks.table, block_hashes[ahead] ^ salt)
             fetch(ledger.pages, hashes[ahead])
         key, name = block_hashes[i] ^ salt, hashes[i]
         entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent)
@@ -309,9 +309,9 @@ def _fetch_page_of(ledger, expected_after, key):
 @array_function
 def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
     """Pages of one event. Returns the last block's entry, behind which the next event's first one is looked for."""
-    bit, ahead = np.uint32(1 << medium), np.int64(-1)
+    bit, ahead, is_shared = np.uint32(1 << medium), np.int64(-1), ledger.blocks.tally[IS_SHARED] != 0
     for i in range(start, stop):
-        if i + AHEAD < block_hashes.shape[0]:
+        if i + AHEAD < block_hashes.shape[0] and not is_shared:  # else the entry stays, and is next to the one before
             fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
         if i + AHEAD // 2 < stop:
             ahead = _fetch_page_of(ledger, ahead, block_hashes[i + AHEAD // 2] ^ salt)

@@ -12,8 +12,7 @@ from kv_events import page_table
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.page_table import MAX_CAPACITY
-from publisher import blocks as blocks_module
-from publisher.blocks import Blocks, make_blocks
+from publisher.blocks import Blocks, flat_blocks, forget_all, make_blocks, states
 from publisher.bridge.name_kernels import (
     HAND,
     LOCAL_IN,
@@ -98,7 +97,7 @@ class Names:
             np.zeros(capacity + 1, np.uint16),
             np.array([-1, idle_pages], np.int64),
         )
-        self._flat = (*blocks_module.flat(self.blocks), *self._arrays[1:])
+        self._flat = (*flat_blocks(self.blocks), *self._arrays[1:])
         self._base = np.uint64(process_seed())
         self._cursor = np.zeros(NUM_CURSORS, np.int64)
         self._named = _empty_named(0, 0)
@@ -155,14 +154,14 @@ class Names:
 
     def block_hashes_in(self, space: Space) -> U64Array:
         """The ledger's hashes of all pages remembered of a space."""
-        known = blocks_module.states(self.blocks) != 0
+        known = states(self.blocks) != 0
         here = np.flatnonzero(known & (self._arrays.groups[: len(known)] == space.number))
         hashes: U64Array = self.blocks.table.keys[here] ^ space.salt
         return hashes
 
     def clear(self) -> None:
         """Forget everything."""
-        blocks_module.forget_all(self.blocks)
+        forget_all(self.blocks)
         self._arrays.clock[HAND] = -1
 
     def _room(self, num_pages: int, num_events: int) -> tuple[Named, U64Array]:
