@@ -28,7 +28,7 @@ ASKED_FOR = 2 << NUM_MEDIA
 """Its name was used since somebody last looked for names to give up."""
 
 # elements of tally
-HELD, IS_SHARED = range(2)
+HELD, MOST_HELD, IS_SHARED = range(3)
 
 
 class Blocks(NamedTuple):
@@ -39,7 +39,8 @@ class Blocks(NamedTuple):
     """[capacity + 1, 2] entry of the page that the block carries, meant while it lies somewhere; state, 0: a free
     entry. The last row stays free."""
     tally: npt.NDArray[np.int64]
-    """[2] blocks that lie somewhere; 1: entries are made and given up by another than the ledger."""
+    """[3] blocks that lie somewhere; the most there were, as far as was noted; 1: entries are made and given up by
+    another than the ledger."""
 
 
 BLOCK_ARRAYS = (*TABLE_ARRAYS, types.uint32[:, ::1], types.int64[::1])
@@ -48,7 +49,7 @@ BLOCK_ARRAYS = (*TABLE_ARRAYS, types.uint32[:, ::1], types.int64[::1])
 
 def make_blocks(capacity: int, *, is_shared: bool = False) -> Blocks:
     """An empty one for at most `capacity` entries. Reserves address space, not memory."""
-    tally = np.zeros(2, np.int64)
+    tally = np.zeros(3, np.int64)
     tally[IS_SHARED] = is_shared
     return Blocks(page_table.make_table(capacity), np.zeros((capacity + 1, 2), np.uint32), tally)
 
@@ -65,11 +66,17 @@ def states(blocks: Blocks) -> npt.NDArray[np.uint32]:
 
 
 def put_down(blocks: Blocks) -> None:
-    """No block lies anywhere any more. A shared table keeps its entries: 1 ms a million; else all go at once."""
+    """No block lies anywhere any more. A shared table keeps its entries, and those that lay somewhere as asked for:
+    maybe it was not the engine that gave them up. That takes some ms a million; else all go at once.
+    """
     if blocks.tally[IS_SHARED]:
-        states(blocks)[:] &= np.uint32(REMEMBERED | ASKED_FOR)
+        used = states(blocks)
+        lay = used & np.uint32(ON_MEDIA) != 0
+        used &= np.uint32(REMEMBERED | ASKED_FOR)
+        used[lay] |= np.uint32(ASKED_FOR)
     else:
         page_table.clear(blocks.table)
+    blocks.tally[MOST_HELD] = max(blocks.tally[MOST_HELD], blocks.tally[HELD])
     blocks.tally[HELD] = 0
 
 
@@ -77,7 +84,7 @@ def forget_all(blocks: Blocks) -> None:
     """Give up all entries."""
     states(blocks)[:] = 0
     page_table.clear(blocks.table)
-    blocks.tally[HELD] = 0
+    blocks.tally[[HELD, MOST_HELD]] = 0
 
 
 @array_helper

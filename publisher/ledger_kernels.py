@@ -301,7 +301,7 @@ def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, mediu
 def _fetch_page_of(ledger, expected_after, key):
     """Have the memory by which a block's page is removed brought near; the block's own must be. Returns its entry."""
     entry = _find_block(ledger, expected_after, key)
-    if entry >= 0:
+    if entry >= 0 and is_held(ledger.blocks, entry):
         fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])])
     return entry
 

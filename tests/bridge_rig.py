@@ -26,7 +26,6 @@ from publisher.bridge.translate import Translator
 from publisher.sinks import MemorySink
 
 NOW = 1_700_000_000.0
-_LEDGER_PAGES = 10_000
 GPU, CPU, DISK, EXTERNAL = range(4)
 
 Pages = set[tuple[int, int]]
@@ -122,11 +121,13 @@ class Rig:
         *,
         block_size: int | None = None,
         name_pages: int = 10_000,
+        ledger_pages: int = 10_000,
         model: str = "m",
         failures: Iterable[Exception] = (),
     ) -> None:
         """failures: of making publishers, before one can be made."""
         self._failures = list(failures)
+        self._ledger_pages = ledger_pages
         self.counters = BridgeCounters()
         self._view = View()
         self._decoder = Decoder()
@@ -136,7 +137,7 @@ class Rig:
             Complaints("w"),
             self._publisher,
             block_size=block_size,
-            ledger_pages=_LEDGER_PAGES,
+            ledger_pages=ledger_pages,
             name_pages=name_pages,
         )
 
@@ -163,7 +164,7 @@ class Rig:
     def _publisher(self, block_size: int) -> EventPublisher:
         if self._failures:
             raise self._failures.pop(0)
-        settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=_LEDGER_PAGES)
+        settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=self._ledger_pages)
         return EventPublisher(settings, MemorySink(MemoryLog()))
 
 

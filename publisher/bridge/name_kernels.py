@@ -2,9 +2,9 @@
 
 A name is entered under the engine's hash XOR the salt of its attention group, and stays when the page is removed: a
 later page may name it as its parent, a later event may say that the same hash now lies on another medium. Of the pages
-that lie nowhere any more as many are remembered as there are others, but not fewer than 65,536: that goes far back in
-an engine's work, and keeps the table near to what fits a processor's caches. Which one is forgotten is up to CLOCK
-(Corbato, 1968): one that nobody asked for since the hand last came by.
+that lie nowhere any more as many are remembered as ever lay somewhere at a time, but not fewer than 65,536, if the
+bound is not lower: that goes far back in an engine's work, and keeps the table near to what fits a processor's caches.
+Which one is forgotten is up to CLOCK (Corbato, 1968): one that nobody asked for since the hand last came by.
 
 One hash may be said of pages with different seeds (SGLang does not mix the salt into its hashes). The first one is
 entered under the hash itself, the others, *variants*, under the hash XOR their mixed seed.
@@ -22,7 +22,7 @@ from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import AHEAD, Table, fetch, find, find_or_insert, insert, num_entries, remove, was_used
 from kv_events.xxh3 import hash_pair
-from publisher.blocks import ASKED_FOR, BLOCK_ARRAYS, HELD, REMEMBERED, STATE, Blocks, is_held
+from publisher.blocks import ASKED_FOR, BLOCK_ARRAYS, HELD, MOST_HELD, REMEMBERED, STATE, Blocks, is_held
 
 # elements of cursor: the event to go on with, places in input and output, and pages by what was special about them
 EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_SPECIAL = range(6)
@@ -31,12 +31,14 @@ NUM_CURSORS = 6
 # flags of a page that was given a name, as bits
 PLAIN, VARIANT, RENAMED = 0, 1, 2
 
-# elements of clock: where the hand stands; most names of pages that lie nowhere
-HAND, MOST_IDLE = range(2)
+# elements of clock: where the hand stands; most names of pages that lie nowhere; 1: there may be variants
+HAND, MOST_IDLE, HAS_VARIANTS = range(3)
 
 _NO_HASH = np.uint64(0)
 _FEWEST_IDLE = 65_536
 """Names of pages that lie nowhere are not forgotten below that, if there is room."""
+_AT_A_TIME = 4096
+"""Names that are forgotten by a call beyond two for each page that it names, so that no call takes long."""
 _MOST_FORGOTTEN = 4
 """To find room for one name. A table may be full in one segment only; then the page is left out."""
 
@@ -53,7 +55,7 @@ class NameArrays(NamedTuple):
     groups: npt.NDArray[np.uint16]
     """[capacity + 1] number of the attention group, or of whatever else keeps equal hashes apart."""
     clock: npt.NDArray[np.int64]
-    """[2] see HAND, MOST_IDLE."""
+    """[3] see HAND, MOST_IDLE, HAS_VARIANTS."""
 
 
 class PageEvents(NamedTuple):
@@ -139,11 +141,15 @@ def _forget_one(arrays):
 
 
 @array_function
-def _tidy_up(arrays):
-    """Forget what is beyond the names that are to be remembered. Not while the ledger has still to hear of some."""
+def _tidy_up(arrays, num_pages):
+    """Forget what is beyond the names that are to be remembered, before so many pages are named.
+
+    Not while the ledger has still to hear of some.
+    """
     blocks = arrays.blocks
-    most = min(arrays.clock[MOST_IDLE], max(np.int64(_FEWEST_IDLE), blocks.tally[HELD]))
-    for _ in range(_num_idle(blocks) - most):
+    blocks.tally[MOST_HELD] = max(blocks.tally[MOST_HELD], blocks.tally[HELD])
+    most = min(arrays.clock[MOST_IDLE], max(np.int64(_FEWEST_IDLE), blocks.tally[MOST_HELD]))
+    for _ in range(min(_num_idle(blocks) - most, _AT_A_TIME + 2 * num_pages)):
         _forget_one(arrays)
 
 
@@ -189,23 +195,34 @@ def _enter_variant(arrays, block_hash, salt, group, name, seed):
     if entry >= 0:
         return VARIANT | _enter_again(arrays, entry, name)
     _remember(arrays, key, name, seed, group)
+    arrays.clock[HAS_VARIANTS] = 1
     return VARIANT
+
+
+@array_function
+def _is_left_alone(arrays, key, seed):
+    """Whether a page was a variant of one that is forgotten by now."""
+    return find(arrays.blocks.table, key) < 0 and find(arrays.blocks.table, key ^ mix(seed)) >= 0
 
 
 @array_helper
 def _enter(arrays, block_hash, salt, group, name, seed):
     """Remember a page. Returns the hash that the ledger is to know it by, and a flag."""
-    flag = PLAIN
-    entry, is_new = find_or_insert(arrays.blocks.table, block_hash ^ salt)
-    if entry < 0:
-        _remember(arrays, block_hash ^ salt, name, seed, group)
-    elif is_new:
-        _write(arrays, entry, name, seed, group)
-    elif arrays.seeds[entry] == seed:
-        flag = _enter_again(arrays, entry, name)
-    else:
+    flag, key = PLAIN, block_hash ^ salt
+    if arrays.clock[HAS_VARIANTS] and _is_left_alone(arrays, key, seed):
         flag = _enter_variant(arrays, block_hash, salt, group, name, seed)
         block_hash ^= mix(seed)
+    else:
+        entry, is_new = find_or_insert(arrays.blocks.table, key)
+        if entry < 0:
+            _remember(arrays, key, name, seed, group)
+        elif is_new:
+            _write(arrays, entry, name, seed, group)
+        elif arrays.seeds[entry] == seed:
+            flag = _enter_again(arrays, entry, name)
+        else:
+            flag = _enter_variant(arrays, block_hash, salt, group, name, seed)
+            block_hash ^= mix(seed)
     return block_hash, flag
 
 
@@ -321,23 +338,23 @@ def name_pages(
     out = Named(out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent)
     pages = PageEvents(block_hashes, lengths, parents, has_parent, is_removal)
     if cursor[EVENT] == 0:
-        _tidy_up(arrays)
+        _tidy_up(arrays, local.shape[0])
     return _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, group)
 
 
 @array_kernel(types.int64(_U64_IN, types.uint64, types.boolean, types.uint64, _U64, _U64, _U64, *_NAMES))
 def recall_pages(
-    block_hashes, seed, is_stated, salt, out_block_hashes, out_names, out_seeds,
+    block_hashes, seed, is_stated, salt, out_bases, out_block_hashes, out_names,
     keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock,
 ):  # fmt: skip
-    """Names of pages by the engine's hashes alone. Returns how many are known; those fill the out columns."""
+    """Names of pages by the engine's hashes alone. Returns how many are known, which fill columns of `Named`."""
     arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
     known = 0
     for i in range(block_hashes.shape[0]):
         entry, block_hash = _recall(arrays, block_hashes[i], salt, seed, is_stated)
         if entry >= 0:
-            out_block_hashes[known], out_names[known] = block_hash, arrays.names[entry]
-            out_seeds[known] = arrays.seeds[entry]
+            out_bases[known], out_block_hashes[known] = block_hashes[i], block_hash
+            out_names[known] = arrays.names[entry]
             known += 1
     return known
 
@@ -349,6 +366,6 @@ def enter_pages(
 ):  # fmt: skip
     """Remember pages whose names the engine gave itself."""
     arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
-    _tidy_up(arrays)
+    _tidy_up(arrays, block_hashes.shape[0])
     for i in range(block_hashes.shape[0]):
         out_block_hashes[i], out_flags[i] = _enter(arrays, block_hashes[i], salt, group, page_names[i], seed)

@@ -15,12 +15,15 @@ from kv_events.page_table import MAX_CAPACITY
 from publisher.blocks import Blocks, flat_blocks, forget_all, make_blocks, states
 from publisher.bridge.name_kernels import (
     HAND,
+    HAS_VARIANTS,
     LOCAL_IN,
     NUM_CURSORS,
     NUM_SPECIAL,
     NUM_UNKNOWN,
     PAGE_OUT,
+    PLAIN,
     RENAMED,
+    VARIANT,
     NameArrays,
     Named,
     PageEvents,
@@ -86,7 +89,10 @@ class Names:
     """
 
     def __init__(self, held_pages: int, idle_pages: int) -> None:
-        """held_pages: most that may lie somewhere at a time. idle_pages: most names of pages that lie nowhere."""
+        """held_pages: those that may lie somewhere at a time. idle_pages: most names of pages that lie nowhere.
+
+        Names of the engine's: several may be of one page, and then both bounds share the room.
+        """
         capacity = min(held_pages + idle_pages + _UNHEARD_PAGES, MAX_CAPACITY)
         self.blocks: Blocks = make_blocks(capacity, is_shared=True)
         """For the ledger that is to say which pages lie somewhere."""
@@ -95,7 +101,7 @@ class Names:
             np.zeros(capacity + 1, np.uint64),
             np.zeros(capacity + 1, np.uint64),
             np.zeros(capacity + 1, np.uint16),
-            np.array([-1, idle_pages], np.int64),
+            np.array([-1, idle_pages, 0], np.int64),
         )
         self._flat = (*flat_blocks(self.blocks), *self._arrays[1:])
         self._base = np.uint64(process_seed())
@@ -139,10 +145,16 @@ class Names:
         special = _special(out.bases[:end], columns.block_hashes, out.flags[:end]) if cursor[NUM_SPECIAL] else []
         return NamedPages(columns, special, int(cursor[NUM_UNKNOWN]))
 
-    def recall(self, block_hashes: U64Array, wording: Wording, space: Space) -> StoredColumns:
+    def recall(self, block_hashes: U64Array, wording: Wording, space: Space) -> NamedPages:
         """The pages that are known by the engine's hashes alone."""
-        found = self._recall(block_hashes, wording, space)
-        return single_pages(found[0], found[1])
+        found = np.empty((3, len(block_hashes)), np.uint64)
+        num_known = recall_pages(
+            block_hashes, np.uint64(wording.seed), wording.is_whole_truth, space.salt, *found, *self._flat
+        )
+        bases, hashes, names = found[:, :num_known]
+        return NamedPages(
+            single_pages(hashes, names), _special(bases, hashes, np.where(bases == hashes, PLAIN, VARIANT)), 0
+        )
 
     def enter(self, block_hashes: U64Array, names: U64Array, wording: Wording, space: Space) -> NamedPages:
         """Remember pages whose engine names them by sequence hashes itself."""
@@ -162,7 +174,7 @@ class Names:
     def clear(self) -> None:
         """Forget everything."""
         forget_all(self.blocks)
-        self._arrays.clock[HAND] = -1
+        self._arrays.clock[HAND], self._arrays.clock[HAS_VARIANTS] = -1, 0
 
     def _room(self, num_pages: int, num_events: int) -> tuple[Named, U64Array]:
         """Buffers for the columns, and for one seed an event."""
@@ -170,14 +182,6 @@ class Names:
             self._named = _empty_named(2 * num_pages, 2 * num_events)
             self._seeds = np.empty(2 * num_events, np.uint64)
         return self._named, self._seeds[:num_events]
-
-    def _recall(self, block_hashes: U64Array, wording: Wording, space: Space) -> U64Array:
-        """uint64[3, known]: the ledger's hashes, names, seeds."""
-        found = np.empty((3, len(block_hashes)), np.uint64)
-        num_known = recall_pages(
-            block_hashes, np.uint64(wording.seed), wording.is_whole_truth, space.salt, *found, *self._flat
-        )
-        return found[:, :num_known]
 
 
 def single_pages(block_hashes: U64Array, names: U64Array) -> StoredColumns:

@@ -42,7 +42,12 @@ class Placer:
     def store(self, named: NamedPages, space: Space, place: Place) -> None:
         """Pages now lie on a medium."""
         tier = self._tier(place, len(named.columns.hashes))
-        if tier is None or self.publisher is None or not len(named.columns.hashes):
+        renamed = [page for page in named.special if page.is_renamed]
+        if tier is None:
+            for page in renamed:  # what its hash meant until now is not there any more, wherever the new page is
+                self._remove_everywhere(np.array([page.block_hash], np.uint64), space.label)
+            return
+        if self.publisher is None or not len(named.columns.hashes):
             return
         for page in named.special:
             if page.base != page.block_hash:
@@ -50,7 +55,6 @@ class Placer:
                 if given_up is not None:
                     self._remove_everywhere(given_up[1], given_up[0])
         self._counters.pages_stored += len(named.columns.hashes)
-        renamed = [page for page in named.special if page.is_renamed]
         if renamed:
             self._store_renamed(self.publisher, named.columns, renamed, space, tier)
         else:

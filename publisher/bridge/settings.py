@@ -26,8 +26,8 @@ class BridgeSettings(KvsightSettings):
     """`KVSIGHT_BRIDGE_*` variables; the publishers' own settings hold as everywhere."""
 
     bridge_name_pages: int = Field(default=4_000_000, ge=1024, le=2**30)
-    """Most names of pages that lie nowhere any more, for each worker stream. As many are remembered as there are pages
-    that do, but not fewer than 65,536.
+    """Most names of pages that lie nowhere any more, for each worker stream. As many are remembered as its worker ever
+    held pages at a time, or 65,536 where those were fewer.
     """
     bridge_replay_timeout_s: float = Field(default=5.0, gt=0)
     """A replay is given up when nothing came for so long."""

@@ -60,8 +60,9 @@ class PolledEvents:
     """One engine's events, of all its attention DP ranks, each of which is a worker stream."""
 
     def __init__(self, make_publisher: Callable[[int], EventPublisher], *, name_pages: int = 4_000_000) -> None:
-        """make_publisher: called once for each rank. name_pages: how many pages' names are remembered
-        for each, beyond the pages' lives."""
+        """make_publisher: called once for each rank, for a publisher that nobody else publishes by. name_pages: how
+        many pages' names are remembered for each, beyond the pages' lives.
+        """
         self.counters = BridgeCounters()
         self._make_publisher = make_publisher
         self._name_pages = name_pages

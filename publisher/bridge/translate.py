@@ -128,9 +128,8 @@ class Translator:
     def _store(self, run: StoredRun, space: Space) -> None:
         wording = self._wording(run)
         if run.num_positions == 0:
-            columns = self._names.recall(run.events.block_hashes, wording, space)
-            self._counters.unresolved_pages += len(run.events.block_hashes) - len(columns.hashes)
-            named = NamedPages(columns, [], 0)
+            named = self._names.recall(run.events.block_hashes, wording, space)
+            self._counters.unresolved_pages += len(run.events.block_hashes) - len(named.columns.hashes)
         else:
             whole = self._whole_pages(run)
             if whole is None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -51,4 +52,5 @@ def _step_back() -> None:
     """Let the event loop's thread go first where both want a processor."""
     if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
         own = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)
+        with suppress(OSError):  # a sandbox may refuse it, and then it has to do without
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)

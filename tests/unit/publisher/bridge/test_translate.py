@@ -258,6 +258,50 @@ def test_what_a_cleared_engine_held_may_be_forgotten() -> None:
     assert len(rig.pages) == 1
 
 
+def test_names_of_what_an_engine_may_still_hold_survive_that_all_is_given_up() -> None:
+    rig = Rig(name_pages=1_000_000, ledger_pages=100_000, block_size=1)
+    come_and_go(rig, range(200_000, 270_000), 5000)
+    held = range(1, 80_001)
+    rig.take(stored(held, [i % 60_000 for i in held], 1))
+    rig.translator.clear()  # as when a batch is lost
+    rig.take(*(stored([10**6 + i], [5], 1, parent=i) for i in held[::400]))
+    rig.take(stored(held[::7], [], 0, medium="CPU"))
+    assert (rig.counters.unknown_parents, rig.counters.unresolved_pages) == (0, 0)
+    for first in range(2 * 10**6, 2 * 10**6 + 50):  # what is too much goes step by step
+        rig.take(stored([first], [first], 1))
+    assert rig.translator.num_names <= 80_000 + len(rig.pages)
+
+
+def test_a_page_whose_hash_is_anothers_and_that_is_forgotten_does_not_stay_when_it_is_renamed() -> None:
+    rig = Rig(name_pages=1, block_size=1)
+    rig.take(stored([7], [1], 1, cache_salt="a"), form="map")
+    rig.take(stored([7], [1], 1, cache_salt="b", medium="CPU"), form="map")
+    rig.take(removed([7], "GPU"))
+    come_and_go(rig, range(100, 400))
+    rig.take(stored([7], [2], 1, cache_salt="b"), form="map")
+    assert rig.pages == on(GPU, names_of([2], 1, salt="b"))
+    rig.take(removed([7], "GPU"))
+    assert rig.pages == set()
+
+
+def test_a_page_whose_hash_is_anothers_and_that_comes_back_without_tokens_can_be_removed() -> None:
+    rig = Rig(block_size=1)
+    for salt in "ab":
+        rig.take(stored([7], [1], 1, cache_salt=salt), form="map")
+    rig.take(cleared())
+    rig.take(stored([7], [], 0, cache_salt="b", medium="CPU"), form="map")
+    assert rig.pages == on(CPU, names_of([1], 1, salt="b"))
+    rig.take(removed([7], "CPU"))
+    assert rig.pages == set()
+
+
+def test_a_hash_that_comes_to_mean_another_page_on_a_medium_that_is_none_does_not_keep_the_old_one() -> None:
+    rig = Rig(block_size=1).take(stored([7], [1], 1), stored([7], [2], 1, medium="WEIRD"))
+    assert rig.pages == set()
+    rig.take(stored([7], [2], 1))
+    assert rig.pages == on(GPU, names_of([2], 1))
+
+
 def test_pages_beyond_the_ledger_are_left_out_and_taken_once_there_is_room() -> None:
     rig = Rig(name_pages=20_000, block_size=1)  # 10,000 pages are taken for held
     rig.take(*(stored([i], [i], 1) for i in range(1, 12_001)))

@@ -40,6 +40,16 @@ def test_threads_step_back_behind_the_event_loop() -> None:
     assert _me()[1] == here
 
 
+def test_where_a_mocked_system_refuses_another_niceness_work_is_done_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    assert asyncio.run(run(LARGE))[0] != threading.get_native_id()
+
+
 def test_work_in_a_thread_is_done_before_a_cancelled_caller_goes_on() -> None:
     done = threading.Event()
     begun = threading.Event()
