@@ -77,7 +77,7 @@ class NamedPages(NamedTuple):
 
 
 _UNHEARD_PAGES = 2**20
-"""Room for pages that were named, and that the ledger has still to hear of."""
+"""Room for pages that were named, and that the ledger has still to hear of; no more than it may hold."""
 
 LocalHashes = Callable[[int, int, int], U64Array]
 """(first stored page, number of pages, seed) -> their local hashes."""
@@ -93,7 +93,7 @@ class Names:
 
         Names of the engine's: several may be of one page, and then both bounds share the room.
         """
-        capacity = min(held_pages + idle_pages + _UNHEARD_PAGES, MAX_CAPACITY)
+        capacity = min(held_pages + idle_pages + min(held_pages, _UNHEARD_PAGES), MAX_CAPACITY)
         self.blocks: Blocks = make_blocks(capacity, is_shared=True)
         """For the ledger that is to say which pages lie somewhere."""
         self._arrays = NameArrays(
