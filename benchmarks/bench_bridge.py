@@ -50,7 +50,7 @@ from publisher.sinks.memory import MemorySink
 ENGINES, BLOCK_SIZE, PROMPT_PAGES = 4, 16, 64
 HELD_PROMPTS, WARM_UP_PROMPTS, TIMED_PROMPTS = 1024, 1536, 3072
 """Of each engine: those that fit; those that push others out before, and while it is timed."""
-ROUNDS = 5
+ROUNDS = 9
 _GIVE_UP_S = 60.0
 _POLL_S = 0.01
 _PEER_PACKAGE, _PEER_VERSION = "ai_dynamo_runtime", "1.6.1"
