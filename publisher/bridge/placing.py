@@ -43,11 +43,11 @@ class Placer:
         """Pages now lie on a medium."""
         tier = self._tier(place, len(named.columns.hashes))
         renamed = [page for page in named.special if page.is_renamed]
-        if tier is None:
-            for page in renamed:  # what its hash meant until now is not there any more, wherever the new page is
-                self._remove_everywhere(np.array([page.block_hash], np.uint64), space.label)
-            return
-        if self.publisher is None or not len(named.columns.hashes):
+        if (
+            tier is None and renamed
+        ):  # what the hashes meant until now is not there any more, wherever the new pages are
+            self._remove_everywhere(np.array([page.block_hash for page in renamed], np.uint64), space.label)
+        if tier is None or self.publisher is None or not len(named.columns.hashes):
             return
         for page in named.special:
             if page.base != page.block_hash:
