@@ -333,7 +333,7 @@ def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> No
     columns = EventColumns.stored(StoredColumns(names, names, np.full(events, length), *no_parents), 0)
     engine = threading.Thread(target=publisher.publish_columns, args=(columns, None))
     engine.start()
-    while not publisher.take_records(NOW):
+    while not publisher._outbox.take_records(NOW, max_records=1):  # without that bound, until all are taken
         pass
     assert publisher.stats().pages["stored"] < total
     engine.join()
