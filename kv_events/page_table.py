@@ -7,34 +7,38 @@ the pages of one prompt tend to lie next to each other and a walk along a prompt
 Layout: *extendible hashing* (Fagin et al., 1979). A directory maps the low bits of a key's tag to a segment of 4096
 slots; a segment that fills up is split in two, so growth never costs more than one segment at a time. A slot is
 `tag << 32 | id + 1`, 0 when empty: tags alone decide nearly every comparison; splitting or removing needs no look at
-the keys. Arrays are reserved at their bound and touched (so: paid for) only as far as they are used.
+the keys. Eight slots, a cache line, are a *bucket*, and compared at once. The high bits of a tag say which is a key's
+home; what finds it full goes into the next one that is not, so a search ends at a bucket with room, mostly the first.
+Arrays are reserved at their bound and touched (so: paid for) only as far as they are used.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from kv_events.errors import InvalidValueError
+from kv_events.instructions import NUM_LANES, lanes_equal, lowest_bit, prefetch
 from kv_events.kernels import array_function, array_helper
 
 _SEGMENT_BITS = 12
 _SEGMENT_SLOTS = 1 << _SEGMENT_BITS
 _SLOT_MASK = _SEGMENT_SLOTS - 1
 _SPLIT_AT = _SEGMENT_SLOTS * 85 // 100
-_MAX_DEPTH = 20  # directory bits and slot bits together are the 32 bits of a tag
+_HOME_BITS = _SEGMENT_BITS - (NUM_LANES - 1).bit_length()
+_MAX_DEPTH = 32 - _HOME_BITS  # directory bits and those of the home bucket together are the 32 bits of a tag
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads keys that are not hashes, too
 _ONE = np.uint64(1)
 _LOW32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
-_SHIFT_HOME = np.uint64(32 - _SEGMENT_BITS)
+_HIGH32 = ~_LOW32
+_ALL = ~np.uint64(0)
+_EMPTY = np.uint64(0)
+_SHIFT_HOME = np.uint64(32 - _HOME_BITS)
 
 # columns of segments
 _BITS, _COUNT = range(2)
@@ -53,7 +57,7 @@ class Table(NamedTuple):
     directory: npt.NDArray[np.uint32]
     """[2**max_depth] segment number for each value of a tag's low bits."""
     slots: npt.NDArray[np.uint64]
-    """[(segments + 1) * 4096] tag << 32 | id + 1, or 0. Behind the last segment: scratch for a split."""
+    """[(segments + 1) * 4096] tag << 32 | id + 1, or 0; eight a bucket. Behind the last segment: scratch for a split."""
     segments: npt.NDArray[np.uint32]
     """[segments, 2] number of tag bits that all keys of a segment share; number of used slots."""
     meta: npt.NDArray[np.int64]
@@ -84,10 +88,17 @@ def make_table(capacity: int) -> Table:
     return Table(
         keys=np.zeros(capacity + 1, np.uint64),
         directory=np.zeros(1 << max_depth, np.uint32),
-        slots=np.zeros((num_segments + 1) * _SEGMENT_SLOTS, np.uint64),
+        slots=_zeros_in_lines((num_segments + 1) * _SEGMENT_SLOTS),
         segments=np.zeros((num_segments, 2), np.uint32),
         meta=meta,
     )
+
+
+def _zeros_in_lines(length: int) -> npt.NDArray[np.uint64]:
+    """uint64[length] that begins where a cache line begins."""
+    zeros = np.zeros(length + NUM_LANES, np.uint64)
+    first = -zeros.ctypes.data % (8 * NUM_LANES) // 8
+    return zeros[first : first + length]
 
 
 def num_live(table: Table) -> int:
@@ -130,37 +141,44 @@ def _segment_of(table, tag):
 
 
 @array_helper
+def _home(tag):
+    """First slot of the bucket, within the segment, where a search begins."""
+    return np.int64(tag >> _SHIFT_HOME) * NUM_LANES
+
+
+@array_helper
+def _next(bucket):
+    return (bucket + NUM_LANES) & _SLOT_MASK
+
+
+@array_helper
+def _empty_slots(table, place):
+    """Those of the bucket that begins at a place, as bits."""
+    return lanes_equal(table.slots, place, _ALL, _EMPTY)
+
+
+@array_helper
+def _same_slots(table, place, tag, empty):
+    """Slots of a bucket that may be a key's, as bits; its empty ones are given."""
+    return lanes_equal(table.slots, place, _HIGH32, tag << _SHIFT32) & ~empty
+
+
+@array_helper
 def find(table, key):
     """Entry id of a key, or -1."""
     tag = _tag(key)
-    base = _segment_of(table, tag) * _SEGMENT_SLOTS
-    slot = np.int64(tag >> _SHIFT_HOME)
+    base, bucket = _segment_of(table, tag) * _SEGMENT_SLOTS, _home(tag)
     while True:
-        word = table.slots[base + slot]
-        if word == np.uint64(0):
-            return np.int64(-1)
-        if word >> _SHIFT32 == tag:
-            entry = np.int64(word & _LOW32) - 1
+        empty = _empty_slots(table, base + bucket)
+        same = _same_slots(table, base + bucket, tag, empty)
+        while same != 0:
+            entry = np.int64(table.slots[base + bucket + lowest_bit(same)] & _LOW32) - 1
             if table.keys[entry] == key:
                 return entry
-        slot = (slot + 1) & _SLOT_MASK
-
-
-@intrinsic
-def _prefetch(_typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of an element. Nothing waits for it, and a wrong index does no harm."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        view = context.make_array(signature.args[0])(context, builder, args[0])
-        address = builder.bitcast(builder.gep(view.data, [args[1]]), ir.IntType(8).as_pointer())
-        word = ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [address.type, word, word, word]), "llvm.prefetch.p0"
-        )
-        builder.call(function, [address, word(0), word(3), word(1)])  # for reading, to keep, data
-        return context.get_dummy_value()
-
-    return types.none(array, types.int64), codegen
+            same &= same - _ONE
+        if empty != 0:
+            return np.int64(-1)
+        bucket = _next(bucket)
 
 
 AHEAD = 8
@@ -171,7 +189,7 @@ AHEAD = 8
 def fetch(table, key):
     """Have the memory that `find` or `insert` of a key begins with brought near meanwhile."""
     tag = _tag(key)
-    _prefetch(table.slots, _segment_of(table, tag) * _SEGMENT_SLOTS + np.int64(tag >> _SHIFT_HOME))
+    prefetch(table.slots, _segment_of(table, tag) * _SEGMENT_SLOTS + _home(tag))
 
 
 @array_helper
@@ -182,11 +200,12 @@ def was_used(table, entry):
 
 @array_function
 def _place(table, segment, word):
-    base = segment * _SEGMENT_SLOTS
-    slot = np.int64(word >> _SHIFT32 >> _SHIFT_HOME)
-    while table.slots[base + slot] != np.uint64(0):
-        slot = (slot + 1) & _SLOT_MASK
-    table.slots[base + slot] = word
+    base, bucket = segment * _SEGMENT_SLOTS, _home(word >> _SHIFT32)
+    empty = _empty_slots(table, base + bucket)
+    while empty == 0:
+        bucket = _next(bucket)
+        empty = _empty_slots(table, base + bucket)
+    table.slots[base + bucket + lowest_bit(empty)] = word
     table.segments[segment, _COUNT] += np.uint32(1)
 
 
@@ -273,26 +292,44 @@ def find_or_insert(table, key):
     """(entry id, whether the key was absent); id -1: it was, and there is no room. One walk for both."""
     tag = _tag(key)
     segment = _segment_of(table, tag)
-    base = segment * _SEGMENT_SLOTS
-    slot = np.int64(tag >> _SHIFT_HOME)
+    base, bucket = segment * _SEGMENT_SLOTS, _home(tag)
     entry, is_new = np.int64(-1), True
-    word = table.slots[base + slot]
-    while word != np.uint64(0):
-        if word >> _SHIFT32 == tag:
-            entry = np.int64(word & _LOW32) - 1
-            if table.keys[entry] == key:
-                is_new = False
-                break
-        slot = (slot + 1) & _SLOT_MASK
-        word = table.slots[base + slot]
+    while True:
+        empty = _empty_slots(table, base + bucket)
+        same = _same_slots(table, base + bucket, tag, empty)
+        while same != 0 and is_new:
+            entry = np.int64(table.slots[base + bucket + lowest_bit(same)] & _LOW32) - 1
+            is_new = table.keys[entry] != key
+            same &= same - _ONE
+        if empty != 0 or not is_new:
+            break
+        bucket = _next(bucket)
     if is_new:
         if table.segments[segment, _COUNT] >= _SPLIT_AT or _is_full(table):
             entry = insert(table, key)
         else:
             entry = _new_entry(table, key)
-            table.slots[base + slot] = tag << _SHIFT32 | np.uint64(entry + 1)
+            table.slots[base + bucket + lowest_bit(empty)] = tag << _SHIFT32 | np.uint64(entry + 1)
             table.segments[segment, _COUNT] += np.uint32(1)
     return entry, is_new
+
+
+@array_function
+def _refill(table, base, bucket, hole):
+    """A slot of a bucket became empty, and it is the only one: give it to a key that passed over the full bucket, if
+    there is one; and so on with the bucket that this one lay in.
+    """
+    other, is_over = _next(bucket), False
+    while not is_over:
+        is_over = _empty_slots(table, base + other) != 0  # nobody passed over that one
+        for slot in range(other, other + NUM_LANES):
+            word = table.slots[base + slot]
+            has_passed = (other - _home(word >> _SHIFT32)) & _SLOT_MASK >= (other - bucket) & _SLOT_MASK
+            if word != _EMPTY and has_passed:
+                table.slots[base + hole], table.slots[base + slot] = word, _EMPTY
+                bucket, hole = other, slot
+                break
+        other = _next(other)
 
 
 @array_function
@@ -300,20 +337,17 @@ def remove(table, entry):
     """Free a live entry; its id goes to the end of the queue of free ids."""
     tag = _tag(table.keys[entry])
     segment = _segment_of(table, tag)
-    base = segment * _SEGMENT_SLOTS
+    base, bucket = segment * _SEGMENT_SLOTS, _home(tag)
     word = tag << _SHIFT32 | np.uint64(entry + 1)
-    hole = np.int64(tag >> _SHIFT_HOME)
-    while table.slots[base + hole] != word:
-        hole = (hole + 1) & _SLOT_MASK
-    # close the gap: move back every later word of the cluster whose home is not behind the hole
-    slot = (hole + 1) & _SLOT_MASK
-    while table.slots[base + slot] != np.uint64(0):
-        home = np.int64(table.slots[base + slot] >> _SHIFT32 >> _SHIFT_HOME)
-        if ((slot - home) & _SLOT_MASK) >= ((slot - hole) & _SLOT_MASK):
-            table.slots[base + hole] = table.slots[base + slot]
-            hole = slot
-        slot = (slot + 1) & _SLOT_MASK
-    table.slots[base + hole] = np.uint64(0)
+    found = lanes_equal(table.slots, base + bucket, _ALL, word)
+    while found == 0:
+        bucket = _next(bucket)
+        found = lanes_equal(table.slots, base + bucket, _ALL, word)
+    hole = bucket + lowest_bit(found)
+    was_full = _empty_slots(table, base + bucket) == 0
+    table.slots[base + hole] = _EMPTY
+    if was_full:
+        _refill(table, base, bucket, hole)
     table.segments[segment, _COUNT] -= np.uint32(1)
     if table.meta[_FREE_HEAD] < 0:
         table.meta[_FREE_HEAD] = entry

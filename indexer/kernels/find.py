@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from indexer.kernels.apply import look_up
+from kv_events.instructions import lowest_bit
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import TABLE_ARRAYS, Table
 from kv_events.schema import NUM_MEDIA
 from kv_events.xxh3 import U64_IN
-
-
-@intrinsic
-def _lowest_bit(_typing: Any, word: Any) -> Any:
-    """Number of the lowest set bit of a non-zero u64; one machine instruction."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), codegen
 
 
 class Asked(NamedTuple):
@@ -39,7 +28,7 @@ class Asked(NamedTuple):
 def _record(bits, word, tier, num_pages, out_pages):
     """Note `num_pages` for every stream of a word of dropped bits."""
     while bits != np.uint64(0):
-        out_pages[word * 64 + np.int64(_lowest_bit(bits)), tier] = np.uint32(num_pages)
+        out_pages[word * 64 + lowest_bit(bits), tier] = np.uint32(num_pages)
         bits &= bits - np.uint64(1)
 
 
@@ -74,7 +63,7 @@ def _begin(pages, held, alive, out_streams, out_pages):
             held_so_far |= pages.words[held, tier * width + word]
             alive[tier, word] = held_so_far
         while held_so_far != np.uint64(0):
-            stream = word * 64 + np.int64(_lowest_bit(held_so_far))
+            stream = word * 64 + lowest_bit(held_so_far)
             out_streams[found] = np.int32(stream)
             for tier in range(NUM_MEDIA):
                 out_pages[stream, tier] = np.uint32(0)

@@ -1,0 +1,71 @@
+"""Machine instructions that numba has no name for, as functions for kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+NUM_LANES = 8
+"""u64 that `lanes_equal` compares at once: a cache line."""
+
+_BYTE, _WORD32, _WORD64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LANES = ir.VectorType(_WORD64, NUM_LANES)
+
+
+@intrinsic
+def lowest_bit(_typing: Any, word: Any) -> Any:
+    """Number of the lowest set bit of a non-zero u64, as an int64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def prefetch(_typing: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of an element. Nothing waits for it, and a wrong index does no harm."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _BYTE.as_pointer())
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [address.type, _WORD32, _WORD32, _WORD32]),
+            "llvm.prefetch.p0",
+        )
+        builder.call(function, [address, _WORD32(0), _WORD32(3), _WORD32(1)])  # for reading, to keep, data
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64), codegen
+
+
+@intrinsic
+def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) -> Any:
+    """Compare NUM_LANES elements of a u64 array from an index on: bit i of the result, a u64, is set where element
+    index + i AND mask equals `wanted`.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _LANES.as_pointer())
+        lanes = builder.and_(builder.load(address, align=8), _splat(builder, args[2]))
+        equal = builder.icmp_unsigned("==", lanes, _splat(builder, args[3]))
+        return builder.zext(builder.bitcast(equal, ir.IntType(NUM_LANES)), _WORD64)
+
+    return types.uint64(array, types.int64, types.uint64, types.uint64), codegen
+
+
+def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Address of element args[1] of the array args[0]."""
+    view = context.make_array(signature.args[0])(context, builder, args[0])
+    return builder.gep(view.data, [args[1]])
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    """A vector of one value."""
+    nothing = ir.Constant(_LANES, ir.Undefined)
+    first = builder.insert_element(nothing, value, _WORD32(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_WORD32, NUM_LANES), [0] * NUM_LANES))
