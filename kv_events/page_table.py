@@ -332,7 +332,7 @@ def _refill(table, base, bucket, hole):
         other = _next(other)
 
 
-@array_function
+@array_helper
 def remove(table, entry):
     """Free a live entry; its id goes to the end of the queue of free ids."""
     tag = _tag(table.keys[entry])

@@ -93,7 +93,7 @@ def flat(ledger: LedgerArrays, queue: QueueArrays) -> tuple[npt.NDArray[np.gener
     return (*flat_blocks(ledger.blocks), *ledger.pages, *ledger[2:], *queue)
 
 
-@array_function
+@array_helper
 def _queue(queue, kind, sequence_hash, block_hash, parent):
     """Append one change. A full queue drops all that was not taken yet and breaks the stream."""
     cursors = queue.cursors
@@ -229,7 +229,7 @@ def _parent_name(ledger, key):
     return _NO_HASH
 
 
-@array_function
+@array_helper
 def _add_copy(ledger, page, medium):
     """One more block carries the page on a medium. True: the first one."""
     ledger.page_copies[page, medium] += np.uint32(1)
@@ -243,7 +243,7 @@ def _add_copy(ledger, page, medium):
     return True
 
 
-@array_function
+@array_helper
 def _drop_copy(ledger, page, medium):
     """One block less carries the page on a medium. True: it was the last one."""
     ledger.page_copies[page, medium] -= np.uint32(1)
@@ -256,7 +256,7 @@ def _drop_copy(ledger, page, medium):
     return True
 
 
-@array_function
+@array_helper
 def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
     """A block that the ledger knows is on a medium. Returns the page's name and whether it became resident there."""
     page = np.int64(ledger.blocks.columns[entry, PAGE])
@@ -274,7 +274,7 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
     return name, is_new
 
 
-@array_function
+@array_helper
 def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, medium, queued, entry):
     """Pages of one event. entry: that of the block stored before, where the first one is looked for first.
 
@@ -306,7 +306,7 @@ def _fetch_page_of(ledger, expected_after, key):
     return entry
 
 
-@array_function
+@array_helper
 def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
     """Pages of one event. Returns the last block's entry, behind which the next event's first one is looked for."""
     bit, ahead, is_shared = np.uint32(1 << medium), np.int64(-1), ledger.blocks.tally[IS_SHARED] != 0
