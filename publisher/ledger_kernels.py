@@ -332,8 +332,8 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
 def _change(ledger, queue, kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued):
     previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # of the page stored last
     stored, removed = np.int64(-1), np.int64(-1)
-    start = 0
-    for event in range(lengths.shape[0]):
+    start = event = 0
+    while event < lengths.shape[0]:
         kind, stop = np.int64(kinds[event]), start + lengths[event]
         if kind < REMOVAL:
             parent = _NO_HASH
@@ -346,9 +346,13 @@ def _change(ledger, queue, kinds, block_hashes, hashes, lengths, parents, has_pa
             if stop > start:
                 previous_key, previous_name, is_held = block_hashes[stop - 1] ^ salt, name, True
         elif kind < CLEARED:
+            while event + 1 < lengths.shape[0] and kinds[event + 1] == kind:  # small ones in a row are like a large one
+                event += 1
+                stop += lengths[event]
             removed = _remove(ledger, queue, block_hashes, start, stop, salt, kind - REMOVAL, removed)
             is_held = False
         start = stop
+        event += 1
 
 
 # --- entry points: bare arrays in, as `flat` orders them ----------------------------------------------------------

@@ -120,7 +120,7 @@ def _num_idle(blocks):
     return num_entries(blocks.table) - blocks.tally[HELD]
 
 
-@array_function
+@array_helper
 def _forget_one(arrays):
     """Let the hand go on to a page that lies nowhere and was not asked for, and forget its name. There is one."""
     blocks, clock = arrays.blocks, arrays.clock
@@ -140,7 +140,7 @@ def _forget_one(arrays):
             blocks.columns[entry, STATE] = np.uint32(REMEMBERED)
 
 
-@array_function
+@array_helper
 def _tidy_up(arrays, num_pages):
     """Forget what is beyond the names that are to be remembered, before so many pages are named.
 
@@ -251,7 +251,7 @@ def _arrays(keys, directory, slots, segments, meta, columns, tally, names, seeds
     return NameArrays(blocks, names, seeds, groups, clock)
 
 
-@array_function
+@array_helper
 def _name_event(arrays, out, cursor, pages, event, local, salt, group, seed, base, parent_name, has_parent):
     block_hashes = pages.block_hashes
     first, first_local, place = cursor[PAGE_IN], cursor[LOCAL_IN], cursor[PAGE_OUT]
@@ -281,7 +281,7 @@ def _pass_on(out, cursor, block_hashes, num_pages):
     cursor[PAGE_OUT] = place + num_pages
 
 
-@array_function
+@array_helper
 def _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, group):
     for event in range(cursor[EVENT], pages.lengths.shape[0]):
         num_pages = pages.lengths[event]
