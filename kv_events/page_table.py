@@ -321,14 +321,18 @@ def _refill(table, base, bucket, hole):
     """
     other, is_over = _next(bucket), False
     while not is_over:
-        is_over = _empty_slots(table, base + other) != 0  # nobody passed over that one
-        for slot in range(other, other + NUM_LANES):
-            word = table.slots[base + slot]
-            has_passed = (other - _home(word >> _SHIFT32)) & _SLOT_MASK >= (other - bucket) & _SLOT_MASK
-            if word != _EMPTY and has_passed:
-                table.slots[base + hole], table.slots[base + slot] = word, _EMPTY
-                bucket, hole = other, slot
-                break
+        empty = _empty_slots(table, base + other)
+        passed = np.uint64(0)
+        for i in range(NUM_LANES):
+            home = _home(table.slots[base + other + i] >> _SHIFT32)
+            has_passed = ((other - home) & _SLOT_MASK) >= ((other - bucket) & _SLOT_MASK)
+            passed |= np.uint64(has_passed) << np.uint64(i)
+        passed &= ~empty
+        if passed != 0:
+            slot = other + lowest_bit(passed)
+            table.slots[base + hole], table.slots[base + slot] = table.slots[base + slot], _EMPTY
+            bucket, hole = other, slot
+        is_over = empty != 0  # nobody passed over a bucket with room
         other = _next(other)
 
 
