@@ -32,6 +32,9 @@ SLICE_BITS = 12
 SLICE_PAGES = 1 << SLICE_BITS
 """Pages that are copied in one step."""
 
+FOUND_BLOCKS = 64
+"""Blocks that are looked up before the first of them is removed: what memory their pages need comes near meanwhile."""
+
 COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_full", "renamed", "parent_unknown")
 """Names of the elements of counts: pages by what became of them."""
 _STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, _LEDGER_FULL, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
@@ -49,7 +52,7 @@ class LedgerArrays(NamedTuple):
     page_media: npt.NDArray[np.uint8]
     """[capacity] bit m: some block carries the page on medium m. 0: a free entry."""
     page_copies: npt.NDArray[np.uint32]
-    """[capacity, 4] blocks that carry the page, per medium."""
+    """[4, capacity] blocks that carry the page, per medium. 0 for a free entry."""
     page_words: npt.NDArray[np.uint64]
     """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
     page_stored_in: npt.NDArray[np.uint32]
@@ -57,6 +60,8 @@ class LedgerArrays(NamedTuple):
     four bits, bit m: on medium m."""
     page_changed: npt.NDArray[np.bool_]
     """[capacity / SLICE_PAGES, rounded up] whether media of the slice's pages changed since it was last copied."""
+    found: npt.NDArray[np.int64]
+    """[FOUND_BLOCKS] scratch: entries of blocks that are about to be removed."""
     digest: npt.NDArray[np.uint64]
     """[8] see `kv_events.digest`."""
     counts: npt.NDArray[np.int64]
@@ -82,6 +87,7 @@ def _input(dtype: types.Type) -> types.Array:
 _U8_IN, _U64_IN, _I64_IN = _input(types.uint8), _input(types.uint64), _input(types.int64)
 _COLUMNS = (
     types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.uint32[::1], types.boolean[::1],
+    types.int64[::1],
 )  # fmt: skip
 _U64 = types.uint64[::1]
 _QUEUE = (types.uint8[::1], _U64, _U64, _U64, types.uint32[::1], types.int64[::1])
@@ -187,9 +193,6 @@ def _pick_up(ledger, entry, block_hash, sequence_hash, parent):
             remove(ledger.blocks.table, entry)
         return page
     if is_new:
-        ledger.page_media[page] = np.uint8(0)  # a clear leaves what was there
-        for other in range(NUM_MEDIA):  # a slice would take a sixth of all the time
-            ledger.page_copies[page, other] = np.uint32(0)
         ledger.page_words[page, PARENT] = parent
         ledger.page_words[page, FIRST_BLOCK] = block_hash
     ledger.blocks.columns[entry, PAGE] = np.uint32(page)
@@ -232,8 +235,8 @@ def _parent_name(ledger, key):
 @array_helper
 def _add_copy(ledger, page, medium):
     """One more block carries the page on a medium. True: the first one."""
-    ledger.page_copies[page, medium] += np.uint32(1)
-    if ledger.page_copies[page, medium] > 1:
+    ledger.page_copies[medium, page] += np.uint32(1)
+    if ledger.page_copies[medium, page] > 1:
         ledger.counts[_STORED_AGAIN] += 1
         return False
     ledger.page_media[page] |= np.uint8(1 << medium)
@@ -246,8 +249,8 @@ def _add_copy(ledger, page, medium):
 @array_helper
 def _drop_copy(ledger, page, medium):
     """One block less carries the page on a medium. True: it was the last one."""
-    ledger.page_copies[page, medium] -= np.uint32(1)
-    if ledger.page_copies[page, medium] > 0:
+    ledger.page_copies[medium, page] -= np.uint32(1)
+    if ledger.page_copies[medium, page] > 0:
         return False
     ledger.page_media[page] &= np.uint8(~(1 << medium))
     ledger.page_changed[page >> SLICE_BITS] = True
@@ -298,33 +301,44 @@ def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, mediu
 
 
 @array_helper
-def _fetch_page_of(ledger, expected_after, key):
-    """Have the memory by which a block's page is removed brought near; the block's own must be. Returns its entry."""
-    entry = _find_block(ledger, expected_after, key)
-    if entry >= 0 and is_held(ledger.blocks, entry):
-        fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])])
+def _find_blocks(ledger, block_hashes, start, stop, salt, entry):
+    """Note the entries of blocks, and have the memory by which their pages are removed brought near.
+
+    entry: that of the block before. Returns the last one's.
+    """
+    is_shared = ledger.blocks.tally[IS_SHARED] != 0
+    for i in range(start, stop):
+        if i + AHEAD < block_hashes.shape[0] and not is_shared:  # else the entry stays, and is next to the one before
+            fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
+        entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
+        ledger.found[i - start] = entry
+        if entry >= 0 and is_held(ledger.blocks, entry):
+            fetch(ledger.pages, ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])])
     return entry
+
+
+@array_helper
+def _remove_block(ledger, queue, entry, block_hash, medium):
+    bit = np.uint32(1 << medium)
+    if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
+        ledger.counts[_REMOVED_UNKNOWN] += 1
+        return
+    page = np.int64(ledger.blocks.columns[entry, PAGE])
+    if _drop_copy(ledger, page, medium):
+        _queue_removal(ledger, queue, page, medium, block_hash)
+    ledger.blocks.columns[entry, STATE] &= ~bit
+    if not is_held(ledger.blocks, entry):
+        _lay_down(ledger, entry, page)
 
 
 @array_helper
 def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
     """Pages of one event. Returns the last block's entry, behind which the next event's first one is looked for."""
-    bit, ahead, is_shared = np.uint32(1 << medium), np.int64(-1), ledger.blocks.tally[IS_SHARED] != 0
-    for i in range(start, stop):
-        if i + AHEAD < block_hashes.shape[0] and not is_shared:  # else the entry stays, and is next to the one before
-            fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
-        if i + AHEAD // 2 < stop:
-            ahead = _fetch_page_of(ledger, ahead, block_hashes[i + AHEAD // 2] ^ salt)
-        entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
-        if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
-            ledger.counts[_REMOVED_UNKNOWN] += 1
-            continue
-        page = np.int64(ledger.blocks.columns[entry, PAGE])
-        if _drop_copy(ledger, page, medium):
-            _queue_removal(ledger, queue, page, medium, block_hashes[i])
-        ledger.blocks.columns[entry, STATE] &= ~bit
-        if not is_held(ledger.blocks, entry):
-            _lay_down(ledger, entry, page)
+    for first in range(start, stop, FOUND_BLOCKS):
+        end = min(first + FOUND_BLOCKS, stop)
+        entry = _find_blocks(ledger, block_hashes, first, end, salt, entry)
+        for i in range(first, end):
+            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium)
     return entry
 
 
@@ -363,7 +377,7 @@ def change_pages(
     event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued,
     b_keys, b_directory, b_slots, b_segments, b_meta, b_columns, b_tally,
     p_keys, p_directory, p_slots, p_segments, p_meta,
-    page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts,
+    page_media, page_copies, page_words, page_stored_in, page_changed, found, digest, counts,
     q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors,
 ):  # fmt: skip
     """Take the events of one namespace in their order: enter stored pages, take removed ones off their medium, and
@@ -377,7 +391,7 @@ def change_pages(
     blocks = Blocks(Table(b_keys, b_directory, b_slots, b_segments, b_meta), b_columns, b_tally)
     pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
     ledger = LedgerArrays(
-        blocks, pages, page_media, page_copies, page_words, page_stored_in, page_changed, digest, counts
+        blocks, pages, page_media, page_copies, page_words, page_stored_in, page_changed, found, digest, counts
     )
     queue = QueueArrays(q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors)
     _change(ledger, queue, event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued)
