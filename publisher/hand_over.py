@@ -87,16 +87,12 @@ class HandOver:
         return bool(self.arrays.cursors[BROKEN])
 
     def peek(self, max_pages: int) -> PageChanges:
-        """A copy of the oldest changes that wait, up to where the ring begins anew."""
+        """Views of the oldest changes that wait, up to where the ring begins anew."""
         ring, capacity = self.arrays, len(self.arrays.kinds)
         start = int(ring.cursors[TAKEN]) % capacity
         here = slice(start, min(start + min(max_pages, self.num_queued), capacity))
         return PageChanges(
-            ring.kinds[here].copy(),
-            ring.hashes[here].copy(),
-            ring.block_hashes[here].copy(),
-            ring.parents[here].copy(),
-            ring.groups[here].copy(),
+            ring.kinds[here], ring.hashes[here], ring.block_hashes[here], ring.parents[here], ring.groups[here]
         )
 
     def take(self, num_pages: int) -> None:

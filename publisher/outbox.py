@@ -11,7 +11,7 @@ from kv_events.digest import Digest, digest_bytes, empty_digest
 from kv_events.schema import ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher.change_kernels import advance_digest
 from publisher.hand_over import PageChanges
-from publisher.packing import BatchLimits, pack
+from publisher.packing import BatchLimits, pack, wire_events
 from publisher.recorder import Recorder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord
@@ -207,15 +207,16 @@ class Outbox:
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """A batch of changes; None if an overflow has just dropped them all."""
-        changes, tokens, digest = self._recorder.take()
+        arranged, digest = self._recorder.take()
         self._waiting_since = None if digest is not None else self._clock
-        if not len(changes.kinds):
+        kinds, hashes = arranged.changes[:2]
+        if not len(kinds):
             return None
         if digest is None:
-            advance_digest(self._digest, changes.kinds, changes.hashes)
+            advance_digest(self._digest, kinds, hashes)
         else:
             self._digest = digest
-        return self._record(now, pack(changes, tokens), len(changes.kinds))
+        return self._record(now, wire_events(arranged), len(kinds))
 
     def _heartbeat(self, now: float) -> OutRecord:
         """States what the ledger holds, unless changes wait: a stream that is broken says so by its digest."""

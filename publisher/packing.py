@@ -43,9 +43,44 @@ class BatchLimits(NamedTuple):
         return int(batch_length(kinds, hashes, parents, groups, _MAX_EVENTS, self.bytes, EVENT_BYTES, page_bytes))
 
 
+class Arranged(NamedTuple):
+    """Page changes in an order of the same meaning that few wire events can say."""
+
+    changes: PageChanges
+    """Copies; groups have done their service, and are gone."""
+    runs: list[tuple[int, int]]
+    """(start, stop) of what one event says."""
+    tokens: list[PageTokens] | None
+    """One entry for every store, in order."""
+
+
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:
     """Encoded wire events that lead where the changes lead. tokens: one entry for every store, in order, or None."""
-    changes, runs = _sorted(changes) if tokens is None else (changes, _runs(changes, tokens))
+    return wire_events(arrange(changes, tokens))
+
+
+def arrange(changes: PageChanges, tokens: list[PageTokens] | None = None) -> Arranged:
+    """Changes whose columns may be written over afterwards. A full cache stores and removes in turn, and an event costs
+    its reader as much as hundreds of pages. With tokens, each of a length of its own, the order stays.
+    """
+    num_changes = len(changes.kinds)
+    words, no_groups = np.empty((3, num_changes), np.uint64), changes.groups[:0]
+    ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], no_groups)
+    if tokens is not None:
+        for column, copy in zip(changes[:4], ordered[:4], strict=True):
+            copy[:] = column
+        return Arranged(ordered, _runs(ordered, tokens), tokens)
+    if not num_changes:
+        return Arranged(ordered, [], None)
+    num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1
+    borders = np.empty(num_changes + 1, np.int64)
+    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_groups, np.int64), *ordered[:4], borders)
+    return Arranged(ordered, list(pairwise(borders[: num_runs + 1].tolist())), None)
+
+
+def wire_events(arranged: Arranged) -> list[bytes]:
+    """One event a run, encoded."""
+    changes, runs, tokens = arranged
     events = []
     num_stored = 0
     for start, stop in runs:
@@ -60,20 +95,6 @@ def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[b
         else:
             events.append(encode_event(AllBlocksCleared()))
     return events
-
-
-def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
-    """The changes in another order of the same meaning, and where its few runs begin and end. A full cache stores and
-    removes in turn, and an event costs its reader as much as hundreds of pages. Groups have done their service, and go.
-    """
-    num_changes = len(changes.kinds)
-    if not num_changes:
-        return changes, []
-    num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1
-    words, borders = np.empty((3, num_changes), np.uint64), np.empty(num_changes + 1, np.int64)
-    ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], changes.groups[:0])
-    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_groups, np.int64), *ordered[:4], borders)
-    return ordered, list(pairwise(borders[: num_runs + 1].tolist()))
 
 
 def _runs(changes: PageChanges, tokens: list[PageTokens]) -> list[tuple[int, int]]:

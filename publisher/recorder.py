@@ -15,7 +15,7 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine
 from publisher.blocks import Blocks
 from publisher.change_kernels import REMOVAL
 from publisher.fair_lock import FairLock
-from publisher.hand_over import HandOver, PageChanges, QueueStats
+from publisher.hand_over import HandOver, QueueStats
 from publisher.intake import (
     BadEventError,
     EventColumns,
@@ -28,7 +28,7 @@ from publisher.intake import (
     token_rows,
 )
 from publisher.ledger import HeldPages, Ledger
-from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
+from publisher.packing import EVENT_BYTES, Arranged, BatchLimits, PageTokens, arrange
 from publisher.settings import PublisherSettings
 
 _E = TypeVar("_E", BlockStored, BlockRemoved)
@@ -43,9 +43,7 @@ _place = operator.attrgetter("medium", "extra_key")
 class TakenChanges(NamedTuple):
     """Changes of one batch."""
 
-    changes: PageChanges
-    tokens: list[PageTokens] | None
-    """One entry for every store, where the stream carries tokens."""
+    arranged: Arranged
     digest: Digest | None
     """The ledger's, if these were the last changes; None while more wait."""
 
@@ -162,12 +160,13 @@ class Recorder:
         with self._lock:
             changes = self._hand_over.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
-            self._hand_over.take(len(changes.kinds))
             tokens = None
             if self._tokens is not None:
                 tokens = [self._tokens.popleft() for _ in range(int((changes.kinds < REMOVAL).sum()))]
+            arranged = arrange(changes, tokens)
+            self._hand_over.take(len(changes.kinds))
             is_last = self._hand_over.num_queued == 0
-            return TakenChanges(changes, tokens, self._ledger.digest() if is_last else None)
+            return TakenChanges(arranged, self._ledger.digest() if is_last else None)
 
     def confirm(self) -> None:
         """What was in flight was delivered."""
