@@ -63,6 +63,24 @@ def _rank(kind, group, first_group):
     return np.int64(np.uint32(group - first_group)) * NUM_RANKS + place
 
 
+@array_helper
+def _copy(column, start, out, place, length):
+    for i in range(length):
+        out[place + i] = column[start + i]
+
+
+@array_helper
+def _find_runs(kinds, groups, borders):
+    """Fill `borders` with where runs of one kind and group begin, and where the last one ends. Returns their number."""
+    num_runs = borders[0] = 0
+    for i in range(1, kinds.shape[0]):
+        if kinds[i] != kinds[i - 1] or groups[i] != groups[i - 1]:
+            num_runs += 1
+            borders[num_runs] = i
+    borders[num_runs + 1] = kinds.shape[0]
+    return num_runs + 1
+
+
 @array_kernel(
     types.int64(_U8_IN, _U64_IN, _U64_IN, _U64_IN, _U32_IN, _I64_OUT, _U8_OUT, _U64_OUT, _U64_OUT, _U64_OUT, _I64_OUT)
 )
@@ -71,26 +89,33 @@ def sort_changes(
     places, out_kinds, out_hashes, out_block_hashes, out_parents, borders,
 ):  # fmt: skip
     """Sort changes into few runs of a kind, without a change of meaning; those of one kind and group stay in order.
-    Returns the number of runs. A counting sort.
+    Returns the number of runs. A counting sort, of the runs that there are.
 
     Columns are as in `PageChanges`. places: int64[NUM_RANKS for each group], zeros: scratch. borders: int64[n + 1],
     filled with where each run begins and the last one ends.
     """
-    for i in range(kinds.shape[0]):
-        places[_rank(np.int64(kinds[i]), groups[i], groups[0])] += 1
-    end, num_runs = 0, 0
+    num_old = _find_runs(kinds, groups, borders)
+    for run in range(num_old):
+        i = borders[run]
+        places[_rank(np.int64(kinds[i]), groups[i], groups[0])] += borders[run + 1] - i
+    end = 0
     for rank in range(places.shape[0]):
-        if places[rank] > 0:
-            borders[num_runs] = end
-            num_runs += 1
         places[rank], end = end, end + places[rank]
-    borders[num_runs] = end
-    for i in range(kinds.shape[0]):
-        rank = _rank(np.int64(kinds[i]), groups[i], groups[0])
+    for run in range(num_old):
+        start = borders[run]
+        length = borders[run + 1] - start
+        rank = _rank(np.int64(kinds[start]), groups[start], groups[0])
         place = places[rank]
-        places[rank] += 1
-        out_kinds[place], out_hashes[place] = kinds[i], hashes[i]
-        out_block_hashes[place], out_parents[place] = block_hashes[i], parents[i]
+        places[rank] += length
+        _copy(kinds, start, out_kinds, place, length)
+        _copy(hashes, start, out_hashes, place, length)
+        _copy(block_hashes, start, out_block_hashes, place, length)
+        _copy(parents, start, out_parents, place, length)
+    num_runs = borders[0] = 0
+    for rank in range(places.shape[0]):
+        if places[rank] > borders[num_runs]:
+            num_runs += 1
+            borders[num_runs] = places[rank]
     return num_runs
 
 
