@@ -50,9 +50,18 @@ def run(kernel: object, table: Table, keys: list[int]) -> list[int]:
     return out.tolist()
 
 
-KEYS = st.builds(lambda a, b: (a << b) % 2**64, st.integers(0, 50), st.sampled_from([0, 1, 12, 32, 52, 63]))
+def crowded(bucket: int, number: int) -> int:
+    """A key whose home is that one of 512 buckets: the table's mixing (a fold, a product with 2**64 / golden ratio, of
+    which the high bits count) backwards.
+    """
+    product = bucket << 55 | number << 32
+    folded = product * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64
+    return folded ^ folded >> 32
 
 
+SPREAD_KEYS = st.builds(lambda a, b: (a << b) % 2**64, st.integers(0, 50), st.sampled_from([0, 1, 12, 32, 52, 63]))
+CROWDED_KEYS = st.builds(crowded, st.sampled_from([0, 1, 2, 510, 511]), st.integers(0, 15))
+KEYS = SPREAD_KEYS | CROWDED_KEYS
 KERNELS = st.sampled_from([_insert_all, _enter_all, _remove_all])
 
 
@@ -104,6 +113,17 @@ def test_keys_with_one_tag_fill_a_segment_and_are_then_refused() -> None:
     keys = [i << 32 for i in range(9000)]
     assert run(_insert_all, table, keys) == list(range(9000))
     page_table.check(table)
+
+
+def test_keys_that_found_their_buckets_full_are_found_when_others_go() -> None:
+    table = page_table.make_table(1000)
+    keys = [crowded(bucket, number) for bucket in (511, 0, 1) for number in range(20)]
+    entries = run(_insert_all, table, keys)
+    for gone in range(len(keys)):
+        assert run(_remove_all, table, [keys[gone]]) == [entries[gone]]
+        assert run(_insert_all, table, keys[gone + 1 :]) == entries[gone + 1 :]
+        page_table.check(table)
+    assert page_table.num_live(table) == 0
 
 
 def test_clear_forgets_everything() -> None:
