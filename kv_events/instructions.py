@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from llvmlite import ir
@@ -24,6 +25,32 @@ def lowest_bit(_typing: Any, word: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def multiply_fold(_typing: Any, a: Any, b: Any) -> Any:
+    """Low 64 bits XOR high 64 bits of the 128-bit product; one machine multiplication."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
+        low = builder.trunc(product, _WORD64)
+        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _WORD64)
+        return builder.xor(low, high)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
+    """The number that eight bytes of a u8 array write, big-endian, by one load. They have to be there."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _WORD64.as_pointer())
+        word = builder.load(address, align=1)
+        return builder.bswap(word) if sys.byteorder == "little" else word
+
+    return types.uint64(data, types.int64), codegen
 
 
 @intrinsic

@@ -6,12 +6,10 @@ four bytes occur here, so the 0 to 3 byte classes are left out; names (strings) 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
+
+from kv_events.instructions import multiply_fold
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -38,20 +36,6 @@ _LOW32 = np.uint64(0xFFFFFFFF)
 U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
 U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
 U64_OUT = types.Array(types.uint64, 1, "C")
-
-
-@intrinsic
-def _multiply_fold(_typing: Any, a: Any, b: Any) -> Any:
-    """Low 64 bits XOR high 64 bits of the 128-bit product; one machine multiplication."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        wide = ir.IntType(128)
-        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
-        low = builder.trunc(product, ir.IntType(64))
-        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
-        return builder.xor(low, high)
-
-    return types.uint64(types.uint64, types.uint64), codegen
 
 
 @njit(inline="always")
@@ -82,7 +66,7 @@ def _word(tokens, i):
 @njit(inline="always")
 def _mix16(tokens, i, offset, seed):
     """Mix the four tokens from i on with the secret at a byte offset."""
-    return _multiply_fold(
+    return multiply_fold(
         _word(tokens, i) ^ (_SECRET_AT[offset] + seed), _word(tokens, i + 2) ^ (_SECRET_AT[offset + 8] - seed)
     )
 
@@ -92,7 +76,7 @@ def hash_pair(low, high, seed):
     """XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
     lo = low ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = high ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(np.uint64(16) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(np.uint64(16) + _swap64(lo) + hi + multiply_fold(lo, hi))
 
 
 @njit(inline="always")
@@ -112,7 +96,7 @@ def _hash_up_to_8(tokens, start, n, seed):
 def _hash_up_to_16(tokens, start, n, seed):
     lo = _word(tokens, start) ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = _word(tokens, start + n - 2) ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
-    return _avalanche(np.uint64(4 * n) + _swap64(lo) + hi + _multiply_fold(lo, hi))
+    return _avalanche(np.uint64(4 * n) + _swap64(lo) + hi + multiply_fold(lo, hi))
 
 
 @njit(inline="always")
@@ -163,7 +147,7 @@ def _hash_long(tokens, start, n, secret, acc):
     _accumulate(acc, tokens, start + n - 16, secret, 121)
     result = np.uint64(4 * n) * _P64_1
     for i in range(4):
-        result += _multiply_fold(acc[2 * i] ^ secret[11 + 16 * i], acc[2 * i + 1] ^ secret[19 + 16 * i])
+        result += multiply_fold(acc[2 * i] ^ secret[11 + 16 * i], acc[2 * i + 1] ^ secret[19 + 16 * i])
     return _avalanche(result)
 
 

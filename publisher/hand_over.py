@@ -8,13 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_events.errors import InvalidValueError
-from publisher.ledger_kernels import (
-    BROKEN,
-    HEAD,
-    TAIL,
-    TAKEN,
-    QueueArrays,
-)
+from publisher.queue_kernels import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
 class PageChanges(NamedTuple):

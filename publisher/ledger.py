@@ -28,8 +28,8 @@ from publisher.ledger_kernels import (
     change_pages,
     find_entry,
     flat,
-    queue_cleared,
 )
+from publisher.queue_kernels import queue_cleared
 
 __all__ = ["SLICE_PAGES", "HeldPages", "Ledger"]
 

@@ -1,4 +1,4 @@
-"""Kernels of the ledger and of the queue of page changes that it feeds. Arrays only, no Python objects.
+"""Kernels of the ledger. Arrays only, no Python objects.
 
 Two tables of `kv_events.page_table`. *Blocks*: what the engine calls a page, see `publisher.blocks`. *Pages*: what the
 router calls it (sequence hash). Several blocks may carry one page: multimodal prompts of equal tokens, copies under two
@@ -16,17 +16,15 @@ from numba import types
 
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import AHEAD, TABLE_ARRAYS, Table, fetch, find, find_or_insert, remove, was_used
+from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.page_table_kernels import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
 from publisher.blocks import BLOCK_ARRAYS, HELD, IS_SHARED, PAGE, STATE, Blocks, flat_blocks, is_held
 from publisher.change_kernels import CLEARED, REMOVAL
+from publisher.queue_kernels import GROUP, QUEUE_ARRAYS, QueueArrays, append
 
 # columns of page_words
 PARENT, FIRST_BLOCK = range(2)
-
-# elements of cursors: changes queued, taken, confirmed since the ring was last empty; changes given up; whether the
-# stream is broken; number of the group that is being queued
-HEAD, TAKEN, TAIL, DROPPED, BROKEN, GROUP = range(6)
 
 SLICE_BITS = 12
 SLICE_PAGES = 1 << SLICE_BITS
@@ -68,18 +66,6 @@ class LedgerArrays(NamedTuple):
     """[7] see `COUNT_NAMES`."""
 
 
-class QueueArrays(NamedTuple):
-    """Ring of page changes, [capacity] a column; change number i lies at i modulo the capacity. See `PageChanges`."""
-
-    kinds: npt.NDArray[np.uint8]
-    hashes: npt.NDArray[np.uint64]
-    block_hashes: npt.NDArray[np.uint64]
-    parents: npt.NDArray[np.uint64]
-    groups: npt.NDArray[np.uint32]
-    cursors: npt.NDArray[np.int64]
-    """[6] see HEAD, TAKEN, TAIL, DROPPED, BROKEN, GROUP."""
-
-
 def _input(dtype: types.Type) -> types.Array:
     return types.Array(dtype, 1, "C", readonly=True)
 
@@ -89,32 +75,12 @@ _COLUMNS = (
     types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.uint32[::1], types.boolean[::1],
     types.int64[::1],
 )  # fmt: skip
-_U64 = types.uint64[::1]
-_QUEUE = (types.uint8[::1], _U64, _U64, _U64, types.uint32[::1], types.int64[::1])
-_STATE = (*BLOCK_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *_QUEUE)
+_STATE = (*BLOCK_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *QUEUE_ARRAYS)
 
 
 def flat(ledger: LedgerArrays, queue: QueueArrays) -> tuple[npt.NDArray[np.generic], ...]:
     """The arrays in the order in which `change_pages` takes them."""
     return (*flat_blocks(ledger.blocks), *ledger.pages, *ledger[2:], *queue)
-
-
-@array_helper
-def _queue(queue, kind, sequence_hash, block_hash, parent):
-    """Append one change. A full queue drops all that was not taken yet and breaks the stream."""
-    cursors = queue.cursors
-    capacity = queue.kinds.shape[0]
-    if cursors[BROKEN] != 0:
-        cursors[DROPPED] += 1
-    elif cursors[HEAD] - cursors[TAIL] >= capacity:
-        cursors[DROPPED] += cursors[HEAD] - cursors[TAKEN] + 1
-        cursors[HEAD] = cursors[TAKEN]
-        cursors[BROKEN] = 1
-    else:
-        i = cursors[HEAD] if cursors[HEAD] < capacity else cursors[HEAD] % capacity  # a division takes its time
-        queue.kinds[i], queue.groups[i] = np.uint8(kind), np.uint32(cursors[GROUP])
-        queue.hashes[i], queue.block_hashes[i], queue.parents[i] = sequence_hash, block_hash, parent
-        cursors[HEAD] += 1
 
 
 @array_helper
@@ -129,7 +95,7 @@ def _queue_store(ledger, queue, page, medium, name, block_hash, parent):
     if stored_in & _GROUP_MASK != _group_mark(queue):
         stored_in = _group_mark(queue)
     ledger.page_stored_in[page] = stored_in | np.uint32(1 << medium)
-    _queue(queue, medium, name, block_hash, parent)
+    append(queue, medium, name, block_hash, parent)
 
 
 @array_helper
@@ -138,7 +104,7 @@ def _queue_removal(ledger, queue, page, medium, block_hash):
     stored_in = ledger.page_stored_in[page]
     if stored_in & _GROUP_MASK == _group_mark(queue) and stored_in & np.uint32(1 << medium):
         queue.cursors[GROUP] += 1
-    _queue(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
+    append(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
 
 
 @array_helper
@@ -395,15 +361,6 @@ def change_pages(
     )
     queue = QueueArrays(q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors)
     _change(ledger, queue, event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued)
-
-
-@array_kernel(types.void(*_QUEUE))
-def queue_cleared(kinds, hashes, block_hashes, parents, groups, cursors):
-    """Queue the change "everything cleared", a group of its own."""
-    cursors[GROUP] += 1
-    queue = QueueArrays(kinds, hashes, block_hashes, parents, groups, cursors)
-    _queue(queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
-    cursors[GROUP] += 1
 
 
 @array_kernel(types.int64(types.uint64, *TABLE_ARRAYS))

@@ -63,15 +63,13 @@ def arrange(changes: PageChanges, tokens: list[PageTokens] | None = None) -> Arr
     """Changes whose columns may be written over afterwards. A full cache stores and removes in turn, and an event costs
     its reader as much as hundreds of pages. With tokens, each of a length of its own, the order stays.
     """
-    num_changes = len(changes.kinds)
-    words, no_groups = np.empty((3, num_changes), np.uint64), changes.groups[:0]
+    num_changes, no_groups = len(changes.kinds), changes.groups[:0]
+    if tokens is not None or not num_changes:
+        kinds, hashes, block_hashes, parents, _ = changes
+        same = PageChanges(kinds.copy(), hashes.copy(), block_hashes.copy(), parents.copy(), no_groups)
+        return Arranged(same, _runs(same, tokens or []), tokens)
+    words = np.empty((3, num_changes), np.uint64)
     ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], no_groups)
-    if tokens is not None:
-        for column, copy in zip(changes[:4], ordered[:4], strict=True):
-            copy[:] = column
-        return Arranged(ordered, _runs(ordered, tokens), tokens)
-    if not num_changes:
-        return Arranged(ordered, [], None)
     num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1
     borders = np.empty(num_changes + 1, np.int64)
     num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_groups, np.int64), *ordered[:4], borders)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import types
 
 from indexer.kernels.holder_sets import HOLDER_SET_ARRAYS, HolderSets, adopt, flipped, holds, move_user
-from kv_events import page_table
+from kv_events import page_table_kernels
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_helper, array_kernel
 from kv_events.page_table import TABLE_ARRAYS, Table
@@ -88,7 +88,7 @@ def neighbour(pages, previous, key):
 def look_up(pages, previous, key):
     """Entry of a page, most likely a `neighbour`, or -1."""
     entry = neighbour(pages, previous, key)
-    return entry if entry >= 0 else page_table.find(pages.table, key)
+    return entry if entry >= 0 else page_table_kernels.find(pages.table, key)
 
 
 @array_helper
@@ -97,7 +97,7 @@ def _give_up(pages, entry, old, new):
     move_user(pages.sets, old, new)
     pages.holders[entry] = np.uint32(new)
     if new == 0:
-        page_table.remove(pages.table, entry)
+        page_table_kernels.remove(pages.table, entry)
 
 
 @array_helper
@@ -138,13 +138,13 @@ def store(
         starts = _starts_chain(chain_starts, i)
         if starts:
             chain += 1
-        if is_cold and i + page_table.AHEAD < stop:
-            page_table.fetch(pages.table, hashes[i + page_table.AHEAD])
+        if is_cold and i + page_table_kernels.AHEAD < stop:
+            page_table_kernels.fetch(pages.table, hashes[i + page_table_kernels.AHEAD])
         entry = neighbour(pages, entry, key)
         is_cold = entry < 0
         is_new = False
         if is_cold:
-            entry, is_new = page_table.find_or_insert(pages.table, key)
+            entry, is_new = page_table_kernels.find_or_insert(pages.table, key)
             if entry < 0:
                 refused += 1
                 continue
@@ -159,7 +159,7 @@ def store(
             refused += 1
             last_from = np.int64(-1)
             if old == 0:
-                page_table.remove(pages.table, entry)
+                page_table_kernels.remove(pages.table, entry)
             continue
         if last_to == old:
             known += 1
@@ -194,8 +194,8 @@ def remove(
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
     for i in range(start, stop):
-        if i + page_table.AHEAD < stop:
-            page_table.fetch(pages.table, hashes[i + page_table.AHEAD])
+        if i + page_table_kernels.AHEAD < stop:
+            page_table_kernels.fetch(pages.table, hashes[i + page_table_kernels.AHEAD])
         key = hashes[i]
         entry = look_up(pages, entry, key)
         if entry < 0:
@@ -320,9 +320,9 @@ def restore_pages(
         set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
     )  # fmt: skip
     for i in range(hashes.shape[0]):
-        if page_table.find(pages.table, hashes[i]) >= 0:
+        if page_table_kernels.find(pages.table, hashes[i]) >= 0:
             return False
-        entry = page_table.insert(pages.table, hashes[i])
+        entry = page_table_kernels.insert(pages.table, hashes[i])
         if entry < 0:
             return False
         pages.parents[entry] = saved_parents[i]

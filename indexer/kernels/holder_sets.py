@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from kv_events import page_table
+from kv_events import page_table, page_table_kernels
 from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import TABLE_ARRAYS, Table
@@ -54,7 +54,7 @@ def make_holder_sets(capacity: int, width: int) -> HolderSets:
 
 @array_kernel(types.void(*TABLE_ARRAYS))
 def _insert_empty(keys, directory, slots, segments, meta):
-    page_table.insert(Table(keys, directory, slots, segments, meta), _EMPTY)
+    page_table_kernels.insert(Table(keys, directory, slots, segments, meta), _EMPTY)
 
 
 def num_sets(sets: HolderSets) -> int:
@@ -117,12 +117,12 @@ def flipped(sets, holders, stream, tier):
     flipped_word = tier * width + (stream >> 6)
     flipped_bit = _ONE << np.uint64(stream & 63)
     zobrist = sets.table.keys[holders] ^ _zobrist(stream, tier)
-    candidate = page_table.find(sets.table, zobrist)
+    candidate = page_table_kernels.find(sets.table, zobrist)
     if candidate >= 0 and _equals_flipped(sets, candidate, holders, flipped_word, flipped_bit):
         return candidate
     if candidate >= 0:
         return np.int64(-1)  # two sets with one 64-bit hash: treated as no room, and shown as a wrong digest
-    fresh = page_table.insert(sets.table, zobrist)
+    fresh = page_table_kernels.insert(sets.table, zobrist)
     if fresh >= 0:
         for i in range(sets.words.shape[1]):
             sets.words[fresh, i] = sets.words[holders, i]
@@ -138,7 +138,7 @@ def move_user(sets, old, new):
     if old > 0:
         sets.users[old] -= np.uint32(1)
         if sets.users[old] == 0:
-            page_table.remove(sets.table, old)
+            page_table_kernels.remove(sets.table, old)
 
 
 @array_function
@@ -150,9 +150,9 @@ def adopt(sets, rows, row):
         for bit in range(64):
             if (rows[row, i] >> np.uint64(bit)) & _ONE != _EMPTY:
                 zobrist ^= _zobrist((i % width) * 64 + bit, i // width)
-    if page_table.find(sets.table, zobrist) >= 0:
+    if page_table_kernels.find(sets.table, zobrist) >= 0:
         return np.int64(-1)
-    fresh = page_table.insert(sets.table, zobrist)
+    fresh = page_table_kernels.insert(sets.table, zobrist)
     if fresh >= 0:
         for i in range(sets.words.shape[1]):
             sets.words[fresh, i] = rows[row, i]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function
 from publisher.bridge.event_rows import (
     BLOCK_SIZE,
@@ -39,7 +40,6 @@ from publisher.bridge.msgpack_kernels import (
     STR,
     big_endian,
     dictionary,
-    eight_bytes,
     look_up,
     read_head,
     read_key,

@@ -6,13 +6,7 @@ and no walk is recursive.
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from kv_events.kernels import array_function, array_helper
 
@@ -51,19 +45,6 @@ def dictionary(words):
     borders = np.cumsum([0, *map(len, words)])
     text = np.frombuffer("".join(words).encode(), np.uint8)
     return text, borders.astype(np.int64), np.array(list(words.values()), np.int64)
-
-
-@intrinsic
-def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
-    """The number that eight bytes write, big-endian, by one load. They must be there: nothing is checked."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        view = context.make_array(signature.args[0])(context, builder, args[0])
-        address = builder.gep(view.data, [args[1]])
-        word = builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()), align=1)
-        return builder.bswap(word) if sys.byteorder == "little" else word
-
-    return types.uint64(data, types.int64), codegen
 
 
 @array_helper

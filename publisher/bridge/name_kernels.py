@@ -20,7 +20,17 @@ from numba import types
 
 from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import AHEAD, Table, fetch, find, find_or_insert, insert, num_entries, remove, was_used
+from kv_events.page_table import Table
+from kv_events.page_table_kernels import (
+    AHEAD,
+    fetch,
+    find,
+    find_or_insert,
+    insert,
+    num_entries,
+    remove,
+    was_used,
+)
 from kv_events.xxh3 import hash_pair
 from publisher.blocks import ASKED_FOR, BLOCK_ARRAYS, HELD, MOST_HELD, REMEMBERED, STATE, Blocks, is_held
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function, array_helper
 from publisher.bridge.event_rows import PAIRS, TOKEN_FROM, TOKEN_TO, TOKENS, TYPE, fail
-from publisher.bridge.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, eight_bytes, read_head
+from publisher.bridge.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, read_head
 
 # tokens by their first byte: whether it is a usual form; bits by which the four bytes behind it are shifted; what is
 # added to them

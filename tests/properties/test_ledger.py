@@ -19,7 +19,7 @@ from kv_events.schema import (
     SnapshotEnd,
 )
 from publisher import EventPublisher, PublisherSettings
-from publisher.ledger_kernels import GROUP
+from publisher.queue_kernels import GROUP
 from publisher.sinks import MemorySink, OutRecord
 
 MASK64 = 2**64 - 1

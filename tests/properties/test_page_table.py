@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import types
 
-from kv_events import page_table
+from kv_events import page_table, page_table_kernels
 from kv_events.kernels import array_kernel
 from kv_events.page_table import TABLE_ARRAYS, Table
 from kv_events.xxh3 import U64_IN
@@ -19,9 +19,9 @@ _INT64_OUT = types.Array(types.int64, 1, "C")
 def _insert_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
     table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
-        out[i] = page_table.find(table, wanted[i])
+        out[i] = page_table_kernels.find(table, wanted[i])
         if out[i] < 0:
-            out[i] = page_table.insert(table, wanted[i])
+            out[i] = page_table_kernels.insert(table, wanted[i])
 
 
 @array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
@@ -29,8 +29,8 @@ def _enter_all(keys, directory, slots, segments, meta, wanted, out):  # type: ig
     """As `_insert_all`, in one walk each."""
     table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
-        known = page_table.find(table, wanted[i])
-        out[i], is_new = page_table.find_or_insert(table, wanted[i])
+        known = page_table_kernels.find(table, wanted[i])
+        out[i], is_new = page_table_kernels.find_or_insert(table, wanted[i])
         if is_new != (known < 0):
             out[i] = -2
 
@@ -39,9 +39,9 @@ def _enter_all(keys, directory, slots, segments, meta, wanted, out):  # type: ig
 def _remove_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
     table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
-        out[i] = page_table.find(table, wanted[i])
+        out[i] = page_table_kernels.find(table, wanted[i])
         if out[i] >= 0:
-            page_table.remove(table, out[i])
+            page_table_kernels.remove(table, out[i])
 
 
 def run(kernel: object, table: Table, keys: list[int]) -> list[int]:
