@@ -55,8 +55,10 @@ async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
     waiting[chosen.worker] += work  # before anything else is awaited: the next request has to see it
     try:
         url = engines[chosen.worker] + request.url.path
-        rank = {"x-data-parallel-rank": str(chosen.dp_rank)} if chosen.dp_rank is not None else {}
-        answer = await http.send(http.build_request("POST", url, json=body, headers=rank), stream=True)
+        headers = {name: value for name, value in request.headers.items() if name == "authorization"}
+        if chosen.dp_rank is not None:
+            headers["x-data-parallel-rank"] = str(chosen.dp_rank)
+        answer = await http.send(http.build_request("POST", url, json=body, headers=headers), stream=True)
     except httpx.TransportError as error:
         raise HTTPException(502, f"{chosen.worker} does not answer: {error!r}") from error
     finally:

@@ -56,6 +56,7 @@ class Engine:
     """The status of its answers to /tokenize."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[str | None] = field(default_factory=list)
+    credentials: list[str | None] = field(default_factory=list)
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
     begun: int = 0
     ended: int = 0
@@ -79,6 +80,7 @@ class Engine:
     async def _complete(self, request: Request) -> Response:
         self.asked.append(await request.json())
         self.ranks.append(request.headers.get("x-data-parallel-rank"))
+        self.credentials.append(request.headers.get("authorization"))
         if self.asked[-1].get("slow"):
             await self.may_go_on.wait()
         if self.asked[-1].get("endless"):
@@ -160,6 +162,15 @@ async def test_a_request_goes_to_the_rank_that_has_its_prefix() -> None:
         for prompt, engine, rank in ((TOKENS, "engine-1", "3"), (OTHER, "engine-0", "0")):
             await rig.complete(prompt)
             assert rig.engines[engine].ranks == [rank]
+
+
+async def test_an_engine_that_wants_a_key_gets_the_callers() -> None:
+    async with routed() as rig:
+        await rig.fed.hold(Stream("engine-1"), TOKENS)
+        await rig.complete(TOKENS)
+        rig.client.headers["authorization"] = "Bearer of-the-caller"
+        await rig.complete(TOKENS)
+        assert rig.engines["engine-1"].credentials == [None, "Bearer of-the-caller"]
 
 
 @both
