@@ -55,7 +55,9 @@ def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
 
 @intrinsic
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of an element. Nothing waits for it, and a wrong index does no harm."""
+    """Ask for the cache line of an array's element. Nothing waits for it, and a wrong index does no harm."""
+    if not isinstance(array, types.Array):
+        return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = builder.bitcast(_element(context, builder, signature, args), _BYTE.as_pointer())
@@ -73,8 +75,10 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
 @intrinsic
 def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) -> Any:
     """Compare NUM_LANES elements of a u64 array from an index on: bit i of the result, a u64, is set where element
-    index + i AND mask equals `wanted`.
+    index + i AND mask equals `wanted`. They have to be there. For little-endian machines.
     """
+    if not isinstance(array, types.Array) or (array.dtype, array.ndim, array.layout) != (types.uint64, 1, "C"):
+        return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = builder.bitcast(_element(context, builder, signature, args), _LANES.as_pointer())

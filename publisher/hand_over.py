@@ -81,7 +81,9 @@ class HandOver:
         return bool(self.arrays.cursors[BROKEN])
 
     def peek(self, max_pages: int) -> PageChanges:
-        """Views of the oldest changes that wait, up to where the ring begins anew."""
+        """Views of the oldest changes that wait, up to where the ring begins anew. Once they are taken, nothing is
+        written over them before `confirm`.
+        """
         ring, capacity = self.arrays, len(self.arrays.kinds)
         start = int(ring.cursors[TAKEN]) % capacity
         here = slice(start, min(start + min(max_pages, self.num_queued), capacity))

@@ -106,7 +106,7 @@ class Ledger:
         return queued
 
     def clear(self) -> None:
-        """Nothing is held any more. Costs some tenths of a millisecond a million pages, and what `put_down` says where
+        """Nothing is held any more. Costs some 0.6 ms a million pages and medium, and what `put_down` says where
         blocks are shared.
         """
         arrays = self._arrays

@@ -285,6 +285,7 @@ def _find_blocks(ledger, block_hashes, start, stop, salt, entry):
 
 @array_helper
 def _remove_block(ledger, queue, entry, block_hash, medium):
+    """entry: as it was found before others were removed. One that was named twice has no state by now."""
     bit = np.uint32(1 << medium)
     if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
         ledger.counts[_REMOVED_UNKNOWN] += 1

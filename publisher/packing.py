@@ -47,7 +47,7 @@ class Arranged(NamedTuple):
     """Page changes in an order of the same meaning that few wire events can say."""
 
     changes: PageChanges
-    """Copies; groups have done their service, and are gone."""
+    """Without groups, which have done their service."""
     runs: list[tuple[int, int]]
     """(start, stop) of what one event says."""
     tokens: list[PageTokens] | None
@@ -60,14 +60,12 @@ def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[b
 
 
 def arrange(changes: PageChanges, tokens: list[PageTokens] | None = None) -> Arranged:
-    """Changes whose columns may be written over afterwards. A full cache stores and removes in turn, and an event costs
-    its reader as much as hundreds of pages. With tokens, each of a length of its own, the order stays.
+    """Find the order. A full cache stores and removes in turn, and an event costs its reader as much as hundreds of
+    pages. With tokens, each page's of a length of its own, the order stays, and the columns are those of the input.
     """
     num_changes, no_groups = len(changes.kinds), changes.groups[:0]
     if tokens is not None or not num_changes:
-        kinds, hashes, block_hashes, parents, _ = changes
-        same = PageChanges(kinds.copy(), hashes.copy(), block_hashes.copy(), parents.copy(), no_groups)
-        return Arranged(same, _runs(same, tokens or []), tokens)
+        return Arranged(changes._replace(groups=no_groups), _runs(changes, tokens or []), tokens)
     words = np.empty((3, num_changes), np.uint64)
     ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], no_groups)
     num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1

@@ -156,17 +156,16 @@ class Recorder:
     # --- the drain --------------------------------------------------------------------------------------------------
 
     def take(self) -> TakenChanges:
-        """The oldest changes that fit one batch; in flight from now on."""
+        """The oldest changes that fit one batch; in flight from now on. Only who takes them confirms them."""
         with self._lock:
             changes = self._hand_over.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
             tokens = None
             if self._tokens is not None:
                 tokens = [self._tokens.popleft() for _ in range(int((changes.kinds < REMOVAL).sum()))]
-            arranged = arrange(changes, tokens)
             self._hand_over.take(len(changes.kinds))
-            is_last = self._hand_over.num_queued == 0
-            return TakenChanges(arranged, self._ledger.digest() if is_last else None)
+            digest = self._ledger.digest() if self._hand_over.num_queued == 0 else None
+        return TakenChanges(arrange(changes, tokens), digest)  # nobody writes over what is in flight
 
     def confirm(self) -> None:
         """What was in flight was delivered."""

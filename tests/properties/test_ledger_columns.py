@@ -1,0 +1,110 @@
+"""The ledger, many events a call, against a model of sets; with a table of blocks of its own, and a shared one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from publisher.bridge.names import Names, Space, Wording
+from publisher.change_kernels import CLEARED, REMOVAL
+from publisher.hand_over import HandOver
+from publisher.intake import EventColumns, StoredColumns
+from publisher.ledger import Ledger
+from publisher.packing import arrange
+
+CAPACITY = 300
+SPACE = Space(None, 1, np.uint64(0))
+
+
+class Event(NamedTuple):
+    """Blocks stored or removed; or, of a kind that is none, to be passed over."""
+
+    kind: int
+    blocks: list[int]
+
+
+def name_of(block: int) -> int:
+    """Sequence hash: two blocks carry a page."""
+    return (block // 2 + 1) * 0x9E37_79B9_7F4A_7C15 % 2**64
+
+
+block = st.integers(0, 200)
+in_a_row = st.builds(
+    lambda first, length, step: [(first + step * i) % 201 for i in range(length)],
+    block,
+    st.sampled_from([0, 1, 63, 64, 65, 130]),
+    st.sampled_from([1, -1]),
+)
+kind = st.sampled_from([0, 1, 2, 3, REMOVAL, REMOVAL, REMOVAL + 1, REMOVAL + 2, REMOVAL + 3, CLEARED + 1])
+event = st.builds(Event, kind, in_a_row | st.lists(block, max_size=5))
+calls = st.lists(st.lists(event, max_size=12) | st.none(), max_size=12)
+
+
+class Model:
+    """Which blocks lie on which medium."""
+
+    def __init__(self) -> None:
+        self.lies: set[tuple[int, int]] = set()
+
+    @property
+    def pages(self) -> set[tuple[int, int]]:
+        return {(medium, name_of(block)) for medium, block in self.lies}
+
+    def take(self, event: Event) -> None:
+        if event.kind < REMOVAL:
+            self.lies |= {(event.kind, block) for block in event.blocks}
+        elif event.kind < CLEARED:
+            self.lies -= {(event.kind - REMOVAL, block) for block in event.blocks}
+
+
+def columns(events: list[Event]) -> EventColumns:
+    blocks = [block for event in events for block in event.blocks]
+    names = np.array([name_of(block) for block in blocks], np.uint64)
+    lengths, nothing = np.array([len(event.blocks) for event in events], np.int64), np.zeros(len(events), np.uint64)
+    stored = StoredColumns(np.array(blocks, np.uint64), names, lengths, nothing, nothing.astype(np.uint8))
+    return EventColumns(np.array([event.kind for event in events], np.uint8), stored)
+
+
+def drained(queue: HandOver, pages: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Pages after the changes that wait, told batch by batch in the order of the wire."""
+    while queue.num_queued:
+        changes = arrange(queue.peek(100)).changes
+        for kind, name in zip(changes.kinds.tolist(), changes.hashes.tolist(), strict=True):
+            if kind < REMOVAL:
+                pages.add((kind, name))
+            elif kind < CLEARED:
+                pages.remove((kind - REMOVAL, name))
+            else:
+                pages.clear()
+        queue.take(len(changes.kinds))
+        queue.confirm()
+    return pages
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@given(calls=calls)
+def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls: list[list[Event] | None]) -> None:
+    queue = HandOver(10_000)
+    ledger, names, model = Ledger(CAPACITY, queue), Names(CAPACITY, CAPACITY), Model()
+    if is_shared:
+        ledger.share(names.blocks)
+    view: set[tuple[int, int]] = set()
+    for events in calls:
+        if events is None:
+            ledger.clear()
+            model.lies.clear()
+        else:
+            blocks = np.array([block for each in events if each.kind < REMOVAL for block in each.blocks], np.uint64)
+            named = np.array([name_of(int(block)) for block in blocks], np.uint64)
+            names.enter(blocks, named, Wording(0, is_whole_truth=True), SPACE)
+            ledger.change(columns(events), None)
+            for each in events:
+                model.take(each)
+        ledger.check()
+        assert ledger.num_pages == len({name for _, name in model.pages})
+        view = drained(queue, view)
+        assert view == model.pages

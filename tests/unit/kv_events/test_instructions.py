@@ -1,0 +1,67 @@
+"""Machine instructions for kernels, against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import njit
+from numba.core.errors import TypingError
+
+from kv_events.instructions import NUM_LANES, eight_bytes, lanes_equal, lowest_bit, multiply_fold
+
+U64 = st.integers(0, 2**64 - 1)
+FEW = st.sampled_from([0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1])
+
+
+@njit
+def _lanes_equal(array: Any, index: Any, mask: Any, wanted: Any) -> Any:
+    return lanes_equal(array, index, mask, wanted)
+
+
+@njit
+def _lowest_bit(word: Any) -> Any:
+    return lowest_bit(word)
+
+
+@njit
+def _multiply_fold(a: Any, b: Any) -> Any:
+    return multiply_fold(a, b)
+
+
+@njit
+def _eight_bytes(data: Any, at: Any) -> Any:
+    return eight_bytes(data, at)
+
+
+@given(st.lists(FEW, min_size=NUM_LANES, max_size=20), st.data(), FEW, FEW)
+def test_lanes_are_compared_in_their_order(words: list[int], data: st.DataObject, mask: int, wanted: int) -> None:
+    index = data.draw(st.integers(0, len(words) - NUM_LANES))
+    lanes = words[index : index + NUM_LANES]
+    expected = sum(1 << i for i, lane in enumerate(lanes) if lane & mask == wanted)
+    assert _lanes_equal(np.array(words, np.uint64), index, np.uint64(mask), np.uint64(wanted)) == expected
+
+
+@pytest.mark.parametrize("array", [np.zeros(16, np.uint32), np.zeros(32, np.uint64)[::2], np.zeros((2, 8), np.uint64)])
+def test_lanes_of_other_arrays_are_refused_when_compiled(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(TypingError):
+        _lanes_equal(array, 0, np.uint64(1), np.uint64(1))
+
+
+@given(U64.filter(bool))
+def test_the_lowest_bit_is_the_first_that_is_set(word: int) -> None:
+    assert _lowest_bit(np.uint64(word)) == f"{word:b}"[::-1].index("1")
+
+
+@given(U64, U64)
+def test_a_product_is_folded_from_all_its_128_bits(a: int, b: int) -> None:
+    assert _multiply_fold(np.uint64(a), np.uint64(b)) == (a * b & 2**64 - 1) ^ (a * b >> 64)
+
+
+@given(st.binary(min_size=8, max_size=30), st.data())
+def test_eight_bytes_are_a_big_endian_number(text: bytes, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(text) - 8))
+    assert _eight_bytes(np.frombuffer(text, np.uint8), at) == int.from_bytes(text[at : at + 8], "big")
