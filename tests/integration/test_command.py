@@ -208,7 +208,7 @@ def test_a_server_that_no_engine_can_reach_says_so(free_port: int) -> None:
         said += line
     with socket.create_connection(("127.0.0.1", free_port)):
         pass  # whoever reads that can connect
-    process.send_signal(signal.SIGINT)
+    process.terminate()  # a shell's background jobs ignore SIGINT until uvicorn listens to it
     process.communicate(timeout=20)
     assert f"http://127.0.0.1:{free_port}" in said
     assert "--kafka" in said
