@@ -11,7 +11,7 @@ from kv_events.digest import Digest, digest_bytes, empty_digest
 from kv_events.schema import ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher.change_kernels import advance_digest
 from publisher.hand_over import PageChanges
-from publisher.packing import BatchLimits, pack, wire_events
+from publisher.packing import BatchLimits, pack
 from publisher.recorder import Recorder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord
@@ -207,16 +207,15 @@ class Outbox:
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """A batch of changes; None if an overflow has just dropped them all."""
-        arranged, digest = self._recorder.take()
+        changes, tokens, digest = self._recorder.take()
         self._waiting_since = None if digest is not None else self._clock
-        kinds, hashes = arranged.changes[:2]
-        if not len(kinds):
+        if not len(changes.kinds):
             return None
         if digest is None:
-            advance_digest(self._digest, kinds, hashes)
+            advance_digest(self._digest, changes.kinds, changes.hashes)
         else:
             self._digest = digest
-        return self._record(now, wire_events(arranged), len(kinds))
+        return self._record(now, pack(changes, tokens), len(changes.kinds))
 
     def _heartbeat(self, now: float) -> OutRecord:
         """States what the ledger holds, unless changes wait: a stream that is broken says so by its digest."""

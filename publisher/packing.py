@@ -43,40 +43,9 @@ class BatchLimits(NamedTuple):
         return int(batch_length(kinds, hashes, parents, groups, _MAX_EVENTS, self.bytes, EVENT_BYTES, page_bytes))
 
 
-class Arranged(NamedTuple):
-    """Page changes in an order of the same meaning that few wire events can say."""
-
-    changes: PageChanges
-    """Without groups, which have done their service."""
-    runs: list[tuple[int, int]]
-    """(start, stop) of what one event says."""
-    tokens: list[PageTokens] | None
-    """One entry for every store, in order."""
-
-
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:
     """Encoded wire events that lead where the changes lead. tokens: one entry for every store, in order, or None."""
-    return wire_events(arrange(changes, tokens))
-
-
-def arrange(changes: PageChanges, tokens: list[PageTokens] | None = None) -> Arranged:
-    """Find the order. A full cache stores and removes in turn, and an event costs its reader as much as hundreds of
-    pages. With tokens, each page's of a length of its own, the order stays, and the columns are those of the input.
-    """
-    num_changes, no_groups = len(changes.kinds), changes.groups[:0]
-    if tokens is not None or not num_changes:
-        return Arranged(changes._replace(groups=no_groups), _runs(changes, tokens or []), tokens)
-    words = np.empty((3, num_changes), np.uint64)
-    ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], no_groups)
-    num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1
-    borders = np.empty(num_changes + 1, np.int64)
-    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_groups, np.int64), *ordered[:4], borders)
-    return Arranged(ordered, list(pairwise(borders[: num_runs + 1].tolist())), None)
-
-
-def wire_events(arranged: Arranged) -> list[bytes]:
-    """One event a run, encoded."""
-    changes, runs, tokens = arranged
+    changes, runs = _sorted(changes) if tokens is None else (changes, _runs(changes, tokens))
     events = []
     num_stored = 0
     for start, stop in runs:
@@ -91,6 +60,20 @@ def wire_events(arranged: Arranged) -> list[bytes]:
         else:
             events.append(encode_event(AllBlocksCleared()))
     return events
+
+
+def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
+    """The changes in another order of the same meaning, and where its few runs begin and end. A full cache stores and
+    removes in turn, and an event costs its reader as much as hundreds of pages. Groups have done their service, and go.
+    """
+    num_changes = len(changes.kinds)
+    if not num_changes:
+        return changes, []
+    num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1
+    words, borders = np.empty((3, num_changes), np.uint64), np.empty(num_changes + 1, np.int64)
+    ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], changes.groups[:0])
+    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_groups, np.int64), *ordered[:4], borders)
+    return ordered, list(pairwise(borders[: num_runs + 1].tolist()))
 
 
 def _runs(changes: PageChanges, tokens: list[PageTokens]) -> list[tuple[int, int]]:

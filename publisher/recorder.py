@@ -15,7 +15,7 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine
 from publisher.blocks import Blocks
 from publisher.change_kernels import REMOVAL
 from publisher.fair_lock import FairLock
-from publisher.hand_over import HandOver, QueueStats
+from publisher.hand_over import HandOver, PageChanges, QueueStats
 from publisher.intake import (
     BadEventError,
     EventColumns,
@@ -28,7 +28,7 @@ from publisher.intake import (
     token_rows,
 )
 from publisher.ledger import HeldPages, Ledger
-from publisher.packing import EVENT_BYTES, Arranged, BatchLimits, PageTokens, arrange
+from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
 from publisher.settings import PublisherSettings
 
 _E = TypeVar("_E", BlockStored, BlockRemoved)
@@ -43,7 +43,10 @@ _place = operator.attrgetter("medium", "extra_key")
 class TakenChanges(NamedTuple):
     """Changes of one batch."""
 
-    arranged: Arranged
+    changes: PageChanges
+    """Views of the queue, good until they are confirmed."""
+    tokens: list[PageTokens] | None
+    """One entry for every store, where the stream carries tokens."""
     digest: Digest | None
     """The ledger's, if these were the last changes; None while more wait."""
 
@@ -160,12 +163,12 @@ class Recorder:
         with self._lock:
             changes = self._hand_over.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
+            self._hand_over.take(len(changes.kinds))
             tokens = None
             if self._tokens is not None:
                 tokens = [self._tokens.popleft() for _ in range(int((changes.kinds < REMOVAL).sum()))]
-            self._hand_over.take(len(changes.kinds))
-            digest = self._ledger.digest() if self._hand_over.num_queued == 0 else None
-        return TakenChanges(arrange(changes, tokens), digest)  # nobody writes over what is in flight
+            is_last = self._hand_over.num_queued == 0
+            return TakenChanges(changes, tokens, self._ledger.digest() if is_last else None)
 
     def confirm(self) -> None:
         """What was in flight was delivered."""

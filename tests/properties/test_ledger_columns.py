@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
+from kv_events.schema import AllBlocksCleared
+from kv_events.streams import StreamId
 from publisher.bridge.names import Names, Space, Wording
 from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.hand_over import HandOver
 from publisher.intake import EventColumns, StoredColumns
 from publisher.ledger import Ledger
-from publisher.packing import arrange
+from publisher.packing import pack
 
 CAPACITY = 300
+STREAM = StreamId("m", "t", "w", 0)
 SPACE = Space(None, 1, np.uint64(0))
 
 
@@ -72,14 +76,17 @@ def columns(events: list[Event]) -> EventColumns:
 def drained(queue: HandOver, pages: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """Pages after the changes that wait, told batch by batch in the order of the wire."""
     while queue.num_queued:
-        changes = arrange(queue.peek(100)).changes
-        for kind, name in zip(changes.kinds.tolist(), changes.hashes.tolist(), strict=True):
-            if kind < REMOVAL:
-                pages.add((kind, name))
-            elif kind < CLEARED:
-                pages.remove((kind - REMOVAL, name))
+        changes = queue.peek(100)
+        for step in decode_batch(encode_batch(STREAM, 16, 1, 0, 0.0, pack(changes), bytes(64))).steps:
+            if isinstance(step, StoredPages):
+                pages |= {(step.medium, name) for name in step.hashes.tolist()}
+            elif isinstance(step, RemovedPages):
+                gone = {(step.medium, name) for name in step.hashes.tolist()}
+                assert gone <= pages
+                pages -= gone
             else:
-                pages.clear()
+                assert step == AllBlocksCleared()
+                pages = set()
         queue.take(len(changes.kinds))
         queue.confirm()
     return pages
