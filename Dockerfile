@@ -5,6 +5,7 @@ COPY pyproject.toml README.md ./
 COPY kv_events kv_events
 COPY engine_cache engine_cache
 COPY publisher publisher
+COPY bridge bridge
 COPY indexer indexer
 COPY api api
 COPY simulation simulation

@@ -39,7 +39,7 @@ test: $(VENV)/.installed-dev ## every test, with real Kafka and Redis; ARGS="-k 
 .PHONY: test-bounds
 test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked
 	@rm -rf .cache/numba-bounds  # whatever was compiled without the checks
-	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(BIN)/python -m pytest $(addprefix tests/properties/test_,bridge.py ledger.py overlap_index.py page_table.py reuse.py) tests/unit/indexer tests/unit/publisher/bridge $(ARGS)
+	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(BIN)/python -m pytest $(addprefix tests/properties/test_,bridge.py ledger.py overlap_index.py page_table.py reuse.py) tests/unit/indexer tests/unit/bridge $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.installed-dev ## format, lint and types; changes nothing

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from bridge import EngineSettings
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
-from publisher.bridge import EngineSettings
 
 log = logging.getLogger(__name__)
 

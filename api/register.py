@@ -27,7 +27,7 @@ from kv_events.streams import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from api.registrations import Registrations
-    from publisher.bridge import EngineSettings
+    from bridge import EngineSettings
 
 MAX_BODY_BYTES = 64 * 1024
 
@@ -105,7 +105,7 @@ def _engine(
     lora_name: str = "",
     cache_salt: str = "",
 ) -> EngineSettings:
-    from publisher.bridge import EngineSettings  # only a process that reads engines loads the bridge
+    from bridge import EngineSettings  # only a process that reads engines loads the bridge
 
     try:
         return EngineSettings(

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from api.problems import ProblemError
 from api.settings import RegistrationSettings
+from bridge import EngineSettings
+from bridge.frames import is_ours_to_bind
 from kv_events.errors import InvalidValueError
 from kv_events.streams import StreamId
-from publisher.bridge import EngineSettings
-from publisher.bridge.frames import is_ours_to_bind
 
 Engines: TypeAlias = Mapping[StreamId, EngineSettings]
 

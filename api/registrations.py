@@ -18,6 +18,8 @@ from api.kept_registrations import KeptRegistrations
 from api.problems import ProblemError
 from api.registration_rules import check_addresses, check_conflicts, meant_by, no_room, stream_of
 from api.settings import RegistrationSettings
+from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet, LinkState, StreamStatus
+from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
 from indexer.errors import IndexFullError
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
@@ -25,8 +27,6 @@ from kv_events.errors import KvsightError
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId, split_group
-from publisher.bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet, LinkState, StreamStatus
-from publisher.bridge.metrics import BridgeMetrics
 from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink
 

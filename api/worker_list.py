@@ -20,7 +20,7 @@ from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
 
 if TYPE_CHECKING:
-    from publisher.bridge import EngineStatus
+    from bridge import EngineStatus
 
 _SLICE_S = 0.001
 _LINK_STATUS = {"connecting": "pending", "connected": "active"}

@@ -41,9 +41,9 @@ import uvloop
 import zmq
 
 from benchmarks.report import Figure, figure, main
+from bridge import BridgeSettings, EngineSettings, Fleet
 from kv_events.memory_log import MemoryLog
 from kvsight.cli.allocator import keep_freed_memory
-from publisher.bridge import BridgeSettings, EngineSettings, Fleet
 from publisher.settings import PublisherSettings
 from publisher.sinks.memory import MemorySink
 

@@ -1,6 +1,6 @@
 """Entry points by which vLLM and SGLang find kvsight's publisher, where both are installed in one environment.
 
-Engines call them in each of their processes, so they load nothing but the engine's own module; `publisher.plugins` is
+Engines call them in each of their processes, so they load nothing but the engine's own module; `bridge.plugins` is
 loaded when a publisher is made.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kv_events.settings import KvsightSettings
 
 if TYPE_CHECKING:
-    from publisher.plugins import EnginePublisher
+    from bridge.plugins import EnginePublisher
 
 PUBLISHER = "kvsight"
 """Its name in an engine's events config."""
@@ -45,6 +45,6 @@ def register(factory: Any) -> None:
 
 def make_publisher(**options: Any) -> EnginePublisher:
     """What a factory calls: with the rank, and the options of the engine's config."""
-    from publisher.plugins import EnginePublisher
+    from bridge.plugins import EnginePublisher
 
     return EnginePublisher(**options)

@@ -11,11 +11,12 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from child_process import PartMissingError
 from hypothesis import HealthCheck, settings
-from kafka_broker import KafkaBroker
-from mooncake_master import MooncakeMaster
-from redis_server import RedisServer
+
+from tests.support.child_process import PartMissingError
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.mooncake_master import MooncakeMaster
+from tests.support.redis_server import RedisServer
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TRACE = _ROOT.parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl.gz"

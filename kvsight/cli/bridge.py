@@ -14,8 +14,8 @@ from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import UsageError, compile_kernels, err
 
 if TYPE_CHECKING:
+    from bridge import BridgeSettings, EngineSettings, Fleet
     from publisher import PublisherSettings
-    from publisher.bridge import BridgeSettings, EngineSettings, Fleet
 
 
 def bridge(
@@ -51,11 +51,11 @@ def bridge(
     Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
     keep_freed_memory()
-    compile_kernels("publisher.bridge")
+    compile_kernels("bridge")
     import uvloop
 
+    from bridge import BridgeSettings, parse_engine, read_engines
     from publisher import PublisherSettings
-    from publisher.bridge import BridgeSettings, parse_engine, read_engines
 
     engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]
     if not engines:
@@ -71,7 +71,7 @@ def bridge(
 async def _serve(
     engines: list[EngineSettings], settings: BridgeSettings, template: PublisherSettings, metrics_port: int | None
 ) -> None:
-    from publisher.bridge import Fleet
+    from bridge import Fleet
     from publisher.sinks import create_sink
 
     stop = asyncio.Event()
@@ -92,7 +92,7 @@ async def _serve(
 def _serve_metrics(fleet: Fleet, port: int) -> None:
     from prometheus_client import CollectorRegistry, start_http_server
 
-    from publisher.bridge.metrics import BridgeMetrics
+    from bridge.metrics import BridgeMetrics
 
     registry = CollectorRegistry()
     registry.register(BridgeMetrics(fleet.status))

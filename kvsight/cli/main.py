@@ -43,7 +43,7 @@ app.command("version")(version.version)
 @app.command("compile-kernels", hidden=True)
 def compile_all_kernels() -> None:
     """Compile the numba kernels into the cache, for container images."""
-    compile_kernels("publisher.bridge")
+    compile_kernels("bridge")
 
 
 @app.callback()

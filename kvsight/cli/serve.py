@@ -63,13 +63,13 @@ def serve(
 
 def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     """Everything in one process: the engines' events go through a log in memory."""
-    compile_kernels("publisher.bridge")
+    compile_kernels("bridge")
     from api.app import create_app
     from api.registrations import Registrations
     from api.settings import RegistrationSettings
+    from bridge import BridgeSettings
     from indexer.assembly import create_consumer, create_store
     from kv_events.memory_log import MemoryLog
-    from publisher.bridge import BridgeSettings
 
     log = MemoryLog(is_read_once=True)
     consumer = create_consumer(indexer, log)

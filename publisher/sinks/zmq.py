@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import zmq
 
+from bridge.frames import IN_ONE_PLACE, SEQ_BYTES, endpoint_of_rank, is_ipv6, is_ours_to_bind
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.schema import ResyncRequest
-from publisher.bridge.frames import IN_ONE_PLACE, SEQ_BYTES, endpoint_of_rank, is_ipv6, is_ours_to_bind
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
 from publisher.sinks.engine_events import EngineEvents

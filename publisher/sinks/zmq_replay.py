@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from publisher.bridge.complaints import Complaints
-from publisher.bridge.frames import END, SEQ_BYTES, is_ipv6
+from bridge.complaints import Complaints
+from bridge.frames import END, SEQ_BYTES, is_ipv6
 from publisher.settings import PublisherSettings
 
 log = logging.getLogger(__name__)

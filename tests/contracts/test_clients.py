@@ -11,10 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hand_fed import HandFed
-from scripted_server import Reply, scripted
-from waiting import async_wait_until
-from wire import Stream, stored
 
 from api.app import create_app
 from api.server import running_server
@@ -23,6 +19,10 @@ from kv_events.errors import InvalidValueError
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 from kv_events.schema import ResyncRequest
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError, Prompt, RetryPolicy, best_worker
+from tests.support.hand_fed import HandFed
+from tests.support.scripted_server import Reply, scripted
+from tests.support.waiting import async_wait_until
+from tests.support.wire import Stream, stored
 
 TOKENS = list(range(1, 17))
 KINDS = ("sync", "async")

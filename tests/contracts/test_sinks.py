@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from waiting import async_wait_until
 
 from kv_events.codec import encode_resync
 from kv_events.event_log import EventLogReader, EventLogWriter
@@ -22,6 +21,7 @@ from kv_events.schema import ResyncRequest
 from publisher import OutRecord, PublisherSettings, Sink, SinkRejectedError, SinkUnavailableError
 from publisher.sinks import FileSink, MemorySink
 from publisher.sinks.kafka import KafkaSink
+from tests.support.waiting import async_wait_until
 
 
 class Seen(NamedTuple):

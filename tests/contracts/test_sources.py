@@ -10,8 +10,6 @@ from typing import NamedTuple
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from waiting import async_wait_until
-from wire import Stream
 
 from indexer.sources.base import Source, SourceUnavailableError
 from indexer.sources.file import FileSource
@@ -20,6 +18,8 @@ from indexer.sources.memory import MemorySource
 from kv_events.event_log import EventLogWriter
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
+from tests.support.waiting import async_wait_until
+from tests.support.wire import Stream
 
 Append = Callable[[LogRecord], Awaitable[None]]
 

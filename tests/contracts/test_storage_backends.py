@@ -8,8 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 
-from page_pools import PagePool  # noqa: E402
-
 from engine_cache.pools import device, host  # noqa: E402
 from engine_cache.storage import (  # noqa: E402
     PageLayout,
@@ -21,6 +19,7 @@ from engine_cache.storage import (  # noqa: E402
     page_keys,
 )
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
+from tests.support.page_pools import PagePool  # noqa: E402
 
 pytestmark = pytest.mark.torch
 LAYOUT = PageLayout("bfloat16", 2, (1, 3), "page_first")

@@ -8,10 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from fuzz.runner import fuzz
-from fuzz.targets import targets
+from tests.fuzz.runner import fuzz
+from tests.fuzz.targets import targets
 
 
 def main() -> None:

@@ -6,18 +6,18 @@ import contextlib
 from typing import Any
 
 import msgspec
-from engine_events import cleared, payload, removed, stored
 
+from bridge.complaints import Complaints
+from bridge.counters import BridgeCounters
+from bridge.decoding import Decoder, UndecodableError
+from bridge.identity import Identity
+from bridge.tensorrt import PolledEvents
+from bridge.translate import Translator
 from kv_events.codec import decode_batch
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings
-from publisher.bridge.complaints import Complaints
-from publisher.bridge.counters import BridgeCounters
-from publisher.bridge.decoding import Decoder, UndecodableError
-from publisher.bridge.identity import Identity
-from publisher.bridge.tensorrt import PolledEvents
-from publisher.bridge.translate import Translator
 from publisher.sinks import MemorySink
+from tests.support.engine_events import cleared, payload, removed, stored
 
 _TOKENS = list(range(1, 17))
 

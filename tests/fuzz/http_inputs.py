@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from fuzz.log_inputs import SMALL
-from hand_fed import HandFed
-from wire import Stream, stored
 
 from api.decoding import CONTENT_TYPES, codec_of, decode_as
 from api.hot import HotRoutes
@@ -18,6 +15,9 @@ from api.kept_registrations import engines_of
 from api.problems import ProblemError
 from api.register import engine_of_peer, engine_of_rfc
 from api.registration_schemas import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+from tests.fuzz.log_inputs import SMALL
+from tests.support.hand_fed import HandFed
+from tests.support.wire import Stream, stored
 
 
 def _both(values: Sequence[Any]) -> list[bytes]:

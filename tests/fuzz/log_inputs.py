@@ -8,10 +8,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from wire import Stream
-from wire import removed as packed_removed
-from wire import stored as packed_stored
-
+from bridge.decoding import Decoder
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
@@ -25,9 +22,11 @@ from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, SnapshotBegin, SnapshotEnd
 from publisher import EventPublisher, PublisherSettings
-from publisher.bridge.decoding import Decoder
 from publisher.sinks import MemorySink
 from publisher.sinks.engine_events import Encoding, EngineEvents
+from tests.support.wire import Stream
+from tests.support.wire import removed as packed_removed
+from tests.support.wire import stored as packed_stored
 
 ENCODINGS: tuple[Encoding, ...] = ("array", "map")
 SMALL = IndexerSettings.ignoring_environment(max_pages=4096, max_streams=64, max_namespaces=8, max_set_bytes=2**20)

@@ -9,27 +9,27 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
-from child_process import free_port
-from engine_events import payload, stored
-from fuzz.engine_inputs import PAYLOADS
-from waiting import async_wait_until
-from zmq_engine import END, ZmqEngine
 
+from bridge import BridgeSettings, EngineSettings, Fleet
+from bridge.counters import BridgeCounters
+from bridge.decoding import Decoder
+from bridge.frames import FrameError, LiveMessage, ReplayMessage, parse_live, parse_replay, parse_topic
+from bridge.identity import Unsaid
+from bridge.shared_sink import SharedSink
+from bridge.source import Source
+from bridge.streams import StreamRegistry
+from bridge.subscriber import LinkState
+from bridge.workers import Workers
 from kv_events.memory_log import MemoryLog
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
-from publisher.bridge import BridgeSettings, EngineSettings, Fleet
-from publisher.bridge.counters import BridgeCounters
-from publisher.bridge.decoding import Decoder
-from publisher.bridge.frames import FrameError, LiveMessage, ReplayMessage, parse_live, parse_replay, parse_topic
-from publisher.bridge.identity import Unsaid
-from publisher.bridge.shared_sink import SharedSink
-from publisher.bridge.source import Source
-from publisher.bridge.streams import StreamRegistry
-from publisher.bridge.subscriber import LinkState
-from publisher.bridge.workers import Workers
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
+from tests.fuzz.engine_inputs import PAYLOADS
+from tests.support.child_process import free_port
+from tests.support.engine_events import payload, stored
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import END, ZmqEngine
 
 
 class _ScriptedReplay:

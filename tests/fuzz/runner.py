@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from fuzz.mutation import near
-from fuzz.targets import Target, targets
 from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.mutation import near
+from tests.fuzz.targets import Target, targets
 
 BASE_BYTES = 24 * 2**20
 """Memory that an input may take whatever its size is: tables, index arrays."""

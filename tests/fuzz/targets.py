@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fuzz.client_inputs import ANSWERS, FEED, run_answer, run_feed
-from fuzz.engine_inputs import PAYLOADS, POLLED, BridgeTarget, run_polled
-from fuzz.http_inputs import QUERIES, REGISTRATIONS, HttpTarget, run_registration
-from fuzz.log_inputs import (
+from tests.fuzz.client_inputs import ANSWERS, FEED, run_answer, run_feed
+from tests.fuzz.engine_inputs import PAYLOADS, POLLED, BridgeTarget, run_polled
+from tests.fuzz.http_inputs import QUERIES, REGISTRATIONS, HttpTarget, run_registration
+from tests.fuzz.log_inputs import (
     SNAPSHOT_BODY,
     RecordTarget,
     records,
@@ -18,7 +18,7 @@ from fuzz.log_inputs import (
     segment,
     told_records,
 )
-from fuzz.message_inputs import (
+from tests.fuzz.message_inputs import (
     FRAMES,
     NUMBERED,
     REQUESTS,

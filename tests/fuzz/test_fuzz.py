@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fuzz.runner import check, within_bounds
-from fuzz.targets import Target, targets
+
+from tests.fuzz.runner import check, within_bounds
+from tests.fuzz.targets import Target, targets
 
 TARGETS = targets()
 EXAMPLES = 150

@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from hand_fed import HandFed
-from waiting import wait_until
-from wire import Stream
 
 from api.app import create_app
 from api.errors import CannotListenError, PortInUseError
 from api.server import run_server, running_server
 from api.settings import ApiSettings
+from tests.support.hand_fed import HandFed
+from tests.support.waiting import wait_until
+from tests.support.wire import Stream
 
 TOKENS = list(range(1, 17))
 QUERY = {"model_name": "m", "token_ids": TOKENS}
@@ -97,7 +97,7 @@ def test_an_unknown_host_is_named() -> None:
 
 
 _SERVER = """
-from hand_fed import HandFed
+from tests.support.hand_fed import HandFed
 from api.app import create_app
 from api.server import run_server
 from api.settings import ApiSettings
@@ -110,7 +110,7 @@ def test_a_signal_ends_the_server_gracefully() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests")])
+    path = str(root)
     env = {**os.environ, "KVSIGHT_PORT": str(port), "PYTHONPATH": path}
     server = subprocess.Popen([sys.executable, "-c", _SERVER], env=env, stderr=subprocess.PIPE)
     try:

@@ -6,12 +6,12 @@ import asyncio
 import logging
 
 import pytest
-from bridge_rig import GPU, LiveBridge, on
-from engine_events import cleared, names_of, payload, removed, stored
-from zmq_engine import ZmqEngine
 
+from bridge.source import Source
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
-from publisher.bridge.source import Source
+from tests.support.bridge_rig import GPU, LiveBridge, on
+from tests.support.engine_events import cleared, names_of, payload, removed, stored
+from tests.support.zmq_engine import ZmqEngine
 
 IDLE = {"bridge_idle_check_s": 30.0}
 

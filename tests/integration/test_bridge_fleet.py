@@ -6,18 +6,18 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from bridge_rig import GPU, LiveBridge, on
-from child_process import free_port
-from engine_events import names_of, payload, stored
-from hand_fed import HandFed
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
 
+from bridge import BridgeSettings, EngineConflictError, EngineSettings, Fleet, LinkState
 from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
 from publisher import PublisherSettings
-from publisher.bridge import BridgeSettings, EngineConflictError, EngineSettings, Fleet, LinkState
 from publisher.sinks import MemorySink
+from tests.support.bridge_rig import GPU, LiveBridge, on
+from tests.support.child_process import free_port
+from tests.support.engine_events import names_of, payload, stored
+from tests.support.hand_fed import HandFed
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 TOKENS = [7, 8, 9, 10]
 PAGE = on(GPU, names_of(TOKENS))

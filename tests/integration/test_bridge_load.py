@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from typing import Literal
 
 import pytest
-from bridge_rig import GPU, LiveBridge, Pages
-from engine_events import names_of, payload, removed, stored
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
+
+from tests.support.bridge_rig import GPU, LiveBridge, Pages
+from tests.support.engine_events import names_of, payload, removed, stored
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 NUM_RESTARTS = (2, 2, 1, 1, 1, 0, 0, 0)
 """Of each engine."""

@@ -7,14 +7,14 @@ import logging
 import time
 
 import pytest
-from bridge_rig import GPU, LiveBridge, on
-from child_process import free_port
-from engine_events import names_of, payload, stored
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
 
+from bridge import EngineSettings
 from kv_events.schema import BATCHES_LOST
-from publisher.bridge import EngineSettings
+from tests.support.bridge_rig import GPU, LiveBridge, on
+from tests.support.child_process import free_port
+from tests.support.engine_events import names_of, payload, stored
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 TOKENS = [7, 8, 9, 10]
 PAGE = on(GPU, names_of(TOKENS))
@@ -116,7 +116,7 @@ async def test_an_engine_whose_batches_cannot_be_taken_loses_them_and_is_read_on
             engine.send(STORE)
             await bridge.shows(PAGE)
             with monkeypatch.context() as patched:
-                patched.setattr("publisher.bridge.streams.WorkerStream.apply", None)
+                patched.setattr("bridge.streams.WorkerStream.apply", None)
                 engine.send(STORE)
                 await bridge.shows(set())
             engine.send(OTHER_STORE)

@@ -11,14 +11,14 @@ from itertools import count, repeat
 import pytest
 import zmq
 import zmq.asyncio
-from bridge_rig import GPU, LiveBridge, on
-from child_process import free_port
-from engine_events import names_of, payload, stored
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
 
-from publisher.bridge.ranks import Ranks
-from publisher.bridge.replay import ReplayClient, ReplayError
+from bridge.ranks import Ranks
+from bridge.replay import ReplayClient, ReplayError
+from tests.support.bridge_rig import GPU, LiveBridge, on
+from tests.support.child_process import free_port
+from tests.support.engine_events import names_of, payload, stored
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 IDLE = {"bridge_idle_check_s": 30.0}
 

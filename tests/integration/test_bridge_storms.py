@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from bridge_rig import GPU, LiveBridge, on
-from engine_events import names_of, payload, stored
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
 
+from bridge import continuity
 from kv_events.schema import ENGINE_UNHEARD
-from publisher.bridge import continuity
+from tests.support.bridge_rig import GPU, LiveBridge, on
+from tests.support.engine_events import names_of, payload, stored
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 OTHER = 100_000
 

@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 import pytest
-from bridge_rig import GPU, LiveBridge, on
-from engine_events import names_of, payload, stored
 from prometheus_client import CollectorRegistry, generate_latest
-from zmq_engine import ZmqEngine
 
-from publisher.bridge.metrics import BridgeMetrics
+from bridge.metrics import BridgeMetrics
+from tests.support.bridge_rig import GPU, LiveBridge, on
+from tests.support.engine_events import names_of, payload, stored
+from tests.support.zmq_engine import ZmqEngine
 
 TOKENS = [1, 2, 3, 4]
 LAST = payload(stored([9], [9] * 4))

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from waiting import wait_until
-from wire import Stream, stored
 
 from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
+from tests.support.waiting import wait_until
+from tests.support.wire import Stream, stored
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 TOKENS = list(range(1, 33))

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import async_wait_until
-from wire import Stream, removed, stored
 
 from indexer.applier import Applier
 from indexer.consumer import Consumer
@@ -25,6 +23,8 @@ from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
+from tests.support.waiting import async_wait_until
+from tests.support.wire import Stream, removed, stored
 
 SETTINGS = IndexerSettings(max_pages=100_000, resync_retry_s=0.2)
 

@@ -18,16 +18,24 @@ from typing import Any
 import pydantic
 import pytest
 from aiokafka import AIOKafkaConsumer
-from bridge_rig import CPU, GPU, Pages, View, on
-from engine_events import names_of
-from engine_modules import RELEASES, SGLANG_ARRAYS, VLLM, Engine, engine_folder, engine_module, forget_engine_modules
-from waiting import wait_until
 
 import kvsight.plugins
+from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader
 from kv_events.streams import StreamId
-from publisher.plugins import EnginePublisher
+from tests.support.bridge_rig import CPU, GPU, Pages, View, on
+from tests.support.engine_events import names_of
+from tests.support.engine_modules import (
+    RELEASES,
+    SGLANG_ARRAYS,
+    VLLM,
+    Engine,
+    engine_folder,
+    engine_module,
+    forget_engine_modules,
+)
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = list(range(1, 49))
@@ -178,7 +186,7 @@ def test_bad_settings_stop_the_engines_start(
 
 _ENGINE_WITHOUT_SHUTDOWN = """
 import time
-from publisher.plugins import EnginePublisher
+from bridge.plugins import EnginePublisher
 
 publisher = EnginePublisher(attn_dp_rank=0)
 publisher.publish([1.5, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]], 0])

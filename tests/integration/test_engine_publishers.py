@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_rig import LiveBridge, Pages
-from child_process import ChildProcess, free_port
-from engine_modules import RELEASES, VLLM, VLLM_ARRAYS, Engine, engine_folder
-from engine_process import WHOLE_DIGESTS
-from waiting import async_wait_until
 
-from publisher.bridge import EngineSettings
+from bridge import EngineSettings
+from tests.support.bridge_rig import LiveBridge, Pages
+from tests.support.child_process import ChildProcess, free_port
+from tests.support.engine_modules import RELEASES, VLLM, VLLM_ARRAYS, Engine, engine_folder
+from tests.support.engine_process import WHOLE_DIGESTS
+from tests.support.waiting import async_wait_until
 
-TESTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineProcess:
@@ -47,10 +47,9 @@ class EngineProcess:
         return self.place / f"ledger-{self.options['seed']}.json"
 
     def start(self) -> None:
-        path = ":".join((str(TESTS), str(TESTS.parent)))
         options = json.dumps({**self.options, "ledger": str(self.ledger)})
-        command = [sys.executable, str(TESTS / "engine_process.py"), options]
-        self.process = ChildProcess(command, self.place / "log", {**self._variables, "PYTHONPATH": path})
+        command = [sys.executable, "-m", "tests.support.engine_process", options]
+        self.process = ChildProcess(command, self.place / "log", {**self._variables, "PYTHONPATH": str(ROOT)})
 
     async def pages(self, has_begun: Callable[[], Any]) -> Pages:
         """What it holds in the end, which it goes on to once the bridge has its first batch."""

@@ -13,17 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
-from hand_fed import HandFed
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from waiting import async_wait_until
-from wire import Stream
 
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from tests.support.hand_fed import HandFed
+from tests.support.waiting import async_wait_until
+from tests.support.wire import Stream
 
 TOKENS = list(range(1, 17))
 OTHER = list(range(101, 117))

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from embedded_service import TOKENS, service
-from engine_events import payload, stored
-from http_checks import check_problem
 from redis.asyncio import Redis
-from redis_server import RedisServer
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
 
 from indexer.assembly import create_store
 from indexer.settings import IndexerSettings
+from tests.support.embedded_service import TOKENS, service
+from tests.support.engine_events import payload, stored
+from tests.support.http_checks import check_problem
+from tests.support.redis_server import RedisServer
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 
 @pytest.fixture(params=["folder", "redis"])

@@ -12,8 +12,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from event_replay import PageNames  # noqa: E402
-from mooncake_rig import (  # noqa: E402
+from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, mooncake_client, page_keys  # noqa: E402
+from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
+from tests.support.event_replay import PageNames  # noqa: E402
+from tests.support.mooncake_rig import (  # noqa: E402
     CPU,
     PAGE_SIZE,
     PROMPT,
@@ -25,9 +27,6 @@ from mooncake_rig import (  # noqa: E402
     own_identity,
     prefetch,
 )
-
-from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, mooncake_client, page_keys  # noqa: E402
-from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
 
 pytestmark = pytest.mark.torch
 KINDS = ["mha", "mla", "hybrid", "nsa", "swa"]
@@ -64,14 +63,14 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
 def test_an_engine_of_another_process_wrote_it(mooncake_master):
     identity, settings = own_identity(), mooncake_master.settings()
     script = textwrap.dedent(f"""
-        from mooncake_rig import *
+        from tests.support.mooncake_rig import *
         from engine_cache.settings import MooncakeSettings
         from engine_cache.storage.object_names import *
         with engine("hybrid", {identity!r}, MooncakeSettings(**{settings.model_dump()!r})) as rig:
             archive(rig)
             assert len(follow(rig)) == 4
     """)
-    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
+    path = str(Path(__file__).parents[2])
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
     with engine("hybrid", identity, settings) as reader:
         assert prefetch(reader) == len(PROMPT)

@@ -10,11 +10,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from child_process import free_port  # noqa: E402
-from mooncake_rig import CPU, PROMPT, archive, attach, engine, follow, make_rig, own_identity, prefetch  # noqa: E402
-from page_pools import PagePool  # noqa: E402
-from waiting import wait_until  # noqa: E402
-
 from engine_cache import EvictParams, ThreadCopyEngine  # noqa: E402
 from engine_cache.settings import MooncakeSettings  # noqa: E402
 from engine_cache.storage import PoolName, StorageClosedError, mooncake_client, page_keys  # noqa: E402
@@ -24,6 +19,10 @@ from engine_cache.storage.mooncake_client import (  # noqa: E402
     StorageRegistrationError,
     StorageUnreachableError,
 )
+from tests.support.child_process import free_port  # noqa: E402
+from tests.support.mooncake_rig import CPU, PROMPT, archive, attach, engine, follow, make_rig, own_identity, prefetch  # noqa: E402
+from tests.support.page_pools import PagePool  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch
 KEYS = page_keys([f"{page:064x}" for page in range(8)])

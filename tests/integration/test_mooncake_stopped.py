@@ -7,12 +7,11 @@ import pytest
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from mooncake_rig import own_identity
-from page_pools import PagePool
-from waiting import wait_until
-
 from engine_cache.storage import page_keys
 from engine_cache.storage.mooncake import MooncakeStorage
+from tests.support.mooncake_rig import own_identity
+from tests.support.page_pools import PagePool
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 KEYS = page_keys([f"{page:064x}" for page in range(4)])

@@ -9,11 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from bridge_rig import GPU, Rig, on
-from engine_events import names_of, stored
-from mamba_rig import Rig as HybridRig
 from msgspec import structs
-from waiting import async_wait_until
 
 from api.app import create_app
 from api.settings import ApiSettings
@@ -28,6 +24,10 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from simulation import Request, SimulationSettings
 from simulation.direct import DirectFleet
+from tests.support.bridge_rig import GPU, Rig, on
+from tests.support.engine_events import names_of, stored
+from tests.support.mamba_rig import Rig as HybridRig
+from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
 PAGE = 4

@@ -11,16 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
-from child_process import free_port
-from peer_indexer import PeerIndexer
 
 from api.app import create_app
 from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.memory_log import MemoryLog
-from publisher.bridge import BridgeSettings
+from tests.support.child_process import free_port
+from tests.support.peer_indexer import PeerIndexer
 
 JSON = {"content-type": "application/json"}
 ENGINE = {"instance_id": 1, "endpoint": f"tcp://127.0.0.1:{free_port()}", "model_name": "m", "block_size": 4}

@@ -12,24 +12,24 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from child_process import free_port
-from engine_events import cleared, payload, removed, stored
-from peer_indexer import PeerIndexer
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
 
 from api.app import create_app
 from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from bridge import BridgeSettings
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings
-from publisher.bridge import BridgeSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink
+from tests.support.child_process import free_port
+from tests.support.engine_events import cleared, payload, removed, stored
+from tests.support.peer_indexer import PeerIndexer
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 BLOCK = 4
 MEDIA = {"GPU": "gpu", "CPU_PINNED": "cpu", "DISK": "disk"}

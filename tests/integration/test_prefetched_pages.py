@@ -7,15 +7,14 @@ import pytest
 
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 
-from hand_fed import HandFed
-from prefetch_steps import PROMPT, attach, prefetch, run
-from tier_rig import MemoryStorage, Rig
-from waiting import async_wait_until
-
 from api.app import create_app
 from api.settings import ApiSettings
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
+from tests.support.hand_fed import HandFed
+from tests.support.prefetch_steps import PROMPT, attach, prefetch, run
+from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.torch
 

@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from engine_events import payload, stored
-from waiting import async_wait_until
-from zmq_engine import ZmqEngine
 
 from api.app import create_app
 from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.memory_log import MemoryLog
-from publisher.bridge import BridgeSettings
+from tests.support.engine_events import payload, stored
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
 
 TOKENS = list(range(1, 17))
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from kafka_broker import KafkaBroker
-from waiting import async_wait_until
 
 from api.app import create_app
 from api.server import running_server
@@ -28,6 +26,8 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.live import KafkaTransport, live_fleet
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.waiting import async_wait_until
 
 SMALL = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)
 

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from bridge_rig import CPU, GPU, LiveBridge, on
-from child_process import free_port, has_ipv6
-from engine_events import names_of
-from waiting import async_wait_until
 
+from bridge import EngineSettings
 from kv_events.errors import InvalidValueError
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings, SinkRejectedError, SinkUnavailableError
-from publisher.bridge import EngineSettings
 from publisher.sinks.zmq import ZmqSink
+from tests.support.bridge_rig import CPU, GPU, LiveBridge, on
+from tests.support.child_process import free_port, has_ipv6
+from tests.support.engine_events import names_of
+from tests.support.waiting import async_wait_until
 
 END = b"\xff" * 8
 

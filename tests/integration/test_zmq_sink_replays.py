@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from child_process import free_port
-from waiting import async_wait_until
 
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import BlockStored
@@ -20,6 +18,8 @@ from publisher import EventPublisher, OutRecord, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink
 from publisher.sinks.zmq_replay import KeptBatches
+from tests.support.child_process import free_port
+from tests.support.waiting import async_wait_until
 
 END = b"\xff" * 8
 BLOCK_SIZE, PAGES_A_BATCH = 1024, 50

@@ -6,10 +6,11 @@ import itertools
 import random
 from typing import Any
 
-from bridge_rig import CPU, DISK, GPU, Pages, Rig
-from engine_events import Event, cleared, names_of, pairs, removed, stored
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.support.bridge_rig import CPU, DISK, GPU, Pages, Rig
+from tests.support.engine_events import Event, cleared, names_of, pairs, removed, stored
 
 MEDIA = {
     GPU: ["GPU", None, "gpu"],

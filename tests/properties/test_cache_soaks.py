@@ -6,7 +6,6 @@ Caches with more tiers have soaks of their own.
 
 import numpy as np
 import pytest
-from cache_machine import CacheMachine, operation, soak
 
 from engine_cache import (
     EvictParams,
@@ -22,6 +21,7 @@ from engine_cache import (
     Request,
 )
 from engine_cache.node import iter_nodes
+from tests.support.cache_machine import CacheMachine, operation, soak
 
 OPERATIONS = 10_000
 POOL_PAGES, SLOTS = 20, 7

@@ -17,8 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 
-from page_pools import PagePool  # noqa: E402
-
 from engine_cache.storage import (  # noqa: E402
     PageLayout,
     PoolHitPolicy,
@@ -28,6 +26,7 @@ from engine_cache.storage import (  # noqa: E402
     page_key,
 )
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
+from tests.support.page_pools import PagePool  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NUM_PAGES = 6

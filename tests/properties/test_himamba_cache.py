@@ -4,15 +4,15 @@ A match is compared with what a walk over the whole tree finds; a state, whereve
 """
 
 import pytest
-from cache_machine import operation, soak
-from hybrid_rig import HybridRig
 from hypothesis import settings
-from tier_rig import LAYOUTS
-from tiered_machine import EVERYTHING, OldMatches, is_stepped
 
 from engine_cache import WRITE_POLICIES, EvictParams, Lane, PoolExhaustedError, ThreadCopyEngine
 from engine_cache.node import iter_nodes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
+from tests.support.cache_machine import operation, soak
+from tests.support.hybrid_rig import HybridRig
+from tests.support.tier_rig import LAYOUTS
+from tests.support.tiered_machine import EVERYTHING, OldMatches, is_stepped
 
 pytestmark = pytest.mark.torch
 

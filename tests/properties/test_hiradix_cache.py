@@ -1,13 +1,13 @@
 """HiRadixCache with transfers in flight, copies and a store that fail, and hardly any room, in random order."""
 
 import pytest
-from cache_machine import soak
 from hypothesis import settings
-from tier_rig import LAYOUTS, Rig
-from tiered_machine import OldMatches
 
 from engine_cache import EVICTION_POLICIES, WRITE_POLICIES, ThreadCopyEngine
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
+from tests.support.cache_machine import soak
+from tests.support.tier_rig import LAYOUTS, Rig
+from tests.support.tiered_machine import OldMatches
 
 pytestmark = pytest.mark.torch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import words
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
@@ -21,6 +20,7 @@ from kv_events.schema import (
 from publisher import EventPublisher, PublisherSettings
 from publisher.queue_kernels import GROUP
 from publisher.sinks import MemorySink, OutRecord
+from tests.support.wire import words
 
 MASK64 = 2**64 - 1
 NAMESPACES = (None, "tenant-a")

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge.names import Names, Space, Wording
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId
-from publisher.bridge.names import Names, Space, Wording
 from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.hand_over import HandOver
 from publisher.intake import EventColumns, StoredColumns

@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from cache_machine import CacheMachine, operation, soak
 from hypothesis import settings
-from mamba_engine import CHUNK, Hybrid, evicted_by_hand
 
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from engine_cache.node import iter_nodes
 from kv_events.schema import StorageMedium
+from tests.support.cache_machine import CacheMachine, operation, soak
+from tests.support.mamba_engine import CHUNK, Hybrid, evicted_by_hand
 
 
 def has_request(machine):

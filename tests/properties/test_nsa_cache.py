@@ -1,11 +1,7 @@
 """A model with sparse attention in random order: wherever KV is found, the index of the same tokens is."""
 
 import pytest
-from cache_machine import soak
 from hypothesis import settings
-from nsa_pools import NsaPools
-from tier_rig import LAYOUTS, Rig
-from tiered_machine import TieredCacheMachine
 
 from engine_cache import (
     WRITE_POLICIES,
@@ -18,6 +14,10 @@ from engine_cache import (
     ThreadCopyEngine,
 )
 from engine_cache.storage.base import PoolName
+from tests.support.cache_machine import soak
+from tests.support.nsa_pools import NsaPools
+from tests.support.tier_rig import LAYOUTS, Rig
+from tests.support.tiered_machine import TieredCacheMachine
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,6 @@ the model's pages.
 from typing import ClassVar
 
 import numpy as np
-from cache_machine import CacheMachine, operation
 from hypothesis import settings
 
 from engine_cache import (
@@ -20,6 +19,7 @@ from engine_cache import (
     RadixKey,
 )
 from engine_cache.node import iter_nodes
+from tests.support.cache_machine import CacheMachine, operation
 
 POOL_PAGES = 20
 

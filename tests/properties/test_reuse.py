@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reuse_oracle import num_reusable
-from wire import Stream, stored
 
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
@@ -14,6 +12,8 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.questions import score_all
 from indexer.settings import IndexerSettings
+from tests.support.reuse_oracle import num_reusable
+from tests.support.wire import Stream, stored
 
 PAGE = 4
 GROUPS = ["mamba", "swa:1", "swa:12", "swa:100", "swa:9"]

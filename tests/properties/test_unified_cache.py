@@ -7,9 +7,10 @@ their own.
 """
 
 import pytest
-from cache_machine import soak
 from hypothesis import settings
-from unified_matrix import machine_of
+
+from tests.support.cache_machine import soak
+from tests.support.unified_matrix import machine_of
 
 pytestmark = pytest.mark.torch
 

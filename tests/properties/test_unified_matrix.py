@@ -7,11 +7,11 @@ force.
 import random
 
 import pytest
-from cache_machine import run_some, soak
-from unified_matrix import MODELS, machine_of
 
 from engine_cache import ThreadCopyEngine
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
+from tests.support.cache_machine import run_some, soak
+from tests.support.unified_matrix import MODELS, machine_of
 
 pytestmark = pytest.mark.torch
 

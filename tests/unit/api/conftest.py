@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from hand_fed import HandFed
 
 from api.app import create_app
 from api.settings import ApiSettings
+from tests.support.hand_fed import HandFed
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
 

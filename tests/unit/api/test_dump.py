@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import Stream, stored
 
 from api.held_pages import parents_first
+from tests.support.wire import Stream, stored
 
 TOKENS = list(range(1, 17))
 

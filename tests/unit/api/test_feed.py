@@ -10,11 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hand_fed import HandFed
-from http_checks import check_problem
 from starlette.requests import ClientDisconnect
-from waiting import async_wait_until
-from wire import Stream, removed, stored
 
 from api.app import create_app
 from api.feed import MOST_WAITING, EventFeed, Wanted
@@ -22,6 +18,10 @@ from api.server import running_server
 from api.settings import ApiSettings
 from indexer.freshness import Freshness
 from kv_events.schema import AllBlocksCleared
+from tests.support.hand_fed import HandFed
+from tests.support.http_checks import check_problem
+from tests.support.waiting import async_wait_until
+from tests.support.wire import Stream, removed, stored
 
 TOKENS = list(range(1, 17))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_checks import check_problem
-from wire import Stream, stored
+
+from tests.support.http_checks import check_problem
+from tests.support.wire import Stream, stored
 
 TOKENS = list(range(1, 17))
 PEER = {"model_name": "m", "token_ids": TOKENS}

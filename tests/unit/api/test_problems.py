@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from http_checks import check_problem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wire import Stream
+
+from tests.support.http_checks import check_problem
+from tests.support.wire import Stream
 
 TOKENS = list(range(1, 17))
 JSON = {"content-type": "application/json"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from wire import Stream
+
+from tests.support.wire import Stream
 
 TOKENS = list(range(1, 17))
 

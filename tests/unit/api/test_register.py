@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from http_checks import check_problem
 
 from api.app import create_app
 from api.registrations import Registrations
 from api.settings import ApiSettings, RegistrationSettings
+from bridge import BridgeSettings, EngineSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.memory_log import MemoryLog
-from publisher.bridge import BridgeSettings, EngineSettings
+from tests.support.http_checks import check_problem
 
 ENDPOINT = "tcp://127.0.0.1:18001"
 PEER = {"instance_id": 1, "endpoint": ENDPOINT, "model_name": "m", "block_size": 4}

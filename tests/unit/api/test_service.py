@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hand_fed import HandFed
-from http_checks import check_problem
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import async_wait_until
-from wire import Stream, removed
 
 from api.app import create_app
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.records import LogRecord
+from tests.support.hand_fed import HandFed
+from tests.support.http_checks import check_problem
+from tests.support.waiting import async_wait_until
+from tests.support.wire import Stream, removed
 
 TOKENS = list(range(1, 17))
 

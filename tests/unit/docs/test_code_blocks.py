@@ -13,16 +13,16 @@ from typing import NamedTuple
 import pytest
 import typer
 import yaml
-from hand_fed import HandFed
 from typer.testing import CliRunner
-from wire import Stream
 
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from bridge.settings import parse_engine, read_engines
 from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
-from publisher.bridge.settings import parse_engine, read_engines
+from tests.support.hand_fed import HandFed
+from tests.support.wire import Stream
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,13 +1,13 @@
 """Whoever fails while acknowledgements are taken over costs nobody else theirs, and no lock and no row of its own."""
 
 import pytest
-from hybrid_rig import HybridRig
-from tier_rig import MemoryStorage, Rig
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.node import iter_nodes
 from kv_events.schema import StorageMedium
+from tests.support.hybrid_rig import HybridRig
+from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 CPU = StorageMedium.CPU

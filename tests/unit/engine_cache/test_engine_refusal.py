@@ -1,11 +1,11 @@
 """A copy engine that takes no job, closed or for want of a thread, costs no row."""
 
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import CPU, GPU, demoted, node_of, stored
-from tier_rig import Rig
 
 from engine_cache import EvictParams
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import CPU, GPU, demoted, node_of, stored
+from tests.support.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 

@@ -5,7 +5,6 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from wire import words
 
 from engine_cache import (
     BasePrefixCache,
@@ -20,6 +19,7 @@ from engine_cache import events as events_module
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import namespace_seed
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from tests.support.wire import words
 
 
 def make_cache(**options):

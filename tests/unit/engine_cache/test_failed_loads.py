@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-from hybrid_rig import HybridRig
-from tier_rig import Rig
-from unified_rig import UnifiedRig
 
 from engine_cache import (
     BytelessHostPool,
@@ -18,6 +15,9 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
+from tests.support.hybrid_rig import HybridRig
+from tests.support.tier_rig import Rig
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 A, B = [1, 1, 2, 2], [3, 3, 4, 4]

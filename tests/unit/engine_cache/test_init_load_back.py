@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import node_of
-from tier_rig import Rig
 
 from engine_cache import CacheStateError, EvictParams, InitLoadBackParams
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import node_of
+from tests.support.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 TURNS = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]

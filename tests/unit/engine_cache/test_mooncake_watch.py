@@ -6,11 +6,10 @@ import pytest
 
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from waiting import wait_until
-
 from engine_cache.storage import mooncake_watch
 from engine_cache.storage.mooncake_client import MasterState
 from engine_cache.storage.mooncake_watch import MooncakeWatch
+from tests.support.waiting import wait_until
 
 
 class ScriptedClient:

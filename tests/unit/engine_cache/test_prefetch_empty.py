@@ -1,11 +1,11 @@
 """A prefetch of which nothing has arrived when the request wants to run."""
 
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import PROMPT, node_of
-from tier_rig import MemoryStorage, Rig
 
 from engine_cache import Lane, StoragePolicy
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import PROMPT, node_of
+from tests.support.tier_rig import MemoryStorage, Rig
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 import psutil
 import pytest
 import torch
-from tier_rig import MemoryStorage
 
 from engine_cache import (
     HiRadixCache,
@@ -32,6 +31,7 @@ from engine_cache.stacks import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
+from tests.support.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 PAGE, SIZE = 4, 32

@@ -3,7 +3,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tier_rig import FaultyHostPool
 
 from engine_cache import (
     BytelessHostPool,
@@ -21,6 +20,7 @@ from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
+from tests.support.tier_rig import FaultyHostPool
 
 pytestmark = pytest.mark.torch
 LAYERS = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from wire import Stream, stored
 
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
@@ -17,6 +16,7 @@ from indexer.snapshots.image import take, unpack
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
+from tests.support.wire import Stream, stored
 
 SETTINGS = IndexerSettings(max_pages=10_000)
 PAGE_1 = np.array([1], np.uint64)

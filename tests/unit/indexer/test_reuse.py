@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from wire import Stream, removed, stored
 
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
@@ -15,6 +14,7 @@ from indexer.scores import WorkerScore
 from indexer.settings import IndexerSettings
 from indexer.snapshots import image
 from kv_events.streams import StreamId
+from tests.support.wire import Stream, removed, stored
 
 PROMPT = np.arange(1, 11, dtype=np.uint64)
 SETTINGS = IndexerSettings(max_pages=1000)

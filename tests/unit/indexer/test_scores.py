@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from wire import Stream, stored
 
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
@@ -13,6 +12,7 @@ from indexer.namespaces import Namespaces
 from indexer.scores import TierTokens, WorkerScore, score
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
+from tests.support.wire import Stream, stored
 
 PROMPT = np.arange(1, 8, dtype=np.uint64)
 

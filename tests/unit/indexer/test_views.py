@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire import Stream, removed, stored
 
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
@@ -16,6 +15,7 @@ from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from tests.support.wire import Stream, removed, stored
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import Stream, digest_of, removed, stored, words
 
 from kv_events.codec import (
     RemovedPages,
@@ -30,6 +29,7 @@ from kv_events.schema import (
     SnapshotEnd,
     StorageMedium,
 )
+from tests.support.wire import Stream, digest_of, removed, stored, words
 
 
 def fields(*events: object) -> list[object]:

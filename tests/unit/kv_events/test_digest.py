@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import types
-from wire import digest_of
 
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
 from kv_events.kernels import array_kernel
 from kv_events.xxh3 import U64_IN
+from tests.support.wire import digest_of
 
 _DIGEST = types.Array(types.uint64, 1, "C")
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # What each part of a process makes of the prompt 1..16 in pages of 4, without a salt and with one, in hex.
 _EVERY_PART = """
 import numpy as np
-from bridge_rig import Rig
-from engine_events import stored
+from tests.support.bridge_rig import Rig
+from tests.support.engine_events import stored
 from api.decoding import codec_of
 from api.questions import BY_ANY, decode_question
 from engine_cache import InsertParams, RadixCache, RadixKey
@@ -72,7 +72,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_caches_publishers_bridges_and_the_api_use_the_same_seed(
     variables: dict[str, str], expected: tuple[str, str]
 ) -> None:
-    done = run(_EVERY_PART, PYTHONPATH=str(ROOT / "tests"), **variables)
+    done = run(_EVERY_PART, PYTHONPATH=str(ROOT), **variables)
     plain, salted = expected
     assert done.stdout.splitlines() == [plain] * 5 + [salted] * 5, done.stderr
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import xxhash
-from engine_events import names_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from kv_events.hashing import (
     sequence_hashes,
     token_array,
 )
+from tests.support.engine_events import names_of
 
 V1 = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
 

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from waiting import async_wait_until
 
 from kv_events.codec import decode_batch
 from kv_events.errors import InvalidValueError
@@ -16,6 +15,7 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.outbox import Outbox
 from publisher.recorder import Recorder
 from publisher.sinks import MemorySink
+from tests.support.waiting import async_wait_until
 
 NOW = 1_700_000_000.0
 

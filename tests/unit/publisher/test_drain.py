@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from waiting import async_wait_until, wait_until
-from wire import words
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
@@ -30,6 +28,8 @@ from publisher.hand_over import PageChanges
 from publisher.ledger import HeldPages
 from publisher.sinks import MemorySink
 from publisher.snapshot import snapshot_changes
+from tests.support.waiting import async_wait_until, wait_until
+from tests.support.wire import words
 
 
 class FaultySink(MemorySink):

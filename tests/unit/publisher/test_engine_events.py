@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from bridge_rig import Rig
-from engine_events import names_of
 
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
 from kv_events.memory_log import MemoryLog
@@ -17,6 +15,8 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.engine_events import Encoding, EngineEvents
+from tests.support.bridge_rig import Rig
+from tests.support.engine_events import names_of
 
 NOW = 1_700_000_000.0
 TOKENS = list(range(1, 13))

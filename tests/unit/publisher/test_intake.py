@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import words
 
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
@@ -25,6 +24,7 @@ from publisher.intake import (
     stored_columns,
     token_rows,
 )
+from tests.support.wire import words
 
 
 def stored(**fields: Any) -> BlockStored:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import words
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.limits import MAX_EVENTS_PER_BATCH
@@ -18,6 +17,7 @@ from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.hand_over import PageChanges
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
 from publisher.sinks import MemorySink
+from tests.support.wire import words
 
 STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wire import words
 
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch, encode_event
 from kv_events.hashing import namespace_seed, sequence_hashes
@@ -27,6 +26,7 @@ from kv_events.schema import (
 from publisher import EventPublisher, OutRecord, PublisherSettings
 from publisher.intake import EventColumns, StoredColumns
 from publisher.sinks import MemorySink
+from tests.support.wire import words
 
 NOW = 1_700_000_000.0
 

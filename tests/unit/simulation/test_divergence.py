@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from wire import words
 
 from engine_cache import EvictParams
 from engine_cache.storage import page_key
 from kv_events.schema import BlockStored, StorageMedium
 from simulation.direct import DirectFleet
+from tests.support.wire import words
 
 
 def _fleet(make_fleet, prompts, **changes: object) -> DirectFleet:

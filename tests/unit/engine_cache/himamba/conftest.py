@@ -1,6 +1,7 @@
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import tombstone_and_leaf
+
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import tombstone_and_leaf
 
 
 @pytest.fixture

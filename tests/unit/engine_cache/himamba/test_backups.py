@@ -1,10 +1,10 @@
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import CPU, GPU, demoted, node_of, removed, stored
-from tier_rig import MemoryStorage
 
 from engine_cache import EvictParams, EvictResult, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import CPU, GPU, demoted, node_of, removed, stored
+from tests.support.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from hybrid_rig import HybridRig
 
 from engine_cache import (
     BytelessHostPool,
@@ -17,6 +16,7 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
+from tests.support.hybrid_rig import HybridRig
 
 pytestmark = pytest.mark.torch
 

@@ -1,12 +1,12 @@
 """States that move between tiers, in group events."""
 
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import CPU, GPU, node_of, tombstone_and_leaf
-from tier_rig import MemoryStorage
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from kv_events.schema import AllBlocksCleared, BlockStored
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import CPU, GPU, node_of, tombstone_and_leaf
+from tests.support.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 STORE, REMOVE = "store", "remove"

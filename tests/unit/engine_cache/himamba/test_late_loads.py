@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from hybrid_rig import NOTHING
-from hybrid_steps import demoted
 
 from engine_cache import Lane
+from tests.support.hybrid_rig import NOTHING
+from tests.support.hybrid_steps import demoted
 
 pytestmark = pytest.mark.torch
 

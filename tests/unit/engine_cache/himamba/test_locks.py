@@ -1,5 +1,4 @@
 import pytest
-from hybrid_steps import PROMPT, node_of, two_turns
 
 from engine_cache import (
     CacheStateError,
@@ -10,6 +9,7 @@ from engine_cache import (
     RadixKey,
     Request,
 )
+from tests.support.hybrid_steps import PROMPT, node_of, two_turns
 
 pytestmark = pytest.mark.torch
 

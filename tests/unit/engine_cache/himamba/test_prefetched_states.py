@@ -1,12 +1,12 @@
 """A prefetched prefix whose state could not be read once: the next prefetch brings it."""
 
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import PROMPT, node_of
-from tier_rig import MemoryStorage
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import PROMPT, node_of
+from tests.support.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 

@@ -1,10 +1,10 @@
 """A request whose load-back is refused goes on from a node on the device, with a slot and the state to copy into it."""
 
 import pytest
-from hybrid_rig import NOTHING, HybridRig
-from hybrid_steps import node_of, two_turns
 
 from engine_cache import EvictParams, InitLoadBackParams, MatchPrefixParams, PoolExhaustedError, RadixKey, Request
+from tests.support.hybrid_rig import NOTHING, HybridRig
+from tests.support.hybrid_steps import node_of, two_turns
 
 pytestmark = pytest.mark.torch
 

@@ -1,10 +1,10 @@
 """A state that comes to a node whose KV is on the host already is copied there by itself."""
 
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import demoted, node_of, two_turns
 
 from engine_cache import EvictParams, Lane
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import demoted, node_of, two_turns
 
 pytestmark = pytest.mark.torch
 

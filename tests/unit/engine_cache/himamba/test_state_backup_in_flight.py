@@ -1,12 +1,12 @@
 """The copy of a state alone, while KV, the tree and the store move."""
 
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import CPU, GPU, node_of, removed, stored, tombstone_and_leaf
-from tier_rig import MemoryStorage
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import CPU, GPU, node_of, removed, stored, tombstone_and_leaf
+from tests.support.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 

@@ -1,13 +1,13 @@
 import pytest
-from hybrid_rig import HybridRig
-from hybrid_steps import CPU, GPU, PROMPT, demoted, node_of, removed, stored
-from tier_rig import MemoryStorage
-from waiting import wait_until
 
 from engine_cache import Lane, StoragePolicy, ThreadCopyEngine
 from engine_cache.storage.base import PoolName
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
+from tests.support.hybrid_rig import HybridRig
+from tests.support.hybrid_steps import CPU, GPU, PROMPT, demoted, node_of, removed, stored
+from tests.support.tier_rig import MemoryStorage
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 

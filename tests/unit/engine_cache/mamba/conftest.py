@@ -1,5 +1,6 @@
 import pytest
-from mamba_rig import NOTHING, Rig
+
+from tests.support.mamba_rig import NOTHING, Rig
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import pytest
-from mamba_rig import NOTHING, Rig
 
 from engine_cache import CacheStateError
 from kv_events.schema import AllBlocksCleared
+from tests.support.mamba_rig import NOTHING, Rig
 
 
 def test_reset_forgets_states_too(rig):

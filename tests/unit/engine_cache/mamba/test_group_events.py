@@ -1,11 +1,11 @@
 """What a cache with states says of them in its group events."""
 
 import pytest
-from mamba_rig import Rig
 
 from engine_cache import EvictParams, RadixCache, events
 from kv_events.errors import InvalidValueError
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from tests.support.mamba_rig import Rig
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from mamba_rig import NOTHING, Rig
 
 from engine_cache import Request
+from tests.support.mamba_rig import NOTHING, Rig
 
 
 def start(rig, tokens):

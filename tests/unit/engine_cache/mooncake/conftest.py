@@ -1,7 +1,8 @@
 """Clients and stores on a double of a Mooncake master."""
 
 import pytest
-from mooncake_double import DoubleMaster
+
+from tests.support.mooncake_double import DoubleMaster
 
 
 @pytest.fixture
@@ -17,9 +18,8 @@ def master(monkeypatch):
 @pytest.fixture
 def open_store(master):
     """Opens stores without pools. `store.native`: its double."""
-    from mooncake_rig import own_identity
-
     from engine_cache.storage.mooncake import MooncakeStorage
+    from tests.support.mooncake_rig import own_identity
 
     opened = []
 

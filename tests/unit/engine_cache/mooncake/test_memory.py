@@ -9,10 +9,9 @@ import pytest
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
-from mooncake_rig import make_rig, own_identity
-from waiting import wait_until
-
 from engine_cache.storage import PoolName, mooncake_client, page_keys
+from tests.support.mooncake_rig import make_rig, own_identity
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 KINDS = ["mha", "mla", "hybrid", "nsa"]

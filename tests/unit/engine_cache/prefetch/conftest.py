@@ -1,6 +1,7 @@
 import pytest
-from prefetch_steps import PROMPT, attach
-from tier_rig import MemoryStorage, Rig
+
+from tests.support.prefetch_steps import PROMPT, attach
+from tests.support.tier_rig import MemoryStorage, Rig
 
 
 @pytest.fixture

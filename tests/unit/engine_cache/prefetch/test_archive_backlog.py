@@ -1,13 +1,13 @@
 """A store that is slow or stuck gets no more than its share of the host; what is given up for that is counted."""
 
 import pytest
-from hybrid_rig import HybridRig
-from tier_rig import MemoryStorage, Rig
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.node import iter_nodes
 from kv_events.errors import InvalidValueError
+from tests.support.hybrid_rig import HybridRig
+from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 KINDS = {

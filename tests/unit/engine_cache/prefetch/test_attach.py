@@ -1,9 +1,6 @@
 import threading
 
 import pytest
-from prefetch_steps import PROMPT, attach, prefetch
-from tier_rig import MemoryStorage, Rig
-from unified_rig import UnifiedRig
 
 from engine_cache import (
     BytelessHostPool,
@@ -19,6 +16,9 @@ from engine_cache import (
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
+from tests.support.prefetch_steps import PROMPT, attach, prefetch
+from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 DISK = StorageMedium.DISK

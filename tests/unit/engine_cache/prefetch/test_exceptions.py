@@ -1,14 +1,14 @@
 """Whatever is raised while a prefetch begins or ends: nothing of it stays behind, and the next one works."""
 
 import pytest
-from hybrid_rig import HybridRig
-from tier_rig import MemoryStorage, Rig
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.node import iter_nodes
 from engine_cache.storage.base import PoolName
 from kv_events.schema import StorageMedium
+from tests.support.hybrid_rig import HybridRig
+from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 CPU = StorageMedium.CPU

@@ -1,7 +1,8 @@
 """What a prefetch has added is noted until somebody asks, and not for ever."""
 
 import pytest
-from prefetch_steps import PROMPT, prefetch, run
+
+from tests.support.prefetch_steps import PROMPT, prefetch, run
 
 pytestmark = pytest.mark.torch
 

@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
-from prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, prefetch, run
-from tier_rig import Rig
-from waiting import wait_until
 
 from engine_cache import InitLoadBackParams, Lane, ThreadCopyEngine
 from engine_cache.storage.base import PoolName
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
+from tests.support.prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, prefetch, run
+from tests.support.tier_rig import Rig
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK

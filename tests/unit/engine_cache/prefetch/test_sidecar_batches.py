@@ -1,13 +1,13 @@
 """State with rows of its own moves in batches, as KV does, and operations take turns."""
 
 import pytest
-from prefetch_steps import PROMPT, hybrid_controller, page_hashes
-from tier_rig import MemoryStorage
 
 from engine_cache import Lane, ManualCopyEngine, RadixKey, StoragePolicy
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage_io import StorageIO
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
+from tests.support.prefetch_steps import PROMPT, hybrid_controller, page_hashes
+from tests.support.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 KV, ALL, TRAILING = PoolName.KV, PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES

@@ -1,11 +1,11 @@
 import pytest
-from prefetch_steps import PROMPT, hybrid_controller, page_hashes
-from tier_rig import MemoryStorage
 
 from engine_cache import Lane, ManualCopyEngine, RadixKey, StoragePolicy
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage_io import StorageIO
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
+from tests.support.prefetch_steps import PROMPT, hybrid_controller, page_hashes
+from tests.support.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 

@@ -1,9 +1,9 @@
 import pytest
-from prefetch_steps import attach, nothing_is_left, prefetch, run
-from tier_rig import Rig
 
 from engine_cache import Lane, StoragePolicy
 from kv_events.errors import InvalidValueError
+from tests.support.prefetch_steps import attach, nothing_is_left, prefetch, run
+from tests.support.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from tier_rig import MemoryStorage
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
+from tests.support.tier_rig import MemoryStorage
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

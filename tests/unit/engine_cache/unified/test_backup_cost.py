@@ -1,9 +1,9 @@
 """What an insert costs when the host is full: each node looks for room at most once."""
 
 import pytest
-from unified_rig import UnifiedRig
 
 from engine_cache import InsertParams, RadixKey
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -4,8 +4,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from number_pools import HostPool
-from unified_rig import UnifiedRig
 
 from engine_cache import (
     CacheStateError,
@@ -25,6 +23,8 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
+from tests.support.number_pools import HostPool
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

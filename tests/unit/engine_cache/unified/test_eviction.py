@@ -1,9 +1,9 @@
 """Eviction of a unified tree: order, what goes together, and what is said of it."""
 
 import pytest
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

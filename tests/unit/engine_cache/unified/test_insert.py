@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, InsertParams, RadixKey
 from kv_events.errors import InvalidValueError
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from unified_rig import NOTHING, UnifiedRig
 
 from engine_cache import Lane
 from engine_cache.storage.base import PoolName
+from tests.support.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -1,10 +1,10 @@
 """Loading a match back: what comes to the device, which rows the request gains, and what a refusal leaves behind."""
 
 import pytest
-from unified_rig import UnifiedRig
 
 from engine_cache import CacheStateError, EvictParams, InitLoadBackParams, Request
 from kv_events.errors import InvalidValueError
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

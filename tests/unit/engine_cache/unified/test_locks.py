@@ -1,10 +1,10 @@
 """Locks of a unified tree: what they hold, and that each release takes back exactly its own."""
 
 import pytest
-from unified_rig import UnifiedRig
 
 from engine_cache import CacheStateError, DecLockRefParams, EvictParams
 from kv_events.errors import InvalidValueError
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

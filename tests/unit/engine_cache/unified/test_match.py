@@ -1,11 +1,11 @@
 """Where a match of a unified tree ends, on any tier and on the device."""
 
 import pytest
-from unified_rig import UnifiedRig
 
 from engine_cache.node import iter_nodes
 from engine_cache.unified import UnifiedRadixCache
 from engine_cache.unified.match import num_accepted
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -1,10 +1,10 @@
 """A unified tree without a host tier takes the calls that a scheduler makes of one with a host tier."""
 
 import pytest
-from tier_rig import MemoryStorage
-from unified_rig import UnifiedRig
 
 from kv_events.errors import InvalidValueError
+from tests.support.tier_rig import MemoryStorage
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

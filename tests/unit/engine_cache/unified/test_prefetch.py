@@ -1,12 +1,12 @@
 """Prefetches of a unified tree: KV as elsewhere, one slot for a state, one window of SWA rows."""
 
 import pytest
-from page_names import block_hash
-from tier_rig import MemoryStorage
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
+from tests.support.page_names import block_hash
+from tests.support.tier_rig import MemoryStorage
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

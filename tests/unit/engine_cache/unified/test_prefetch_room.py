@@ -1,10 +1,10 @@
 """What may not go when a prefetch makes room on the host."""
 
 import pytest
-from tier_rig import MemoryStorage
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams, StoragePolicy
+from tests.support.tier_rig import MemoryStorage
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

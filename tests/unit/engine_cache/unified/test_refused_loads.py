@@ -1,9 +1,9 @@
 """A request whose load-back is refused goes on from its anchor, with a slot and the state to copy into it."""
 
 import pytest
-from unified_rig import NOTHING, UnifiedRig
 
 from engine_cache import ComponentType, InitLoadBackParams, PoolExhaustedError, Request
+from tests.support.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
 

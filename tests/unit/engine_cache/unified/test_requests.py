@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from number_pools import content
-from unified_rig import NOTHING, UnifiedRig
 
 from engine_cache import EvictParams, ReqToTokenPool, Request
 from engine_cache.storage.base import PoolName
+from tests.support.number_pools import content
+from tests.support.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
 

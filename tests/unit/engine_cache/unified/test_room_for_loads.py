@@ -1,10 +1,10 @@
 """Room for a load is made of other nodes: what the load needs stays where it is, on both tiers."""
 
 import pytest
-from unified_oracle import num_usable, pages_along
-from unified_rig import UnifiedRig
 
 from engine_cache import EvictParams
+from tests.support.unified_oracle import num_usable, pages_along
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -1,10 +1,10 @@
 """Prefetches of less than one sliding window: what is fetched can be matched afterwards, or is not fetched at all."""
 
 import pytest
-from tier_rig import MemoryStorage
-from unified_rig import UnifiedRig
 
 from engine_cache import Lane, StoragePolicy
+from tests.support.tier_rig import MemoryStorage
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -1,10 +1,10 @@
 """Nodes that the insert itself cuts: both parts have been used by it."""
 
 import pytest
-from unified_rig import UnifiedRig
 
 from engine_cache import ComponentType
 from engine_cache.node import iter_nodes
+from tests.support.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

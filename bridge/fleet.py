@@ -1,0 +1,127 @@
+"""Many engines, one process, one sink."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import zmq.asyncio
+
+from bridge.decoding import Decoder
+from bridge.engine import EngineReader, EngineStatus
+from bridge.settings import BridgeSettings, EngineSettings
+from bridge.shared_sink import SharedSink
+from bridge.streams import StreamRegistry
+from bridge.workers import Workers
+from kv_events.errors import InvalidValueError, KvsightError
+from publisher.settings import PublisherSettings
+from publisher.sinks.base import Sink
+
+_Key = tuple[str | None, str, str, int]
+
+
+class EngineConflictError(KvsightError):
+    """A rank of a worker is registered already, with other settings."""
+
+    def __init__(self, held: EngineSettings, wanted: EngineSettings) -> None:
+        super().__init__(f"worker {held.worker} rank {held.dp_rank} is registered already, at {held.endpoint}")
+        self.held = held
+        self.wanted = wanted
+
+
+class Fleet:
+    """The engines that a process reads. All methods belong to one event loop.
+
+    `async with Fleet(...) as fleet: await fleet.add(engine)`. Adding and removing are idempotent.
+    """
+
+    def __init__(self, settings: BridgeSettings, template: PublisherSettings, sink: Sink) -> None:
+        """template: settings of every worker's publisher; its names and block size are not used."""
+        if template.with_tokens:
+            raise InvalidValueError("KVSIGHT_WITH_TOKENS", True, "false: a bridge passes no tokens on")
+        self._sink = SharedSink(sink)
+        self._registry = StreamRegistry(settings, template, self._sink)
+        self._decoder = Decoder()
+        self._workers = Workers()
+        self._context = zmq.asyncio.Context()
+        self._readers: dict[_Key, EngineReader] = {}
+        self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but not yet done with their streams
+
+    async def add(self, engine: EngineSettings) -> bool:
+        """Begin to read an engine, all ranks of it; those that are being removed, when they are. False: all of it is
+        read already.
+
+        Raises EngineConflictError where one of its ranks is read with other settings; nothing is changed then.
+        """
+        ranks = [engine.of_rank(offset) for offset in range(engine.num_ranks)]
+        while leaving := [self._stopping[_key(rank)] for rank in ranks if _key(rank) in self._stopping]:
+            await asyncio.wait(leaving)
+        for rank in ranks:
+            reader = self._readers.get(_key(rank))
+            if reader is not None and reader.engine != rank:
+                raise EngineConflictError(reader.engine, rank)
+        new = [rank for rank in ranks if _key(rank) not in self._readers]
+        for rank in new:
+            reader = self._readers[_key(rank)] = EngineReader(
+                self._context, rank, self._registry, self._decoder, self._workers
+            )
+            reader.start()
+        return bool(new)
+
+    async def remove(
+        self,
+        worker: str,
+        *,
+        model: str | None = None,
+        tenant: str | None = None,
+        dp_rank: int | None = None,
+        deadline_s: float = 5.0,
+    ) -> list[EngineSettings]:
+        """Stop reading a worker: all its ranks, or one; in all models and tenants, or in one. Routers are told that
+        its pages are gone. Returns what was removed, rank by rank; nothing: it was not read.
+        """
+        removed = [
+            engine
+            for engine in (reader.engine for reader in self._readers.values())
+            if engine.worker == worker
+            and model in (None, engine.model)
+            and tenant in (None, engine.tenant)
+            and dp_rank in (None, engine.dp_rank)
+        ]
+        await asyncio.shield(asyncio.gather(*(self._stop(_key(engine), deadline_s) for engine in removed)))
+        return removed
+
+    def status(self) -> list[EngineStatus]:
+        """Every rank that is read."""
+        return [reader.status() for reader in list(self._readers.values())]
+
+    async def close(self, deadline_s: float = 5.0) -> None:
+        """Stop reading, publish what waits for at most that long, stop the sink. Views are left as they are."""
+        readers, stopping = list(self._readers.values()), list(self._stopping.values())
+        self._readers.clear()
+        await asyncio.gather(*(reader.stop(deadline_s, clear=False) for reader in readers), *stopping)
+        await self._sink.stop()
+        self._workers.close()
+        self._context.destroy(linger=0)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stop(self, key: _Key, deadline_s: float) -> asyncio.Task[None]:
+        stopping = self._readers.pop(key).stop(deadline_s, clear=True)
+        task = self._stopping[key] = asyncio.create_task(stopping, name=f"bridge-stop:{key}")
+        task.add_done_callback(lambda _: self._stopping.pop(key))
+        return task
+
+
+def _key(engine: EngineSettings) -> _Key:
+    """Identity of one rank; an address whose workers name themselves counts as one."""
+    if engine.worker is None:
+        return None, engine.tenant, engine.endpoint, 0
+    return engine.worker, engine.tenant, engine.model or "", engine.dp_rank

@@ -1,0 +1,84 @@
+"""What a bridge's engines look like to Prometheus: read when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from bridge.counters import BridgeCounters
+from bridge.engine import EngineStatus
+from bridge.subscriber import LinkState
+
+_LABELS = ("worker", "model", "tenant", "dp_rank")
+_DETAILS = {"bad_events": "reason", "unknown_media": "medium"}
+"""Counters that have a further label."""
+
+
+class BridgeMetrics(Collector):
+    """`kvsight_bridge_*`, one series for each rank of an engine. A scrape may come on any thread."""
+
+    def __init__(self, status: Callable[[], Sequence[EngineStatus]]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        engines = self._status()
+        yield from _gauges(engines)
+        yield from _publishers(engines)
+        for counter in fields(BridgeCounters):
+            yield _counter(counter.name, engines)
+
+
+def _counter(name: str, engines: Sequence[EngineStatus]) -> Metric:
+    words, detail = name.replace("_", " "), _DETAILS.get(name)
+    labels = _LABELS if detail is None else (*_LABELS, detail)
+    family = CounterMetricFamily(f"kvsight_bridge_{name}", words, labels=labels)
+    for engine in engines:
+        value: int | Counter[str] = getattr(engine.counters, name)
+        if isinstance(value, int):
+            family.add_metric(_labels(engine), value)
+        else:
+            for label, number in value.items():
+                family.add_metric([*_labels(engine), label], number)
+    return family
+
+
+def _gauges(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
+    links = GaugeMetricFamily("kvsight_bridge_link", "1 for the state of the connection", labels=[*_LABELS, "state"])
+    silent = GaugeMetricFamily("kvsight_bridge_silent_seconds", "Time since the last message", labels=_LABELS)
+    failed = GaugeMetricFamily("kvsight_bridge_failed", "1: its status names a failure", labels=_LABELS)
+    for engine in engines:
+        for state in LinkState:
+            links.add_metric([*_labels(engine), state.value], float(state is engine.state))
+        silent.add_metric(_labels(engine), engine.silent_s)
+        failed.add_metric(_labels(engine), float(engine.failure is not None))
+    yield from (links, silent, failed)
+
+
+def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("kvsight_bridge_pages", "Distinct pages that a stream holds", labels=_LABELS)
+    queued = GaugeMetricFamily(
+        "kvsight_bridge_queued_pages", "Page changes that the sink has still to confirm", labels=_LABELS
+    )
+    reach = GaugeMetricFamily("kvsight_bridge_sink_available", "1: the sink takes records", labels=_LABELS)
+    refused = CounterMetricFamily("kvsight_bridge_rejected_records", "Records that the sink refused", labels=_LABELS)
+    for status in (stream for engine in engines for stream in engine.streams):
+        model, tenant, worker, rank = status.stream
+        labels = [worker, model, tenant, str(rank)]
+        pages.add_metric(labels, status.pages_held)
+        if status.publisher is not None:
+            queue = status.publisher.queue
+            queued.add_metric(labels, queue.queued + queue.in_flight)
+            reach.add_metric(labels, float(status.publisher.is_sink_available))
+            refused.add_metric(labels, status.publisher.rejected_records)
+    yield from (pages, queued, reach, refused)
+
+
+def _labels(engine: EngineStatus) -> list[str]:
+    """An address whose workers name themselves goes by its name."""
+    settings = engine.engine
+    return [settings.worker or settings.endpoint, settings.model or "", settings.tenant, str(settings.dp_rank)]

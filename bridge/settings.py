@@ -1,0 +1,181 @@
+"""Settings of a bridge, and the list of engines it reads."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from pydantic import Field
+
+from bridge.frames import endpoint_of_rank, is_ours_to_bind
+from kv_events.errors import InvalidValueError
+from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
+from kv_events.settings import KvsightSettings
+from kv_events.streams import DEFAULT_TENANT
+
+MAX_RANKS = 1024
+"""Most ranks of one entry."""
+
+_MAX_CONFIG_BYTES = 4 * 2**20
+_SCHEMES = ("tcp", "ipc", "inproc")
+
+
+class BridgeSettings(KvsightSettings):
+    """`KVSIGHT_BRIDGE_*` variables; the publishers' own settings hold as everywhere."""
+
+    bridge_name_pages: int = Field(default=4_000_000, ge=1024, le=2**30)
+    """Most names of pages that lie nowhere any more, for each worker stream. As many are remembered as its worker ever
+    held pages at a time, or 65,536 where those were fewer.
+    """
+    bridge_replay_timeout_s: float = Field(default=5.0, gt=0)
+    """A replay is given up when nothing came for so long."""
+    bridge_replay_attempts: int = Field(default=3, ge=1)
+    """Requests in a row that bring nothing before a replay is given up."""
+    bridge_replay_deadline_s: float = Field(default=60.0, gt=0)
+    """A replay is given up after so long, whatever still comes: live batches wait for it."""
+    bridge_idle_check_s: float = Field(default=5.0, gt=0)
+    """An engine that is silent for so long is asked what its newest batch is, where it has a replay socket."""
+    bridge_away_s: float = Field(default=30.0, gt=0)
+    """Pages of an engine that cannot be reached for so long are given up; a worker that named itself is forgotten."""
+    bridge_max_workers: int = Field(default=1024, ge=1)
+    """Most workers that may name themselves by their topics on one address."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: all its DP ranks, or some of them. Raises InvalidValueError naming the field."""
+
+    endpoint: str
+    """Where the first rank's events are to be had: `tcp://HOST:PORT`; with a wildcard host we bind it, and the engine
+    connects."""
+    worker: str | None = None
+    """None: workers name themselves by topics of the form `kv@<worker>@<model>`."""
+    model: str | None = None
+    """None: the topics say."""
+    replay_endpoint: str | None = None
+    """None: batches that are missed are lost, and with them what was known of the engine's pages."""
+    tenant: str = DEFAULT_TENANT
+    dp_rank: int = 0
+    """Of the first rank."""
+    num_ranks: int = 1
+    """Ranks whose ports count up from the first one's."""
+    block_size: int | None = None
+    """Tokens a page; None: as the first store says."""
+    topic: str = ""
+    """Only topics that begin so."""
+    bind: bool | None = None
+    """Whether we bind the address; None: by the address."""
+    lora_name: str = ""
+    """Adapter of the pages of which events name none."""
+    cache_salt: str = ""
+    """Salt of the pages of which events name none."""
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
+        for field in ("endpoint", "replay_endpoint"):
+            address: str | None = getattr(self, field)
+            if address is not None:
+                _check_address(field, address)
+                endpoint_of_rank(address, self.num_ranks - 1, field)
+        if self.replay_endpoint is not None and is_ours_to_bind(self.replay_endpoint):
+            raise InvalidValueError("replay_endpoint", self.replay_endpoint, "the engine's address, without a wildcard")
+
+    @property
+    def binds(self) -> bool:
+        """Whether we bind the address."""
+        return is_ours_to_bind(self.endpoint) if self.bind is None else self.bind
+
+    def of_rank(self, offset: int) -> EngineSettings:
+        """The entry of one rank alone."""
+        replay = self.replay_endpoint
+        return msgspec.structs.replace(
+            self,
+            endpoint=endpoint_of_rank(self.endpoint, offset),
+            replay_endpoint=None if replay is None else endpoint_of_rank(replay, offset, "replay_endpoint"),
+            dp_rank=self.dp_rank + offset,
+            num_ranks=1,
+        )
+
+    def _check_names(self) -> None:
+        for field in ("worker", "model", "tenant"):
+            name: str | None = getattr(self, field)
+            if name is not None and not is_name(name):
+                raise InvalidValueError(field, name, f"1 to {MAX_NAME_BYTES} bytes")
+        for field in ("lora_name", "cache_salt"):
+            name = getattr(self, field)
+            if name and not is_name(name):
+                shown = name if field == "lora_name" else f"{len(name)} characters"
+                raise InvalidValueError(field, shown, f"at most {MAX_NAME_BYTES} bytes")
+        if self.worker is not None and self.model is None:
+            raise InvalidValueError("model", None, "the model that the engine serves")
+        if self.worker is None and (self.num_ranks != 1 or self.replay_endpoint is not None):
+            raise InvalidValueError("worker", None, "a name, where there are ranks or a replay socket")
+
+    def _check_numbers(self) -> None:
+        if not 1 <= self.num_ranks <= MAX_RANKS:
+            raise InvalidValueError("num_ranks", self.num_ranks, f"1 .. {MAX_RANKS}")
+        if not 0 <= self.dp_rank <= MAX_DP_RANK - self.num_ranks + 1:
+            raise InvalidValueError("dp_rank", self.dp_rank, f"0 .. {MAX_DP_RANK - self.num_ranks + 1}")
+        if self.block_size is not None and not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise InvalidValueError("block_size", self.block_size, f"1 .. {MAX_BLOCK_SIZE}")
+
+
+def is_name(text: str) -> bool:
+    """Whether a worker, a model or the like can have this name."""
+    return 1 <= len(text.encode(errors="replace")) <= MAX_NAME_BYTES
+
+
+class _EngineList(msgspec.Struct, forbid_unknown_fields=True):
+    engines: list[EngineSettings]
+
+
+def read_engines(path: Path) -> list[EngineSettings]:
+    """Engines listed in a file: TOML with `[[engines]]` tables, or, by the suffix `.json`, `{"engines": [...]}`.
+
+    Raises InvalidValueError naming the file and the field; OSError.
+    """
+    data = path.read_bytes()
+    if len(data) > _MAX_CONFIG_BYTES:
+        raise InvalidValueError(str(path), f"{len(data)} bytes", f"at most {_MAX_CONFIG_BYTES}")
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
+    try:
+        return decode(data, type=_EngineList).engines
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InvalidValueError):
+            cause = error.__cause__
+            raise InvalidValueError(f"{path}: {cause.field}", cause.value, cause.expected) from None
+        raise InvalidValueError(str(path), str(error), "a list of engines") from None
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidValueError(str(path), str(error), "TOML, or JSON in a file named .json") from None
+
+
+def parse_engine(text: str) -> EngineSettings:
+    """An engine as a flag gives it: `field=value,field=value`. Raises InvalidValueError."""
+    fields: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name in fields:
+            shown = name if equals else f"{len(part)} characters without ="  # they may be part of a salt
+            raise InvalidValueError("engine", ", ".join([*fields, shown]), "field=value,... with every field once")
+        fields[name] = value
+    try:
+        return msgspec.convert(fields, EngineSettings, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InvalidValueError):
+            raise error.__cause__ from None
+        raise InvalidValueError("engine", ", ".join(fields), str(error)) from None
+
+
+def _check_address(field: str, address: str) -> None:
+    scheme, separator, rest = address.partition("://")
+    if scheme not in _SCHEMES or not separator or not rest or "\0" in address:
+        raise InvalidValueError(field, address, "tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+    if scheme == "tcp":
+        try:
+            port = urlsplit(address.replace("//*:", "//0.0.0.0:")).port
+        except ValueError:
+            port = None
+        if not port:
+            raise InvalidValueError(field, address, "tcp://HOST:PORT")

@@ -1,0 +1,1 @@
+"""Tests of kvsight, and `support`, what they share."""

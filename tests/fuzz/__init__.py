@@ -1,0 +1,1 @@
+"""Hostile bytes for every decoder."""

@@ -1,0 +1,1 @@
+"""What tests share: servers they start, rigs, state machines, oracles."""

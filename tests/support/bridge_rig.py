@@ -1,0 +1,172 @@
+"""Bridges whose results can be seen: `Rig` without sockets, payloads in; `LiveBridge` with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, Self
+
+from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
+from bridge.complaints import Complaints
+from bridge.counters import BridgeCounters
+from bridge.decoding import Decoder
+from bridge.identity import Identity
+from bridge.translate import Translator
+from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.memory_log import MemoryLog
+from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.streams import StreamId
+from publisher import EventPublisher, PublisherSettings
+from publisher.sinks import MemorySink
+from tests.support.engine_events import payload
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
+
+NOW = 1_700_000_000.0
+GPU, CPU, DISK, EXTERNAL = range(4)
+
+Pages = set[tuple[int, int]]
+"""(tier, sequence hash)"""
+
+
+class View:
+    """What a reader of records knows of one stream."""
+
+    def __init__(self) -> None:
+        self.pages: Pages = set()
+        self.epoch = -1
+        self.block_size = 0
+        self.doubt: str | None = None
+        self._named: Pages | None = None
+
+    def read(self, record: bytes) -> None:
+        batch = decode_batch(record)
+        if batch.epoch < self.epoch:
+            return
+        self.epoch, self.block_size, self.doubt = batch.epoch, batch.block_size, batch.doubt
+        for step in batch.steps:
+            match step:
+                case StoredPages():
+                    here = {(step.medium, name) for name in step.hashes.tolist()}
+                    self.pages |= here
+                    if self._named is not None:
+                        self._named |= here
+                case RemovedPages():
+                    self.pages -= {(step.medium, name) for name in step.hashes.tolist()}
+                case AllBlocksCleared():
+                    self.pages.clear()
+                case SnapshotBegin():
+                    self._named = set()
+                case SnapshotEnd():
+                    assert self._named is not None
+                    self.pages, self._named = self._named, None
+
+
+class LiveBridge:
+    """A fleet on a log in memory, and the views that a reader of the log has."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.log = MemoryLog()
+        template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=200_000, linger_ms=1)
+        self.fleet = Fleet(BridgeSettings(**settings), template, MemorySink(self.log))
+        self._views: dict[str, View] = defaultdict(View)
+        self._offset = 0
+
+    def view(self, worker: str = "w", rank: int = 0) -> View:
+        """What is known of a worker by now."""
+        while records := self.log.read(self._offset):
+            self._offset = records[-1].offset + 1
+            for record in records:
+                self._views[record.key.decode()].read(record.payload)
+        return self._views[StreamId("m", "default", worker, rank).key]
+
+    def counters(self, worker: str = "w", rank: int = 0) -> dict[str, Any]:
+        counters = self.status(worker, rank).counters
+        return {field.name: getattr(counters, field.name) for field in fields(counters)}
+
+    def status(self, worker: str = "w", rank: int = 0) -> EngineStatus:
+        return next(s for s in self.fleet.status() if (s.engine.worker, s.engine.dp_rank) == (worker, rank))
+
+    async def read(self, engine: ZmqEngine, worker: str = "w", **fields: Any) -> None:
+        """Add an engine and wait until it has been subscribed to."""
+        wanted = {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint, **fields}
+        await self.fleet.add(EngineSettings(worker=worker, model="m", **wanted))
+        await asyncio.to_thread(engine.wait_for_readers)
+
+    async def shows(self, pages: Pages, worker: str = "w", rank: int = 0, deadline_s: float = 20.0) -> None:
+        """Wait until a worker's view is exactly this."""
+        await async_wait_until(
+            lambda: self.view(worker, rank).pages == pages, deadline_s, f"{len(pages)} pages of {worker}"
+        )
+
+    async def doubts(self, doubt: str, worker: str = "w", rank: int = 0) -> None:
+        """Wait until this is what a worker's records say against themselves."""
+        await async_wait_until(lambda: self.view(worker, rank).doubt == doubt, 20.0, f"{doubt!r} of {worker}")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.fleet.close()
+
+
+class Rig:
+    """One worker stream of a bridge."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int | None = None,
+        name_pages: int = 10_000,
+        ledger_pages: int = 10_000,
+        model: str = "m",
+        failures: Iterable[Exception] = (),
+    ) -> None:
+        """failures: of making publishers, before one can be made."""
+        self._failures = list(failures)
+        self._ledger_pages = ledger_pages
+        self.counters = BridgeCounters()
+        self._view = View()
+        self._decoder = Decoder()
+        self.translator = Translator(
+            Identity(model, "default"),
+            self.counters,
+            Complaints("w"),
+            self._publisher,
+            block_size=block_size,
+            ledger_pages=ledger_pages,
+            name_pages=name_pages,
+        )
+
+    def take(self, *events: Any, **shape: Any) -> Self:
+        """One batch of events, see `engine_events.payload`."""
+        return self.take_payload(payload(*events, **shape))
+
+    def take_payload(self, data: bytes) -> Self:
+        for run, num_events in self._decoder.decode(data).runs:
+            self.counters.events += num_events
+            self.translator.apply(run)
+        return self
+
+    @property
+    def pages(self) -> Pages:
+        """What the stream's records say is held."""
+        publisher = self.translator.publisher
+        if publisher is not None:
+            for record in publisher.take_records(NOW, force=True):
+                self._view.read(record.payload)
+            publisher.check()
+        return self._view.pages
+
+    def _publisher(self, block_size: int) -> EventPublisher:
+        if self._failures:
+            raise self._failures.pop(0)
+        settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=self._ledger_pages)
+        return EventPublisher(settings, MemorySink(MemoryLog()))
+
+
+def on(tier: int, names: list[int]) -> Pages:
+    """Pages on one tier."""
+    return {(tier, name) for name in names}

@@ -1,0 +1,140 @@
+"""State machines of prefix caches: what those of all classes share.
+
+A machine runs operations in random order and checks after each of them all that is promised at any time. A class of
+cache gives its machine a factory (`begin`, from a choice of `OPTIONS`), what it holds (`held`), and operations and
+invariants of its own. An operation draws what it needs from a `random.Random`: that of hypothesis, which shrinks what
+fails, or a plain one (`soak`), for many operations on one cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import Counter
+from time import process_time
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kv_events.schema import StorageMedium
+from tests.support.event_replay import GroupReplay, PageNames, Replay
+
+MOST_SOAK_CPU_S = 60
+_RANDOMS = st.randoms(use_true_random=False, note_method_calls=True)
+
+
+def operation(weight=1, when=None):
+    """A method `(self, draw)` that is run at random. weight: how often a soak does. when(machine): whether it can."""
+
+    def mark(method):
+        marked = rule(draw=_RANDOMS)(method)
+        if when is not None:
+            marked = precondition(when)(marked)
+        marked.weight, marked.when = weight, when
+        return marked
+
+    return mark
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`begin` sets `cache` and calls `watch`."""
+
+    OPTIONS: ClassVar[dict[str, tuple]] = {}
+    """What `begin` is called with: values to choose from, by name."""
+    MEDIA = (StorageMedium.GPU,)
+    """Media whose pages `held` knows."""
+
+    @initialize(draw=_RANDOMS)
+    def start(self, draw):
+        self.begin(**{name: draw.choice(values) for name, values in self.OPTIONS.items()})
+
+    def begin(self, **options):
+        """Make the cache. options: one value of each of `OPTIONS`."""
+        raise NotImplementedError
+
+    def watch(self, page_size, *, is_bigram, events, ordered=frozenset({StorageMedium.GPU})):
+        """Begin to replay its events. ordered: see `Replay`."""
+        self.page_size, self.is_bigram, self.events = page_size, is_bigram, events
+        self.names = PageNames(page_size, is_bigram)
+        self.replay = Replay(page_size, ordered)
+        self.groups = {group: GroupReplay(page_size) for group in self.cache.event_groups}
+        self.locks = []
+        self.told = Counter()  # (kind of event, medium) -> how many there were
+
+    def held(self, medium):
+        """`(namespace, raw tokens)` of every prefix whose last page is on the medium."""
+        raise NotImplementedError
+
+    def held_group(self, group, medium):
+        """The same of what a group has, for caches with `event_groups` that record their events."""
+        raise NotImplementedError
+
+    def check(self):
+        """Recount tree and pools."""
+        raise NotImplementedError
+
+    # --- what is drawn ---
+
+    def prompt(self, draw):
+        """Tokens and namespace: pages of equal tokens, then a tail. Few different pages, so that prompts often share,
+        leave and extend each other."""
+        pages = [draw.choice((0, 0, 1)) for _ in range(draw.randrange(7))]
+        tokens = [page for page in pages for _ in range(self.page_size)] + [1] * draw.randrange(4)
+        return tokens, draw.choice((None, None, None, "a"))
+
+    # --- what holds after each ---
+
+    @invariant()
+    def all_promises_hold(self):
+        self.check_events()
+        self.check()
+
+    def check_events(self):
+        """Events replay to what is there."""
+        if not self.events:
+            assert self.cache.kv_event_queue == []
+            assert self.cache.take_group_events() == {}
+            return
+        for event in self.cache.take_events():
+            self.check_event(event)
+            self.replay.apply(event)
+            self.told[type(event), getattr(event, "medium", None)] += 1
+        for medium in self.MEDIA:
+            assert self.replay.pages[medium] == dict(map(self.names.named, self.held(medium)))
+
+        self.check_group_events()
+
+    def check_group_events(self):
+        """So do those of groups."""
+        for group, events in self.cache.take_group_events().items():
+            for event in events:
+                self.groups[group].apply(event)
+            for medium in StorageMedium:
+                named = map(self.names.named, self.held_group(group, medium))
+                expected = {page: facts.sequence_hash for page, facts in named}
+                assert self.groups[group].pages[medium] == expected, (group, medium)
+
+    def check_event(self, event):
+        """What is promised of an event beyond `Replay`, which has applied those before it."""
+
+
+def soak(machine, num_operations, seed, recount_every=10):
+    """Operations of a machine that has begun, brought to an end within `MOST_SOAK_CPU_S`."""
+    began = process_time()
+    run_some(machine, num_operations, random.Random(seed), recount_every)
+    machine.teardown()
+    assert process_time() - began < MOST_SOAK_CPU_S
+
+
+def run_some(machine, num_operations, draw, recount_every=10):
+    """All operations that can be run as often as their weights say; checked after each, recounted now and then."""
+    operations = [each for _, each in inspect.getmembers(type(machine), inspect.isfunction) if hasattr(each, "weight")]
+    weights = [each.weight for each in operations]
+    for turn in range(num_operations):
+        (chosen,) = draw.choices(operations, weights)
+        if chosen.when is None or chosen.when(machine):
+            chosen(machine, draw)
+            machine.check_events()
+            if turn % recount_every == 0:
+                machine.check()

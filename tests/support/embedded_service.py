@@ -1,0 +1,72 @@
+"""A service that reads registered engines itself, on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from api.app import create_app
+from api.registrations import Registrations
+from api.server import running_server
+from api.settings import ApiSettings, RegistrationSettings
+from bridge import BridgeSettings
+from indexer.assembly import create_consumer, create_store
+from indexer.settings import IndexerSettings
+from kv_events.memory_log import MemoryLog
+from tests.support.waiting import async_wait_until
+from tests.support.zmq_engine import ZmqEngine
+
+TOKENS = list(range(1, 17))
+
+
+class Service:
+    """One process's worth of it."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+
+    async def register(self, engine: ZmqEngine, instance: int | str = 1, **fields: Any) -> httpx.Response:
+        """In the running peer's dialect, unless the fields say otherwise; waits until the engine is listened to."""
+        body = {"instance_id": instance, "endpoint": engine.endpoint, "block_size": 4, **fields}
+        if "modelname" not in body:
+            body["model_name"] = "m"
+        answer = await self.client.post("/register", json=body)
+        if answer.is_success:
+            await asyncio.to_thread(engine.wait_for_readers)
+        return answer
+
+    async def gpu(self, tokens: list[int], instance: int | str = 1, **fields: Any) -> int:
+        """Tokens that an instance holds on its device."""
+        answer = await self.client.post("/query", json={"model_name": "m", "token_ids": tokens, **fields})
+        return answer.json().get("instances", {}).get(str(instance), {}).get("gpu", 0)  # type: ignore[no-any-return]
+
+    async def holds(self, num_tokens: int, tokens: list[int] = TOKENS, **fields: Any) -> None:
+        async def so() -> bool:
+            return await self.gpu(tokens, **fields) == num_tokens
+
+        await async_wait_until(so, 15, f"{num_tokens} tokens on the device")
+
+    async def is_ready(self) -> bool:
+        return (await self.client.get("/ready")).is_success
+
+    async def listener(self, rank: int = 0) -> dict[str, Any]:
+        (worker,) = (await self.client.get("/workers")).json()
+        return worker["listeners"][str(rank)]  # type: ignore[no-any-return]
+
+
+@asynccontextmanager
+async def service(**settings: Any) -> AsyncIterator[Service]:
+    indexer = IndexerSettings(max_pages=2**16, **settings)
+    log = MemoryLog()
+    consumer = create_consumer(indexer, log)
+    store = create_store(indexer, "registrations")
+    bridge = BridgeSettings(bridge_name_pages=10_000, bridge_idle_check_s=0.2)
+    registrations = Registrations(consumer, log, RegistrationSettings(), bridge, store)
+    settings_of_api = ApiSettings(port=0)
+    app = create_app(consumer, settings_of_api, registrations)
+    async with running_server(app, settings_of_api) as url, httpx.AsyncClient(base_url=url) as client:
+        yield Service(client)

@@ -1,0 +1,67 @@
+"""vLLM's and SGLang's own module of KV events, out of their released packages, and nothing else of them.
+
+What a module imports of its package is replaced by the little that it needs: a logger, a decorator, the type of a
+hash. What is under test, event classes, publishers and their factory, is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pydantic.dataclasses
+
+from tests.support.package_files import files_of, load_module
+
+Engine = Literal["sglang", "vllm"]
+Release = tuple[Engine, str]
+
+SGLANG_ARRAYS: Release = ("sglang", "0.5.13.post1")
+SGLANG_MAPS: Release = ("sglang", "0.5.23")
+VLLM_ARRAYS: Release = ("vllm", "0.18.1")
+VLLM: Release = ("vllm", "0.33.0")
+RELEASES = (SGLANG_ARRAYS, SGLANG_MAPS, VLLM_ARRAYS, VLLM)
+
+_EVENTS = {"sglang": "sglang/srt/disaggregation/kv_events.py", "vllm": "vllm/distributed/kv_events.py"}
+_VLLM_CONFIG = "vllm/config/kv_events.py"
+
+
+def engine_folder(engine: Engine, version: str) -> Path:
+    """Where the module lies. Skips the test where pip cannot get the package."""
+    return files_of(engine, version, [_EVENTS[engine], *([_VLLM_CONFIG] if engine == "vllm" else [])])
+
+
+def engine_module(engine: Engine, folder: Path) -> ModuleType:
+    """The module, under the name that the engine gives it."""
+    if engine == "vllm":
+        return _vllm_module(folder)
+    _stand_in("sglang.srt.runtime_context", get_parallel=None)
+    _stand_in("sglang.srt.utils.network", NetworkAddress=None)
+    return load_module(folder / _EVENTS["sglang"], "sglang.srt.disaggregation.kv_events")
+
+
+def _vllm_module(folder: Path) -> ModuleType:
+    _stand_in("vllm.logger", init_logger=logging.getLogger)
+    _stand_in("vllm.config.utils", config=pydantic.dataclasses.dataclass)
+    nothing = dict.fromkeys(("get_ip", "get_tcp_uri", "is_valid_ipv6_address", "split_zmq_path"))
+    _stand_in("vllm.utils.network_utils", **nothing)
+    _stand_in("vllm.v1.core.kv_cache_utils", ExternalBlockHash=bytes | int)
+    load_module(folder / _VLLM_CONFIG, "vllm.config.kv_events")
+    return load_module(folder / _EVENTS["vllm"], "vllm.distributed.kv_events")
+
+
+def forget_engine_modules() -> None:
+    """Let the next version be loaded."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("sglang", "vllm")]:
+        del sys.modules[name]
+
+
+def _stand_in(name: str, **contents: Any) -> None:
+    """A module of that name, and the packages above it."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:length]), ModuleType(".".join(parts[:length])))
+    vars(sys.modules[name]).update(contents)

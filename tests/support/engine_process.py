@@ -1,0 +1,118 @@
+"""An engine's own ZMQ publisher in a process of its own, under a random life of a cache.
+
+`python -m tests.support.engine_process JSON`: engine, folder, endpoint, replay_endpoint, rank, hwm, seed, batches, and
+`ledger`, a file that holds, once everything was published, the pages that are left: [[tier, sequence hash], ...]. All
+batches but the first wait until there is a file of that name with the suffix `.go`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.engine_events import names_of
+from tests.support.engine_modules import engine_module
+
+BLOCK = 16
+WHOLE_DIGESTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
+"""A variable of vLLM: 0 has it send hashes as they are."""
+MEDIA = {"sglang": ("GPU", "CPU_PINNED", "DISK", "EXTERNAL"), "vllm": ("GPU", "CPU", "STORAGE")}
+
+
+class Life:
+    """What a cache may do, as events of the engine's own classes, and what it holds then."""
+
+    def __init__(self, module: Any, engine: str, seed: int) -> None:
+        self.pages: set[tuple[int, int]] = set()
+        self._module = module
+        self._engine = engine
+        self._random = random.Random(seed)
+        self._whole_digests = engine == "vllm" and os.environ.get(WHOLE_DIGESTS) == "0"
+        self._prompts: list[tuple[list[int], list[Any]]] = []  # tokens, the engine's hashes
+
+    def events(self) -> list[Any]:
+        """A step's."""
+        kind = self._random.random()
+        if kind < 0.01:
+            self.pages.clear()
+            return [self._module.AllBlocksCleared()]
+        if kind < 0.75 or not self._prompts:
+            return [self._store(self._new_prompt()) for _ in range(self._random.randint(1, 4))]
+        return [self._remove(self._random.choice(self._prompts)) for _ in range(self._random.randint(1, 4))]
+
+    def _new_prompt(self) -> tuple[list[int], list[Any], int]:
+        """A whole prompt, and how many of its pages another one had already."""
+        tokens, hashes = self._random.choice(self._prompts) if self._prompts else ([], [])
+        shared = self._random.randint(0, len(hashes)) if self._random.random() < 0.5 else 0
+        more = self._random.randint(1, 20)
+        tokens = tokens[: shared * BLOCK] + [self._random.randrange(2**17) for _ in range(more * BLOCK)]
+        hashes = hashes[:shared] + [self._hash() for _ in range(more)]
+        self._prompts.append((tokens, hashes))
+        return tokens, hashes, shared
+
+    def _store(self, prompt: tuple[list[int], list[Any], int]) -> Any:
+        tokens, hashes, shared = prompt
+        tier = self._tier()
+        first = 0 if tier else shared
+        self.pages |= {(tier, name) for name in names_of(tokens, BLOCK)[first:]}
+        fields = {"lora_name": None} if self._engine == "vllm" else {}
+        return self._module.BlockStored(
+            block_hashes=hashes[first:],
+            parent_block_hash=hashes[first - 1] if first else None,
+            token_ids=tokens[first * BLOCK :],
+            block_size=BLOCK,
+            lora_id=None,
+            medium=MEDIA[self._engine][tier],
+            **fields,
+        )
+
+    def _remove(self, prompt: tuple[list[int], list[Any]]) -> Any:
+        tokens, hashes = prompt
+        tier = self._tier()
+        places = self._random.sample(range(len(hashes)), self._random.randint(1, len(hashes)))
+        names = names_of(tokens, BLOCK)
+        self.pages -= {(tier, names[place]) for place in places}
+        return self._module.BlockRemoved(
+            block_hashes=[hashes[place] for place in places], medium=MEDIA[self._engine][tier]
+        )
+
+    def _tier(self) -> int:
+        return self._random.randrange(len(MEDIA[self._engine])) if self._random.random() < 0.3 else 0
+
+    def _hash(self) -> Any:
+        """SGLang's are signed, vLLM's unsigned, or whole digests."""
+        if self._whole_digests:
+            return self._random.randbytes(32)
+        if self._engine == "sglang":
+            return self._random.randrange(-(2**63), 2**63)
+        return self._random.randrange(2**64)
+
+
+def main(options: dict[str, Any]) -> None:
+    module = engine_module(options["engine"], Path(options["folder"]))
+    publisher = module.ZmqEventPublisher(
+        options["rank"],
+        options["endpoint"],
+        options["replay_endpoint"],
+        buffer_steps=1_000_000,
+        hwm=options["hwm"],
+    )
+    life = Life(module, options["engine"], options["seed"])
+    ledger = Path(options["ledger"])
+    for number in range(options["batches"]):
+        publisher.publish(module.KVEventBatch(ts=float(number), events=life.events()))
+        while number == 0 and not ledger.with_suffix(".go").exists():
+            time.sleep(0.005)
+    ledger.with_suffix(".part").write_text(json.dumps(sorted(life.pages)))
+    ledger.with_suffix(".part").replace(ledger)
+    signal.pause()  # until it is killed, as engines are
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

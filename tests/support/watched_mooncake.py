@@ -1,0 +1,58 @@
+"""A Mooncake store that fails when told to, and what its master really has; see `watched_stores`."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import replace
+
+from engine_cache.storage import PoolName
+from engine_cache.storage.mooncake import MooncakeStorage
+from engine_cache.storage.mooncake_client import MooncakeClient, StorageUnreachableError
+from tests.support.watched_stores import Failing
+
+
+class WatchedMooncake(Failing, MooncakeStorage):
+    """Objects under a tag of its own in a store that others use, too.
+
+    master: `mooncake_master.MooncakeMaster`. own_client: with one that can lose its master, which takes a second to
+    close, instead of the one that all tests share. tag: None for one that no other store has.
+    """
+
+    def __init__(self, identity, master, *, own_client=False, tag=None):
+        settings = master.settings()
+        client = MooncakeClient(settings) if own_client else master.shared_client()
+        self._ever = set()  # (pool, key) of what was ever written
+        tag = tag or f"t{secrets.token_hex(5)}"
+        super().__init__(client, replace(identity, extra_backend_tag=tag), settings)
+
+    def held(self):
+        return {key for name, key in self._there() if name is PoolName.KV}
+
+    def harm(self, draw):
+        """Some of the objects of a page of any pool are dropped; the key, if it was a KV page."""
+        pages = sorted(self._there())
+        if not pages:
+            return set()
+        name, key = draw.choice(pages)
+        objects = self._names(name, [key])
+        self._client.remove(objects[: 1 + draw.randrange(len(objects))])
+        return {key} if name is PoolName.KV else set()
+
+    def discard(self):
+        with contextlib.suppress(StorageUnreachableError):
+            self.clear()
+        self.close()
+
+    def _there(self):
+        found, ever = set(), list(self._ever)  # other threads add to it
+        for name in PoolName:
+            keys = [key for pool, key in ever if pool is name]
+            if keys:
+                done = self._whole_pages(name, self._client.exist(self._names(name, keys)))
+                found |= {(name, key) for key, is_there in zip(keys, done, strict=True) if is_there}
+        return found
+
+    def _write(self, name, pool, keys, rows):
+        self._ever |= {(name, key) for key in keys}
+        return super()._write(name, pool, keys, rows)

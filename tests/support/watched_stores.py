@@ -1,0 +1,143 @@
+"""Stores that fail when told to, and what they really hold, found out without asking them.
+
+All kinds have `broken` (reads and writes raise), `full` (pools of which nothing more is taken), `acknowledged` (keys of
+KV pages whose writing was answered with true, and so were those before them in their batch), `bare` (keys of KV pages
+that came although their index was refused), `held` (keys of the KV pages that are there), `harm`, and `discard`, which
+ends the store and all that is in it.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import deque
+from itertools import takewhile
+from pathlib import Path
+
+from engine_cache.storage import PoolName
+from engine_cache.storage.directory import DirectoryStorage
+from tests.support.tier_rig import MemoryStorage
+
+_FILE = re.compile(r"[0-9a-f]{20}_((?:[0-9a-f]{16}_)?[0-9a-f]{64})_m(?:_0_1)?\.bin")
+
+
+class _Acknowledging:
+    def __init__(self, *args, **params):
+        super().__init__(*args, **params)
+        self.acknowledged = deque()
+        self.bare = set()
+        self._refused = set()  # (pool, key) of pages beside KV that were refused when they came last
+
+    def batch_set_v2(self, transfers):
+        done = super().batch_set_v2(transfers)
+        for transfer in transfers:
+            for key, is_done in zip(transfer.keys, done[transfer.name], strict=True):
+                (self._refused.discard if is_done else self._refused.add)((transfer.name, key))
+        return done
+
+    def batch_set_v1(self, keys, host_indices):
+        self.bare |= {key for key in keys if (PoolName.INDEXER, key) in self._refused}
+        done = super().batch_set_v1(keys, host_indices)
+        self.acknowledged.extend(keys[: sum(takewhile(bool, done))])
+        return done
+
+
+class Failing(_Acknowledging):
+    """A store that knows nothing of failing by itself."""
+
+    broken, full = False, ()
+
+    def _present(self, name, keys):
+        self._fail_if_broken()
+        return super()._present(name, keys)
+
+    def _read(self, name, pool, keys, rows):
+        self._fail_if_broken()
+        return super()._read(name, pool, keys, rows)
+
+    def _write(self, name, pool, keys, rows):
+        self._fail_if_broken()
+        if name not in self.full:
+            return super()._write(name, pool, keys, rows)
+        there = list(super()._present(name, keys))
+        known = [(key, row) for key, row, is_there in zip(keys, rows, there, strict=True) if is_there]
+        done = iter(super()._write(name, pool, [key for key, _ in known], [row for _, row in known]))
+        return [is_there and next(done) for is_there in there]
+
+    def _fail_if_broken(self):
+        if self.broken:
+            raise OSError("injected storage fault")
+
+
+class WatchedMemory(_Acknowledging, MemoryStorage):
+    """Pages in a dict."""
+
+    def held(self):
+        return {key for name, key in list(self.pages) if name is PoolName.KV}
+
+    def harm(self, draw):
+        """Lose a page of any pool, and know it; the keys of KV pages that are gone without the store knowing."""
+        pages = list(self.pages)
+        if pages:
+            name, key = draw.choice(sorted(pages))
+            self.lose(key, name)
+        return set()
+
+    def discard(self):
+        """Nothing outlives it."""
+
+
+class WatchedDirectory(Failing, DirectoryStorage):
+    """Files in a folder of its own."""
+
+    def __init__(self, identity, host_pools, num_pages):
+        """identity: of model "m". num_pages: for which there is room, of these pools together."""
+        self._temporary = tempfile.TemporaryDirectory()
+        page_bytes = sum(pool.get_dummy_flat_data_page().nbytes + 8 for pool in host_pools)
+        self._identity = identity
+        super().__init__(Path(self._temporary.name), self._identity, capacity_bytes=num_pages * page_bytes)
+
+    def neighbour(self, host_pool):
+        """Another worker's store on the same folder."""
+        store = DirectoryStorage(Path(self._temporary.name), self._identity, capacity_bytes=10**6)
+        store.register_mem_pool_host(host_pool)
+        return store
+
+    def held(self):
+        found = map(_FILE.fullmatch, (path.name for path in self._files()))
+        return {match[1] for match in found if match}
+
+    def harm(self, draw):
+        """Remove, cut or change a file of any pool; the keys of KV pages that are gone without the store knowing."""
+        files = sorted(self._files())
+        if not files:
+            return set()
+        path, kind = draw.choice(files), draw.randrange(3)
+        try:
+            with path.open("r+b") as file:
+                if kind and _damage(file, draw, is_cut=kind == 1):
+                    return set()
+            path.unlink()
+        except FileNotFoundError:  # the store, on another thread, was faster
+            return set()
+        match = _FILE.fullmatch(path.name)
+        return {match[1]} if match else set()
+
+    def discard(self):
+        self._temporary.cleanup()
+
+    def _files(self):
+        return [path for path in Path(self._temporary.name).iterdir() if path.suffix == ".bin"]
+
+
+def _damage(file, draw, *, is_cut):
+    """Cut it, or change a bit; False if it is empty."""
+    content = file.read()
+    if content:
+        place = draw.randrange(len(content))
+        file.seek(place)
+        if is_cut:
+            file.truncate()
+        else:
+            file.write(bytes([content[place] ^ 1 << draw.randrange(8)]))
+    return bool(content)

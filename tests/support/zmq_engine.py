@@ -1,0 +1,144 @@
+"""An engine's event publisher, written from the protocol: live stream, replay socket, drops and restarts on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+import zmq
+
+from tests.support.child_process import free_port
+
+_POLL_MS = 20
+END = b"\xff" * 8
+
+
+class ZmqEngine:
+    """One rank. Sends from the caller's thread, answers replays from one of its own.
+
+    The live socket is an XPUB, on the wire the same as a PUB, because that one can say when somebody listens.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Literal["old", "new"] = "new",
+        replay: bool = True,
+        buffer_steps: int = 10_000,
+        topic: str = "",
+        high_water_mark: int = 100_000,
+        first_seq: int = 0,
+        connect_to: str | None = None,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """layout: of replay answers. connect_to: the reader binds, as where the address has a wildcard for it.
+        host: one of IPv6 in brackets.
+        """
+        self.seq = first_seq
+        self.topic = topic.encode()
+        self.requests: list[int] = []
+        """Starts of the replays that were asked for."""
+        self.answers_at_most = 10**9
+        """Batches that one replay answer holds before the rest is dropped, as by a ROUTER's high-water mark."""
+        self._first_seq = first_seq
+        self._layout = layout
+        self._high_water_mark = high_water_mark
+        self._connect_to = connect_to
+        self._host = host
+        self._port = port or free_port()
+        self._replay_port = free_port() if replay else None
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._lock = threading.Lock()  # guards the buffer
+        self._open()
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://{self._host}:{self._port}"
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        return None if self._replay_port is None else f"tcp://{self._host}:{self._replay_port}"
+
+    def send(self, payload: bytes, fate: Literal["sent", "dropped", "lost"] = "sent") -> int:
+        """The next batch. dropped: only replays have it; lost: nobody has it. Returns its number."""
+        seq, self.seq = self.seq, self.seq + 1
+        if fate != "lost":
+            with self._lock:
+                self._buffer.append((seq, payload))
+        if fate == "sent":
+            self.send_raw(self.topic, seq.to_bytes(8, "big"), payload)
+        return seq
+
+    def send_raw(self, *frames: bytes) -> None:
+        """Any message."""
+        self._live.send_multipart(frames)
+
+    def wait_for_readers(self, count: int = 1, deadline_s: float = 10.0) -> None:
+        """Return once so many have subscribed since the start."""
+        for _ in range(count):
+            assert self._live.poll(int(deadline_s * 1000)), "nobody subscribed"
+            self._live.recv()
+
+    def stop(self) -> None:
+        """Gone, as a process that is killed. A second call does nothing."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._context.destroy(linger=0)  # waits until the ports are free
+
+    def restart(self) -> None:
+        """Another incarnation on the same ports."""
+        self.stop()
+        self.seq = self._first_seq
+        self._buffer.clear()
+        self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _open(self) -> None:
+        self._context = zmq.Context()
+        self._context.setsockopt(zmq.IPV6, self._host.startswith("["))  # of its sockets
+        self._live = self._context.socket(zmq.XPUB)
+        self._live.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._live.setsockopt(zmq.SNDHWM, self._high_water_mark)
+        if self._connect_to is None:
+            self._live.bind(self.endpoint)
+        else:
+            self._live.connect(self._connect_to)
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self.replay_endpoint is not None:
+            router = self._context.socket(zmq.ROUTER)
+            router.bind(self.replay_endpoint)
+            self._thread = threading.Thread(target=self._answer, args=(router,), name="replay")
+            self._thread.start()
+
+    def _answer(self, router: zmq.Socket[bytes]) -> None:
+        while not self._ending.is_set():
+            if not router.poll(_POLL_MS):
+                continue
+            frames = router.recv_multipart()
+            if len(frames) != 3:
+                continue  # as the engines do: no answer
+            start = int.from_bytes(frames[2], "big")
+            self.requests.append(start)
+            with self._lock:
+                kept = [entry for entry in self._buffer if entry[0] >= start]
+            for seq, payload in kept[: self.answers_at_most]:
+                router.send_multipart(self._answered(frames[0], self.topic, seq.to_bytes(8, "big"), payload))
+            router.send_multipart(self._answered(frames[0], b"", END, b""))
+        router.close(linger=0)
+
+    def _answered(self, reader: bytes, topic: bytes, seq: bytes, payload: bytes) -> Sequence[bytes]:
+        return [reader, b"", topic, seq, payload] if self._layout == "new" else [reader, b"", seq, payload]

@@ -1,0 +1,319 @@
+"""What engines say -> what routers may count on: every trap of the engines' protocol by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.bridge_rig import CPU, DISK, EXTERNAL, GPU, Rig, on
+from tests.support.engine_events import cleared, names_of, removed, stored
+
+TOKENS = list(range(100, 116))
+NAMES = names_of(TOKENS)
+HASHES = [11, 12, 13, 14]
+
+
+def test_a_captured_event_of_vllm_is_taken_as_it_is() -> None:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [15760518052499183552],
+        "parent_block_hash": None,
+        "token_ids": list(range(16)),
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    data = msgspec.msgpack.encode([1789095808.83, [event], 0])
+    rig = Rig().take_payload(data)
+    assert rig.pages == on(GPU, names_of(list(range(16)), 16))
+    assert rig.translator.block_size == 16
+
+
+@pytest.mark.parametrize("form", ["array", "array with nils", "map"])
+@pytest.mark.parametrize("batch", ["array", "pair", "map"])
+def test_both_event_encodings_and_all_batch_shapes_are_detected(form: Any, batch: Any) -> None:
+    events = (stored(HASHES, TOKENS, medium="GPU"), removed(HASHES[3:], "GPU"))
+    assert Rig().take(*events, form=form, batch=batch).pages == on(GPU, NAMES[:3])
+
+
+@pytest.mark.parametrize(
+    "names_again",
+    [
+        [-1, -(2**63), 2**63 - 1, 5],
+        [2**64 - 1, 2**63, 2**63 - 1, 5],
+        [b"\xff" * 8, b"x" * 24 + b"\x80" + b"\0" * 7, b"\x7f" + b"\xff" * 7, b"\0" * 31 + b"\5"],
+        [b"\xff" * 32, 2**63, 2**63 - 1, b"\5"],
+    ],
+    ids=["signed", "unsigned", "bytes", "mixed"],
+)
+def test_hashes_signed_unsigned_and_as_bytes_are_one_and_the_same(names_again: list[Any]) -> None:
+    rig = Rig().take(stored([-1, -(2**63), 2**63 - 1, 5], TOKENS))
+    assert rig.pages == on(GPU, NAMES)
+    assert rig.take(stored([77], TOKENS[:4], parent=names_again[3])).pages == on(
+        GPU, [*NAMES, names_of(TOKENS + TOKENS[:4])[4]]
+    )
+    assert rig.take(removed([*names_again, 77])).pages == set()
+
+
+def test_an_absent_medium_is_the_device() -> None:
+    assert Rig().take(stored(HASHES, TOKENS)).pages == on(GPU, NAMES)
+
+
+def test_an_unknown_medium_is_not_the_device_and_is_counted() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, medium="FLOPPY"), removed([12], "FLOPPY"))
+    assert rig.pages == set()
+    assert rig.counters.unknown_media == {"FLOPPY": 5}
+
+
+def test_pages_on_an_unknown_medium_still_name_their_children() -> None:
+    rig = Rig().take(stored(HASHES[:2], TOKENS[:8], medium="FLOPPY"), stored(HASHES[2:], TOKENS[8:], parent=12))
+    assert rig.pages == on(GPU, NAMES[2:])
+
+
+def test_what_lies_on_a_remote_machine_is_external() -> None:
+    assert Rig().take(stored(HASHES, TOKENS, medium="STORAGE", locality="REMOTE"), form="map").pages == on(
+        EXTERNAL, NAMES
+    )
+
+
+def test_a_parent_may_lie_on_another_tier() -> None:
+    rig = Rig().take(stored(HASHES[:2], TOKENS[:8], medium="CPU"), stored(HASHES[2:], TOKENS[8:], parent=12))
+    assert rig.pages == on(CPU, NAMES[:2]) | on(GPU, NAMES[2:])
+
+
+def test_a_parent_may_be_of_an_earlier_life() -> None:
+    rig = Rig().take(stored(HASHES[:2], TOKENS[:8]), removed(HASHES[:2]), stored(HASHES[2:], TOKENS[8:], parent=12))
+    assert rig.pages == on(GPU, NAMES[2:])
+
+
+def test_a_parent_that_was_never_seen_leaves_its_children_out() -> None:
+    rig = Rig().take(stored(HASHES[2:], TOKENS[8:], parent=12), stored([1], TOKENS[:4]))
+    assert rig.pages == on(GPU, NAMES[:1])
+    assert rig.counters.unknown_parents == 2
+
+
+def test_children_wait_for_nobody_but_a_later_store_of_their_own_brings_them_in() -> None:
+    rig = Rig().take(stored(HASHES[2:], TOKENS[8:], parent=12))
+    rig.take(stored(HASHES[:2], TOKENS[:8]), stored(HASHES[2:], TOKENS[8:], parent=12))
+    assert rig.pages == on(GPU, NAMES)
+
+
+def test_a_store_without_tokens_says_that_a_known_page_lies_on_one_more_medium() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS))
+    rig.take(stored(HASHES[1:3], [], 0, medium="CPU"), removed(HASHES))
+    assert rig.pages == on(CPU, NAMES[1:3])
+
+
+def test_a_page_may_be_offloaded_after_it_left_the_device() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS), removed(HASHES), stored([13], [], 0, medium="STORAGE"))
+    assert rig.pages == on(DISK, NAMES[2:3])
+
+
+def test_a_store_without_tokens_of_an_unknown_page_is_counted() -> None:
+    rig = Rig(block_size=4).take(stored([99, 98], [], 0, medium="CPU"))
+    assert rig.pages == set()
+    assert rig.counters.unresolved_pages == 2
+
+
+def test_removing_an_inner_page_leaves_its_descendants() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS), removed([12]))
+    assert rig.pages == on(GPU, [NAMES[0], NAMES[2], NAMES[3]])
+    assert rig.take(stored([12], TOKENS[4:8], parent=11)).pages == on(GPU, NAMES)
+
+
+def test_stores_of_known_and_removals_of_unknown_pages_are_normal() -> None:
+    rig = Rig().take(removed([55]), stored(HASHES, TOKENS), stored(HASHES, TOKENS), removed([55], "DISK"))
+    assert rig.pages == on(GPU, NAMES)
+    assert rig.counters.bad_events == {}
+
+
+def test_the_first_removal_takes_a_page_off_though_there_may_be_other_copies() -> None:
+    """Engines do not agree whether they report each copy's removal or the last one's: a ghost would be worse."""
+    rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, TOKENS), removed([14]))
+    assert rig.pages == on(GPU, NAMES[:3])
+    assert rig.take(removed([14])).pages == on(GPU, NAMES[:3])
+
+
+def test_a_removal_means_one_medium() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, [], 0, medium="CPU"), stored(HASHES, [], 0, medium="DISK"))
+    rig.take(removed(HASHES[:2], "CPU_PINNED"), removed(HASHES[:1]))
+    assert rig.pages == on(GPU, NAMES[1:]) | on(CPU, NAMES[2:]) | on(DISK, NAMES)
+
+
+def test_everything_cleared_empties_all_media_and_names_stay() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, [], 0, medium="CPU"), cleared())
+    assert rig.pages == set()
+    assert rig.take(stored([13], TOKENS[8:12], parent=12)).pages == on(GPU, NAMES[2:3])
+
+
+def test_only_groups_that_speak_for_the_whole_prefix_count() -> None:
+    rig = Rig()
+    for group, kind in enumerate(["full_attention", "mla_attention", "sink_full_attention", "sliding_window", "mamba"]):
+        tokens = [group] * 4
+        rig.take(stored([7], tokens, group_idx=group, kv_cache_spec_kind=kind))
+    assert rig.pages == on(GPU, [names_of([group] * 4)[0] for group in range(3)])
+    assert rig.counters.other_groups == 2
+
+
+def test_pages_are_known_by_group_and_hash() -> None:
+    rig = Rig().take(
+        stored([7], TOKENS[:4], group_idx=0, kv_cache_spec_kind="full_attention"),
+        stored([7], TOKENS[:4], group_idx=1, kv_cache_spec_kind="sliding_window"),
+        removed([7], "GPU", group_idx=1),
+    )
+    assert rig.pages == on(GPU, NAMES[:1])
+    assert rig.take(removed([7], "GPU", group_idx=0)).pages == set()
+
+
+def test_a_removal_that_names_no_group_means_all_of_them() -> None:
+    rig = Rig().take(stored([7], TOKENS[:4], group_idx=2, kv_cache_spec_kind="full_attention"), removed([7]))
+    assert rig.pages == set()
+
+
+def test_removals_of_groups_that_never_stored_anything_leave_room_for_those_that_do() -> None:
+    rig = Rig().take(*(removed([7], "GPU", group_idx=group) for group in range(5000)))
+    assert rig.take(stored([7], TOKENS[:4], group_idx=9999)).pages == on(GPU, NAMES[:1])
+    assert rig.counters.refused_spaces == 0
+
+
+def test_a_mamba_group_may_say_a_chunk_of_tokens_and_one_hash() -> None:
+    rig = Rig().take(
+        stored([7], [1] * 3840, 768, group_idx=1, kv_cache_spec_kind="mamba"),
+        stored([8, 9, 10, 11, 12], [1] * 3840, 768, group_idx=0, kv_cache_spec_kind="full_attention"),
+    )
+    assert rig.pages == on(GPU, names_of([1] * 3840, 768))
+    assert rig.translator.block_size == 768
+
+
+def test_a_last_page_that_is_not_full_is_dropped() -> None:
+    rig = Rig().take(stored(HASHES[:3], TOKENS[:10]))
+    assert rig.pages == on(GPU, NAMES[:2])
+    assert rig.counters.partial_pages == 1
+
+
+def test_pages_of_another_size_than_the_streams_are_left_out() -> None:
+    rig = Rig().take(stored(HASHES[:1], TOKENS[:4]), stored([5], TOKENS[:8], 8), stored([6], TOKENS[:3], 3))
+    assert rig.pages == on(GPU, NAMES[:1])
+    assert rig.counters.other_block_sizes == 2
+
+
+def test_a_number_of_tokens_that_fits_no_number_of_pages_is_a_mistake() -> None:
+    rig = Rig().take(stored(HASHES[:2], TOKENS), stored([1], TOKENS[:4]))
+    assert rig.pages == on(GPU, NAMES[:1])
+    assert rig.counters.bad_events == {"token_count": 1}
+
+
+def test_a_hash_that_comes_to_mean_another_page_does_not_keep_the_old_one() -> None:
+    rig = Rig().take(stored([1], TOKENS[:4]), stored([1], TOKENS[4:8]))
+    assert rig.pages == on(GPU, names_of(TOKENS[4:8]))
+
+
+def come_and_go(rig: Rig, hashes: range, at_a_time: int = 64) -> None:
+    """Pages of one token each that are stored, and removed again, a batch at a time."""
+    for first in hashes[::at_a_time]:
+        here = range(first, min(first + at_a_time, hashes.stop))
+        rig.take(*(stored([i], [i % 60_000], 1) for i in here))
+        rig.take(removed(here))
+
+
+def test_names_of_pages_that_are_gone_are_forgotten_when_there_are_too_many() -> None:
+    rig = Rig(name_pages=1024, block_size=1)
+    come_and_go(rig, range(1, 4097))
+    rig.take(stored([9_000], [7], 1))
+    assert rig.translator.num_names <= 1024 + 1
+    rig.take(stored([10_000], [5], 1, parent=1), stored([10_001], [5], 1, parent=4096))
+    assert rig.counters.unknown_parents == 1
+    assert len(rig.pages) == 2
+
+
+def test_the_name_of_a_page_that_lies_somewhere_is_never_forgotten() -> None:
+    rig = Rig(name_pages=1024, block_size=1)
+    rig.take(*(stored([i], [i], 1) for i in range(1, 3001)))
+    rig.take(removed(range(1, 2001)))
+    rig.take(*(stored([i], [i], 1, medium="CPU") for i in range(1, 501)))
+    come_and_go(rig, range(10_000, 30_000))
+    rig.take(*(stored([50_000 + i], [i], 1, parent=i) for i in (*range(1, 501), *range(2001, 3001))))
+    assert rig.counters.unknown_parents == 0
+    assert len(rig.pages) == 3000
+    assert rig.translator.num_names <= 3000 + 1024 + 64
+
+
+def test_names_do_not_grow_with_an_engines_work() -> None:
+    rig = Rig(name_pages=1_000_000, block_size=1)
+    come_and_go(rig, range(1, 200_001), 5000)
+    assert 65_536 <= rig.translator.num_names <= 65_536 + 5000
+
+
+def test_what_a_cleared_engine_held_may_be_forgotten() -> None:
+    rig = Rig(name_pages=1024, block_size=1)
+    rig.take(*(stored([i], [i], 1) for i in range(1, 5001)))
+    rig.take(cleared())
+    rig.take(stored([9_000], [7], 1))
+    assert rig.translator.num_names <= 1024 + 1
+    assert len(rig.pages) == 1
+
+
+def test_names_of_what_an_engine_may_still_hold_survive_that_all_is_given_up() -> None:
+    rig = Rig(name_pages=1_000_000, ledger_pages=100_000, block_size=1)
+    come_and_go(rig, range(200_000, 270_000), 5000)
+    held = range(1, 80_001)
+    rig.take(stored(held, [i % 60_000 for i in held], 1))
+    rig.translator.clear()  # as when a batch is lost
+    rig.take(*(stored([10**6 + i], [5], 1, parent=i) for i in held[::400]))
+    rig.take(stored(held[::7], [], 0, medium="CPU"))
+    assert (rig.counters.unknown_parents, rig.counters.unresolved_pages) == (0, 0)
+    for first in range(2 * 10**6, 2 * 10**6 + 50):  # what is too much goes step by step
+        rig.take(stored([first], [first], 1))
+    assert rig.translator.num_names <= 80_000 + len(rig.pages)
+
+
+def test_a_page_whose_hash_is_anothers_and_that_is_forgotten_does_not_stay_when_it_is_renamed() -> None:
+    rig = Rig(name_pages=1, block_size=1)
+    rig.take(stored([7], [1], 1, cache_salt="a"), form="map")
+    rig.take(stored([7], [1], 1, cache_salt="b", medium="CPU"), form="map")
+    rig.take(removed([7], "GPU"))
+    come_and_go(rig, range(100, 400))
+    rig.take(stored([7], [2], 1, cache_salt="b"), form="map")
+    assert rig.pages == on(GPU, names_of([2], 1, salt="b"))
+    rig.take(removed([7], "GPU"))
+    assert rig.pages == set()
+
+
+def test_a_page_whose_hash_is_anothers_and_that_comes_back_without_tokens_can_be_removed() -> None:
+    rig = Rig(block_size=1)
+    for salt in "ab":
+        rig.take(stored([7], [1], 1, cache_salt=salt), form="map")
+    rig.take(cleared())
+    rig.take(stored([7], [], 0, cache_salt="b", medium="CPU"), form="map")
+    assert rig.pages == on(CPU, names_of([1], 1, salt="b"))
+    rig.take(removed([7], "CPU"))
+    assert rig.pages == set()
+
+
+def test_a_hash_that_comes_to_mean_another_page_on_a_medium_that_is_none_does_not_keep_the_old_one() -> None:
+    rig = Rig(block_size=1).take(stored([7], [1], 1), stored([7], [2], 1, medium="WEIRD"))
+    assert rig.pages == set()
+    rig.take(stored([7], [2], 1))
+    assert rig.pages == on(GPU, names_of([2], 1))
+
+
+def test_pages_beyond_the_ledger_are_left_out_and_taken_once_there_is_room() -> None:
+    rig = Rig(name_pages=20_000, block_size=1)  # 10,000 pages are taken for held
+    rig.take(*(stored([i], [i], 1) for i in range(1, 12_001)))
+    assert len(rig.pages) == 10_000
+    rig.take(removed(range(1, 5001)))
+    rig.take(*(stored([i], [i], 1) for i in range(10_001, 12_001)))
+    assert len(rig.pages) == 7000
+
+
+def test_a_prefix_that_is_asked_for_again_and_again_is_not_forgotten() -> None:
+    rig = Rig(name_pages=1024, block_size=1).take(stored([1], [1], 1))
+    for i in range(2, 5000):
+        rig.take(stored([i], [i], 1, parent=1))
+    assert rig.counters.unknown_parents == 0
