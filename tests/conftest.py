@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.child_process import PartMissingError
-from tests.support.kafka_broker import KafkaBroker
-from tests.support.mooncake_master import MooncakeMaster
-from tests.support.redis_server import RedisServer
+from tests.support.servers.child_process import PartMissingError
+from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.mooncake_master import MooncakeMaster
+from tests.support.servers.redis_server import RedisServer
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TRACE = _ROOT.parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl.gz"

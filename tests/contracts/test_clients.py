@@ -19,10 +19,10 @@ from kv_events.errors import InvalidValueError
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
 from kv_events.schema import ResyncRequest
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError, Prompt, RetryPolicy, best_worker
-from tests.support.hand_fed import HandFed
-from tests.support.scripted_server import Reply, scripted
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, stored
+from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream, stored
 
 TOKENS = list(range(1, 17))
 KINDS = ("sync", "async")

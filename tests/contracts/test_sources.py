@@ -18,8 +18,8 @@ from indexer.sources.memory import MemorySource
 from kv_events.event_log import EventLogWriter
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
+from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream
 
 Append = Callable[[LogRecord], Awaitable[None]]
 

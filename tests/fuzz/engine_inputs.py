@@ -17,7 +17,7 @@ from kv_events.codec import decode_batch
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
-from tests.support.engine_events import cleared, payload, removed, stored
+from tests.support.engines.event_payloads import cleared, payload, removed, stored
 
 _TOKENS = list(range(1, 17))
 

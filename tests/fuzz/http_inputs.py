@@ -16,8 +16,8 @@ from api.problems import ProblemError
 from api.register import engine_of_peer, engine_of_rfc
 from api.registration_schemas import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from tests.fuzz.log_inputs import SMALL
-from tests.support.hand_fed import HandFed
-from tests.support.wire import Stream, stored
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, stored
 
 
 def _both(values: Sequence[Any]) -> list[bytes]:

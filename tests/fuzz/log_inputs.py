@@ -24,9 +24,9 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Snapsh
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.engine_events import Encoding, EngineEvents
-from tests.support.wire import Stream
-from tests.support.wire import removed as packed_removed
-from tests.support.wire import stored as packed_stored
+from tests.support.log.records import Stream
+from tests.support.log.records import removed as packed_removed
+from tests.support.log.records import stored as packed_stored
 
 ENCODINGS: tuple[Encoding, ...] = ("array", "map")
 SMALL = IndexerSettings.ignoring_environment(max_pages=4096, max_streams=64, max_namespaces=8, max_set_bytes=2**20)

@@ -20,9 +20,9 @@ from api.app import create_app
 from api.errors import CannotListenError, PortInUseError
 from api.server import run_server, running_server
 from api.settings import ApiSettings
-from tests.support.hand_fed import HandFed
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
 from tests.support.waiting import wait_until
-from tests.support.wire import Stream
 
 TOKENS = list(range(1, 17))
 QUERY = {"model_name": "m", "token_ids": TOKENS}
@@ -97,7 +97,7 @@ def test_an_unknown_host_is_named() -> None:
 
 
 _SERVER = """
-from tests.support.hand_fed import HandFed
+from tests.support.log.hand_fed import HandFed
 from api.app import create_app
 from api.server import run_server
 from api.settings import ApiSettings

@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 
-from tests.support.bridge_rig import CPU, GPU, LiveBridge, on
-from tests.support.engine_events import names_of, payload, removed, stored
+from tests.support.bridge.rig import CPU, GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, removed, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 IDLE = {"bridge_idle_check_s": 30.0}
 SOON = {"bridge_idle_check_s": 0.1}

@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from kv_events.event_log import EventLogReader
-from tests.support.bridge_rig import GPU, View, on
-from tests.support.child_process import free_port
-from tests.support.engine_events import names_of, payload, stored
+from tests.support.bridge.rig import GPU, View, on
+from tests.support.engines.event_payloads import names_of, payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
 COMMAND = [sys.executable, "-m", "kvsight", "bridge"]

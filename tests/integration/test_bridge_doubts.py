@@ -9,9 +9,9 @@ import pytest
 
 from bridge.source import Source
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.engine_events import cleared, names_of, payload, removed, stored
-from tests.support.zmq_engine import ZmqEngine
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 
 IDLE = {"bridge_idle_check_s": 30.0}
 

@@ -12,12 +12,12 @@ from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.child_process import free_port
-from tests.support.engine_events import names_of, payload, stored
-from tests.support.hand_fed import HandFed
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.log.hand_fed import HandFed
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 TOKENS = [7, 8, 9, 10]
 PAGE = on(GPU, names_of(TOKENS))

@@ -11,11 +11,11 @@ import zmq
 
 from bridge import EngineSettings, LinkState
 from kv_events.schema import ENGINE_UNHEARD
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.child_process import free_port, has_ipv6
-from tests.support.engine_events import names_of, payload, stored
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port, has_ipv6
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 IDLE = {"bridge_idle_check_s": 30.0}
 SOON = {"bridge_idle_check_s": 0.1, "bridge_away_s": 0.2}

@@ -9,10 +9,10 @@ from typing import Literal
 
 import pytest
 
-from tests.support.bridge_rig import GPU, LiveBridge, Pages
-from tests.support.engine_events import names_of, payload, removed, stored
+from tests.support.bridge.rig import GPU, LiveBridge, Pages
+from tests.support.engines.event_payloads import names_of, payload, removed, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 NUM_RESTARTS = (2, 2, 1, 1, 1, 0, 0, 0)
 """Of each engine."""

@@ -10,11 +10,11 @@ import pytest
 
 from bridge import EngineSettings
 from kv_events.schema import BATCHES_LOST
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.child_process import free_port
-from tests.support.engine_events import names_of, payload, stored
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 TOKENS = [7, 8, 9, 10]
 PAGE = on(GPU, names_of(TOKENS))

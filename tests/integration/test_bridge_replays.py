@@ -14,11 +14,11 @@ import zmq.asyncio
 
 from bridge.ranks import Ranks
 from bridge.replay import ReplayClient, ReplayError
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.child_process import free_port
-from tests.support.engine_events import names_of, payload, stored
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 IDLE = {"bridge_idle_check_s": 30.0}
 

@@ -6,10 +6,10 @@ import pytest
 
 from bridge import continuity
 from kv_events.schema import ENGINE_UNHEARD
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.engine_events import names_of, payload, stored
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 OTHER = 100_000
 

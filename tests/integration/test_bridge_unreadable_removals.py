@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kv_events.schema import BATCHES_LOST
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.engine_events import names_of, payload, removed, stored
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, removed, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 ONE, TWO, THREE = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 TOO_LONG = "x" * 2000

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bridge.metrics import BridgeMetrics
-from tests.support.bridge_rig import GPU, LiveBridge, on
-from tests.support.engine_events import names_of, payload, stored
-from tests.support.zmq_engine import ZmqEngine
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of, payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 
 TOKENS = [1, 2, 3, 4]
 LAST = payload(stored([9], [9] * 4))

@@ -16,8 +16,8 @@ import pytest
 
 from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
+from tests.support.log.records import Stream, stored
 from tests.support.waiting import wait_until
-from tests.support.wire import Stream, stored
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 TOKENS = list(range(1, 33))

@@ -23,8 +23,8 @@ from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
+from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream, removed, stored
 
 SETTINGS = IndexerSettings(max_pages=100_000, resync_retry_s=0.2)
 

@@ -24,9 +24,9 @@ from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader
 from kv_events.streams import StreamId
-from tests.support.bridge_rig import CPU, GPU, Pages, View, on
-from tests.support.engine_events import names_of
-from tests.support.engine_modules import (
+from tests.support.bridge.rig import CPU, GPU, Pages, View, on
+from tests.support.engines.event_payloads import names_of
+from tests.support.engines.released_modules import (
     RELEASES,
     SGLANG_ARRAYS,
     VLLM,

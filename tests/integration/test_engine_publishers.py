@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from bridge import EngineSettings
-from tests.support.bridge_rig import LiveBridge, Pages
-from tests.support.child_process import ChildProcess, free_port
-from tests.support.engine_modules import RELEASES, VLLM, VLLM_ARRAYS, Engine, engine_folder
-from tests.support.engine_process import WHOLE_DIGESTS
+from tests.support.bridge.rig import LiveBridge, Pages
+from tests.support.engines.publisher_process import WHOLE_DIGESTS
+from tests.support.engines.released_modules import RELEASES, VLLM, VLLM_ARRAYS, Engine, engine_folder
+from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.waiting import async_wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ class EngineProcess:
 
     def start(self) -> None:
         options = json.dumps({**self.options, "ledger": str(self.ledger)})
-        command = [sys.executable, "-m", "tests.support.engine_process", options]
+        command = [sys.executable, "-m", "tests.support.engines.publisher_process", options]
         self.process = ChildProcess(command, self.place / "log", {**self._variables, "PYTHONPATH": str(ROOT)})
 
     async def pages(self, has_begun: Callable[[], Any]) -> Pages:

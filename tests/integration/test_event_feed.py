@@ -16,10 +16,10 @@ from api.feed_events import BatchApplied, FeedEvent, StateChanged
 from api.server import running_server
 from api.settings import ApiSettings
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
-from tests.support.hand_fed import HandFed
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream, stored
 
 
 @asynccontextmanager

@@ -21,9 +21,9 @@ from starlette.routing import Route
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
-from tests.support.hand_fed import HandFed
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream
 
 TOKENS = list(range(1, 17))
 OTHER = list(range(101, 117))

@@ -14,12 +14,12 @@ from redis.asyncio import Redis
 
 from indexer.assembly import create_store
 from indexer.settings import IndexerSettings
-from tests.support.embedded_service import TOKENS, service
-from tests.support.engine_events import payload, stored
+from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.http_checks import check_problem
-from tests.support.redis_server import RedisServer
+from tests.support.servers.embedded_service import TOKENS, service
+from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 
 @pytest.fixture(params=["folder", "redis"])

@@ -14,8 +14,8 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import PoolHitPolicy, PoolName, PoolTransfer, mooncake_client, page_keys  # noqa: E402
 from engine_cache.storage.mooncake import MooncakeStorage  # noqa: E402
-from tests.support.event_replay import PageNames  # noqa: E402
-from tests.support.mooncake_rig import (  # noqa: E402
+from tests.support.caches.event_replay import PageNames  # noqa: E402
+from tests.support.caches.mooncake_rig import (  # noqa: E402
     CPU,
     PAGE_SIZE,
     PROMPT,
@@ -63,7 +63,7 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
 def test_an_engine_of_another_process_wrote_it(mooncake_master):
     identity, settings = own_identity(), mooncake_master.settings()
     script = textwrap.dedent(f"""
-        from tests.support.mooncake_rig import *
+        from tests.support.caches.mooncake_rig import *
         from engine_cache.settings import MooncakeSettings
         from engine_cache.storage.object_names import *
         with engine("hybrid", {identity!r}, MooncakeSettings(**{settings.model_dump()!r})) as rig:

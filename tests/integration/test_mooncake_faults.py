@@ -19,9 +19,19 @@ from engine_cache.storage.mooncake_client import (  # noqa: E402
     StorageRegistrationError,
     StorageUnreachableError,
 )
-from tests.support.child_process import free_port  # noqa: E402
-from tests.support.mooncake_rig import CPU, PROMPT, archive, attach, engine, follow, make_rig, own_identity, prefetch  # noqa: E402
-from tests.support.page_pools import PagePool  # noqa: E402
+from tests.support.caches.mooncake_rig import (  # noqa: E402
+    CPU,
+    PROMPT,
+    archive,
+    attach,
+    engine,
+    follow,
+    make_rig,
+    own_identity,
+    prefetch,
+)
+from tests.support.caches.page_pools import PagePool  # noqa: E402
+from tests.support.servers.child_process import free_port  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch

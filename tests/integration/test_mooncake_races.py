@@ -8,8 +8,8 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import page_keys
 from engine_cache.storage.mooncake import MooncakeStorage
-from tests.support.mooncake_rig import own_identity
-from tests.support.page_pools import PagePool
+from tests.support.caches.mooncake_rig import own_identity
+from tests.support.caches.page_pools import PagePool
 
 pytestmark = pytest.mark.torch
 KEYS = page_keys([f"{page:064x}" for page in range(2)])

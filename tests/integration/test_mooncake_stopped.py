@@ -9,8 +9,8 @@ pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import page_keys
 from engine_cache.storage.mooncake import MooncakeStorage
-from tests.support.mooncake_rig import own_identity
-from tests.support.page_pools import PagePool
+from tests.support.caches.mooncake_rig import own_identity
+from tests.support.caches.page_pools import PagePool
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch

@@ -24,9 +24,9 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from simulation import Request, SimulationSettings
 from simulation.direct import DirectFleet
-from tests.support.bridge_rig import GPU, Rig, on
-from tests.support.engine_events import names_of, stored
-from tests.support.mamba_rig import Rig as HybridRig
+from tests.support.bridge.rig import GPU, Rig, on
+from tests.support.caches.mamba_rig import Rig as HybridRig
+from tests.support.engines.event_payloads import names_of, stored
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))

@@ -19,8 +19,8 @@ from bridge import BridgeSettings
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
 from kv_events.memory_log import MemoryLog
-from tests.support.child_process import free_port
-from tests.support.peer_indexer import PeerIndexer
+from tests.support.servers.child_process import free_port
+from tests.support.servers.peer_indexer import PeerIndexer
 
 JSON = {"content-type": "application/json"}
 ENGINE = {"instance_id": 1, "endpoint": f"tcp://127.0.0.1:{free_port()}", "model_name": "m", "block_size": 4}

@@ -25,11 +25,11 @@ from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink
-from tests.support.child_process import free_port
-from tests.support.engine_events import cleared, payload, removed, stored
-from tests.support.peer_indexer import PeerIndexer
+from tests.support.engines.event_payloads import cleared, payload, removed, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
+from tests.support.servers.peer_indexer import PeerIndexer
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 BLOCK = 4
 MEDIA = {"GPU": "gpu", "CPU_PINNED": "cpu", "DISK": "disk"}

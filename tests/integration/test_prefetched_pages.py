@@ -11,9 +11,9 @@ from api.app import create_app
 from api.settings import ApiSettings
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.memory import MemorySink
-from tests.support.hand_fed import HandFed
-from tests.support.prefetch_steps import PROMPT, attach, prefetch, run
-from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.caches.prefetch_steps import PROMPT, attach, prefetch, run
+from tests.support.caches.tier_rig import MemoryStorage, Rig
+from tests.support.log.hand_fed import HandFed
 from tests.support.waiting import async_wait_until
 
 pytestmark = pytest.mark.torch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.support.embedded_service import TOKENS, service
-from tests.support.engine_events import payload, removed, stored
+from tests.support.engines.event_payloads import payload, removed, stored
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.embedded_service import TOKENS, service
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 
 async def test_a_registered_engine_is_in_the_answers_until_it_is_unregistered() -> None:

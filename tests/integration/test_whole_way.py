@@ -26,7 +26,7 @@ from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.live import KafkaTransport, live_fleet
-from tests.support.kafka_broker import KafkaBroker
+from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.waiting import async_wait_until
 
 SMALL = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)

@@ -17,9 +17,9 @@ from kv_events.errors import InvalidValueError
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings, SinkRejectedError, SinkUnavailableError
 from publisher.sinks.zmq import ZmqSink
-from tests.support.bridge_rig import CPU, GPU, LiveBridge, on
-from tests.support.child_process import free_port, has_ipv6
-from tests.support.engine_events import names_of
+from tests.support.bridge.rig import CPU, GPU, LiveBridge, on
+from tests.support.engines.event_payloads import names_of
+from tests.support.servers.child_process import free_port, has_ipv6
 from tests.support.waiting import async_wait_until
 
 END = b"\xff" * 8

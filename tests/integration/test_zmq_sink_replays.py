@@ -18,7 +18,7 @@ from publisher import EventPublisher, OutRecord, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq import ZmqSink
 from publisher.sinks.zmq_replay import KeptBatches
-from tests.support.child_process import free_port
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
 
 END = b"\xff" * 8

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.bridge_rig import CPU, DISK, GPU, Pages, Rig
-from tests.support.engine_events import Event, cleared, names_of, pairs, removed, stored
+from tests.support.bridge.rig import CPU, DISK, GPU, Pages, Rig
+from tests.support.engines.event_payloads import Event, cleared, names_of, pairs, removed, stored
 
 MEDIA = {
     GPU: ["GPU", None, "gpu"],

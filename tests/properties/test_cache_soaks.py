@@ -21,7 +21,7 @@ from engine_cache import (
     Request,
 )
 from engine_cache.node import iter_nodes
-from tests.support.cache_machine import CacheMachine, operation, soak
+from tests.support.caches.cache_machine import CacheMachine, operation, soak
 
 OPERATIONS = 10_000
 POOL_PAGES, SLOTS = 20, 7

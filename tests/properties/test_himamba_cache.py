@@ -9,10 +9,10 @@ from hypothesis import settings
 from engine_cache import WRITE_POLICIES, EvictParams, Lane, PoolExhaustedError, ThreadCopyEngine
 from engine_cache.node import iter_nodes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
-from tests.support.cache_machine import operation, soak
-from tests.support.hybrid_rig import HybridRig
-from tests.support.tier_rig import LAYOUTS
-from tests.support.tiered_machine import EVERYTHING, OldMatches, is_stepped
+from tests.support.caches.cache_machine import operation, soak
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.tier_rig import LAYOUTS
+from tests.support.caches.tiered_machine import EVERYTHING, OldMatches, is_stepped
 
 pytestmark = pytest.mark.torch
 

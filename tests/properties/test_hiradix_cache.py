@@ -5,9 +5,9 @@ from hypothesis import settings
 
 from engine_cache import EVICTION_POLICIES, WRITE_POLICIES, ThreadCopyEngine
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
-from tests.support.cache_machine import soak
-from tests.support.tier_rig import LAYOUTS, Rig
-from tests.support.tiered_machine import OldMatches
+from tests.support.caches.cache_machine import soak
+from tests.support.caches.tier_rig import LAYOUTS, Rig
+from tests.support.caches.tiered_machine import OldMatches
 
 pytestmark = pytest.mark.torch
 

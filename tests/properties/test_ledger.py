@@ -20,7 +20,7 @@ from kv_events.schema import (
 from publisher import EventPublisher, PublisherSettings
 from publisher.queue_kernels import GROUP
 from publisher.sinks import MemorySink, OutRecord
-from tests.support.wire import words
+from tests.support.log.records import words
 
 MASK64 = 2**64 - 1
 NAMESPACES = (None, "tenant-a")

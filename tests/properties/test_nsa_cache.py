@@ -14,10 +14,10 @@ from engine_cache import (
     ThreadCopyEngine,
 )
 from engine_cache.storage.base import PoolName
-from tests.support.cache_machine import soak
-from tests.support.nsa_pools import NsaPools
-from tests.support.tier_rig import LAYOUTS, Rig
-from tests.support.tiered_machine import TieredCacheMachine
+from tests.support.caches.cache_machine import soak
+from tests.support.caches.nsa_pools import NsaPools
+from tests.support.caches.tier_rig import LAYOUTS, Rig
+from tests.support.caches.tiered_machine import TieredCacheMachine
 
 pytestmark = pytest.mark.torch
 

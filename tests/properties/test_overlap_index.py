@@ -12,7 +12,7 @@ from indexer.errors import IndexFullError
 from indexer.index import Marks, OverlapIndex
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.errors import InvalidValueError
-from tests.support.wire import Stream, digest_of, removed, stored
+from tests.support.log.records import Stream, digest_of, removed, stored
 
 # a small universe of prompts: pages 1.. of eight chains that share their first pages
 CHAINS = [[1, 2, 3] + [100 * c + i for i in range(1, 8)] for c in range(8)] + [[7, 8, 9, 10]]

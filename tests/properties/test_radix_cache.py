@@ -19,7 +19,7 @@ from engine_cache import (
     RadixKey,
 )
 from engine_cache.node import iter_nodes
-from tests.support.cache_machine import CacheMachine, operation
+from tests.support.caches.cache_machine import CacheMachine, operation
 
 POOL_PAGES = 20
 

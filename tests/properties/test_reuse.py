@@ -12,8 +12,8 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.questions import score_all
 from indexer.settings import IndexerSettings
-from tests.support.reuse_oracle import num_reusable
-from tests.support.wire import Stream, stored
+from tests.support.log.records import Stream, stored
+from tests.support.log.reuse_oracle import num_reusable
 
 PAGE = 4
 GROUPS = ["mamba", "swa:1", "swa:12", "swa:100", "swa:9"]

@@ -9,8 +9,8 @@ their own.
 import pytest
 from hypothesis import settings
 
-from tests.support.cache_machine import soak
-from tests.support.unified_matrix import machine_of
+from tests.support.caches.cache_machine import soak
+from tests.support.caches.unified_matrix import machine_of
 
 pytestmark = pytest.mark.torch
 

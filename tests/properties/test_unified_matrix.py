@@ -10,8 +10,8 @@ import pytest
 
 from engine_cache import ThreadCopyEngine
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
-from tests.support.cache_machine import run_some, soak
-from tests.support.unified_matrix import MODELS, machine_of
+from tests.support.caches.cache_machine import run_some, soak
+from tests.support.caches.unified_matrix import MODELS, machine_of
 
 pytestmark = pytest.mark.torch
 

@@ -10,10 +10,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine_cache import StoragePolicy, ThreadCopyEngine
 from kv_events.schema import StorageMedium
-from tests.support.cache_machine import operation, run_some
-from tests.support.event_replay import PageNames, Replay
-from tests.support.unified_matrix import MODELS, MooncakeMachine, machine_of
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.cache_machine import operation, run_some
+from tests.support.caches.event_replay import PageNames, Replay
+from tests.support.caches.unified_matrix import MODELS, MooncakeMachine, machine_of
+from tests.support.caches.unified_rig import UnifiedRig
 from tests.support.waiting import wait_until
 
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
@@ -36,7 +36,7 @@ def test_any_order_of_operations_keeps_every_promise(mooncake_master, model):
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master, model, layout):
-    from tests.support.watched_mooncake import WatchedMooncake
+    from tests.support.caches.watched_mooncake import WatchedMooncake
 
     writer, reader = (UnifiedRig(MODELS[model], window=4, layout=layout) for _ in range(2))
     stores = [WatchedMooncake(rig.identity, mooncake_master, tag="shared-by-two-trees") for rig in (writer, reader)]

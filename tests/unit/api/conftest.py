@@ -11,7 +11,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
-from tests.support.hand_fed import HandFed
+from tests.support.log.hand_fed import HandFed
 
 Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, HandFed]]]
 

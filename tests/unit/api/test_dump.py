@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.held_pages import parents_first
-from tests.support.wire import Stream, stored
+from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))
 

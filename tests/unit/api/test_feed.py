@@ -18,10 +18,10 @@ from api.server import running_server
 from api.settings import ApiSettings
 from indexer.freshness import Freshness
 from kv_events.schema import AllBlocksCleared
-from tests.support.hand_fed import HandFed
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream, removed, stored
 
 TOKENS = list(range(1, 17))
 

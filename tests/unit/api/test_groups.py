@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.http_checks import check_problem
-from tests.support.wire import Stream, stored
+from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))
 PEER = {"model_name": "m", "token_ids": TOKENS}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes, token_array
-from tests.support.engine_events import names_of
+from tests.support.engines.event_payloads import names_of
 from tests.support.http_checks import check_problem
-from tests.support.wire import Stream, removed, stored
+from tests.support.log.records import Stream, removed, stored
 
 TOKENS = list(range(1, 17))
 JSON = {"content-type": "application/json"}

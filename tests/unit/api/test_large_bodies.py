@@ -15,8 +15,8 @@ from msgspec import Raw
 from api.large_bodies import LARGE_BYTES, elements, number_slices
 from kv_events.errors import InvalidValueError
 from tests.support.http_checks import check_problem
+from tests.support.log.records import Stream
 from tests.support.loop_watch import check_turns
-from tests.support.wire import Stream
 
 JSON = {"content-type": "application/json"}
 TOKENS = list(range(100_000, 100_000 + 60_000))

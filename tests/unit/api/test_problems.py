@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.http_checks import check_problem
-from tests.support.wire import Stream
+from tests.support.log.records import Stream
 
 TOKENS = list(range(1, 17))
 JSON = {"content-type": "application/json"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.wire import Stream
+from tests.support.log.records import Stream
 
 TOKENS = list(range(1, 17))
 

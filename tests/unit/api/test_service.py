@@ -11,10 +11,10 @@ from api.app import create_app
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kv_events.records import LogRecord
-from tests.support.hand_fed import HandFed
 from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, removed
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream, removed
 
 TOKENS = list(range(1, 17))
 

@@ -12,9 +12,9 @@ from api.problems import ProblemError
 from api.workers import _radix_view
 from kv_events.schema import ResyncRequest
 from tests.support.http_checks import check_problem
+from tests.support.log.records import Stream, digest_of, stored
 from tests.support.loop_watch import check_turns
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream, digest_of, stored
 
 TOKENS = list(range(1, 17))
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from bridge.decoding import MAX_PAYLOAD_BYTES, Decoder, UndecodableError
 from bridge.runs import StoredRun
-from tests.support.decoding_twin import decoded, joined, twin
-from tests.support.engine_events import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, removed, stored
+from tests.support.bridge.reference_decoder import decoded, joined, twin
+from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, removed, stored
 
 # --- input ----------------------------------------------------------------------------------------------------------
 

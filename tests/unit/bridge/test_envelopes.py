@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.bridge_rig import CPU, DISK, GPU, Rig, on
-from tests.support.engine_events import names_of, stored
+from tests.support.bridge.rig import CPU, DISK, GPU, Rig, on
+from tests.support.engines.event_payloads import names_of, stored
 
 TOKENS = list(range(100, 116))
 NAMES = names_of(TOKENS)

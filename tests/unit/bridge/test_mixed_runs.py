@@ -15,9 +15,9 @@ from bridge.decoding import Batch, Decoder, Unreadable
 from bridge.runs import MixedRun, RemovedRun, StoredRun
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.schema import SnapshotBegin, SnapshotEnd
-from tests.support.bridge_rig import CPU, GPU, NOW, Rig, on
-from tests.support.decoding_twin import flat
-from tests.support.engine_events import Event, cleared, names_of, payload, removed, stored
+from tests.support.bridge.reference_decoder import flat
+from tests.support.bridge.rig import CPU, GPU, NOW, Rig, on
+from tests.support.engines.event_payloads import Event, cleared, names_of, payload, removed, stored
 
 TOKENS = list(range(100, 116))
 NAMES = names_of(TOKENS)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.bridge_rig import GPU, Rig, on
-from tests.support.engine_events import names_of, pairs, payload, removed, stored
+from tests.support.bridge.rig import GPU, Rig, on
+from tests.support.engines.event_payloads import names_of, pairs, payload, removed, stored
 
 TOKENS = list(range(100, 116))
 NAMES = names_of(TOKENS)

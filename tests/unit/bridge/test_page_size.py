@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_events.errors import KvsightError
-from tests.support.bridge_rig import CPU, GPU, Rig, on
-from tests.support.engine_events import names_of, stored
+from tests.support.bridge.rig import CPU, GPU, Rig, on
+from tests.support.engines.event_payloads import names_of, stored
 
 SMALL, LARGE = list(range(4)), list(range(8))
 

@@ -16,8 +16,8 @@ from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink
-from tests.support.bridge_rig import GPU, View, on
-from tests.support.engine_events import names_of, payload, stored
+from tests.support.bridge.rig import GPU, View, on
+from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.waiting import async_wait_until
 
 PAGE = on(GPU, names_of([1, 2, 3, 4]))

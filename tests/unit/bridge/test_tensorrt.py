@@ -11,8 +11,8 @@ from bridge.tensorrt import PolledEvents, from_tensorrt, widest_window_of
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
-from tests.support.bridge_rig import CPU, GPU, NOW, Pages, View, on
-from tests.support.engine_events import names_of
+from tests.support.bridge.rig import CPU, GPU, NOW, Pages, View, on
+from tests.support.engines.event_payloads import names_of
 
 TOKENS = list(range(100, 116))
 NAMES = names_of(TOKENS)

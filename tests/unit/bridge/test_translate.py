@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.bridge_rig import CPU, DISK, EXTERNAL, GPU, Rig, on
-from tests.support.engine_events import cleared, names_of, removed, stored
+from tests.support.bridge.rig import CPU, DISK, EXTERNAL, GPU, Rig, on
+from tests.support.engines.event_payloads import cleared, names_of, removed, stored
 
 TOKENS = list(range(100, 116))
 NAMES = names_of(TOKENS)

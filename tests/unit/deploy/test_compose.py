@@ -108,7 +108,7 @@ def test_clients_name_the_ports_that_kafka_and_redis_listen_on() -> None:
 
 
 def test_the_broker_is_the_version_that_the_tests_run_against() -> None:
-    from tests.support.kafka_broker import KAFKA_VERSION
+    from tests.support.servers.kafka_broker import KAFKA_VERSION
 
     assert SERVICES["kafka"]["image"] == f"apache/kafka:{KAFKA_VERSION}"
 

@@ -21,8 +21,8 @@ from api.settings import ApiSettings
 from bridge.settings import parse_engine, read_engines
 from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
-from tests.support.hand_fed import HandFed
-from tests.support.wire import Stream
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

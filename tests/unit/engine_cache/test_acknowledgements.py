@@ -5,9 +5,9 @@ import pytest
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.node import iter_nodes
 from kv_events.schema import StorageMedium
-from tests.support.hybrid_rig import HybridRig
-from tests.support.tier_rig import MemoryStorage, Rig
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.tier_rig import MemoryStorage, Rig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 CPU = StorageMedium.CPU

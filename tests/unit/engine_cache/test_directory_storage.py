@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsi
 from engine_cache.storage import PageLayout, PoolName, PoolTransfer, StorageIdentity, page_keys  # noqa: E402
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
 from kv_events.schema import StorageMedium  # noqa: E402
-from tests.support.page_pools import PagePool  # noqa: E402
+from tests.support.caches.page_pools import PagePool  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HASHES = [hashlib.sha256(bytes([i])).hexdigest() for i in range(16)]

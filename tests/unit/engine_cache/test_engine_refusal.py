@@ -3,9 +3,9 @@
 import pytest
 
 from engine_cache import EvictParams
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import CPU, GPU, demoted, node_of, stored
-from tests.support.tier_rig import Rig
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import CPU, GPU, demoted, node_of, stored
+from tests.support.caches.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 

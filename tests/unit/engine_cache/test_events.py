@@ -19,7 +19,7 @@ from engine_cache import events as events_module
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import namespace_seed
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
-from tests.support.wire import words
+from tests.support.log.records import words
 
 
 def make_cache(**options):

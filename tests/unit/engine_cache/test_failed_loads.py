@@ -15,9 +15,9 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
-from tests.support.hybrid_rig import HybridRig
-from tests.support.tier_rig import Rig
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.tier_rig import Rig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 A, B = [1, 1, 2, 2], [3, 3, 4, 4]

@@ -26,7 +26,7 @@ from engine_cache import (
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
-from tests.support.tier_rig import Rig
+from tests.support.caches.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from engine_cache import CacheStateError, EvictParams, InitLoadBackParams
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import node_of
-from tests.support.tier_rig import Rig
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import node_of
+from tests.support.caches.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 TURNS = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]

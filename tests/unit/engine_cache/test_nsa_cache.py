@@ -11,8 +11,8 @@ from engine_cache.pools.host import HOST_LAYOUTS
 from engine_cache.storage import PageLayout, StorageIdentity
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.directory import DirectoryStorage
-from tests.support.nsa_rig import FlakyStore, NsaRig
-from tests.support.tier_rig import Rig
+from tests.support.caches.nsa_rig import FlakyStore, NsaRig
+from tests.support.caches.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 KV, INDEXER = PoolName.KV, PoolName.INDEXER

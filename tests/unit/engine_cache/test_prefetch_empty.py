@@ -3,9 +3,9 @@
 import pytest
 
 from engine_cache import Lane, StoragePolicy
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import PROMPT, node_of
-from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import PROMPT, node_of
+from tests.support.caches.tier_rig import MemoryStorage, Rig
 
 pytestmark = pytest.mark.torch
 

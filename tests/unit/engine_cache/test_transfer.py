@@ -20,7 +20,7 @@ from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName, PoolTransfer
 from kv_events.errors import InvalidValueError
-from tests.support.tier_rig import FaultyHostPool
+from tests.support.caches.tier_rig import FaultyHostPool
 
 pytestmark = pytest.mark.torch
 LAYERS = 3

@@ -16,7 +16,7 @@ from indexer.snapshots.image import take, unpack
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
-from tests.support.wire import Stream, stored
+from tests.support.log.records import Stream, stored
 
 SETTINGS = IndexerSettings(max_pages=10_000)
 PAGE_1 = np.array([1], np.uint64)

@@ -14,7 +14,7 @@ from indexer.scores import WorkerScore
 from indexer.settings import IndexerSettings
 from indexer.snapshots import image
 from kv_events.streams import StreamId
-from tests.support.wire import Stream, removed, stored
+from tests.support.log.records import Stream, removed, stored
 
 PROMPT = np.arange(1, 11, dtype=np.uint64)
 SETTINGS = IndexerSettings(max_pages=1000)

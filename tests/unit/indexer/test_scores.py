@@ -12,7 +12,7 @@ from indexer.namespaces import Namespaces
 from indexer.scores import TierTokens, WorkerScore, score
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
-from tests.support.wire import Stream, stored
+from tests.support.log.records import Stream, stored
 
 PROMPT = np.arange(1, 8, dtype=np.uint64)
 

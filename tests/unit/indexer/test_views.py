@@ -15,7 +15,7 @@ from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
-from tests.support.wire import Stream, removed, stored
+from tests.support.log.records import Stream, removed, stored
 
 
 @pytest.fixture

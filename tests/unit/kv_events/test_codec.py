@@ -29,7 +29,7 @@ from kv_events.schema import (
     SnapshotEnd,
     StorageMedium,
 )
-from tests.support.wire import Stream, digest_of, removed, stored, words
+from tests.support.log.records import Stream, digest_of, removed, stored, words
 
 
 def fields(*events: object) -> list[object]:

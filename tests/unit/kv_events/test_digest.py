@@ -10,7 +10,7 @@ from numba import types
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
 from kv_events.kernels import array_kernel
 from kv_events.xxh3 import U64_IN
-from tests.support.wire import digest_of
+from tests.support.log.records import digest_of
 
 _DIGEST = types.Array(types.uint64, 1, "C")
 

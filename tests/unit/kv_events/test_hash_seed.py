@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # What each part of a process makes of the prompt 1..16 in pages of 4, without a salt and with one, in hex.
 _EVERY_PART = """
 import numpy as np
-from tests.support.bridge_rig import Rig
-from tests.support.engine_events import stored
+from tests.support.bridge.rig import Rig
+from tests.support.engines.event_payloads import stored
 from api.decoding import codec_of
 from api.questions import BY_ANY, decode_question
 from engine_cache import InsertParams, RadixCache, RadixKey

@@ -25,7 +25,7 @@ from kv_events.hashing import (
     sequence_hashes,
     token_array,
 )
-from tests.support.engine_events import names_of
+from tests.support.engines.event_payloads import names_of
 
 V1 = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvsight import AsyncClient, KvsightConnectionError, KvsightHttpError, RetryPolicy
 from kvsight.errors import UnexpectedAnswerError
-from tests.support.scripted_server import HANG_UP, Reply, scripted
+from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
 
 AT_ONCE = RetryPolicy(attempts=3, first_pause_s=0)
 LATIN_1 = b'{"scores": {"indispon\xedvel": {}}, "instances": {}}'

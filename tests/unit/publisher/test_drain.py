@@ -28,8 +28,8 @@ from publisher.hand_over import PageChanges
 from publisher.ledger import HeldPages
 from publisher.sinks import MemorySink
 from publisher.snapshot import snapshot_changes
+from tests.support.log.records import words
 from tests.support.waiting import async_wait_until, wait_until
-from tests.support.wire import words
 
 
 class FaultySink(MemorySink):

@@ -15,8 +15,8 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Engine
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.engine_events import Encoding, EngineEvents
-from tests.support.bridge_rig import Rig
-from tests.support.engine_events import names_of
+from tests.support.bridge.rig import Rig
+from tests.support.engines.event_payloads import names_of
 
 NOW = 1_700_000_000.0
 TOKENS = list(range(1, 13))

@@ -24,7 +24,7 @@ from publisher.intake import (
     stored_columns,
     token_rows,
 )
-from tests.support.wire import words
+from tests.support.log.records import words
 
 
 def stored(**fields: Any) -> BlockStored:

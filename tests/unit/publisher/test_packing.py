@@ -17,7 +17,7 @@ from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.hand_over import PageChanges
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
 from publisher.sinks import MemorySink
-from tests.support.wire import words
+from tests.support.log.records import words
 
 STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
 

@@ -26,7 +26,7 @@ from kv_events.schema import (
 from publisher import EventPublisher, OutRecord, PublisherSettings
 from publisher.intake import EventColumns, StoredColumns
 from publisher.sinks import MemorySink
-from tests.support.wire import words
+from tests.support.log.records import words
 
 NOW = 1_700_000_000.0
 

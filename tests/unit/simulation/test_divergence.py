@@ -8,7 +8,7 @@ from engine_cache import EvictParams
 from engine_cache.storage import page_key
 from kv_events.schema import BlockStored, StorageMedium
 from simulation.direct import DirectFleet
-from tests.support.wire import words
+from tests.support.log.records import words
 
 
 def _fleet(make_fleet, prompts, **changes: object) -> DirectFleet:

@@ -1,7 +1,7 @@
 import pytest
 
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import tombstone_and_leaf
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import tombstone_and_leaf
 
 
 @pytest.fixture

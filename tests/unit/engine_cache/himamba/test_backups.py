@@ -2,9 +2,9 @@ import pytest
 
 from engine_cache import EvictParams, EvictResult, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import CPU, GPU, demoted, node_of, removed, stored
-from tests.support.tier_rig import MemoryStorage
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import CPU, GPU, demoted, node_of, removed, stored
+from tests.support.caches.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 

@@ -16,7 +16,7 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
-from tests.support.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_rig import HybridRig
 
 pytestmark = pytest.mark.torch
 

@@ -1,8 +1,8 @@
 import pytest
 
 from engine_cache import EvictParams, EvictResult
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import CPU, GPU, demoted, node_of, removed, stored, tombstone_and_leaf, two_turns
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import CPU, GPU, demoted, node_of, removed, stored, tombstone_and_leaf, two_turns
 
 pytestmark = pytest.mark.torch
 

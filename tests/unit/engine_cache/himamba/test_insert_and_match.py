@@ -1,8 +1,8 @@
 import pytest
 
 from engine_cache import EvictParams, EvictResult, HiMambaRadixCache, KVCacheEventMixin, ThreadCopyEngine, events
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import CPU, GPU, PROMPT, demoted, node_of, stored, two_turns
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import CPU, GPU, PROMPT, demoted, node_of, stored, two_turns
 
 pytestmark = pytest.mark.torch
 

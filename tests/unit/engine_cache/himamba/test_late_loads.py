@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from engine_cache import Lane
-from tests.support.hybrid_rig import NOTHING
-from tests.support.hybrid_steps import demoted
+from tests.support.caches.hybrid_rig import NOTHING
+from tests.support.caches.hybrid_steps import demoted
 
 pytestmark = pytest.mark.torch
 

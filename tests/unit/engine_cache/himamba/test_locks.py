@@ -9,7 +9,7 @@ from engine_cache import (
     RadixKey,
     Request,
 )
-from tests.support.hybrid_steps import PROMPT, node_of, two_turns
+from tests.support.caches.hybrid_steps import PROMPT, node_of, two_turns
 
 pytestmark = pytest.mark.torch
 

@@ -3,8 +3,8 @@
 import pytest
 
 from engine_cache import EvictParams, InitLoadBackParams, MatchPrefixParams, PoolExhaustedError, RadixKey, Request
-from tests.support.hybrid_rig import NOTHING, HybridRig
-from tests.support.hybrid_steps import node_of, two_turns
+from tests.support.caches.hybrid_rig import NOTHING, HybridRig
+from tests.support.caches.hybrid_steps import node_of, two_turns
 
 pytestmark = pytest.mark.torch
 

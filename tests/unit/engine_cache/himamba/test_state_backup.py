@@ -3,8 +3,8 @@
 import pytest
 
 from engine_cache import EvictParams, Lane
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import demoted, node_of, two_turns
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import demoted, node_of, two_turns
 
 pytestmark = pytest.mark.torch
 

@@ -4,9 +4,9 @@ import pytest
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import CPU, GPU, node_of, removed, stored, tombstone_and_leaf
-from tests.support.tier_rig import MemoryStorage
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import CPU, GPU, node_of, removed, stored, tombstone_and_leaf
+from tests.support.caches.tier_rig import MemoryStorage
 
 pytestmark = pytest.mark.torch
 

@@ -4,9 +4,9 @@ from engine_cache import Lane, StoragePolicy, ThreadCopyEngine
 from engine_cache.storage.base import PoolName
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import CPU, GPU, PROMPT, demoted, node_of, removed, stored
-from tests.support.tier_rig import MemoryStorage
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import CPU, GPU, PROMPT, demoted, node_of, removed, stored
+from tests.support.caches.tier_rig import MemoryStorage
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch

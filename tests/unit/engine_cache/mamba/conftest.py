@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.mamba_rig import NOTHING, Rig
+from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 
 from engine_cache import CacheStateError
 from kv_events.schema import AllBlocksCleared
-from tests.support.mamba_rig import NOTHING, Rig
+from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
 def test_reset_forgets_states_too(rig):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from engine_cache import PoolExhaustedError, Request
-from tests.support.mamba_rig import NOTHING, Rig
+from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
 def test_a_request_gets_a_slot_of_its_own_and_the_state_to_copy(rig):

@@ -2,7 +2,7 @@ import pytest
 
 from engine_cache import EvictParams, InsertParams, KVCacheEventMixin, MambaRadixCache, RadixKey, events
 from kv_events.schema import AllBlocksCleared, StorageMedium
-from tests.support.mamba_rig import Rig
+from tests.support.caches.mamba_rig import Rig
 
 # page names of tokens 1..4 and then 5..12, page size 4, as first computed elsewhere
 V1 = -3488128144981237669

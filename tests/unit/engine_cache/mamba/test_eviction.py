@@ -10,7 +10,7 @@ from engine_cache import (
     RadixKey,
 )
 from kv_events.schema import BlockRemoved
-from tests.support.mamba_rig import Rig, tokens_of
+from tests.support.caches.mamba_rig import Rig, tokens_of
 
 
 def test_losing_the_state_of_an_inner_node_is_silent_and_leaves_its_kv(rig):

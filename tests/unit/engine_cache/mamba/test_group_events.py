@@ -5,7 +5,7 @@ import pytest
 from engine_cache import EvictParams, RadixCache, events
 from kv_events.errors import InvalidValueError
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
-from tests.support.mamba_rig import Rig
+from tests.support.caches.mamba_rig import Rig
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from engine_cache import InsertParams, MambaRadixCache, MambaSlotAllocator, RadixKey
-from tests.support.mamba_rig import NOTHING, Rig
+from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
 def test_a_match_ends_at_the_deepest_node_with_a_state(rig):

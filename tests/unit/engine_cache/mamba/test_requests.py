@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from engine_cache import Request
-from tests.support.mamba_rig import NOTHING, Rig
+from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
 def start(rig, tokens):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.mooncake_double import DoubleMaster
+from tests.support.caches.mooncake_double import DoubleMaster
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def master(monkeypatch):
 def open_store(master):
     """Opens stores without pools. `store.native`: its double."""
     from engine_cache.storage.mooncake import MooncakeStorage
-    from tests.support.mooncake_rig import own_identity
+    from tests.support.caches.mooncake_rig import own_identity
 
     opened = []
 

@@ -8,9 +8,9 @@ pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engi
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
 
 from engine_cache.storage import mooncake_watch, page_keys
-from tests.support.mooncake_double import NOT_FOUND, OVERFLOW, TRANSFER_FAILED
-from tests.support.mooncake_rig import own_identity
-from tests.support.page_pools import PagePool
+from tests.support.caches.mooncake_double import NOT_FOUND, OVERFLOW, TRANSFER_FAILED
+from tests.support.caches.mooncake_rig import own_identity
+from tests.support.caches.page_pools import PagePool
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch

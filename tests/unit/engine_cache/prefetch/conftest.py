@@ -1,7 +1,7 @@
 import pytest
 
-from tests.support.prefetch_steps import PROMPT, attach
-from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.caches.prefetch_steps import PROMPT, attach
+from tests.support.caches.tier_rig import MemoryStorage, Rig
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from engine_cache.storage.base import PoolName
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
-from tests.support.prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, run
-from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.caches.prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, run
+from tests.support.caches.tier_rig import MemoryStorage, Rig
 
 pytestmark = pytest.mark.torch
 GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK

@@ -16,9 +16,9 @@ from engine_cache import (
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
-from tests.support.prefetch_steps import PROMPT, attach, prefetch
-from tests.support.tier_rig import MemoryStorage, Rig
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.prefetch_steps import PROMPT, attach, prefetch
+from tests.support.caches.tier_rig import MemoryStorage, Rig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 DISK = StorageMedium.DISK

@@ -6,9 +6,9 @@ from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.node import iter_nodes
 from engine_cache.storage.base import PoolName
 from kv_events.schema import StorageMedium
-from tests.support.hybrid_rig import HybridRig
-from tests.support.tier_rig import MemoryStorage, Rig
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.tier_rig import MemoryStorage, Rig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 CPU = StorageMedium.CPU

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.prefetch_steps import PROMPT, prefetch, run
+from tests.support.caches.prefetch_steps import PROMPT, prefetch, run
 
 pytestmark = pytest.mark.torch
 

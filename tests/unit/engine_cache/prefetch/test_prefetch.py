@@ -6,8 +6,8 @@ from engine_cache.storage.base import PoolName
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
-from tests.support.prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, prefetch, run
-from tests.support.tier_rig import Rig
+from tests.support.caches.prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, prefetch, run
+from tests.support.caches.tier_rig import Rig
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch

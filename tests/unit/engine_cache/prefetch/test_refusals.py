@@ -3,8 +3,8 @@ import pytest
 from engine_cache import EvictParams, StoragePolicy
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
-from tests.support.prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, prefetch
-from tests.support.tier_rig import Rig
+from tests.support.caches.prefetch_steps import PROMPT, attach, nothing_is_left, page_hashes, prefetch
+from tests.support.caches.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 CPU = StorageMedium.CPU

@@ -2,8 +2,8 @@ import pytest
 
 from engine_cache import Lane, StoragePolicy
 from kv_events.errors import InvalidValueError
-from tests.support.prefetch_steps import attach, nothing_is_left, prefetch, run
-from tests.support.tier_rig import Rig
+from tests.support.caches.prefetch_steps import attach, nothing_is_left, prefetch, run
+from tests.support.caches.tier_rig import Rig
 
 pytestmark = pytest.mark.torch
 

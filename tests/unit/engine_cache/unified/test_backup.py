@@ -5,8 +5,8 @@ import pytest
 
 from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
-from tests.support.tier_rig import MemoryStorage
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.tier_rig import MemoryStorage
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -23,8 +23,8 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
-from tests.support.number_pools import HostPool
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.number_pools import HostPool
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

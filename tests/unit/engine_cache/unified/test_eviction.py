@@ -3,7 +3,7 @@
 import pytest
 
 from engine_cache import EvictParams
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -5,7 +5,7 @@ import pytest
 
 from engine_cache import EvictParams, InsertParams, RadixKey
 from kv_events.errors import InvalidValueError
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

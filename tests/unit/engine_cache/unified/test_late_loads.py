@@ -5,7 +5,7 @@ import pytest
 
 from engine_cache import Lane
 from engine_cache.storage.base import PoolName
-from tests.support.unified_rig import NOTHING, UnifiedRig
+from tests.support.caches.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kv_events.errors import InvalidValueError
-from tests.support.tier_rig import MemoryStorage
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.tier_rig import MemoryStorage
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

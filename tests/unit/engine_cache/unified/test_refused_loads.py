@@ -3,7 +3,7 @@
 import pytest
 
 from engine_cache import ComponentType, InitLoadBackParams, PoolExhaustedError, Request
-from tests.support.unified_rig import NOTHING, UnifiedRig
+from tests.support.caches.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -5,8 +5,8 @@ import pytest
 
 from engine_cache import EvictParams, ReqToTokenPool, Request
 from engine_cache.storage.base import PoolName
-from tests.support.number_pools import content
-from tests.support.unified_rig import NOTHING, UnifiedRig
+from tests.support.caches.number_pools import content
+from tests.support.caches.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -3,8 +3,8 @@
 import pytest
 
 from engine_cache import EvictParams
-from tests.support.unified_oracle import num_usable, pages_along
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.unified_oracle import num_usable, pages_along
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.child_process import ChildProcess, PartMissingError, free_port
+from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
 
 KAFKA_VERSION = "4.1.1"
 _COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}"

@@ -20,9 +20,9 @@ from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
-from tests.support.engine_events import payload
+from tests.support.engines.event_payloads import payload
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 NOW = 1_700_000_000.0
 GPU, CPU, DISK, EXTERNAL = range(4)

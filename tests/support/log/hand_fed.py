@@ -13,8 +13,8 @@ from indexer.sources.memory import MemorySource
 from kv_events.hashing import namespace_seed, sequence_hashes, token_array
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
+from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until
-from tests.support.wire import Stream, stored
 
 
 class HandFed:

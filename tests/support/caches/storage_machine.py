@@ -13,9 +13,9 @@ from engine_cache import Lane, ManualCopyEngine, StoragePolicy
 from engine_cache.node import iter_nodes
 from engine_cache.storage_operations import STOP_POLICIES
 from kv_events.schema import StorageMedium
-from tests.support.cache_machine import CacheMachine, operation
-from tests.support.page_names import block_hash
-from tests.support.watched_stores import WatchedDirectory, WatchedMemory
+from tests.support.caches.cache_machine import CacheMachine, operation
+from tests.support.caches.page_names import block_hash
+from tests.support.caches.watched_stores import WatchedDirectory, WatchedMemory
 
 CPU, DISK, EXTERNAL = StorageMedium.CPU, StorageMedium.DISK, StorageMedium.EXTERNAL
 _NAMESPACES = {"": None, sha256(b"a").hexdigest()[:16] + "_": "a"}  # by what stands before the block hash in a key

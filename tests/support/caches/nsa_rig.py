@@ -19,7 +19,7 @@ from engine_cache import (
 from engine_cache.pools.device import NSATokenToKVPool, PoolShape
 from engine_cache.stacks import HostTierConfig, build_nsa_hybrid_stack
 from engine_cache.storage.base import PoolName
-from tests.support.tier_rig import MemoryStorage, Rig
+from tests.support.caches.tier_rig import MemoryStorage, Rig
 
 LAYERS = 2
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
-from tests.support.page_names import block_name, sequence_hash
+from tests.support.caches.page_names import block_name, sequence_hash
 
 
 class PageFacts(NamedTuple):

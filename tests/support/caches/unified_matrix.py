@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from engine_cache import EVICTION_POLICIES, WRITE_POLICIES
 from engine_cache.storage_operations import STOP_POLICIES
-from tests.support.unified_machine import UnifiedDeviceMachine
-from tests.support.unified_tiers import UnifiedCacheMachine
+from tests.support.caches.unified_machine import UnifiedDeviceMachine
+from tests.support.caches.unified_tiered_machine import UnifiedCacheMachine
 
 MODELS = {"Full": (), "Full+Mamba": ("mamba",), "Full+SWA": ("swa",), "Full+DSA": ("indexer",)}
 """Kinds of state beside Full KV."""
@@ -60,7 +60,7 @@ class MooncakeMachine(UnifiedCacheMachine):
     own_client = False
 
     def make_store(self, kind):
-        from tests.support.watched_mooncake import WatchedMooncake  # it needs the mooncake package
+        from tests.support.caches.watched_mooncake import WatchedMooncake  # it needs the mooncake package
 
         return WatchedMooncake(self.rig.identity, self.master, own_client=self.own_client)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_cache.settings import MooncakeSettings
-from tests.support.child_process import ChildProcess, PartMissingError, free_port
+from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
 
 if TYPE_CHECKING:
     from engine_cache.storage.mooncake_client import MooncakeClient

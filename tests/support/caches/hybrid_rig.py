@@ -31,7 +31,7 @@ from engine_cache.pools.mamba import MambaPool
 from engine_cache.pools.mamba_host import MambaPoolHost
 from engine_cache.storage.base import PoolName
 from kv_events.schema import StorageMedium
-from tests.support.tier_rig import KVPools, Rig, page_content
+from tests.support.caches.tier_rig import KVPools, Rig, page_content
 
 MAMBA_LAYERS = {0: 0, 2: 1}
 FULL_LAYERS = {1: 0, 3: 1}

@@ -1,8 +1,9 @@
-"""An engine's own ZMQ publisher in a process of its own, under a random life of a cache.
+"""An engine's own ZMQ publisher, in a process of its own, fed by a cache with a random workload.
 
-`python -m tests.support.engine_process JSON`: engine, folder, endpoint, replay_endpoint, rank, hwm, seed, batches, and
-`ledger`, a file that holds, once everything was published, the pages that are left: [[tier, sequence hash], ...]. All
-batches but the first wait until there is a file of that name with the suffix `.go`.
+Usage: `python -m tests.support.engines.publisher_process JSON`. The JSON object has the keys engine, folder, endpoint,
+replay_endpoint, rank, hwm, seed, batches and ledger. `ledger` names a file that is written when everything has been
+published; it lists the pages that are left: [[tier, sequence hash], ...]. The first batch is published at once, the
+others as soon as a file of that name with the suffix `.go` exists.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.engine_events import names_of
-from tests.support.engine_modules import engine_module
+from tests.support.engines.event_payloads import names_of
+from tests.support.engines.released_modules import engine_module
 
 BLOCK = 16
 WHOLE_DIGESTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"

@@ -6,7 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from tests.support.child_process import ChildProcess, PartMissingError, free_port
+from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
 
 
 class RedisServer:

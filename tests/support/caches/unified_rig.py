@@ -36,7 +36,7 @@ from engine_cache.node import iter_nodes
 from engine_cache.storage.base import PoolName
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
-from tests.support.number_pools import NumberPools, content
+from tests.support.caches.number_pools import NumberPools, content
 
 NOTHING = np.empty(0, np.int64)
 
@@ -88,12 +88,12 @@ class UnifiedRig:
             PoolName.MAMBA: NumberPools(slots + 1, host_slots, 1),
         }
         if attention is not None:
-            from tests.support.tier_rig import KVPools  # they need torch
+            from tests.support.caches.tier_rig import KVPools  # they need torch
 
             self.pools[PoolName.KV] = KVPools(device_pages, host_pages, page_size, attention, layout)
             self.pools[PoolName.SWA] = KVPools(swa_pages, swa_host_pages, page_size, attention, layout)
         if "indexer" in kinds:
-            from tests.support.nsa_pools import NsaPools
+            from tests.support.caches.nsa_pools import NsaPools
 
             self.pools[PoolName.KV] = NsaPools(device_pages, host_pages, page_size, layout)
         self.device_pools = {name: pools.device for name, pools in self.pools.items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine_cache.storage import PoolName
 from engine_cache.storage.directory import DirectoryStorage
-from tests.support.tier_rig import MemoryStorage
+from tests.support.caches.tier_rig import MemoryStorage
 
 _FILE = re.compile(r"[0-9a-f]{20}_((?:[0-9a-f]{16}_)?[0-9a-f]{64})_m(?:_0_1)?\.bin")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from engine_cache.storage import PoolName
 from engine_cache.storage.mooncake import MooncakeStorage
 from engine_cache.storage.mooncake_client import MooncakeClient, StorageUnreachableError
-from tests.support.watched_stores import Failing
+from tests.support.caches.watched_stores import Failing
 
 
 class WatchedMooncake(Failing, MooncakeStorage):

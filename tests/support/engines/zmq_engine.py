@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import zmq
 
-from tests.support.child_process import free_port
+from tests.support.servers.child_process import free_port
 
 _POLL_MS = 20
 END = b"\xff" * 8

@@ -12,8 +12,8 @@ import pytest
 from engine_cache import EvictParams, InitLoadBackParams, Lane, TransferError
 from engine_cache.node import iter_nodes
 from kv_events.schema import BlockRemoved, StorageMedium
-from tests.support.cache_machine import operation
-from tests.support.storage_machine import CPU, StorageMachine, is_stepped
+from tests.support.caches.cache_machine import operation
+from tests.support.caches.storage_machine import CPU, StorageMachine, is_stepped
 
 GPU = StorageMedium.GPU
 EVERYTHING = 10**6

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 from engine_cache import EvictParams, PoolExhaustedError, Request
 from engine_cache.node import iter_nodes
-from tests.support.cache_machine import CacheMachine, operation
-from tests.support.reuse_oracle import num_reusable
-from tests.support.tiered_machine import CPU, EVERYTHING, GPU
-from tests.support.unified_oracle import lost_windows, needed_on_device, num_usable, pages_along, states_of_windows
-from tests.support.unified_requests import Requests, RequestSteps
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.cache_machine import CacheMachine, operation
+from tests.support.caches.tiered_machine import CPU, EVERYTHING, GPU
+from tests.support.caches.unified_oracle import (
+    lost_windows,
+    needed_on_device,
+    num_usable,
+    pages_along,
+    states_of_windows,
+)
+from tests.support.caches.unified_requests import Requests, RequestSteps
+from tests.support.caches.unified_rig import UnifiedRig
+from tests.support.log.reuse_oracle import num_reusable
 
 
 class UnifiedSteps(RequestSteps):

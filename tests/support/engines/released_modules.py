@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pydantic.dataclasses
 
-from tests.support.package_files import files_of, load_module
+from tests.support.engines.released_packages import files_of, load_module
 
 Engine = Literal["sglang", "vllm"]
 Release = tuple[Engine, str]

@@ -9,11 +9,11 @@ from engine_cache import InitLoadBackParams, StoragePolicy
 from engine_cache.storage.mooncake import MooncakeStorage
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from kv_events.schema import StorageMedium
-from tests.support.event_replay import Replay
-from tests.support.hybrid_rig import HybridRig
-from tests.support.nsa_rig import NsaRig
-from tests.support.tier_rig import Rig
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.event_replay import Replay
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.nsa_rig import NsaRig
+from tests.support.caches.tier_rig import Rig
+from tests.support.caches.unified_rig import UnifiedRig
 
 GPU, CPU, EXTERNAL = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.EXTERNAL
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

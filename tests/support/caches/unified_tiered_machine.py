@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine_cache import EvictParams, Lane
-from tests.support.cache_machine import operation
-from tests.support.storage_machine import is_stepped
-from tests.support.tiered_machine import EVERYTHING, TieredCacheMachine
-from tests.support.unified_machine import UnifiedSteps
-from tests.support.unified_oracle import lost_windows, num_usable, pages_along, states_of_windows
-from tests.support.unified_requests import Requests
-from tests.support.unified_rig import NOTHING, UnifiedRig, is_pending
+from tests.support.caches.cache_machine import operation
+from tests.support.caches.storage_machine import is_stepped
+from tests.support.caches.tiered_machine import EVERYTHING, TieredCacheMachine
+from tests.support.caches.unified_machine import UnifiedSteps
+from tests.support.caches.unified_oracle import lost_windows, num_usable, pages_along, states_of_windows
+from tests.support.caches.unified_requests import Requests
+from tests.support.caches.unified_rig import NOTHING, UnifiedRig, is_pending
 
 
 class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):

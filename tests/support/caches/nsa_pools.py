@@ -6,7 +6,7 @@ import torch
 
 from engine_cache.pools.device import NSATokenToKVPool
 from engine_cache.pools.host_indexer import NSAIndexerPoolHost
-from tests.support.tier_rig import LAYERS, KVPools
+from tests.support.caches.tier_rig import LAYERS, KVPools
 
 
 class NsaPools(KVPools):

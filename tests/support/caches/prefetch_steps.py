@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine_cache import HostPoolGroup, HybridCacheController, Lane, StoragePolicy
-from tests.support.page_names import block_hash
-from tests.support.tier_rig import Rig
+from tests.support.caches.page_names import block_hash
+from tests.support.caches.tier_rig import Rig
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 

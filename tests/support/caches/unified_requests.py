@@ -8,9 +8,9 @@ import numpy as np
 from engine_cache import EvictParams, InitLoadBackParams, Lane, ManualCopyEngine, PoolExhaustedError, Request
 from engine_cache.storage.base import PoolName
 from kv_events.schema import StorageMedium
-from tests.support.cache_machine import operation
-from tests.support.unified_oracle import num_usable, pages_along
-from tests.support.unified_rig import NOTHING, contents
+from tests.support.caches.cache_machine import operation
+from tests.support.caches.unified_oracle import num_usable, pages_along
+from tests.support.caches.unified_rig import NOTHING, contents
 
 
 class Requests:

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import httpx
 
-from tests.support.child_process import ChildProcess, free_port
-from tests.support.package_files import installed
+from tests.support.engines.released_packages import installed
+from tests.support.servers.child_process import ChildProcess, free_port
 
 PEER_PACKAGE = "ai_dynamo_runtime", "1.6.1"
 

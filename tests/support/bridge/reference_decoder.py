@@ -9,7 +9,7 @@ from typing import Any
 from bridge.decoding import Decoder
 from bridge.envelopes import Envelope
 from bridge.runs import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
-from tests.support.engine_events import REMOVED_FIELDS, STORED_FIELDS
+from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
 MASK64 = 2**64 - 1
 

@@ -17,8 +17,8 @@ from bridge import BridgeSettings
 from indexer.assembly import create_consumer, create_store
 from indexer.settings import IndexerSettings
 from kv_events.memory_log import MemoryLog
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
-from tests.support.zmq_engine import ZmqEngine
 
 TOKENS = list(range(1, 17))
 
