@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.report import Figure, figure, main, timed
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
-from engine_cache.node import compute_node_hash_values, compute_node_sequence_hashes
+from engine_cache.tree.node import compute_node_hash_values, compute_node_sequence_hashes
 from kv_events.hash_seed import SEED
 
 SEED_OF_TOKENS = 7

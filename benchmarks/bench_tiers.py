@@ -31,11 +31,11 @@ from engine_cache import (
     RadixKey,
     ThreadCopyEngine,
 )
-from engine_cache.eviction import SortKey, find_policy
-from engine_cache.node import TreeNode
 from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName
+from engine_cache.tree.eviction import SortKey, find_policy
+from engine_cache.tree.node import TreeNode
 from kv_events.schema import EngineEvent
 from simulation import CACHES, SimulatedWorker, SimulationSettings, WorkloadSettings, create_cache, generate
 

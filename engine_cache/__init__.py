@@ -23,14 +23,10 @@ from engine_cache.base import (
 )
 from engine_cache.copying import CopyEngine, Lane, ManualCopyEngine, ThreadCopyEngine
 from engine_cache.errors import CacheStateError, PoolError, PoolExhaustedError, StackError, TransferError
-from engine_cache.events import KVCacheEventMixin, ResidentPage
-from engine_cache.eviction import EVICTION_POLICIES
 from engine_cache.himamba import HiMambaRadixCache
 from engine_cache.hiradix import HiRadixCache
 from engine_cache.hybrid_transfer import HybridCacheController
-from engine_cache.key import RadixKey
 from engine_cache.mamba import MambaRadixCache
-from engine_cache.node import TreeNode, compute_node_hash_values, split_node_hash_value
 from engine_cache.pool_entry import HostPoolGroup, PoolEntry
 from engine_cache.pools import MambaSlotAllocator, PagedTokenToKVPoolAllocator, ReqToTokenPool
 from engine_cache.pools.host_rows import BytelessHostPool
@@ -39,6 +35,10 @@ from engine_cache.radix import RadixCache
 from engine_cache.storage_operations import StoragePolicy
 from engine_cache.tiers.backup import WRITE_POLICIES
 from engine_cache.transfer import HiCacheController
+from engine_cache.tree.events import KVCacheEventMixin, ResidentPage
+from engine_cache.tree.eviction import EVICTION_POLICIES
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode, compute_node_hash_values, split_node_hash_value
 from engine_cache.types import IndexArray
 from engine_cache.unified import (
     AuxiliaryComponent,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
 from kv_events.schema import EngineEvent
 

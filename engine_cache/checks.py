@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_cache.errors import CacheStateError
-from engine_cache.node import MambaNode, TreeNode, iter_nodes
 from engine_cache.storage.base import PoolName
+from engine_cache.tree.node import MambaNode, TreeNode, iter_nodes
 from engine_cache.types import IndexArray, no_indices
 
 if TYPE_CHECKING:
     from engine_cache.himamba import HiMambaRadixCache
-    from engine_cache.lru import LruList
     from engine_cache.mamba import MambaRadixCache
     from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
     from engine_cache.radix import RadixCache
     from engine_cache.tiers.storage_tier import StorageTier
+    from engine_cache.tree.lru import LruList
 
 
 def check_radix_cache(cache: RadixCache, request_indices: IndexArray | None) -> None:

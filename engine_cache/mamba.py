@@ -26,13 +26,13 @@ from engine_cache.base import (
 )
 from engine_cache.checks import check_mamba_states, check_no_tombstone_leaf
 from engine_cache.errors import CacheStateError
-from engine_cache.events import LAST_PAGE
-from engine_cache.key import RadixKey
-from engine_cache.lru import LruList
-from engine_cache.node import MambaNode, TreeNode, hybrid
 from engine_cache.options import CacheOptions
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.state_requests import StatePool, StateRequests
+from engine_cache.tree.events import LAST_PAGE
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.lru import LruList
+from engine_cache.tree.node import MambaNode, TreeNode, hybrid
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium

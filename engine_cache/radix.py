@@ -29,12 +29,12 @@ from engine_cache.base import (
 )
 from engine_cache.checks import check_radix_cache
 from engine_cache.errors import CacheStateError
-from engine_cache.events import KVCacheEventMixin
-from engine_cache.eviction import EvictionQueue, find_policy
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode, split_node_hash_value, split_node_sequence_hash, split_rows
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
+from engine_cache.tree.events import KVCacheEventMixin
+from engine_cache.tree.eviction import EvictionQueue, find_policy
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode, split_node_hash_value, split_node_sequence_hash, split_rows
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import namespace_seed

@@ -14,11 +14,11 @@ import numpy as np
 
 from engine_cache.base import EvictResult, InsertParams, InsertResult, Request
 from engine_cache.errors import PoolExhaustedError
-from engine_cache.key import RadixKey
 from engine_cache.loading_slots import LoadingSlots
-from engine_cache.node import TreeNode
 from engine_cache.pools.allocators import MambaSlotAllocator
 from engine_cache.radix import RadixCache
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 

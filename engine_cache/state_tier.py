@@ -13,16 +13,16 @@ from __future__ import annotations
 import logging
 
 from engine_cache.base import Request
-from engine_cache.events import LAST_PAGE
-from engine_cache.lru import LruList
 from engine_cache.mamba import MambaRadixCache
-from engine_cache.node import MambaNode, TreeNode, compute_node_hash_values, hybrid
 from engine_cache.pool_entry import PoolEntry
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation
 from engine_cache.tiers.backup import BackupOperation
 from engine_cache.tiers.storage_tier import StorageTier
+from engine_cache.tree.events import LAST_PAGE
+from engine_cache.tree.lru import LruList
+from engine_cache.tree.node import MambaNode, TreeNode, compute_node_hash_values, hybrid
 from engine_cache.types import IndexArray, no_indices
 from kv_events.schema import StorageMedium
 from kv_events.streams import MAMBA_GROUP

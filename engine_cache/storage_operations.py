@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeAlias
 
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode
 from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.schema import BlockStored

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checka
 
 import numpy as np
 
-from engine_cache.node import TreeNode
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.schema import StorageMedium

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode
 from engine_cache.storage.base import PoolTransfer
 from engine_cache.storage_operations import PrefetchOperation
 from engine_cache.tiers.archive import Archives
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
 

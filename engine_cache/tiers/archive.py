@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
-from engine_cache.node import TreeNode, compute_node_hash_values
 from engine_cache.storage.base import HiCacheStorage, PoolTransfer, StorageClosedError
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_io import StorageIO
 from engine_cache.storage_operations import ArchiveOperation, StorageOperation
 from engine_cache.tiers.host_tier import HostTier
+from engine_cache.tree.node import TreeNode, compute_node_hash_values
 from kv_events.schema import BlockRemoved, BlockStored
 
 

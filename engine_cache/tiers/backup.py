@@ -13,9 +13,9 @@ from typing import Any
 
 from engine_cache.base import IncLockRefResult, InsertParams
 from engine_cache.errors import CacheStateError
-from engine_cache.node import TreeNode, iter_nodes, split_rows
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tiers.host_leaves import HostLeaves
+from engine_cache.tree.node import TreeNode, iter_nodes, split_rows
 from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
 

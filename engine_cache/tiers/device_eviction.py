@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from engine_cache.base import DecLockRefResult, IncLockRefResult
 from engine_cache.errors import CacheStateError
-from engine_cache.node import TreeNode
 from engine_cache.tiers.backup import Backups
+from engine_cache.tree.node import TreeNode
 
 
 class DeviceEviction(Backups):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine_cache.eviction import EvictionQueue
-from engine_cache.node import TreeNode
 from engine_cache.radix import RadixCache
 from engine_cache.transfer import HiCacheController
+from engine_cache.tree.eviction import EvictionQueue
+from engine_cache.tree.node import TreeNode
 from kv_events.schema import StorageMedium
 
 

@@ -14,12 +14,12 @@ from itertools import count, takewhile
 import numpy as np
 
 from engine_cache.base import MatchResult
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.tiers.backup import WRITE_POLICIES
 from engine_cache.tiers.load_back import LoadBacks
 from engine_cache.transfer import HiCacheController
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 

@@ -7,10 +7,10 @@ import logging
 import numpy as np
 
 from engine_cache.base import EvictParams, IncLockRefResult, InitLoadBackParams, Request
-from engine_cache.node import TreeNode
 from engine_cache.storage.base import PoolTransfer
 from engine_cache.tiers.backup import for_each
 from engine_cache.tiers.device_eviction import DeviceEviction
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
 
 log = logging.getLogger(__name__)

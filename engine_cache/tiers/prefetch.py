@@ -8,11 +8,11 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode, compute_node_hash_values
 from engine_cache.storage.base import PoolTransfer
 from engine_cache.storage_operations import PrefetchOperation
 from engine_cache.tiers.adoption import Adoption
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode, compute_node_hash_values
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from engine_cache.base import InsertParams, InsertResult, MatchPrefixParams, MatchResult
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode
 from engine_cache.options import RadixOptions
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.tiers.host_tier import live_prefix
 from engine_cache.transfer import HiCacheController
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from engine_cache.unified.checks import check_unified_cache
 from engine_cache.unified.component import AuxiliaryComponent, TreeComponent

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_cache.checks import check_host_tier, check_pages, check_radix_cache, discarded_rows, require
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from engine_cache.types import IndexArray, no_indices
 from engine_cache.unified.component import AuxiliaryComponent
 from engine_cache.unified.node import ComponentData, UnifiedNode, unified

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from engine_cache.base import InsertParams, MatchPrefixParams, MatchResult, Request
-from engine_cache.lru import LruList
-from engine_cache.node import TreeNode
 from engine_cache.pool_entry import PoolEntry
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.tree.lru import LruList
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from engine_cache.unified.match import MatchedPath, MatchValidator
 from engine_cache.unified.node import ComponentData, ComponentType, UnifiedNode, device_list, host_list, unified

@@ -17,9 +17,9 @@ from engine_cache.base import (
     IncLockRefResult,
 )
 from engine_cache.errors import CacheStateError
-from engine_cache.node import TreeNode
 from engine_cache.storage.base import PoolName
 from engine_cache.tiers.storage_tier import StorageTier
+from engine_cache.tree.node import TreeNode
 from engine_cache.unified.component import AuxiliaryComponent
 from engine_cache.unified.node import UnifiedNode, unified
 from kv_events.errors import InvalidValueError

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from engine_cache.base import InsertParams, MatchPrefixParams, MatchResult, Request
-from engine_cache.events import LAST_PAGE
-from engine_cache.node import TreeNode
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.state_requests import StatePool
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.tree.events import LAST_PAGE
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from engine_cache.unified.component import AuxiliaryComponent, LockTicket
 from engine_cache.unified.match import MatchedPath, MatchValidator

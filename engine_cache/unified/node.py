@@ -9,8 +9,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 from engine_cache.errors import CacheStateError
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine_cache.node import TreeNode
 from engine_cache.storage.base import HiCacheStorage
 from engine_cache.storage_operations import StoragePolicy
 from engine_cache.transfer import HiCacheController
+from engine_cache.tree.node import TreeNode
 from engine_cache.unified.eviction import UnifiedEviction
 from kv_events.errors import InvalidValueError
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from engine_cache.base import EvictParams, EvictResult, InsertParams, Request
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode
 from engine_cache.radix import RadixCache
 from engine_cache.state_requests import StateRequests
 from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from engine_cache.unified.eviction import UnifiedEviction
 from engine_cache.unified.mamba import MambaComponent

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine_cache.base import DecLockRefParams, InitLoadBackParams, Request
-from engine_cache.node import TreeNode, compute_node_hash_values
 from engine_cache.storage.base import PoolTransfer
 from engine_cache.storage.object_names import page_keys
 from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation
 from engine_cache.tiers.backup import BackupOperation
+from engine_cache.tree.node import TreeNode, compute_node_hash_values
 from engine_cache.types import IndexArray, no_indices
 from engine_cache.unified.component import AuxiliaryComponent
 from engine_cache.unified.node import UnifiedNode, unified

@@ -20,7 +20,7 @@ from engine_cache import (
     ReqToTokenPool,
     Request,
 )
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation, soak
 
 OPERATIONS = 10_000

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_cache import EVICTION_POLICIES, CacheStateError, RadixKey
-from engine_cache.eviction import EvictionQueue, find_policy
-from engine_cache.node import TreeNode
+from engine_cache.tree.eviction import EvictionQueue, find_policy
+from engine_cache.tree.node import TreeNode
 
 POLICIES = sorted(EVICTION_POLICIES)
 NUM_NODES = 12

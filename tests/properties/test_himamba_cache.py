@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from engine_cache import WRITE_POLICIES, EvictParams, Lane, PoolExhaustedError, ThreadCopyEngine
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from tests.support.caches.cache_machine import operation, soak
 from tests.support.caches.hybrid_rig import HybridRig

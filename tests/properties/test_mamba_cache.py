@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.cache_machine import CacheMachine, operation, soak
 from tests.support.caches.mamba_engine import CHUNK, Hybrid, evicted_by_hand

@@ -18,7 +18,7 @@ from engine_cache import (
     RadixCache,
     RadixKey,
 )
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation
 
 POOL_PAGES = 20

@@ -18,7 +18,7 @@ from engine_cache import (
     ReqToTokenPool,
     Request,
 )
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 
 CHUNK = 4
 

@@ -10,8 +10,8 @@ from hashlib import sha256
 from typing import ClassVar
 
 from engine_cache import Lane, ManualCopyEngine, StoragePolicy
-from engine_cache.node import iter_nodes
 from engine_cache.storage_operations import STOP_POLICIES
+from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.cache_machine import CacheMachine, operation
 from tests.support.caches.page_names import block_hash

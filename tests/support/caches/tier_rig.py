@@ -22,11 +22,11 @@ from engine_cache import (
     PoolEntry,
     RadixKey,
 )
-from engine_cache.node import iter_nodes
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
+from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
 
 LAYERS = 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from engine_cache import EvictParams, InitLoadBackParams, Lane, TransferError
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from kv_events.schema import BlockRemoved, StorageMedium
 from tests.support.caches.cache_machine import operation
 from tests.support.caches.storage_machine import CPU, StorageMachine, is_stepped

@@ -4,7 +4,7 @@ alone."""
 from __future__ import annotations
 
 from engine_cache import EvictParams, PoolExhaustedError, Request
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation
 from tests.support.caches.tiered_machine import CPU, EVERYTHING, GPU
 from tests.support.caches.unified_oracle import (

@@ -32,9 +32,9 @@ from engine_cache import (
     SWATokenToKVPoolAllocator,
     UnifiedRadixCache,
 )
-from engine_cache.node import iter_nodes
 from engine_cache.storage.base import PoolName
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
+from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.number_pools import NumberPools, content
 

@@ -15,7 +15,7 @@ from engine_cache import (
     RadixCache,
     RadixKey,
 )
-from engine_cache import events as events_module
+from engine_cache.tree import events as events_module
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import namespace_seed
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium

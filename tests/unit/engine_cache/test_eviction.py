@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
-from engine_cache.eviction import EVICTION_POLICIES, find_policy
+from engine_cache.tree.eviction import EVICTION_POLICIES, find_policy
 
 
 def evicted_order(policy):

@@ -4,7 +4,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from engine_cache.key import RadixKey
+from engine_cache.tree.key import RadixKey
 from kv_events.errors import InvalidValueError
 
 PLAIN = RadixKey([1, 2, 3, 4, 5])

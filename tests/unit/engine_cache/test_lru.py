@@ -1,8 +1,8 @@
 import pytest
 
 from engine_cache import CacheStateError, RadixKey
-from engine_cache.lru import LruList
-from engine_cache.node import MambaNode
+from engine_cache.tree.lru import LruList
+from engine_cache.tree.node import MambaNode
 
 
 @pytest.fixture

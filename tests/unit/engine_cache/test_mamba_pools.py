@@ -11,7 +11,7 @@ from engine_cache import (
     RadixKey,
     Request,
 )
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
 
 torch = pytest.importorskip("torch", reason="device pools need torch: pip install kvsight[engine]")

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from engine_cache.key import RadixKey
-from engine_cache.node import (
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import (
     TreeNode,
     compute_node_hash_values,
     compute_node_sequence_hashes,

@@ -1,6 +1,7 @@
 import pytest
 
-from engine_cache import EvictParams, EvictResult, HiMambaRadixCache, KVCacheEventMixin, ThreadCopyEngine, events
+from engine_cache import EvictParams, EvictResult, HiMambaRadixCache, KVCacheEventMixin, ThreadCopyEngine
+from engine_cache.tree import events
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.hybrid_steps import CPU, GPU, PROMPT, demoted, node_of, stored, two_turns
 

@@ -1,6 +1,7 @@
 import pytest
 
-from engine_cache import EvictParams, InsertParams, KVCacheEventMixin, MambaRadixCache, RadixKey, events
+from engine_cache import EvictParams, InsertParams, KVCacheEventMixin, MambaRadixCache, RadixKey
+from engine_cache.tree import events
 from kv_events.schema import AllBlocksCleared, StorageMedium
 from tests.support.caches.mamba_rig import Rig
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine_cache import EvictParams, RadixCache, events
+from engine_cache import EvictParams, RadixCache
+from engine_cache.tree import events
 from kv_events.errors import InvalidValueError
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from tests.support.caches.mamba_rig import Rig

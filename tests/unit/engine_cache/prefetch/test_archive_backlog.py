@@ -3,7 +3,7 @@
 import pytest
 
 from engine_cache import EvictParams, Lane, StoragePolicy
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from kv_events.errors import InvalidValueError
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.tier_rig import MemoryStorage, Rig

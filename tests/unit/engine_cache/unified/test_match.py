@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from engine_cache.unified import UnifiedRadixCache
 from engine_cache.unified.match import num_accepted
 from tests.support.caches.unified_rig import UnifiedRig

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_cache import ComponentType
-from engine_cache.node import iter_nodes
+from engine_cache.tree.node import iter_nodes
 from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine_cache.key import RadixKey
-from engine_cache.node import TreeNode, compute_node_hash_values, compute_node_sequence_hashes, iter_nodes
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode, compute_node_hash_values, compute_node_sequence_hashes, iter_nodes
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array, hash_str_to_int64, hash_strs_to_int64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engine_cache.errors import CacheStateError
-from engine_cache.key import PageKey, RadixKey
+from engine_cache.tree.key import PageKey, RadixKey
 from engine_cache.types import IndexArray
 from kv_events.hashing import U64Array, block_hash_chain, sequence_hashes
 

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TypeAlias
 
 from engine_cache.errors import CacheStateError
-from engine_cache.node import TreeNode
+from engine_cache.tree.node import TreeNode
 from kv_events.errors import InvalidValueError
 
 SortKey: TypeAlias = tuple[int, int]
