@@ -56,6 +56,10 @@ format: $(VENV)/.installed-dev ## format, and repair what the linter can
 fuzz: $(VENV)/.installed-dev ## hostile bytes for every decoder; MINUTES=10 (the tests do it for seconds)
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
+.PHONY: docs
+docs: $(VENV)/.installed-dev ## the documentation site, in build/site; fails on a broken link
+	@output=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1) || { echo "$$output" >&2; exit 1; }
+
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the figures of benchmarks/README.md, side by side
 	@$(BIN)/python -m benchmarks
