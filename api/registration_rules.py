@@ -9,7 +9,7 @@ from typing import TypeAlias
 from api.problems import ProblemError
 from api.settings import RegistrationSettings
 from bridge import EngineSettings
-from bridge.frames import is_ours_to_bind
+from kv_events.endpoints import has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.streams import StreamId
 
@@ -26,7 +26,7 @@ def check_addresses(engine: EngineSettings, settings: RegistrationSettings) -> N
         address: str | None = getattr(engine, field)
         if address is None:
             continue
-        if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or is_ours_to_bind(address):
+        if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or has_wildcard(address):
             expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
             raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, "invalid-endpoint")
         if ".." in address or not settings.allows(address):

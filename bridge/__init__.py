@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from bridge.engine import EngineStatus
 from bridge.fleet import EngineConflictError, Fleet
+from bridge.registry import StreamStatus
 from bridge.settings import BridgeSettings, EngineSettings, parse_engine, read_engines
-from bridge.streams import StreamStatus
-from bridge.subscriber import LinkState
+from bridge.stream.subscriber import LinkState
 
 __all__ = [
     "BridgeSettings",

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from bridge.complaints import Complaints
 from bridge.counters import BridgeCounters
-from bridge.decoding import Decoder
-from bridge.frames import parse_topic
-from bridge.identity import Unsaid
-from bridge.replay import ReplayClient
+from bridge.decoding.decoder import Decoder
+from bridge.naming.identity import Unsaid
+from bridge.registry import StreamRegistry, StreamStatus
 from bridge.settings import EngineSettings, is_name
-from bridge.source import Source
-from bridge.streams import StreamRegistry, StreamStatus
-from bridge.subscriber import LinkState, Subscriber
-from bridge.workers import Workers
+from bridge.stream.engine_stream import Source
+from bridge.stream.replay import ReplayClient
+from bridge.stream.subscriber import LinkState, Subscriber
+from bridge.worker_threads import Workers
+from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
+from kv_events.rate_limited_log import RateLimitedLog
 from kv_events.streams import StreamId
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class EngineReader:
         self._registry = registry
         self._decoder = decoder
         self._workers = workers
-        self._complaints = Complaints(engine.worker or engine.endpoint)
+        self._limited_log = RateLimitedLog(log, f"engine {engine.worker or engine.endpoint}")
         self._failure: str | None = None
         self._sources: OrderedDict[str, Source] = OrderedDict()  # by topic; who was heard last comes last
         self._leaving: list[Source] = []  # to be closed
@@ -123,7 +123,7 @@ class EngineReader:
             self.engine,
             self._registry.settings,
             self.counters,
-            self._complaints,
+            self._limited_log,
             self._source_of,
             lambda: list(self._sources.values()),
             self._tidy_up,
@@ -139,7 +139,7 @@ class EngineReader:
             pod = parse_topic(topic)
             model = self.engine.model or pod.model or ""
             if not (is_name(model) and is_name(pod.pod)):
-                self._complaints.say("topic %s left out: it names no worker and model that can be", shorten(topic))
+                self._limited_log.warning("topic %s left out: it names no worker and model that can be", shorten(topic))
             elif self._has_room():
                 source = self._sources[key] = self._new_source(model, pod.pod)
         return source

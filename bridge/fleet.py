@@ -8,12 +8,12 @@ from typing import Self
 
 import zmq.asyncio
 
-from bridge.decoding import Decoder
+from bridge.decoding.decoder import Decoder
 from bridge.engine import EngineReader, EngineStatus
+from bridge.registry import StreamRegistry
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
-from bridge.streams import StreamRegistry
-from bridge.workers import Workers
+from bridge.worker_threads import Workers
 from kv_events.errors import InvalidValueError, KvsightError
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import Sink

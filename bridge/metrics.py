@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from bridge.counters import BridgeCounters
 from bridge.engine import EngineStatus
-from bridge.subscriber import LinkState
+from bridge.stream.subscriber import LinkState
 
 _LABELS = ("worker", "model", "tenant", "dp_rank")
 _DETAILS = {"bad_events": "reason", "unknown_media": "medium"}

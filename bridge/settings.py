@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import Field
 
-from bridge.frames import endpoint_of_rank, is_ours_to_bind
+from kv_events.endpoints import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
 from kv_events.settings import KvsightSettings
@@ -79,13 +79,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if address is not None:
                 _check_address(field, address)
                 endpoint_of_rank(address, self.num_ranks - 1, field)
-        if self.replay_endpoint is not None and is_ours_to_bind(self.replay_endpoint):
+        if self.replay_endpoint is not None and has_wildcard(self.replay_endpoint):
             raise InvalidValueError("replay_endpoint", self.replay_endpoint, "the engine's address, without a wildcard")
 
     @property
     def binds(self) -> bool:
         """Whether we bind the address."""
-        return is_ours_to_bind(self.endpoint) if self.bind is None else self.bind
+        return has_wildcard(self.endpoint) if self.bind is None else self.bind
 
     def of_rank(self, offset: int) -> EngineSettings:
         """The entry of one rank alone."""

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from bridge.complaints import Complaints
 from bridge.counters import BridgeCounters
-from bridge.identity import Identity
-from bridge.name_kernels import PageEvents
-from bridge.runs import BadEvent, ClearedRun, Place, RemovedRun, Run, StoredRun
-from bridge.translate import Translator
+from bridge.decoding.runs import BadEvent, ClearedRun, PageEvents, Place, RemovedRun, Run, StoredRun
+from bridge.naming.identity import Identity
+from bridge.naming.translator import Translator
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
+from kv_events.rate_limited_log import RateLimitedLog
 from kv_events.schema import BATCHES_LOST
 from publisher.publisher import EventPublisher
 
@@ -111,7 +110,7 @@ class PolledEvents:
             translator = Translator(
                 Identity(stream.model, stream.tenant),
                 self.counters,
-                Complaints(stream.key),
+                RateLimitedLog(log, f"engine {stream.key}"),
                 lambda _: publisher,
                 block_size=publisher.block_size,
                 ledger_pages=publisher.ledger_pages,

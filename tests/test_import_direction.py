@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "kv_events": set(),
     "engine_cache": {"kv_events"},
-    "publisher": {"kv_events", "bridge"},
+    "publisher": {"kv_events"},
     "bridge": {"kv_events", "publisher"},
     "indexer": {"kv_events"},
     "api": {"kv_events", "indexer", "publisher", "bridge"},

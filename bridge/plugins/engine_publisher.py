@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from bridge.complaints import Complaints
 from bridge.counters import BridgeCounters
-from bridge.decoding import Decoder
-from bridge.identity import Identity
-from bridge.runs import BadEvent, ClearedRun
+from bridge.decoding.decoder import Decoder
+from bridge.decoding.runs import BadEvent, ClearedRun
+from bridge.naming.identity import Identity
+from bridge.naming.translator import Translator
 from bridge.settings import BridgeSettings
-from bridge.translate import Translator
 from kv_events.errors import InvalidValueError
+from kv_events.rate_limited_log import RateLimitedLog
 from kv_events.schema import BATCHES_LOST
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
@@ -50,11 +50,11 @@ class EnginePublisher:
         self._sink = create_sink(self._settings)
         self._publisher: EventPublisher | None = None
         self._replacing: threading.Thread | None = None
-        self._complaints = Complaints(self._settings.stream.key)
+        self._limited_log = RateLimitedLog(log, f"engine {self._settings.stream.key}")
         self._translator = Translator(
             Identity(self._settings.model, self._settings.tenant),
             self.counters,
-            self._complaints,
+            self._limited_log,
             self._start_publisher,
             block_size=None,
             ledger_pages=self._settings.ledger_pages,
@@ -109,7 +109,7 @@ class EnginePublisher:
             if isinstance(run, ClearedRun):
                 self._doubt("")
             elif isinstance(run, BadEvent):
-                self._complaints.say("an event is left out: %s", run.reason)
+                self._limited_log.warning("an event is left out: %s", run.reason)
                 if run.may_remove:
                     self._doubt(BATCHES_LOST)
 

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import zmq
 
-from bridge.frames import IN_ONE_PLACE, SEQ_BYTES, endpoint_of_rank, is_ipv6, is_ours_to_bind
+from kv_events.endpoints import LOCAL_SCHEMES, endpoint_of_rank, has_wildcard, is_ipv6
+from kv_events.engine_wire import seq_frame
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
@@ -60,7 +61,7 @@ class ZmqSink:
             self._live.setsockopt(zmq.LINGER, _LINGER_MS)  # now, as for replays: readers may be gone before we are
             self._live.setsockopt(zmq.SNDHWM, self._settings.zmq_hwm)
             self._live.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
-            if is_ours_to_bind(self._endpoint) or self._endpoint.startswith(IN_ONE_PLACE):
+            if has_wildcard(self._endpoint) or self._endpoint.startswith(LOCAL_SCHEMES):
                 self._live.bind(self._endpoint)
             else:
                 self._live.connect(self._endpoint)
@@ -83,7 +84,7 @@ class ZmqSink:
             except RecordRejectedError as error:
                 raise SinkRejectedError(f"no record of ours: {error}") from error
             if payload is not None:
-                seq = self._kept.keep(payload).to_bytes(SEQ_BYTES, "big")
+                seq = seq_frame(self._kept.keep(payload))
                 self._live.send_multipart([self._topic, seq, payload])
         self._log_untold()
 

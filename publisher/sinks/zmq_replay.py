@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from bridge.complaints import Complaints
-from bridge.frames import END, SEQ_BYTES, is_ipv6
+from kv_events.endpoints import is_ipv6
+from kv_events.engine_wire import END, FrameError, parse_replay_request, seq_frame
+from kv_events.rate_limited_log import RateLimitedLog
 from publisher.settings import PublisherSettings
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class ReplaySocket:
         self._settings = settings
         self._topic = settings.zmq_topic.encode()
         self._kept = kept
-        self._complaints = Complaints(f"replay {endpoint}")
+        self._limited_log = RateLimitedLog(log, f"replay {endpoint}")
         self._answers: dict[bytes, _Answer] = {}  # by reader, each of whom has one connection
         self._router: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
@@ -122,10 +123,12 @@ class ReplaySocket:
                 reader, *frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) != 2 or len(frames[1]) != SEQ_BYTES:
-                self._complaints.say("a request of %d frames is left unanswered", len(frames))
+            try:
+                start = parse_replay_request(frames)
+            except FrameError as error:
+                self._limited_log.warning("a request is not answered: %s", error)
             else:
-                self._ask(reader, int.from_bytes(frames[1], "big"))
+                self._ask(reader, start)
 
     def _ask(self, reader: bytes, start: int) -> None:
         running = self._answers.get(reader)
@@ -134,7 +137,7 @@ class ReplaySocket:
         elif len(self._answers) < _MOST_READERS:
             self._answers[reader] = _Answer(start, time.monotonic())
         else:
-            self._complaints.say("a request is left unanswered: %d readers are being answered", _MOST_READERS)
+            self._limited_log.warning("a request is left unanswered: %d readers are being answered", _MOST_READERS)
 
     def _go_on(self, socket: zmq.Socket[bytes], reader: bytes) -> bool:
         """Send a part of an answer; False: the reader has no room for any of it."""
@@ -146,12 +149,12 @@ class ReplaySocket:
             is_done = False
             if answer.position == before:
                 if time.monotonic() - answer.moved_at > _STUCK_S:
-                    self._complaints.say("an answer is given up: its reader took nothing for %.0f s", _STUCK_S)
+                    self._limited_log.warning("an answer is given up: its reader took nothing for %.0f s", _STUCK_S)
                     del self._answers[reader]
                 return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # the reader is gone
-                self._complaints.say("an answer is given up: %s", error)
+                self._limited_log.warning("an answer is given up: %s", error)
             del self._answers[reader]
             return True
         answer.moved_at = time.monotonic()
@@ -163,7 +166,7 @@ class ReplaySocket:
         """Whether that was the end. Raises zmq.Again where there is no more room."""
         batches = self._kept.since(answer.position, _BATCHES_AT_A_TIME)
         for seq, payload in batches:
-            self._send(socket, reader, self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload)
+            self._send(socket, reader, self._topic, seq_frame(seq), payload)
             answer.position = seq + 1
         if not batches:
             self._send(socket, reader, b"", END, b"")

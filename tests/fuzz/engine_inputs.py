@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import msgspec
 
-from bridge.complaints import Complaints
 from bridge.counters import BridgeCounters
-from bridge.decoding import Decoder, UndecodableError
-from bridge.identity import Identity
+from bridge.decoding.decoder import Decoder, UndecodableError
+from bridge.naming.identity import Identity
+from bridge.naming.translator import Translator
 from bridge.tensorrt import PolledEvents
-from bridge.translate import Translator
 from kv_events.codec import decode_batch
 from kv_events.memory_log import MemoryLog
+from kv_events.rate_limited_log import RateLimitedLog
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
@@ -59,7 +60,7 @@ class BridgeTarget:
         self._translator = Translator(
             Identity("m", "default"),
             BridgeCounters(),
-            Complaints("w"),
+            RateLimitedLog(logging.getLogger("tests"), "engine w"),
             _publisher,
             block_size=None,
             ledger_pages=4096,

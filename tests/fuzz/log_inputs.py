@@ -8,7 +8,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from bridge.decoding import Decoder
+from bridge.decoding.decoder import Decoder
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces

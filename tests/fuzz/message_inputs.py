@@ -12,14 +12,14 @@ import zmq.asyncio
 
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
-from bridge.decoding import Decoder
-from bridge.frames import FrameError, LiveMessage, ReplayMessage, parse_live, parse_replay, parse_topic
-from bridge.identity import Unsaid
+from bridge.decoding.decoder import Decoder
+from bridge.naming.identity import Unsaid
+from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
-from bridge.source import Source
-from bridge.streams import StreamRegistry
-from bridge.subscriber import LinkState
-from bridge.workers import Workers
+from bridge.stream.engine_stream import Source
+from bridge.stream.subscriber import LinkState
+from bridge.worker_threads import Workers
+from kv_events.engine_wire import FrameError, LiveMessage, ReplayMessage, parse_live, parse_replay, parse_topic
 from kv_events.memory_log import MemoryLog
 from kv_events.streams import StreamId
 from publisher import PublisherSettings

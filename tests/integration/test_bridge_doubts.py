@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from bridge.source import Source
+from bridge.stream.engine_stream import Source
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored

@@ -12,8 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from bridge.ranks import Ranks
-from bridge.replay import ReplayClient, ReplayError
+from bridge.stream.ranks import Ranks
+from bridge.stream.replay import ReplayClient, ReplayError
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine

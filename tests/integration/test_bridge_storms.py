@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge import continuity
+from bridge.stream import continuity
 from kv_events.schema import ENGINE_UNHEARD
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import names_of, payload, stored

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from bridge.decoding import Decoder
-from bridge.envelopes import Envelope
-from bridge.runs import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
+from bridge.decoding.decoder import Decoder
+from bridge.decoding.envelopes import Envelope
+from bridge.decoding.runs import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
 MASK64 = 2**64 - 1

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, Self
 
 from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
-from bridge.complaints import Complaints
 from bridge.counters import BridgeCounters
-from bridge.decoding import Decoder
-from bridge.identity import Identity
-from bridge.translate import Translator
+from bridge.decoding.decoder import Decoder
+from bridge.naming.identity import Identity
+from bridge.naming.translator import Translator
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
+from kv_events.rate_limited_log import RateLimitedLog
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
@@ -133,7 +134,7 @@ class Rig:
         self.translator = Translator(
             Identity(model, "default"),
             self.counters,
-            Complaints("w"),
+            RateLimitedLog(logging.getLogger("tests"), "engine w"),
             self._publisher,
             block_size=block_size,
             ledger_pages=ledger_pages,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.runs import BadEvent
+from bridge.decoding.runs import BadEvent
 from bridge.tensorrt import PolledEvents, from_tensorrt, widest_window_of
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings

@@ -1,0 +1,203 @@
+"""Payloads of an engine's messages -> runs of events, columns ready for kernels.
+
+Shapes are detected, never configured: batches as arrays of two or more or as maps, events as arrays or maps, hashes
+signed, unsigned or as bytes, tokens or pairs of tokens, fields that are missing or new.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bridge.decoding import batch_kernels as batches
+from bridge.decoding import event_rows as columns
+from bridge.decoding.envelopes import decode_any, decode_envelope, may_remove
+from bridge.decoding.run_kernels import begin_run
+from bridge.decoding.runs import BadEvent, ClearedRun, MixedRun, PageEvents, Place, RemovedRun, Run, StoredRun
+from bridge.decoding.scan_kernels import scan_batches
+from kv_events.engine_wire import Payload
+from kv_events.errors import KvsightError
+from kv_events.hashing import U32Array, U64Array
+
+MAX_PAYLOAD_BYTES = 16 * 2**20
+"""Largest payload that is looked at."""
+
+_MAX_NAME_BYTES = 1024
+_ROWS = 4096
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_Row: TypeAlias = list[int]
+
+
+class UndecodableError(KvsightError):
+    """A payload is no batch of events."""
+
+
+class Batch(NamedTuple):
+    """The events of one message, or of several that followed one another."""
+
+    rank: int | None
+    """DP rank that the batch itself names."""
+    num_bad_ranks: int
+    """Messages among them whose rank makes no sense; as if they named none."""
+    runs: Iterator[tuple[Run, int]]
+    """Runs and how many events each stands for. Arrays are views of the decoder's buffers: use them at once, and up
+    before the next batch is asked for."""
+
+
+class Unreadable(NamedTuple):
+    """A payload that is no batch of events."""
+
+    number: int
+    """Its place among the payloads."""
+    reason: str
+
+
+class _EventColumns(NamedTuple):
+    """What kernels take of events; the first [number of rows] are filled."""
+
+    lengths: npt.NDArray[np.int64]
+    parents: U64Array
+    has_parent: npt.NDArray[np.uint8]
+    is_removal: npt.NDArray[np.uint8]
+    places: npt.NDArray[np.uint8]
+
+
+class Decoder(threading.local):
+    """Decodes into buffers that grow with the largest payload; each thread that uses it has its own. One thing at a
+    time.
+    """
+
+    def __init__(self) -> None:
+        self._rows = np.empty((_ROWS, columns.NUM_COLUMNS), np.int64)
+        self._columns = _EventColumns(
+            np.empty(_ROWS, np.int64), np.empty(_ROWS, np.uint64), *(np.empty(_ROWS, np.uint8) for _ in range(3))
+        )
+        self._hashes = np.empty(0, np.uint64)
+        self._tokens = np.empty(0, np.uint32)
+
+    def decode(self, payload: Payload) -> Batch:
+        """One payload. Raises UndecodableError."""
+        parts = self.decode_all([payload])
+        first = next(parts)
+        if isinstance(first, Unreadable):
+            raise UndecodableError(first.reason)
+        more = (part.runs for part in parts if isinstance(part, Batch))
+        return first._replace(runs=chain(first.runs, chain.from_iterable(more)))
+
+    def decode_all(self, payloads: Sequence[Payload]) -> Iterator[Batch | Unreadable]:
+        """Payloads that followed one another; those of one rank are taken together."""
+        if max(map(len, payloads), default=0) > MAX_PAYLOAD_BYTES:
+            readable = [payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads]
+        else:
+            readable = list(payloads)
+        joined = b"".join(readable)  # no copy where there is one that is bytes
+        if len(self._hashes) <= len(joined):
+            self._hashes = np.empty(2 * len(joined) + 1, np.uint64)
+            self._tokens = np.empty(2 * len(joined) + 1, np.uint32)
+        return self._batches(payloads, joined, np.array([0, *accumulate(map(len, readable))], np.int64))
+
+    def _batches(
+        self, payloads: Sequence[Payload], joined: bytes, borders: npt.NDArray[np.int64]
+    ) -> Iterator[Batch | Unreadable]:
+        data, header = np.frombuffer(joined, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
+        number = 0
+        while number < len(payloads):
+            is_read = scan_batches(data, borders, header, self._rows, *self._columns, self._hashes, self._tokens)
+            number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
+            if is_read:
+                yield Batch(None if rank < 0 else rank, num_bad_ranks, self._runs(joined, num_rows))
+            else:
+                size = len(payloads[number - 1])
+                limit = f", at most {MAX_PAYLOAD_BYTES}" if size > MAX_PAYLOAD_BYTES else " that are no event batch"
+                yield Unreadable(number - 1, f"{size} bytes{limit}")
+
+    def _runs(self, data: bytes, num_rows: int) -> Iterator[tuple[Run, int]]:
+        begins = np.flatnonzero(self._rows[:num_rows, columns.CONTINUES] == 0).tolist()
+        for start, stop in pairwise([*begins, num_rows]):
+            try:
+                run = self._run(data, self._rows[start].tolist(), start, stop)
+            except _UNREADABLE:
+                yield from ((self._single(data, number), 1) for number in range(start, stop))
+            else:
+                yield run, stop - start
+
+    def _run(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
+        """Events start .. stop; row: the first one's. Raises one of _UNREADABLE."""
+        match row[columns.KIND]:
+            case columns.STORED | columns.REMOVED:
+                return self._pages(data, row, start, stop)
+            case columns.CLEARED:
+                return ClearedRun()
+            case columns.ENVELOPE:
+                return decode_envelope(memoryview(data)[row[columns.START] : row[columns.STOP]])
+            case kind:
+                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE)
+
+    def _single(self, data: bytes, number: int) -> Run:
+        """One event of a run that cannot be taken as a whole."""
+        begin_run(self._rows, number)
+        self._columns.places[number] = 0
+        row = self._rows[number].tolist()
+        try:
+            return self._run(data, row, number, number + 1)
+        except _UNREADABLE:
+            is_envelope = row[columns.KIND] == columns.ENVELOPE
+            event = memoryview(data)[row[columns.START] : row[columns.STOP]]
+            return BadEvent("field", may_remove(event) if is_envelope else row[columns.KIND] != columns.STORED)
+
+    def _pages(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
+        last = row if stop == start + 1 else self._rows[stop - 1].tolist()
+        hashes = self._hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
+        group = None if row[columns.GROUP] < 0 else row[columns.GROUP]
+        store = row[columns.STORE_ROW]
+        if store < 0 and row[columns.NUM_PLACES] == 1:
+            return RemovedRun(hashes, _place(data, row), group)
+        here = slice(start, stop)
+        lengths, parents, has_parent, is_removal, places = self._columns
+        events = PageEvents(hashes, lengths[here], parents[here], has_parent[here], is_removal[here])
+        tokens = self._tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
+        said = row if store in (start, -1) else self._rows[store].tolist()
+        stored = _stored(data, said, events, tokens, group)
+        if row[columns.NUM_PLACES] == 1 and (start + 1 == stop or not events.is_removal.any()):
+            return stored
+        named = row[columns.PLACE_ROWS : columns.PLACE_ROWS + row[columns.NUM_PLACES]]
+        return MixedRun(stored, places[here], [_place(data, self._rows[number].tolist()) for number in named])
+
+
+def _stored(data: bytes, row: _Row, events: PageEvents, tokens: U32Array, group: int | None) -> StoredRun:
+    """row: a store's."""
+    lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
+    extra = memoryview(data)[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
+    return StoredRun(
+        events,
+        tokens,
+        len(tokens) - row[columns.PAIRS],
+        bool(row[columns.PAIRS]),
+        row[columns.BLOCK_SIZE],
+        _place(data, row),
+        group,
+        _text(data, row, columns.SPEC),
+        lora_name,
+        _text(data, row, columns.SALT),
+        decode_any(extra) if extra else [],
+    )
+
+
+def _place(data: bytes, row: _Row) -> Place:
+    return Place(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
+
+
+def _text(data: bytes, row: _Row, column: int) -> str:
+    length = row[column + 1]
+    if not length:
+        return ""
+    if length > _MAX_NAME_BYTES:
+        raise msgspec.ValidationError(f"a name of {length} bytes")
+    return data[row[column] : row[column] + length].decode()

@@ -1,0 +1,115 @@
+"""Kernels that read the tokens of an event, which are most of its bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge.decoding.event_rows import PAIRS, TOKEN_FROM, TOKEN_TO, TOKENS, TYPE, fail
+from bridge.decoding.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, read_head
+from kv_events.instructions import eight_bytes
+from kv_events.kernels import array_function, array_helper
+
+# tokens by their first byte: whether it is a usual form; bits by which the four bytes behind it are shifted; what is
+# added to them
+_IS_USUAL = np.zeros(256, np.bool_)
+_IS_USUAL[:0x80] = _IS_USUAL[0xCC:0xCF] = True
+_TOKEN_SHIFT = np.full(256, 32, np.uint64)
+_TOKEN_SHIFT[0xCC:0xCF] = 24, 16, 0
+_TOKEN_ITSELF = np.where(np.arange(256) < 0x80, np.arange(256), 0).astype(np.uint64)
+
+_MAX_TOKEN = np.uint64(2**32 - 1)
+_BYTE, _SHIFT24, _SHIFT56 = np.uint64(0xFF), np.uint64(24), np.uint64(56)
+
+
+@array_helper
+def _read_token(data, at, stop):
+    """(token, place behind it), place -1: no token."""
+    byte = data[at] if at < stop else np.uint8(0xC1)
+    if byte < 0x80:
+        return np.uint32(byte), at + 1
+    if byte == 0xCD and at + 3 <= stop:
+        return np.uint32(big_endian(data, at + 1, 2)), at + 3
+    if byte == 0xCE and at + 5 <= stop:
+        return np.uint32(big_endian(data, at + 1, 4)), at + 5
+    kind, value, at = read_head(data, at, stop)
+    if kind != POSITIVE or value > _MAX_TOKEN:
+        at = -1
+    return np.uint32(value), at
+
+
+@array_helper
+def _usual_size(first):
+    """Bytes in all of a token in a usual form, by its first byte: 1, or 2, 3, 5 for 0xcc, 0xcd, 0xce."""
+    return np.int64(1 + ((first >> np.uint64(7)) << (first & np.uint64(3))))
+
+
+@array_helper
+def _usual_token(word, first):
+    """A token in a usual form, by the eight bytes that begin with it."""
+    return np.uint32((((word >> _SHIFT24) & _MAX_TOKEN) >> _TOKEN_SHIFT[first]) | _TOKEN_ITSELF[first])
+
+
+@array_helper
+def _read_usual_tokens(data, at, stop, row, tokens, count):
+    """Tokens in their shortest forms, without a branch that depends on their sizes, which nobody could foresee, and two
+    at a time: where the second one begins is known from bytes that were loaded with the first.
+
+    Returns how many were read, up to one in another form or the payload's last bytes, and the place behind them.
+    """
+    done, place = 0, row[TOKEN_FROM]
+    while done + 2 <= count and at + 13 <= stop:
+        word = eight_bytes(data, at)
+        first = word >> _SHIFT56
+        size = _usual_size(first)
+        second = (word >> np.uint64(56 - 8 * size)) & _BYTE
+        if not (_IS_USUAL[first] and _IS_USUAL[second]):
+            break
+        tokens[place + done] = _usual_token(word, first)
+        tokens[place + done + 1] = _usual_token(eight_bytes(data, at + size), second)
+        at += size + _usual_size(second)
+        done += 2
+    return done, at
+
+
+@array_function
+def _read_pairs(data, at, stop, row, tokens, count):
+    """count pairs, each of which overlaps its neighbour by one token -> count + 1 tokens."""
+    place = row[TOKEN_FROM]
+    for i in range(count):
+        kind, value, at = read_head(data, at, stop)
+        if kind != ARRAY or value != np.uint64(2):
+            return fail(row, TOKENS)
+        first, at = _read_token(data, at, stop)
+        if at < 0 or (i > 0 and first != tokens[place]):
+            return fail(row, TOKENS)
+        second, at = _read_token(data, at, stop)
+        if at < 0:
+            return fail(row, TOKENS)
+        tokens[place] = first
+        tokens[place + 1] = second
+        place += 1
+    row[TOKEN_TO] = place + 1
+    row[PAIRS] = 1
+    return at
+
+
+@array_function
+def read_tokens(data, at, stop, row, tokens):
+    kind, value, at = read_head(data, at, stop)
+    if kind == NIL:
+        return at
+    if kind != ARRAY:
+        return fail(row, TYPE)
+    count = np.int64(value)
+    if count > 0 and read_head(data, at, stop)[0] == ARRAY:
+        return _read_pairs(data, at, stop, row, tokens, count)
+    done, at = _read_usual_tokens(data, at, stop, row, tokens, count)
+    place = row[TOKEN_FROM] + done
+    for _ in range(count - done):
+        token, at = _read_token(data, at, stop)
+        if at < 0:
+            return fail(row, TOKENS)
+        tokens[place] = token
+        place += 1
+    row[TOKEN_TO] = place
+    return at

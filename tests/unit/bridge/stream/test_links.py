@@ -1,0 +1,42 @@
+"""Which connections of a socket are there, by what its monitor says."""
+
+from __future__ import annotations
+
+import zmq
+
+from bridge.stream.links import Links
+
+BEGUN, MADE, LOST = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+
+
+def after(*events: tuple[int, int]) -> Links:
+    links = Links()
+    for event, descriptor in events:
+        links.take(event, descriptor)
+    return links
+
+
+def test_a_connection_is_there_from_its_handshake_until_it_is_lost() -> None:
+    assert not after((BEGUN, 5))
+    assert after((BEGUN, 5), (MADE, 0))
+    assert not after((BEGUN, 5), (MADE, 0), (LOST, 5))
+    assert after((BEGUN, 5), (MADE, 0), (LOST, 5), (BEGUN, 5), (MADE, 0))
+
+
+def test_losing_what_never_shook_hands_changes_nothing() -> None:
+    assert after((BEGUN, 5), (MADE, 0), (BEGUN, 6), (LOST, 6))
+    assert after((BEGUN, 6), (BEGUN, 5), (MADE, 0), (LOST, 6))
+    assert not after((BEGUN, 6), (LOST, 6))
+
+
+def test_a_message_shows_which_connection_shook_hands() -> None:
+    links = after((BEGUN, 5), (BEGUN, 6), (MADE, 0))
+    assert links.speaks(5)
+    links.take(LOST, 6)
+    assert links
+    assert not links.speaks(6)
+    assert not links.speaks(-1)
+
+
+def test_a_handshake_of_a_connection_that_nobody_saw_begin_is_none() -> None:
+    assert not after((MADE, 0))
