@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.servers.child_process import PartMissingError
 from tests.support.servers.kafka_broker import KafkaBroker
-from tests.support.servers.mooncake_master import MooncakeMaster
+from tests.support.servers.mooncake_master import MooncakeAccess, MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.shared import RemoteServers, Servers, SharedServers
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TRACE = _ROOT.parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl.gz"
@@ -29,10 +31,33 @@ _MARK_OF_FIXTURE = {
     "redis_server": "redis",
     "trace_path": "trace",
 }
+_SERVERS = pytest.StashKey[Servers]()
+_T = TypeVar("_T")
 
 # a shared two-core machine stalls at times: the time limit of a whole test is the one that counts
 settings.register_profile("kvsight", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvsight")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that controls the run owns the shared servers; workers of pytest-xdist ask it."""
+    socket = getattr(config, "workerinput", {}).get("shared_servers")
+    config.stash[_SERVERS] = RemoteServers(socket) if socket else SharedServers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a new worker of pytest-xdist where the shared servers answer."""
+    servers = node.config.stash[_SERVERS]
+    assert isinstance(servers, SharedServers)
+    node.workerinput["shared_servers"] = servers.listen()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The shared servers end with the run."""
+    servers = config.stash.get(_SERVERS, None)
+    if isinstance(servers, SharedServers):
+        servers.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,64 +86,56 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(scope="session")
-def kafka_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def kafka_bootstrap(request: pytest.FixtureRequest) -> str:
     """`host:port` of a broker that all tests share: use topics of your own."""
-    running = os.environ.get("KVSIGHT_KAFKA")
-    if running:
-        yield running
-        return
-    broker = _start_kafka(tmp_path_factory.mktemp("kafka"))
-    yield broker.bootstrap
-    broker.kill()
+    return os.environ.get("KVSIGHT_KAFKA") or _shared(request, "kafka")
 
 
 @pytest.fixture(scope="module")
 def _own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    broker = _start_kafka(tmp_path_factory.mktemp("own-kafka"))
+    broker = _present(lambda: KafkaBroker(tmp_path_factory.mktemp("own-kafka")))
+    broker.restart()
     yield broker
     broker.kill()
 
 
 @pytest.fixture
 def kafka_broker(_own_kafka: KafkaBroker) -> KafkaBroker:
-    """A broker of this module's own, running, that a test may `kill()` and `restart()`."""
+    """A running broker of this module's own, which a test may `kill()` and `restart()`."""
     if not _own_kafka.running:
         _own_kafka.restart()
     return _own_kafka
 
 
 @pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def redis_url(request: pytest.FixtureRequest) -> str:
     """`redis://...` of a server that all tests share: use key prefixes of your own."""
-    running = os.environ.get("KVSIGHT_REDIS")
-    if running:
-        yield running
-        return
-    server = _start_redis(tmp_path_factory.mktemp("redis"))
-    yield server.url
-    server.kill()
+    return os.environ.get("KVSIGHT_REDIS") or _shared(request, "redis")
 
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of this test's own, running and empty, that it may `kill()` and `restart()`."""
-    server = _start_redis(tmp_path)
+    """A running, empty server of this test's own, which it may `kill()` and `restart()`."""
+    server = _present(lambda: RedisServer(tmp_path))
+    server.restart()
     yield server
     server.kill()
 
 
 @pytest.fixture(scope="session")
-def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
+def mooncake_master(request: pytest.FixtureRequest) -> Iterator[MooncakeAccess]:
     """A master that all tests share: use identities of your own."""
-    master = _start_mooncake(tmp_path_factory.mktemp("mooncake"))
+    master = MooncakeAccess(_shared(request, "mooncake"))
     yield master
     master.close()
 
 
 @pytest.fixture
 def own_mooncake_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
-    """A master of this test's own, running and empty, that it may `kill()` and `restart()`."""
-    master = _start_mooncake(tmp_path)
+    """A running, empty master of this test's own, which it may `kill()` and `restart()`."""
+    master = _present(lambda: MooncakeMaster(tmp_path))
+    master.restart()
+    master.lend()
     yield master
     master.close()
 
@@ -132,29 +149,13 @@ def trace_path() -> Path:
     return path
 
 
-def _start_kafka(folder: Path) -> KafkaBroker:
+def _shared(request: pytest.FixtureRequest, name: str) -> str:
+    return _present(lambda: request.config.stash[_SERVERS].address(name))
+
+
+def _present(make: Callable[[], _T]) -> _T:
+    """What `make` returns; skips the test when a part is missing on this machine."""
     try:
-        broker = KafkaBroker(folder)
+        return make()
     except PartMissingError as error:
         pytest.skip(str(error))
-    broker.restart()
-    return broker
-
-
-def _start_redis(folder: Path) -> RedisServer:
-    try:
-        server = RedisServer(folder)
-    except PartMissingError as error:
-        pytest.skip(str(error))
-    server.restart()
-    return server
-
-
-def _start_mooncake(folder: Path) -> MooncakeMaster:
-    try:
-        master = MooncakeMaster(folder)
-    except PartMissingError as error:
-        pytest.skip(str(error))
-    master.restart()
-    master.lend()
-    return master

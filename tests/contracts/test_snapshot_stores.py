@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "folder":
         made = FolderStore(tmp_path / "snapshots")
     else:
-        made = RedisStore(request.getfixturevalue("redis_url"), prefix=f"test:{tmp_path.name}")
+        made = RedisStore(request.getfixturevalue("redis_url"), prefix=f"test:{uuid.uuid4().hex}")
     yield made
     await made.close()
 
@@ -57,11 +58,12 @@ async def test_a_redis_that_is_away_is_an_error_of_the_store() -> None:
     await store.close()
 
 
-async def test_redis_keeps_older_chunks_only_for_those_who_are_reading_them(redis_url: str, tmp_path: Path) -> None:
-    store = RedisStore(redis_url, prefix=f"test:{tmp_path.name}")
+async def test_redis_keeps_older_chunks_only_for_those_who_are_reading_them(redis_url: str) -> None:
+    prefix = f"test:{uuid.uuid4().hex}"
+    store = RedisStore(redis_url, prefix=prefix)
     for image in (b"one", b"two", b"three"):
         await store.save(image)
-    keys = [key async for key in store._redis.scan_iter(f"test:{tmp_path.name}:*")]
+    keys = [key async for key in store._redis.scan_iter(f"{prefix}:*")]
     assert await store.load() == b"three"
     ttls = sorted([await store._redis.ttl(key) for key in keys])
     assert ttls[:2] == [-1, -1]  # the pointer and the newest chunk stay

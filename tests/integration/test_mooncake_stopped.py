@@ -42,7 +42,7 @@ def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_go
         assert (store.batch_exists(KEYS), put(store)) == (0, [False] * 4)
     assert time.monotonic() - began < 1
     assert sorted(store.take_removed()) == sorted(KEYS)
-    own_mooncake_master.go_on()
+    own_mooncake_master.resume()
     wait_until(lambda: store.batch_exists(KEYS) == 4, 30, "the pages are there again")
     assert not any(store.is_held(key) for key in KEYS)
     assert put(store) == [True] * 4

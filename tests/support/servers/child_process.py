@@ -26,6 +26,7 @@ class PartMissingError(Exception):
 
     def __init__(self, part: str, remedy: str) -> None:
         super().__init__(f"{part} is missing: {remedy}")
+        self.part, self.remedy = part, remedy
 
 
 class ChildProcess:

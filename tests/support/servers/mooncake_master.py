@@ -1,4 +1,4 @@
-"""A real `mooncake_master`, and a client in this process that lends it all the memory it has."""
+"""A real `mooncake_master`, the memory that it hands out, and clients of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENT_BYTES = 2**26
 
 
 class SharedClient:
-    """The lender's client in the hands of one storage, which closes no more than what it opened."""
+    """One client in the hands of one of several storages. Closing it only releases what that storage registered."""
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
@@ -41,25 +41,16 @@ class SharedClient:
         return True
 
 
-class MooncakeMaster:
-    """A master that a test may stop, kill and bring back. Forgets everything over a restart."""
+class MooncakeAccess:
+    """A running master, whoever started it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises PartMissingError. The master runs after `restart()`."""
-        if importlib.util.find_spec("mooncake") is None:
-            raise PartMissingError("mooncake_master", "pip install -e '.[mooncake]'")
-        self._port = free_port()
-        self._log = folder / "mooncake.log"
-        self._process: ChildProcess | None = None
-        self._lender: MooncakeClient | None = None
-
-    @property
-    def address(self) -> str:
-        """`host:port`."""
-        return f"127.0.0.1:{self._port}"
+    def __init__(self, address: str) -> None:
+        """address: `host:port`."""
+        self.address = address
+        self._client: MooncakeClient | None = None
 
     def settings(self, **values: object) -> MooncakeSettings:
-        """For a client in this process or another, that lends nothing unless told to."""
+        """For a client that lends no memory, unless `values` say otherwise."""
         ours = {
             "mooncake_master": self.address,
             "mooncake_segment_bytes": 0,
@@ -67,6 +58,38 @@ class MooncakeMaster:
             "mooncake_watch_interval_s": 0.1,
         }
         return MooncakeSettings.ignoring_environment(**ours | values)
+
+    def shared_client(self) -> SharedClient:
+        """A client for one storage. Closing it is instant; a client of its own would take a second."""
+        if self._client is None:
+            self._client = self.connect()
+        return SharedClient(self._client)
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def connect(self, **values: object) -> MooncakeClient:
+        """A client with these settings. The caller closes it."""
+        from engine_cache.storage.mooncake_client import MooncakeClient
+
+        return MooncakeClient(self.settings(**values))
+
+
+class MooncakeMaster(MooncakeAccess):
+    """A master that a test may stop, kill and restart. It forgets everything over a restart."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises PartMissingError. The master runs after `restart()`."""
+        if importlib.util.find_spec("mooncake") is None:
+            raise PartMissingError("mooncake_master", "pip install -e '.[mooncake]'")
+        self._port = free_port()
+        super().__init__(f"127.0.0.1:{self._port}")
+        self._log = folder / "mooncake.log"
+        self._process: ChildProcess | None = None
+        self._lender: MooncakeClient | None = None
 
     @property
     def running(self) -> bool:
@@ -81,16 +104,9 @@ class MooncakeMaster:
         self._process = ChildProcess([binary, *options], self._log)
         self._process.wait_for_port(self._port, deadline_s=20.0)
 
-    def shared_client(self) -> SharedClient:
-        """A client for one storage that does not take a second to close."""
-        assert self._lender is not None
-        return SharedClient(self._lender)
-
     def lend(self) -> None:
-        """Lend it memory, over restarts, too."""
-        from engine_cache.storage.mooncake_client import MooncakeClient
-
-        self._lender = MooncakeClient(self.settings(mooncake_segment_bytes=LENT_BYTES))
+        """Lend it `LENT_BYTES` of this process's memory until `close`, across restarts."""
+        self._lender = self.connect(mooncake_segment_bytes=LENT_BYTES)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -98,17 +114,18 @@ class MooncakeMaster:
             self._process.kill()
 
     def stop(self) -> None:
-        """SIGSTOP: connections are taken, and never answered."""
+        """SIGSTOP: it accepts connections and never answers."""
         assert self._process is not None
         self._process.send(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT."""
         assert self._process is not None
         self._process.send(signal.SIGCONT)
 
     def close(self) -> None:
-        """The end of both."""
+        """Take the memory back and end the master."""
+        super().close()
         if self._lender is not None:
             self._lender.close()
         self.kill()
