@@ -1,10 +1,10 @@
-"""A router: a request goes where most of its prompt is cached, unless too much work waits there.
+"""A router: sends each request to the worker that has most of its prompt cached, unless that worker is too busy.
 
 ENGINES="engine-0=http://10.0.0.1:8000,engine-1=http://10.0.0.2:8000" KVSIGHT_URL=http://127.0.0.1:8000 \
     uvicorn --app-dir examples --port 9000 router:app
 
-The engines speak OpenAI's protocol and know /tokenize, as vLLM's do; their names are those of kvsight's workers. A LoRA
-adapter goes by a model name of its own; what it is an adapter of is in ADAPTERS="adapter=model,...".
+The engines must serve OpenAI's API and /tokenize, as vLLM does. Their names are the worker names in kvsight. A request
+selects a LoRA adapter by its model name; ADAPTERS="adapter=model,..." maps each adapter to its base model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ engines = pairs(os.environ["ENGINES"])
 adapters = pairs(os.environ.get("ADAPTERS", ""))
 kvsight = AsyncClient(os.environ["KVSIGHT_URL"], token=os.environ.get("KVSIGHT_API_TOKEN"), timeout_s=1.0)
 http = httpx.AsyncClient(timeout=httpx.Timeout(600, connect=5), limits=httpx.Limits(max_connections=None))
-waiting = dict.fromkeys(engines, 0.0)  # prompt tokens that each engine has yet to compute
+waiting = dict.fromkeys(engines, 0.0)  # prompt tokens that each engine still has to compute
 
 
 @asynccontextmanager
@@ -42,17 +42,17 @@ async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
 
 
 app = FastAPI(lifespan=lifespan)
-app.state.silent_until = 0.0
+app.state.next_warning_at = 0.0
 
 
 @app.post("/v1/completions")
 @app.post("/v1/chat/completions")
 async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
-    """Choose, send, and relay the answer as it comes."""
+    """Choose a worker, forward the request, and stream the answer back."""
     tokens = await tokens_of(body)
     chosen = await choose(body, tokens)
     work = len(tokens) - chosen.tokens
-    waiting[chosen.worker] += work  # before anything else is awaited: the next request has to see it
+    waiting[chosen.worker] += work  # before the next await, so that concurrent requests see it
     try:
         url = engines[chosen.worker] + request.url.path
         headers = {name: value for name, value in request.headers.items() if name == "authorization"}
@@ -62,12 +62,12 @@ async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
     except httpx.TransportError as error:
         raise HTTPException(502, f"{chosen.worker} does not answer: {error!r}") from error
     finally:
-        waiting[chosen.worker] -= work  # the first token is there, or there will be none
+        waiting[chosen.worker] -= work  # the prompt is computed, or the request has failed
     return Relayed(answer, chosen.worker)
 
 
 class Relayed(StreamingResponse):
-    """An engine's answer; hangs up on the engine at the end, also when the caller is gone before."""
+    """An engine's answer. Closes the connection to the engine at the end, also if the caller disconnects early."""
 
     def __init__(self, answer: httpx.Response, worker: str) -> None:
         kind = answer.headers.get("content-type")
@@ -80,7 +80,7 @@ class Relayed(StreamingResponse):
 
 
 async def tokens_of(body: dict[str, Any]) -> list[int]:
-    """The prompt as the engines see it, chat template and all; nothing if it is refused, as the request will be."""
+    """Return the prompt's tokens as the engines see them, or none if they refuse the prompt."""
     tokens: list[int] = body.get("prompt") or []
     if isinstance(tokens, str) or not tokens:
         answer = await tokenized(body)
@@ -89,7 +89,7 @@ async def tokens_of(body: dict[str, Any]) -> list[int]:
 
 
 async def tokenized(body: dict[str, Any]) -> httpx.Response:
-    """By the engine with the least to do, of those that can."""
+    """Tokenize on the least busy engine that answers."""
     asked = {name: body[name] for name in ("model", "prompt", "messages", "tools") if name in body}
     failures = []
     for worker in sorted(engines, key=waiting.__getitem__):
@@ -104,19 +104,19 @@ async def tokenized(body: dict[str, Any]) -> httpx.Response:
 
 
 async def choose(body: dict[str, Any], tokens: list[int]) -> WorkerChoice:
-    """By what is cached and what waits; by what waits alone while kvsight is away."""
+    """Choose by cached tokens and queued work. Without kvsight, choose by queued work alone."""
     name, salt = body["model"], body.get("cache_salt")
     model, lora_name = (adapters[name], name) if name in adapters else (name, None)
     try:
         chosen = await kvsight.best_worker(model, tokens, load=waiting, lora_name=lora_name, cache_salt=salt)
     except KvsightError as error:
         chosen = None
-        complain(error)
+        warn(error)
     return chosen or WorkerChoice(min(waiting, key=waiting.__getitem__), None, 0, 0.0)
 
 
-def complain(error: KvsightError) -> None:
-    """At most every ten seconds."""
-    if time.monotonic() >= app.state.silent_until:
-        app.state.silent_until = time.monotonic() + 10
-        logging.getLogger("router").warning("by load alone: %s", error)
+def warn(error: KvsightError) -> None:
+    """Log that kvsight is unavailable, at most once in ten seconds."""
+    if time.monotonic() >= app.state.next_warning_at:
+        app.state.next_warning_at = time.monotonic() + 10
+        logging.getLogger("router").warning("routing by load alone: %s", error)

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import NamedTuple
 
 import pytest
@@ -56,7 +57,7 @@ def blocks(*languages: str) -> Iterator[Block]:
     for page in PAGES:
         for language, text in _BLOCK.findall(page.read_text()):
             if language in languages:
-                yield Block(str(page.relative_to(ROOT)), language, text)
+                yield Block(str(page.relative_to(ROOT)), language, dedent(text))
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
