@@ -136,7 +136,7 @@ def run() -> list[Figure]:
         figure(f"visible in /query at {PAGES_PER_S} pages/s, {len(latencies)} events", "ms", latencies),
         figure("the same, 99th percentile", "ms", [p99], "<= 50"),
         figure("visible within 50 ms", "%", [within], ">= 99"),
-        figure(f"publish() of {EVENT_PAGES} pages meanwhile", "us", [cost * 1e6 for cost in load.costs]),
+        figure(f"publish() of {EVENT_PAGES} pages during this run", "us", [cost * 1e6 for cost in load.costs]),
     ]
 
 
