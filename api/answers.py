@@ -9,12 +9,12 @@ from msgspec import UNSET, UnsetType
 
 from api.problems import ProblemError
 from api.questions import Question, Weights
-from api.schemas import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.questions import score_all
 from indexer.scores import WorkerScore
 from kv_events.errors import InvalidValueError
+from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 
 _MOST_NAMES = 20
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from api import problems
+from api import openapi, problems
 from api.auth import BearerToken
 from api.dump import dump_routes
 from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
 from api.metrics import HttpMetrics, MeasureRequests
-from api.openapi import add_hot_routes
 from api.register import RegisterRoutes
 from api.service import service_routes
 from api.settings import ApiSettings
@@ -33,7 +32,7 @@ class Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document, built once."""
         if self.openapi_schema is None:
-            add_hot_routes(super().openapi())
+            openapi.complete(super().openapi())
         return super().openapi()
 
     def end_streams(self) -> None:

@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw
 
 from api.large_bodies import LARGE_BYTES, elements
 from api.problems import ProblemError
-from api.schemas import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, Probe, RawBatch, RfcQuery
+from api.query_requests import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, Probe, RawBatch, RfcQuery
 from kv_events.errors import InvalidValueError
 
 T_co = TypeVar("T_co", covariant=True)

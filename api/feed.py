@@ -9,20 +9,20 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from api.feed_events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 from api.problems import ProblemError
 from indexer.consumer import Consumer
 from indexer.views import View
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
 from kv_events.schema import MEDIA, AllBlocksCleared
 from kv_events.streams import StreamId
+from kvsight.schemas.events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 
 MOST_WAITING = 4096
 """Events that may wait for a client to read them."""
@@ -224,8 +224,8 @@ def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
             stored[MEDIA[step.medium].value] += len(step.hashes)
         elif isinstance(step, RemovedPages):
             removed[MEDIA[step.medium].value] += len(step.hashes)
-    return BatchApplied.of(
-        view.stream,
+    return BatchApplied(
+        **_names(view.stream),
         epoch=batch.epoch,
         seq=batch.seq,
         stored=stored,
@@ -238,4 +238,15 @@ def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
 
 def _state_changed(stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
     reason = view.distrust if view is not None else ""
-    return StateChanged.of(stream, before=before, state=state, reason=reason)
+    return StateChanged(**_names(stream), before=before, state=state, reason=reason)
+
+
+def _names(stream: StreamId) -> dict[str, Any]:
+    """The fields of a `StreamEvent`."""
+    return {
+        "stream": stream.key,
+        "model_name": stream.model,
+        "routing_group": stream.tenant,
+        "instance_id": stream.worker,
+        "dp_rank": stream.dp_rank,
+    }

@@ -1,104 +1,167 @@
-"""Documentation of the routes that FastAPI does not see, out of their msgspec structs."""
+"""OpenAPI documentation generated from msgspec structs, which FastAPI does not understand.
+
+Routes of FastAPI declare their answers with `answers` and `problem`; the hot routes, which FastAPI does not know, are
+added whole by `complete`. Both refer to component schemas that `complete` adds.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from http import HTTPStatus
+from inspect import cleandoc
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Struct, structs
 
 from api.decoding import CONTENT_TYPES
-from api.problems import MEDIA_TYPE, ProblemDocument
-from api.registration_schemas import (
-    PeerRegistered,
-    PeerRegistration,
-    PeerUnregistration,
-    RfcRegistered,
-    RfcRegistration,
-    RfcUnregistered,
-    RfcUnregistration,
-)
-from api.schemas import IntList, PeerAnswer, PeerQuery, RfcAnswer, RfcQuery
+from api.problems import MEDIA_TYPE
+from api.query_requests import IntList, PeerQuery, RfcQuery
+from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+from indexer.views import ViewCounters
+from kvsight.schemas.problems import ProblemDocument
+from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
+from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
+from kvsight.schemas.service import Status
+from kvsight.schemas.workers import Listener, RadixView, ResyncAccepted, ViewPage, Worker
+
+Json = dict[str, Any]
 
 _TEMPLATE = "#/components/schemas/{name}"
+_REQUESTS = (
+    PeerQuery[IntList],
+    RfcQuery[IntList],
+    PeerRegistration,
+    PeerUnregistration,
+    RfcRegistration,
+    RfcUnregistration,
+)
+_ANSWERS: tuple[type[Struct], ...] = (
+    Listener,
+    PeerAnswer,
+    PeerInstance,
+    PeerRegistered,
+    ProblemDocument,
+    RadixView,
+    ResyncAccepted,
+    RfcInstance,
+    RfcRegistered,
+    RfcUnregistered,
+    Status,
+    ViewPage,
+    Worker,
+)
 _TEXTS = {
-    "/query": "How much of a prompt, given by its tokens, every worker holds. Takes token_ids.",
-    "/query_by_hash": "The same by hashes: seq_hashes (rolling, unsigned) or block_hashes (local, signed).",
+    "/query": "How much of a prompt each worker holds. The prompt is given by `token_ids`.",
+    "/query_by_hash": (
+        "How much of a prompt each worker holds. The prompt is given by `seq_hashes` (rolling, unsigned) or "
+        "`block_hashes` (local, signed)."
+    ),
 }
-_BATCH_TEXT = "Several questions at once, by tokens or by hashes. A problem of one stands in its place."
-_ERRORS = {
-    "400": "The body cannot be read, the block size is nobody's, or a salt comes with local hashes",
-    "404": "Unknown model",
+_BATCH_TEXT = "Several queries at once, by tokens or by hashes. A refused query has a problem document as its result."
+_HELD = "The tokens that each worker holds"
+_BODY_PROBLEMS = {
     "413": "The body is too large",
-    "415": "Neither JSON nor msgpack",
-    "422": "A field is missing or not acceptable",
+    "415": "The body is neither JSON nor msgpack",
+    "422": "A field is missing or invalid",
 }
-_REGISTRATION_ERRORS = {
-    "400": "The body or an address cannot be read",
-    "403": "An address that this service may not connect to",
-    "404": "Nothing of that kind is registered; or this service reads no engines itself",
-    "409": "Registered already, otherwise",
-    "413": "The body is too large",
-    "415": "Neither JSON nor msgpack",
-    "422": "A field is missing or not acceptable",
-    "503": "What was registered before cannot be read at present",
+_QUERY_PROBLEMS = {
+    "400": "The body is malformed, no worker uses this block size, or a salt was given with local hashes",
+    "404": "The model is unknown",
+    **_BODY_PROBLEMS,
 }
-_REGISTRATIONS = {
+_REGISTRATION_PROBLEMS = {
+    "400": "The body or an address is malformed",
+    "403": "This service may not connect to the address",
+    "404": "No such registration, or this service reads a log and no engines",
+    "409": "The registration contradicts another one, or a limit is reached",
+    "503": "The saved registrations cannot be read at the moment",
+    **_BODY_PROBLEMS,
+}
+_REGISTRATIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str, str]]] = {
     "/register": (
-        "Have this service read one rank of an engine. The same registration again changes nothing.",
-        (PeerRegistration, RfcRegistration, PeerRegistered, RfcRegistered),
-        {"200": "Reads it (already, in the running peer's dialect)", "201": "Reads it, in the running peer's dialect"},
+        "Let this service read one rank of an engine. Repeating a registration changes nothing.",
+        (PeerRegistration, RfcRegistration),
+        (PeerRegistered, RfcRegistered),
+        {"200": "Registered (in Dynamo's dialect: it was registered before)", "201": "Registered, in Dynamo's dialect"},
     ),
     "/unregister": (
         "Stop reading an engine, all ranks or one, and drop its pages.",
-        (PeerUnregistration, RfcUnregistration, PeerRegistered, RfcUnregistered),
-        {"200": "Done"},
+        (PeerUnregistration, RfcUnregistration),
+        (PeerRegistered, RfcUnregistered),
+        {"200": "Unregistered"},
     ),
 }
 
 
-def add_hot_routes(document: dict[str, Any]) -> None:
-    """Add /query, /query_by_hash, /query/batch, /register and /unregister to an OpenAPI document."""
-    query_types = (PeerQuery[IntList], RfcQuery[IntList], PeerAnswer, RfcAnswer, ProblemDocument)
-    (peer, rfc, peer_answer, rfc_answer, problem), components = msgspec.json.schema_components(
-        query_types, ref_template=_TEMPLATE
-    )
-    document.setdefault("components", {}).setdefault("schemas", {}).update(components)
-    query, result = {"anyOf": [peer, rfc]}, {"anyOf": [peer_answer, rfc_answer]}
+def answers(kind: Any, description: str, status: int = HTTPStatus.OK) -> dict[int | str, Json]:
+    """The `responses` entry of a FastAPI route that answers with a struct of `_ANSWERS`, or a list of them."""
+    return {int(status): _json(description, _schema(kind))}
+
+
+def problem(status: int, description: str) -> dict[int | str, Json]:
+    """The `responses` entry of a FastAPI route for one kind of problem document."""
+    return {int(status): _problem(description)}
+
+
+def complete(document: Json) -> None:
+    """Add the component schemas and the hot routes to FastAPI's OpenAPI document."""
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    _, components = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template=_TEMPLATE)
+    schemas.update(components)
+    for component in components.values():
+        component["description"] = cleandoc(component["description"])
+    for kind in _ANSWERS:
+        _require_what_is_sent(kind, components[kind.__name__])
+    counters = {field.name: {"type": "integer"} for field in dataclasses.fields(ViewCounters)}
+    components["Listener"]["properties"]["counters"]["properties"] = counters
+    paths = document["paths"]
+    query, result = _any_of(PeerQuery[IntList], RfcQuery[IntList]), _any_of(PeerAnswer, RfcAnswer)
     for path, text in _TEXTS.items():
-        document["paths"][path] = {"post": _operation(path, text, query, result, problem)}
-    queries = _object("queries", {"type": "array", "items": query})
-    results = _object("results", {"type": "array", "items": {"anyOf": [peer_answer, rfc_answer, problem]}})
-    document["paths"]["/query/batch"] = {"post": _operation("/query/batch", _BATCH_TEXT, queries, results, problem)}
-    for path, (text, types, successes) in _REGISTRATIONS.items():
-        (peer, rfc, peer_answer, rfc_answer), components = msgspec.json.schema_components(types, ref_template=_TEMPLATE)
-        document["components"]["schemas"].update(components)
-        operation = _operation(path, text, {"anyOf": [peer, rfc]}, {"anyOf": [peer_answer, rfc_answer]}, problem)
-        operation["tags"] = ["workers"]
-        found = operation["responses"]["200"]
-        operation["responses"] = {status: {**found, "description": said} for status, said in successes.items()}
-        operation["responses"] |= _problems(_REGISTRATION_ERRORS, problem)
-        document["paths"][path] = {"post": operation}
+        paths[path] = _post(path, "queries", text, query, {"200": _json(_HELD, result)}, _QUERY_PROBLEMS)
+    queries = _array("queries", query)
+    results = _json(_HELD, _array("results", _any_of(PeerAnswer, RfcAnswer, ProblemDocument)))
+    path = "/query/batch"
+    paths[path] = _post(path, "queries", _BATCH_TEXT, queries, {"200": results}, _QUERY_PROBLEMS)
+    for path, (text, requests, replies, successes) in _REGISTRATIONS.items():
+        found = {status: _json(said, _any_of(*replies)) for status, said in successes.items()}
+        paths[path] = _post(path, "workers", text, _any_of(*requests), found, _REGISTRATION_PROBLEMS)
 
 
-def _object(field: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {field: schema}, "required": [field]}
+def _require_what_is_sent(kind: type[Struct], component: Json) -> None:
+    """Defaults serve clients of older servers. This server sends every field that is not UNSET."""
+    component["required"] = [field.encode_name for field in structs.fields(kind) if field.default is not UNSET]
+    for schema in component["properties"].values():
+        schema.pop("default", None)
 
 
-def _operation(
-    path: str, text: str, body: dict[str, Any], answer: dict[str, Any], problem: dict[str, Any]
-) -> dict[str, Any]:
-    found = {"description": "What every worker holds, in tokens", "content": {"application/json": {"schema": answer}}}
-    return {
-        "tags": ["queries"],
+def _post(path: str, tag: str, text: str, body: Json, successes: Json, problems: dict[str, str]) -> Json:
+    operation = {
+        "tags": [tag],
         "summary": text,
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {name: {"schema": body} for name in CONTENT_TYPES}},
-        "responses": {"200": found, **_problems(_ERRORS, problem)},
+        "responses": {**successes, **{status: _problem(reason) for status, reason in sorted(problems.items())}},
     }
+    return {"post": operation}
 
 
-def _problems(errors: dict[str, str], problem: dict[str, Any]) -> dict[str, Any]:
-    return {
-        status: {"description": reason, "content": {MEDIA_TYPE: {"schema": problem}}}
-        for status, reason in errors.items()
-    }
+def _json(description: str, schema: Json) -> Json:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _problem(description: str) -> Json:
+    return {"description": description, "content": {MEDIA_TYPE: {"schema": _schema(ProblemDocument)}}}
+
+
+def _any_of(*kinds: Any) -> Json:
+    return {"anyOf": [_schema(kind) for kind in kinds]}
+
+
+def _array(field: str, items: Json) -> Json:
+    return {"type": "object", "properties": {field: {"type": "array", "items": items}}, "required": [field]}
+
+
+def _schema(kind: Any) -> Json:
+    (schema,), _components = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
+    return schema

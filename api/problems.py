@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kv_events.errors import InvalidValueError, KvsightError, shorten
+from kvsight.schemas.problems import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
 _LONGEST_VALUE = 80
@@ -41,18 +42,6 @@ TITLES = {
     "overloaded": "There are too many connections",
     "too-many-clients": "Too many listen already",
 }
-
-
-class ProblemDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong, for people (`detail`) and for programs (`type`, `field`, `value`)."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    field: str | UnsetType = UNSET
-    value: bool | int | float | str | UnsetType | None = UNSET
-    error: str
 
 
 class ProblemError(KvsightError):

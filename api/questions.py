@@ -14,11 +14,12 @@ from msgspec import UNSET, Raw
 from api.decoding import ITEMS, Codec, Query, decode_query
 from api.large_bodies import number_slices
 from api.problems import ProblemError
-from api.schemas import PeerQuery, RfcQuery, TierWeights
+from api.query_requests import PeerQuery, RfcQuery
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
 from kv_events.streams import DEFAULT_TENANT
+from kvsight.schemas.queries import TierWeights
 
 TIERS = ("gpu", "cpu", "disk", "external")
 _HIGHEST_WEIGHT = 1e6

@@ -12,18 +12,11 @@ from starlette.responses import Response
 from api.decoding import Codec, decode_as
 from api.hot import HotEndpoint, json_response
 from api.problems import ProblemError
-from api.registration_schemas import (
-    PeerRegistered,
-    PeerRegistration,
-    PeerUnregistration,
-    RfcRegistered,
-    RfcRegistration,
-    RfcUnregistered,
-    RfcUnregistration,
-)
-from api.schemas import Probe
+from api.query_requests import Probe
+from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from kv_events.errors import InvalidValueError
 from kv_events.streams import DEFAULT_TENANT
+from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
 
 if TYPE_CHECKING:
     from api.registrations import Registrations

@@ -1,14 +1,14 @@
-"""What GET /workers says: every worker stream that has a view, or was registered and has still to be heard of."""
+"""The answer of GET /workers: worker streams that have a view, and registered engines that were not heard yet."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import to_builtins
 
 from api.answers import age_ms
 from api.held_pages import is_known
@@ -18,77 +18,26 @@ from indexer.views import View, ViewCounters, ViewState
 from kv_events.digest import digest_bytes, empty_digest
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
+from kvsight.schemas.workers import Listener, Worker
 
 if TYPE_CHECKING:
     from bridge import EngineStatus
 
 _SLICE_S = 0.001
 _LINK_STATUS = {"connecting": "pending", "connected": "active"}
-"""In the running peer's words; whatever else the link says is a failure."""
+"""Link state -> status, in Dynamo's words; any other link state is a failure."""
 
 _encoder = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """One DP rank's stream, as this process sees it."""
-
-    endpoint: str
-    """Address of a registered engine, also of ranks that only its batches name; else key of the stream on the log:
-    tenant/model/worker/rank."""
-    status: str
-    """`active`, or `failed` once expired; of a registered engine also `pending` until it is connected, and `failed`
-    while it cannot be reached."""
-    state: ViewState
-    stale_reason: str
-    """Why the view is stale; "" otherwise."""
-    age_ms: int
-    """Since the worker was last heard of; of a bridged engine, since its bridge last heard it."""
-    epoch: int
-    """Incarnation of the publisher; -1: none yet."""
-    seq: int
-    """Number of the newest batch applied; -1: none yet."""
-    pages: dict[str, int]
-    """By medium."""
-    digest: str
-    """Hex of the 64 bytes that the publisher's batches must equal."""
-    counters: ViewCounters
-    failure: str | None = None
-    """Why a registered engine is not read at present."""
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One worker of a namespace, in the running peer's shape, with what is added here."""
-
-    instance_id: str
-    status: str
-    model_name: str
-    routing_group: str
-    block_size: int
-    endpoints: dict[str, str]
-    """By DP rank."""
-    listeners: dict[str, Listener]
-    """By DP rank."""
-    state: ViewState
-    """The least trustworthy among the ranks."""
-    age_ms: int
-    """The oldest among the ranks."""
-    groups: dict[str, dict[str, Listener]]
-    """What it says of its states and windows: by group, by DP rank. They do not count in `status`, `state` and
-    `age_ms`."""
-    source: str
-    """`zmq`: a registered engine; `log`."""
-
-
 Engines = Mapping[StreamId, "EngineStatus"]
-"""By rank: who reads it."""
+"""Rank -> the status of the engine's reader."""
 
 
 async def list_workers(
     consumer: Consumer, engines: Engines, model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
-    """A `Worker` each, as JSON; events and other callers get through in between. model, tenant: None: any."""
+    """Each `Worker` as JSON. Yields to the event loop about once a millisecond. model, tenant: None selects all."""
     unheard = _unheard(consumer, engines)
     readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
     slice_began = time.perf_counter()
@@ -116,7 +65,7 @@ def _is_wanted(key: NamespaceKey, model: str | None, tenant: str | None) -> bool
 
 
 def _unheard(consumer: Consumer, engines: Engines) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
-    """Registered ranks without a view, by worker."""
+    """Registered ranks that have no view yet, by worker."""
     by_worker: dict[tuple[NamespaceKey, str], dict[int, Listener]] = {}
     for stream, status in engines.items():
         if consumer.namespaces.view(stream) is None:
@@ -124,14 +73,14 @@ def _unheard(consumer: Consumer, engines: Engines) -> dict[tuple[NamespaceKey, s
             by_worker.setdefault((key, stream.worker), {})[stream.dp_rank] = Listener(
                 endpoint=status.engine.endpoint,
                 status=_status(status, ViewState.STALE),
-                state=ViewState.STALE,
+                state=ViewState.STALE.value,
                 stale_reason="new",
                 age_ms=0,
                 epoch=-1,
                 seq=-1,
                 pages={medium.value: 0 for medium in MEDIA},
                 digest=digest_bytes(empty_digest()).hex(),
-                counters=ViewCounters(),
+                counters=to_builtins(ViewCounters()),
                 failure=status.failure,
             )
     return by_worker
@@ -144,21 +93,21 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
     return by_worker
 
 
-def _groups(consumer: Consumer, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[str, Listener]]:
-    """Of the worker to which the views belong."""
-    groups: dict[str, dict[str, Listener]] = {}
+def _groups(consumer: Consumer, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[int, Listener]]:
+    """The group streams of the worker to which the views belong."""
+    groups: dict[str, dict[int, Listener]] = {}
     for name, group in sorted(namespace.groups.items()):
         for view in views:
             found = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
             if found is not None:
-                groups.setdefault(name, {})[str(view.stream.dp_rank)] = _listener(consumer, found, {}, now)
+                groups.setdefault(name, {})[view.stream.dp_rank] = _listener(consumer, found, {}, now)
     return groups
 
 
 def _worker(
-    name: str, key: NamespaceKey, ranks: Mapping[int, Listener], groups: dict[str, dict[str, Listener]]
+    name: str, key: NamespaceKey, ranks: Mapping[int, Listener], groups: dict[str, dict[int, Listener]]
 ) -> Worker:
-    listeners = {str(rank): listener for rank, listener in sorted(ranks.items())}
+    listeners = dict(sorted(ranks.items()))
     statuses = {each.status for each in listeners.values()}
     return Worker(
         instance_id=name,
@@ -168,7 +117,7 @@ def _worker(
         block_size=key.block_size,
         endpoints={rank: each.endpoint for rank, each in listeners.items()},
         listeners=listeners,
-        state=max((each.state for each in listeners.values()), key=tuple(ViewState).index),
+        state=max((ViewState(each.state) for each in listeners.values()), key=tuple(ViewState).index).value,
         age_ms=max(each.age_ms for each in listeners.values()),
         groups=groups,
         source="zmq" if any("://" in each.endpoint for each in listeners.values()) else "log",
@@ -180,14 +129,14 @@ def _listener(consumer: Consumer, view: View, readers: Engines, now: float) -> L
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
-        state=state,
+        state=state.value,
         stale_reason=view.distrust,
         age_ms=age_ms(view.heard_at, now),
         epoch=view.epoch,
         seq=view.next_seq - 1,
         pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
         digest=digest_bytes(view.index.digest(view.number)).hex(),
-        counters=view.counters,
+        counters=to_builtins(view.counters),
         failure=None if engine is None else engine.failure,
     )
 

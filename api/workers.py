@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from heapq import nsmallest
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from api.answers import age_ms
 from api.held_pages import held_pages, is_known
+from api.hot import json_response
+from api.openapi import answers, problem
 from api.problems import ProblemError
-from api.worker_list import Worker, list_workers
+from api.worker_list import list_workers
 from indexer.consumer import Consumer
-from indexer.views import View, ViewState
+from indexer.views import View
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId, split_group
+from kvsight.schemas.workers import RadixView, ResyncAccepted, ViewPage, Worker
 
 if TYPE_CHECKING:
     from api.registrations import Registrations
@@ -27,40 +31,9 @@ MAX_PAGES_PER_ANSWER = 10_000
 _MOST_NAMES = 20
 
 
-class HeldPage(BaseModel):
-    """One page of a radix view."""
-
-    sequence_hash: int
-    parent: int | None
-    """Sequence hash of the page before; None: directly below the root, or not known."""
-    media: list[str]
-
-
-class RadixView(BaseModel):
-    """A part of what one worker stream holds."""
-
-    model_name: str
-    routing_group: str
-    block_size: int
-    dp_rank: int
-    state: ViewState
-    age_ms: int
-    epoch: int
-    seq: int
-    """The view moves on between two calls; equal epoch and seq mean that it did not."""
-    num_pages: int
-    """Pages in `pages` of this answer."""
-    pages: list[HeldPage]
-    next_cursor: int | None
-    """`cursor` of the next call; None: this was the end."""
-
-
-class ResyncAccepted(BaseModel):
-    """Streams whose publishers will be asked to name everything again."""
-
-    status: str = "requested"
-    streams: list[str]
-
+_encoder = msgspec.json.Encoder()
+_BAD_PARAMETER = problem(422, "A parameter is invalid")
+_UNKNOWN_WORKER = problem(404, "No stream of this worker matches")
 
 RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
 
@@ -69,7 +42,7 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
     """Coroutines all of them: they read the views, so they have to run in the consumer's event loop."""
     router = APIRouter(tags=["workers"])
 
-    @router.get("/workers", response_model=list[Worker])
+    @router.get("/workers", response_class=Response, responses=answers(list[Worker], "The workers"))
     async def workers(model_name: str | None = None, routing_group: str | None = None) -> Response:
         """Every worker, with the state of each of its ranks; no match: an empty list.
 
@@ -77,10 +50,19 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         """
         engines = {} if registrations is None else registrations.status()
         found = [worker async for worker in list_workers(consumer, engines, model_name, routing_group)]
-        return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
+        return json_response(b"[" + b",".join(found) + b"]")
 
     # worker names may hold slashes
-    @router.get("/workers/{worker:path}/view")
+    @router.get(
+        "/workers/{worker:path}/view",
+        response_class=Response,
+        responses={
+            **answers(RadixView, "A part of the view"),
+            **problem(400, "More than one stream matches"),
+            **_UNKNOWN_WORKER,
+            **_BAD_PARAMETER,
+        },
+    )
     async def view(
         worker: str,
         dp_rank: RankFilter = None,
@@ -88,7 +70,7 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         tenant: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGES_PER_ANSWER)] = 1000,
         cursor: Annotated[int, Query(ge=0, le=2**31)] = 0,
-    ) -> RadixView:
+    ) -> Response:
         """What a worker stream holds, `limit` pages at a time, in no particular order.
 
         `model` may name a group in full: `m#mamba`.
@@ -96,17 +78,27 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         views = _streams(consumer, worker, dp_rank, model, tenant)
         meant = [view for view in views if view.stream.model in (model, _base_model(view))]
         found = _one(meant or views, worker)
-        return await _radix_view(consumer, found, limit, cursor)
+        return json_response(_encoder.encode(await _radix_view(consumer, found, limit, cursor)))
 
-    @router.post("/workers/{worker:path}/resync", status_code=202)
+    @router.post(
+        "/workers/{worker:path}/resync",
+        status_code=HTTPStatus.ACCEPTED,
+        response_class=Response,
+        responses={
+            **answers(ResyncAccepted, "The streams that will be asked", HTTPStatus.ACCEPTED),
+            **_UNKNOWN_WORKER,
+            **_BAD_PARAMETER,
+        },
+    )
     async def resync(
         worker: str, dp_rank: RankFilter = None, model: str | None = None, tenant: str | None = None
-    ) -> ResyncAccepted:
+    ) -> Response:
         """Ask a worker's publishers to name everything they hold again, at the next opportunity; groups too."""
         views = _streams(consumer, worker, dp_rank, model, tenant)
         for each in views:
             consumer.demand_resync(each)
-        return ResyncAccepted(streams=[each.stream.key for each in views])
+        accepted = ResyncAccepted(streams=[each.stream.key for each in views])
+        return json_response(_encoder.encode(accepted), HTTPStatus.ACCEPTED)
 
     return router
 
@@ -148,14 +140,14 @@ def _few(streams: list[StreamId]) -> str:
 async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -> RadixView:
     """Raises ProblemError (404) when the stream is forgotten on the way."""
     block_size = consumer.namespaces.block_size(view.stream)
-    pages: list[HeldPage] = []
+    pages: list[ViewPage] = []
     next_cursor = None
     passed = 0
     async for held in held_pages(consumer, view):
         start = max(0, cursor - passed)
         part = slice(start, start + limit - len(pages))
         columns = (held.hashes[part].tolist(), held.parents[part].tolist(), held.tiers[part].tolist())
-        pages += [_held_page(*row) for row in zip(*columns, strict=True)]
+        pages += [_view_page(*row) for row in zip(*columns, strict=True)]
         passed += len(held.hashes)
         if len(pages) == limit and passed > cursor + limit:
             next_cursor = cursor + limit
@@ -168,7 +160,7 @@ async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -
         routing_group=view.stream.tenant,
         block_size=block_size,
         dp_rank=view.stream.dp_rank,
-        state=consumer.freshness.state(view),
+        state=consumer.freshness.state(view).value,
         age_ms=age_ms(view.heard_at, time.time()),
         epoch=view.epoch,
         seq=view.next_seq - 1,
@@ -178,6 +170,6 @@ async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -
     )
 
 
-def _held_page(sequence_hash: int, parent: int, tiers: int) -> HeldPage:
+def _view_page(sequence_hash: int, parent: int, tiers: int) -> ViewPage:
     media = [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]
-    return HeldPage(sequence_hash=sequence_hash, parent=parent or None, media=media)
+    return ViewPage(sequence_hash=sequence_hash, parent=parent or None, media=media)

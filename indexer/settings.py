@@ -8,16 +8,14 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KvsightSettings, variable
+from kv_events.settings import KafkaSettings, variable
 
 _CREDENTIALS = re.compile("//.*@")
 
 
-class IndexerSettings(KvsightSettings):
+class IndexerSettings(KafkaSettings):
     """Frozen; read once at start. A bad value stops the start and names the variable."""
 
-    kafka: str | None = None
-    """Bootstrap servers, `host:port[,host:port]`. None: embedded mode."""
     log_dir: Path | None = None
     """Event log to follow where there is no Kafka. Neither: a log in memory."""
     redis: str | None = None

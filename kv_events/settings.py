@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
+from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
 
 PREFIX = "KVSIGHT_"
+_TOPIC_NAME = r"^[a-zA-Z0-9._-]{1,249}$"
+"""Names that Kafka accepts."""
 
 
 class KvsightSettings(BaseSettings):
@@ -26,11 +29,33 @@ class KvsightSettings(BaseSettings):
             raise _first_error(error) from None
 
     @classmethod
+    def from_flags(cls, **flags: Any) -> Self:
+        """Settings from the flags that were given; for a flag that is None the variable or the default counts."""
+        return cls(**{name: value for name, value in flags.items() if value is not None})
+
+    @classmethod
     def ignoring_environment(cls, **values: Any) -> Self:
         """Settings from the arguments and the defaults alone."""
         fields = cls.model_fields.items()
         defaults = {name: field.default for name, field in fields if not field.is_required()}
         return cls(**{**defaults, **values})
+
+
+class KafkaSettings(KvsightSettings):
+    """The broker and the topics that writers and readers share. All processes of a deployment name the same ones."""
+
+    kafka: str | None = None
+    """Bootstrap servers, `host:port[,host:port]`. None: no Kafka."""
+    events_topic: str = Field(EVENTS_TOPIC, pattern=_TOPIC_NAME)
+    """Topic of the event batches."""
+    control_topic: str = Field(CONTROL_TOPIC, pattern=_TOPIC_NAME)
+    """Topic of the resync requests."""
+
+    @model_validator(mode="after")
+    def _topics_differ(self) -> Self:
+        if self.events_topic == self.control_topic:
+            raise InvalidValueError(variable("control_topic"), self.control_topic, "another topic than the events'")
+        return self
 
 
 def variable(field: str) -> str:

@@ -14,13 +14,14 @@ from urllib.parse import quote
 
 import msgspec
 
-from api.schemas import PeerAnswer
-from kvsight.answers import ViewPart, WorkerStatus
 from kvsight.choice import DEFAULT_TIER_WEIGHTS, NOBODY, WorkerChoice, check_load
 from kvsight.choice import best_worker as choose
 from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
 from kvsight.prompts import Numbers, Prompt, PromptOptions
+from kvsight.schemas.problems import ProblemDocument
+from kvsight.schemas.queries import BatchAnswer, PeerAnswer
+from kvsight.schemas.workers import RadixView, ResyncAccepted, Worker
 
 T = TypeVar("T")
 Params: TypeAlias = Mapping[str, str | int | None]
@@ -123,9 +124,9 @@ def _question(body: Mapping[str, Any], content_type: str, read: Callable[[bytes]
 # --- workers --------------------------------------------------------------------------------------------------------
 
 
-def workers(model: str | None = None, tenant: str | None = None) -> Call[list[WorkerStatus]]:
+def workers(model: str | None = None, tenant: str | None = None) -> Call[list[Worker]]:
     """Every worker with the state of its views."""
-    return Call("GET", "/workers", partial(decode, list[WorkerStatus]), {"model_name": model, "routing_group": tenant})
+    return Call("GET", "/workers", partial(decode, list[Worker]), {"model_name": model, "routing_group": tenant})
 
 
 def view(
@@ -136,10 +137,10 @@ def view(
     tenant: str | None = None,
     limit: int = 1000,
     cursor: int = 0,
-) -> Call[ViewPart]:
+) -> Call[RadixView]:
     """Up to `limit` pages of what a worker stream holds, from the `next_cursor` of the part before on."""
     params = {"dp_rank": dp_rank, "model": model, "tenant": tenant, "limit": limit, "cursor": cursor}
-    return Call("GET", f"/workers/{quote(worker, '')}/view", partial(decode, ViewPart), params)
+    return Call("GET", f"/workers/{quote(worker, '')}/view", partial(decode, RadixView), params)
 
 
 def resync(
@@ -147,7 +148,9 @@ def resync(
 ) -> Call[list[str]]:
     """Have a worker's publishers name everything again. Returns the streams that will be asked."""
     params = {"dp_rank": dp_rank, "model": model, "tenant": tenant}
-    return Call("POST", f"/workers/{quote(worker, '')}/resync", lambda data: decode(_Streams, data).streams, params)
+    return Call(
+        "POST", f"/workers/{quote(worker, '')}/resync", lambda data: decode(ResyncAccepted, data).streams, params
+    )
 
 
 def dump() -> Call[dict[str, Any]]:
@@ -231,43 +234,25 @@ def _probe(path: str) -> Call[bool]:
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-class _Streams(msgspec.Struct):
-    streams: list[str]
-
-
-class _Results(msgspec.Struct):
-    results: list[msgspec.Raw]
-
-
-class _Problem(msgspec.Struct):
-    """A problem document, or what little of it a stranger sends."""
-
-    type: str = "about:blank"
-    title: str = ""
-    status: int = 0
-    detail: str = ""
-    error: str = ""
-    field: str | None = None
-
-    def to_error(self, where: str, status: int) -> KvsightHttpError:
-        title = self.title or _phrase(status)
-        return KvsightHttpError(where, status, title, self.detail or self.error, self.type, self.field)
+def _error(problem: ProblemDocument, where: str, status: int) -> KvsightHttpError:
+    title, detail = problem.title or _phrase(status), problem.detail or problem.error
+    return KvsightHttpError(where, status, title, detail, problem.type, problem.field or None)
 
 
 def _batch_results(data: bytes) -> list[PeerAnswer | KvsightHttpError]:
-    return [_batch_result(number, raw) for number, raw in enumerate(decode(_Results, data).results)]
+    return [_batch_result(number, raw) for number, raw in enumerate(decode(BatchAnswer, data).results)]
 
 
 def _batch_result(number: int, raw: msgspec.Raw) -> PeerAnswer | KvsightHttpError:
-    problem = decode(_Problem, raw)
+    problem = decode(ProblemDocument, raw)
     if problem.status:
-        return problem.to_error(f"/query/batch, query {number}", problem.status)
+        return _error(problem, f"/query/batch, query {number}", problem.status)
     return decode(PeerAnswer, raw)
 
 
 def _refusal(where: str, status: int, content: bytes) -> KvsightHttpError:
     try:
-        return decode(_Problem, content).to_error(where, status)
+        return _error(decode(ProblemDocument, content), where, status)
     except msgspec.DecodeError:  # a proxy's words, or a parser's
         text = content[:_LONGEST_TEXT].decode(errors="replace")
         return KvsightHttpError(where, status, _phrase(status), " ".join(text.split()))

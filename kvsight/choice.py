@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from api.schemas import PeerAnswer, PeerInstance
 from kv_events.errors import InvalidValueError, shorten
+from kvsight.schemas.queries import PeerAnswer, PeerInstance
 
 DEFAULT_TIER_WEIGHTS = (1.0, 0.75, 0.5, 0.25)
 """What a token of gpu, cpu, disk and external is worth. A guess: the time that each tier saves, measured, is better."""

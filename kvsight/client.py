@@ -15,13 +15,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
 import httpx
 
-from api.feed_events import FeedEvent
 from kv_events.errors import InvalidValueError
 from kvsight import calls
 from kvsight.calls import Call
 from kvsight.errors import KvsightConnectionError
 from kvsight.feed import FeedReader, feed_request
 from kvsight.retrying import RetryPolicy
+from kvsight.schemas.events import FeedEvent
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from api.feed_events import EVENT_NAMES, PING_S, FeedEvent
 from kvsight.decoding import decode
 from kvsight.errors import UnexpectedAnswerError
+from kvsight.schemas.events import EVENT_NAMES, PING_S, FeedEvent
 
 MAX_EVENT_BYTES = 2**20
 """Of an event's data and the line that is being read; more is refused before it is whole."""

@@ -10,9 +10,9 @@ from typing import TypeAlias, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from api.schemas import TierWeights
 from kv_events.errors import InvalidValueError
 from kv_events.tokens import token_array
+from kvsight.schemas.queries import TierWeights
 
 Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 

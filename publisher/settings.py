@@ -9,14 +9,14 @@ from pydantic import Field, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
-from kv_events.settings import KvsightSettings, variable
-from kv_events.streams import CONTROL_TOPIC, DEFAULT_TENANT, EVENTS_TOPIC, StreamId
+from kv_events.settings import KafkaSettings, variable
+from kv_events.streams import DEFAULT_TENANT, StreamId
 
 _RECORD_OVERHEAD_BYTES = 4096
 """Room that a record needs besides its pages: names, digest, framing."""
 
 
-class PublisherSettings(KvsightSettings):
+class PublisherSettings(KafkaSettings):
     """What one `EventPublisher` needs to know. Raises InvalidValueError naming the variable of a bad value."""
 
     model: str = Field(min_length=1, max_length=MAX_NAME_BYTES)
@@ -26,12 +26,8 @@ class PublisherSettings(KvsightSettings):
     block_size: int = Field(ge=1, le=MAX_BLOCK_SIZE)
     """Tokens a page."""
 
-    kafka: str | None = None
-    """Bootstrap servers, `host:port,...`; None: no Kafka."""
     log_folder: Path | None = None
     """Folder of an event log to write; None: none."""
-    events_topic: str = EVENTS_TOPIC
-    control_topic: str = CONTROL_TOPIC
     topic_partitions: int = Field(default=8, ge=1)
     """Partitions of the events topic, should it have to be made."""
     topic_replication: int = Field(default=1, ge=1)

@@ -20,7 +20,6 @@ from indexer.sources.base import Source
 from indexer.sources.memory import MemorySource
 from indexer.views import ViewState
 from kv_events.memory_log import MemoryLog
-from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
 from publisher import EventPublisher, PublisherSettings, Sink
 from publisher.sinks.memory import MemorySink
 from simulation.errors import SimulationError
@@ -63,7 +62,7 @@ class MemoryTransport:
 class KafkaTransport:
     """Topics of a broker."""
 
-    def __init__(self, bootstrap: str, events_topic: str = EVENTS_TOPIC, control_topic: str = CONTROL_TOPIC) -> None:
+    def __init__(self, bootstrap: str, events_topic: str, control_topic: str) -> None:
         self._bootstrap = bootstrap
         self._events_topic = events_topic
         self._control_topic = control_topic

@@ -31,5 +31,5 @@ def simulate(
         create_policy(policy, settings.workers, settings.seed)
     if settings.kafka is None:
         return [run_direct(requests, settings, policy, progress) for policy in policies]
-    transport = KafkaTransport(settings.kafka)
+    transport = KafkaTransport(settings.kafka, settings.events_topic, settings.control_topic)
     return [uvloop.run(run_live(requests, settings, policy, transport, progress)) for policy in policies]

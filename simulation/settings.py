@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE
-from kv_events.streams import MAMBA_GROUP
+from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC, MAMBA_GROUP
 
 MAX_WORKERS = 4096
 MAX_RATIO = 1000
@@ -41,6 +41,9 @@ class SimulationSettings:
     """Workers with recurrent states say where these are, in group streams (see `kv_events.streams`)."""
     kafka: str | None = None
     """Bootstrap servers: events go through this broker. None: straight into the index, which is deterministic."""
+    events_topic: str = EVENTS_TOPIC
+    control_topic: str = CONTROL_TOPIC
+    """Topics of that broker."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:

@@ -18,10 +18,12 @@ MAY_IMPORT = {
     "publisher": {"kv_events"},
     "bridge": {"kv_events", "publisher"},
     "indexer": {"kv_events"},
-    "api": {"kv_events", "indexer", "publisher", "bridge"},
+    "api": {"kv_events", "indexer", "publisher", "bridge", "kvsight"},
     "simulation": {"kv_events", "engine_cache", "publisher", "indexer"},
     "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "api", "simulation"},
 }
+SCHEMAS = "kvsight.schemas"
+"""All that `api` may import of `kvsight`, and what imports nothing of the project."""
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 NEEDS_TORCH = (
     "engine_cache.pools.cuda",
@@ -39,6 +41,13 @@ def imported_names(source: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
             yield node.lineno, node.module.partition(".")[0]
+
+
+def full_names(path: Path) -> set[str]:
+    """Dotted names of the modules that a file imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None}
 
 
 def modules(package: str) -> list[str]:
@@ -63,6 +72,16 @@ def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
         if name in forbidden
     ]
     assert offences == []
+
+
+def test_the_server_shares_the_schemas_of_answers_and_nothing_else_of_the_client() -> None:
+    imported = {
+        name for path in (ROOT / "api").rglob("*.py") for name in full_names(path) if name.startswith("kvsight")
+    }
+    assert imported
+    assert {name for name in imported if not name.startswith(f"{SCHEMAS}.")} == set()
+    of_schemas = {name for path in (ROOT / "kvsight/schemas").rglob("*.py") for name in full_names(path)}
+    assert {name for name in of_schemas if name.partition(".")[0] in OURS and not name.startswith(SCHEMAS)} == set()
 
 
 def test_imports_inside_functions_and_type_checking_blocks_count() -> None:

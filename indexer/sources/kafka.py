@@ -14,7 +14,6 @@ from indexer.sources.base import SourceUnavailableError
 from kv_events.codec import encode_resync
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
-from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
 
 _FETCH_WAIT_MS = 100
 _PROBE_TIMEOUT_S = 3.0
@@ -26,9 +25,9 @@ _STOP_S = 1.0
 class KafkaSource:
     """See `Source`. Partitions that are added later are read from their beginning."""
 
-    def __init__(self, bootstrap: str, topic: str = EVENTS_TOPIC, control_topic: str = CONTROL_TOPIC) -> None:
+    def __init__(self, bootstrap: str, events_topic: str, control_topic: str) -> None:
         self._bootstrap = bootstrap
-        self._topic = topic
+        self._events_topic = events_topic
         self._control_topic = control_topic
         self._assigned: set[TopicPartition] = set()
         self._clients = AsyncExitStack()
@@ -101,8 +100,8 @@ class KafkaSource:
 
         Returns where the new ones begin.
         """
-        described = await self._admin.describe_topics([self._topic])
-        found = {TopicPartition(self._topic, p["partition"]) for topic in described for p in topic["partitions"]}
+        described = await self._admin.describe_topics([self._events_topic])
+        found = {TopicPartition(self._events_topic, p["partition"]) for topic in described for p in topic["partitions"]}
         new = found - self._assigned
         if not new:
             return {}

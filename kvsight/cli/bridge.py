@@ -6,7 +6,7 @@ import asyncio
 import gc
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -60,10 +60,10 @@ def bridge(
     engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]
     if not engines:
         raise UsageError("no engine to read: name one by --engine, or a file of them by --config")
-    sink: dict[str, Any] = {"kafka": kafka, "log_folder": log}
-    given = {name: value for name, value in sink.items() if value is not None}
     # every stream has a name and a block size of its own
-    template = PublisherSettings(model="bridge", worker="bridge", dp_rank=0, block_size=1, **given)
+    template = PublisherSettings.from_flags(
+        model="bridge", worker="bridge", dp_rank=0, block_size=1, kafka=kafka, log_folder=log
+    )
     gc.freeze()  # as `kvsight serve` does
     uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port))
 

@@ -12,7 +12,6 @@ from indexer.sources.base import Source, SourceUnavailableError
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
-from kv_events.streams import EVENTS_TOPIC
 from kvsight.cli.console import err
 
 _RETRY_S = 1.0
@@ -21,7 +20,9 @@ _RETRY_S = 1.0
 def record(
     folder: Annotated[Path, typer.Argument(help="Folder of the event log; goes on where it ended.")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
-    topic: Annotated[str, typer.Option(help="Topic of the events.")] = EVENTS_TOPIC,
+    events_topic: Annotated[
+        str | None, typer.Option(help="Topic of the events.", envvar="KVSIGHT_EVENTS_TOPIC")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Stop at what is the end of the topic now.")] = False,
 ) -> None:
     """Copy the events of a Kafka topic into an event log, for `kvsight replay`.
@@ -29,11 +30,14 @@ def record(
     Runs until Ctrl-C. Every record keeps its partition, offset and timestamp.
     """
     from indexer.sources.kafka import KafkaSource
+    from kv_events.settings import KafkaSettings
 
+    settings = KafkaSettings.from_flags(kafka=kafka, events_topic=events_topic)
+    source = KafkaSource(kafka, settings.events_topic, settings.control_topic)
     with EventLogWriter(folder) as writer:
         positions = next_offsets(folder)
         try:
-            asyncio.run(_copy(KafkaSource(kafka, topic), writer, positions, once))
+            asyncio.run(_copy(source, writer, positions, once))
         except KeyboardInterrupt:
             err.print("stopped")
         err.print(f"{folder} holds {writer.next_index} records")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,10 +49,8 @@ def serve(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
 
-    given: dict[str, Any] = {"kafka": kafka, "log_dir": log, "redis": redis, "snapshot_dir": snapshots}
-    indexer = IndexerSettings(**{name: value for name, value in given.items() if value is not None})
-    address: dict[str, Any] = {"host": host, "port": port}
-    settings = ApiSettings(**{name: value for name, value in address.items() if value is not None})
+    indexer = IndexerSettings.from_flags(kafka=kafka, log_dir=log, redis=redis, snapshot_dir=snapshots)
+    settings = ApiSettings.from_flags(host=host, port=port)
     app = _embedded(indexer, settings) if indexer.is_embedded else create_app(create_consumer(indexer), settings)
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")

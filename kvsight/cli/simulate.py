@@ -46,9 +46,11 @@ def simulate(
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
     compile_kernels()
+    from kv_events.settings import KafkaSettings
     from simulation import POLICIES, SimulationSettings, reports_table
     from simulation import simulate as run
 
+    topics = KafkaSettings()
     settings = SimulationSettings(
         workers=workers,
         capacity_tokens=capacity,
@@ -59,6 +61,8 @@ def simulate(
         groups=groups,
         seed=seed,
         kafka=kafka,
+        events_topic=topics.events_topic,
+        control_topic=topics.control_topic,
         log_folder=record,
     )
     with policy_progress() as progress:

@@ -172,6 +172,15 @@ async def test_workers_show_their_views(rig: Rig) -> None:
     assert len(await rig.ask("workers")) == 2
 
 
+async def test_workers_show_their_endpoints_groups_and_failures(rig: Rig) -> None:
+    hashes = await rig.fed.hold(Stream("one"), TOKENS)
+    await rig.fed.feed(Stream("one", model="m#mamba").batch(stored((0, hashes))))
+    (worker,) = await rig.ask("workers")
+    assert worker.endpoints == {0: "default/m/one/0"}
+    assert worker.groups["mamba"][0].endpoint == "default/m%23mamba/one/0"
+    assert (worker.listeners[0].failure, worker.listeners[0].counters["pages_stored"]) == (None, 4)
+
+
 async def test_a_view_is_read_part_by_part_whatever_the_workers_name(rig: Rig) -> None:
     worker = "a/b c?d=%41#e"
     hashes = await rig.fed.hold(Stream(worker), TOKENS)

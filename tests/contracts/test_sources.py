@@ -167,7 +167,7 @@ async def test_a_folder_that_is_not_there_is_unavailable(tmp_path: Path) -> None
 
 
 async def test_a_broker_that_is_not_there_is_unavailable() -> None:
-    source = KafkaSource("127.0.0.1:1")
+    source = KafkaSource("127.0.0.1:1", "events", "control")
     with pytest.raises(SourceUnavailableError, match="Kafka"):
         await source.start({})
     await source.stop()
@@ -175,7 +175,7 @@ async def test_a_broker_that_is_not_there_is_unavailable() -> None:
 
 async def test_a_topic_that_appears_later_is_read_from_its_beginning(kafka_bootstrap: str) -> None:
     topic = f"late-{uuid.uuid4().hex}"
-    source = KafkaSource(kafka_bootstrap, topic)
+    source = KafkaSource(kafka_bootstrap, topic, f"{topic}-control")
     await source.start({})
     producer = AIOKafkaProducer(bootstrap_servers=kafka_bootstrap)
     await producer.start()

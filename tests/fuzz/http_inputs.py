@@ -14,7 +14,7 @@ from api.hot import HotRoutes
 from api.kept_registrations import engines_of
 from api.problems import ProblemError
 from api.register import engine_of_peer, engine_of_rfc
-from api.registration_schemas import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from tests.fuzz.log_inputs import SMALL
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored

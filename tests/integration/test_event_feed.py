@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from api.app import create_app
-from api.feed_events import BatchApplied, FeedEvent, StateChanged
 from api.server import running_server
 from api.settings import ApiSettings
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
+from kvsight.schemas.events import BatchApplied, FeedEvent, StateChanged
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored

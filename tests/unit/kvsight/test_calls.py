@@ -7,7 +7,7 @@ import pytest
 
 from api.decoding import codec_of, decode_as
 from api.register import engine_of_rfc
-from api.registration_schemas import RfcRegistration
+from api.registration_requests import RfcRegistration
 from kv_events.errors import InvalidValueError
 from kvsight import Prompt, calls
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from api.schemas import PeerAnswer, PeerInstance
 from kv_events.errors import InvalidValueError
 from kvsight import WorkerChoice, best_worker
+from kvsight.schemas.queries import PeerAnswer, PeerInstance
 
 
 def held(tokens: int, dp: dict[int, int] | None = None, weighted: float | None = None, **more: Any) -> PeerInstance:

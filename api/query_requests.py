@@ -11,14 +11,13 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from kv_events.limits import MAX_TOKENS_PER_QUERY
+from kvsight.schemas.queries import TierWeights
 
 MAX_QUERIES_PER_BATCH = 1024
 Numbers = TypeVar("Numbers")
 """How lists of numbers may come: `IntList` in JSON; in msgpack also as little-endian bytes; `Raw` to look at later."""
 
 IntList: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)]
-
-TierWeights: TypeAlias = tuple[float, float, float, float] | dict[str, float]
 
 
 class Prompt(msgspec.Struct, Generic[Numbers], frozen=True, kw_only=True):
@@ -81,64 +80,3 @@ class RawBatch(msgspec.Struct, frozen=True):
     """The same, to be cut into its questions later."""
 
     queries: Raw
-
-
-class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker holds of a prompt, in tokens, cumulative from the fastest tier on."""
-
-    longest_matched: int
-    gpu: int
-    dp: dict[int, int]
-    """DP rank -> tokens on its device."""
-    cpu: int
-    disk: int
-    external: int
-    state: str
-    age_ms: int
-    matched_dp: dict[int, int] | UnsetType = UNSET
-    """DP rank -> tokens on any tier. Absent: the same as on the device."""
-    weighted: float | UnsetType = UNSET
-    weighted_dp: dict[int, float] | UnsetType = UNSET
-    """DP rank -> its own tokens by weight, while `weighted` takes each tier from the rank that holds most there.
-    Absent: there is one rank."""
-    reusable: int | UnsetType = UNSET
-    """Of a worker that says where its states and windows are: tokens that it can go on from, at its best rank."""
-    reusable_dp: dict[int, int] | UnsetType = UNSET
-    """DP rank -> the same."""
-
-
-class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer in the running peer's dialect."""
-
-    scores: dict[str, dict[int, int]]
-    """Worker -> DP rank -> tokens on its device, where there are any."""
-    frequencies: list[int] = []
-    """Always empty, as the peer's."""
-    instances: dict[str, PeerInstance]
-
-
-class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker holds of a prompt, in tokens, cumulative from the fastest tier on."""
-
-    longest_matched: int
-    gpu: int = msgspec.field(name="GPU")
-    cpu: int = msgspec.field(name="CPU")
-    disk: int = msgspec.field(name="DISK")
-    external: int = msgspec.field(name="EXTERNAL")
-    dp: dict[int, int] = msgspec.field(name="DP")
-    state: str
-    age_ms: int
-    matched_dp: dict[int, int] | UnsetType = UNSET
-    """DP rank -> tokens on any tier. Absent: the same as on the device."""
-    weighted: float | UnsetType = UNSET
-    weighted_dp: dict[int, float] | UnsetType = UNSET
-    """DP rank -> its own tokens by weight, while `weighted` takes each tier from the rank that holds most there.
-    Absent: there is one rank."""
-    reusable: int | UnsetType = UNSET
-    """Of a worker that says where its states and windows are: tokens that it can go on from, at its best rank."""
-    reusable_dp: dict[int, int] | UnsetType = UNSET
-    """DP rank -> the same."""
-
-
-RfcAnswer: TypeAlias = dict[str, dict[str, RfcInstance]]
-"""Tenant -> worker -> what it holds."""

@@ -1,7 +1,7 @@
-"""Requests and answers of /register and /unregister. Fields that are not named here are ignored.
+"""Requests of POST /register and /unregister, as msgspec structs. Unknown fields are ignored.
 
-The dialects are told apart as for queries: a request with `model_name` speaks the running peer's, one with `modelname`
-or `model` the RFC's.
+The dialects are told apart as for queries: a request with `model_name` is in Dynamo's, one with `modelname` or `model`
+in the RFC's.
 """
 
 from __future__ import annotations
@@ -81,24 +81,3 @@ class RfcUnregistration(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: DpRank | None = None
     """None: all ranks."""
     tenant_id: MaybeName = None
-
-
-class PeerRegistered(msgspec.Struct, frozen=True, kw_only=True):
-    """Done, or undone."""
-
-    status: str = "ok"
-
-
-class RfcRegistered(msgspec.Struct, frozen=True, kw_only=True):
-    """Done."""
-
-    status: str = "registered successfully"
-    instance_id: InstanceId
-
-
-class RfcUnregistered(msgspec.Struct, frozen=True, kw_only=True):
-    """Undone."""
-
-    status: str = "unregistered successfully"
-    removed_instances: list[str]
-    """`<instance>|<tenant>|<rank>`"""

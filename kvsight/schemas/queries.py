@@ -1,0 +1,79 @@
+"""Answers of POST /query, /query_by_hash and /query/batch, in both dialects. Counts are tokens."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from kvsight.schemas.workers import State
+
+TierWeights: TypeAlias = tuple[float, float, float, float] | dict[str, float]
+"""The worth of a token on gpu, cpu, disk and external, in this order or by name. A field of requests."""
+
+
+class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt that one worker holds. Each tier includes the faster ones."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[int, int]
+    """DP rank -> tokens on its device."""
+    cpu: int
+    disk: int
+    external: int
+    state: State
+    age_ms: int
+    matched_dp: dict[int, int] | UnsetType = UNSET
+    """DP rank -> tokens on any tier. Absent: equal to `dp`."""
+    weighted: float | UnsetType = UNSET
+    """Tokens by tier weight, where the query gave weights."""
+    weighted_dp: dict[int, float] | UnsetType = UNSET
+    """DP rank -> the rank's own tokens by weight; `weighted` takes each tier from the rank that holds most there.
+    Absent: the worker has one rank."""
+    reusable: int | UnsetType = UNSET
+    """For workers that publish group streams (recurrent states, sliding windows): the tokens that the engine can
+    really skip, on the best rank."""
+    reusable_dp: dict[int, int] | UnsetType = UNSET
+    """DP rank -> reusable tokens."""
+
+
+class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer in Dynamo's dialect."""
+
+    scores: dict[str, dict[int, int]]
+    """Worker -> DP rank -> tokens on the rank's device; ranks without any are left out."""
+    frequencies: list[int] = []
+    """Always empty, as in Dynamo."""
+    instances: dict[str, PeerInstance]
+
+
+class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt that one worker holds. Each tier includes the faster ones."""
+
+    longest_matched: int
+    gpu: int = msgspec.field(name="GPU")
+    cpu: int = msgspec.field(name="CPU")
+    disk: int = msgspec.field(name="DISK")
+    external: int = msgspec.field(name="EXTERNAL")
+    dp: dict[int, int] = msgspec.field(name="DP")
+    """DP rank -> tokens on its device."""
+    state: State
+    age_ms: int
+    matched_dp: dict[int, int] | UnsetType = UNSET
+    """See `PeerInstance`, for this field and those below."""
+    weighted: float | UnsetType = UNSET
+    weighted_dp: dict[int, float] | UnsetType = UNSET
+    reusable: int | UnsetType = UNSET
+    reusable_dp: dict[int, int] | UnsetType = UNSET
+
+
+RfcAnswer: TypeAlias = dict[str, dict[str, RfcInstance]]
+"""Tenant -> worker -> what it holds: the answer in the dialect of the Mooncake RFC."""
+
+
+class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a batch: for each query, in order, a `PeerAnswer`, an `RfcAnswer` or a `ProblemDocument`."""
+
+    results: list[Raw]

@@ -1,0 +1,99 @@
+"""Answers of GET /workers, GET /workers/{worker}/view and POST /workers/{worker}/resync."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+State: TypeAlias = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["live", "syncing", "stale", "expired"]})]
+"""The state of a view, from the most to the least trustworthy. Clients accept other words, too."""
+
+
+class Listener(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream of one DP rank, as the index sees it."""
+
+    endpoint: str
+    """The address of a registered engine, also for ranks that only its batches name; otherwise the stream's key in
+    the log, tenant/model/worker/rank."""
+    status: str
+    """`active`, or `failed` once the view has expired. A registered engine is `pending` until it is connected, and
+    `failed` while it cannot be reached."""
+    state: State
+    stale_reason: str = ""
+    """Why the view is stale; empty otherwise."""
+    age_ms: int
+    """Milliseconds since the worker was last heard; for a bridged engine, since the bridge last heard the engine."""
+    epoch: int
+    """The publisher's incarnation; -1: no batch was applied yet."""
+    seq: int
+    """The number of the newest batch applied; -1: none yet."""
+    pages: dict[str, int]
+    """Medium -> pages held."""
+    digest: str
+    """The view's digest: 64 bytes in hex. Equals the digest of the publisher's newest batch."""
+    counters: dict[str, int] = {}
+    """Name -> count since this process knows the stream: batches, pages_stored, gaps, ..."""
+    failure: str | None = None
+    """Why a registered engine is not being read."""
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a model."""
+
+    instance_id: str
+    status: str
+    """`active` if any rank is, else `pending` if any rank is, else `failed`."""
+    model_name: str
+    routing_group: str
+    block_size: int
+    """Tokens per page."""
+    endpoints: dict[int, str] = {}
+    """DP rank -> endpoint."""
+    listeners: dict[int, Listener]
+    """DP rank -> stream."""
+    state: State
+    """The least trustworthy state among the ranks."""
+    age_ms: int
+    """The largest age among the ranks."""
+    groups: dict[str, dict[int, Listener]] = {}
+    """Group -> DP rank -> stream: recurrent states and sliding windows of hybrid models. They do not enter into
+    `status`, `state` and `age_ms`."""
+    source: str = ""
+    """`zmq` for a registered engine, otherwise `log`."""
+
+
+class ViewPage(msgspec.Struct, frozen=True, kw_only=True):
+    """One page of a radix view."""
+
+    sequence_hash: int
+    parent: int | None
+    """Sequence hash of the parent page; None: the page has no parent, or the parent is unknown."""
+    media: list[str]
+
+
+class RadixView(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of the radix view of one worker stream. Parts with equal epoch and seq belong to one state of the view."""
+
+    model_name: str
+    routing_group: str
+    block_size: int
+    """Tokens per page."""
+    dp_rank: int
+    state: State
+    age_ms: int
+    epoch: int
+    seq: int
+    num_pages: int
+    """The length of `pages`."""
+    pages: list[ViewPage]
+    next_cursor: int | None
+    """`cursor` for the next part; None: this is the last part."""
+
+
+class ResyncAccepted(msgspec.Struct, frozen=True, kw_only=True):
+    """The streams whose publishers will be asked for a resync."""
+
+    status: str = "requested"
+    streams: list[str]
+    """Keys: tenant/model/worker/rank."""
