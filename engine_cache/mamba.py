@@ -161,8 +161,7 @@ class MambaRadixCache(StateRequests):
     def _insert_helper(
         self, key: RadixKey, value: IndexArray, mamba_value: IndexArray, params: InsertParams
     ) -> InsertResult:
-        path, done = self._descend(key)
-        self._touch(path)
+        path, done = self._descend(key, touch=True)
         prefix_len = self._merge_overlap(path, value[:done], params.prev_prefix_len)
         if done < len(key):
             parent = path[-1] if path else self.root_node

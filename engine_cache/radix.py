@@ -149,18 +149,24 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
             raise InvalidValueError("value", f"{len(value)} rows", f"one for each of {len(key)} units")
         return key[:0] if self.disable else key.page_aligned(self.page_size), value
 
-    def _descend(self, key: RadixKey) -> tuple[list[TreeNode], int]:
+    def _descend(self, key: RadixKey, *, touch: bool = False) -> tuple[list[TreeNode], int]:
         """Nodes along the longest cached prefix of a page-aligned key, and its length. Splits the last one if the
-        prefix ends inside it."""
+        prefix ends inside it. touch: mark the nodes as used, before that split does so with its lower part."""
         node, done, path = self.root_node, 0, []
         while done < len(key):
             child = self._next_on_path(node, key, done)
             if child is None:
                 break
+            if touch:
+                self._touch_on_insert(child)
             path.append(child)
             done += len(child.key)
             node = child
         return path, done
+
+    def _touch_on_insert(self, node: TreeNode) -> None:
+        """An insert passes the node."""
+        self._touch([node])
 
     def _next_on_path(self, node: TreeNode, key: RadixKey, done: int) -> TreeNode | None:
         """The child that goes on along a key of which `done` units lead to its parent; split if the key ends inside."""
@@ -193,7 +199,7 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
 
     def _split_node(self, child: TreeNode, split_len: int) -> TreeNode:
         """Put a new node above `child` that takes its first `split_len` units. `child` stays what its users hold: the
-        deeper end."""
+        deeper end. Both parts count as used now."""
         parent, page_size = child.parent, self.page_size
         assert parent is not None
         whole_key = child.key
@@ -201,13 +207,14 @@ class RadixCache(KVCacheEventMixin, BasePrefixCache):
         upper = self._new_node(whole_key[:split_len], upper_rows, parent, child.priority)
         child.key, child.value = whole_key[split_len:], lower_rows
         upper.lock_ref, upper.hit_count = child.lock_ref, child.hit_count
-        upper.last_access_time, upper.creation_time = child.last_access_time, child.creation_time
+        upper.creation_time = child.creation_time
         upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, split_len, page_size)
         upper.sequence_hash, child.sequence_hash = split_node_sequence_hash(child.sequence_hash, split_len, page_size)
         parent.children[upper.key.page_key(page_size)] = upper
         upper.children[child.key.page_key(page_size)] = child
         upper.num_device_children = int(child.value is not None)
         child.parent = upper
+        self._touch([upper, child])
         return upper
 
     def _new_node(self, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, priority: int) -> TreeNode:

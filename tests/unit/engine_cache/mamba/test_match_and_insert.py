@@ -95,15 +95,15 @@ def test_a_split_leaves_state_and_state_lock_below_and_copies_the_kv_lock(rig):
     rig.cache.dec_lock_ref(lower)
 
 
-def test_a_match_uses_the_way_to_the_state_and_nothing_beyond(rig):
+def test_a_match_uses_the_way_to_the_state_and_beyond_it_only_what_it_splits(rig):
     rig.insert([1, 2])
     rig.insert([1, 2, 3, 4])
     rig.insert([5])
     rig.match([1, 2, 3])
-    order = [rig.node(tokens) for tokens in ([1, 2, 3], [1, 2, 3, 4], [5], [1, 2])]
+    order = [rig.node(tokens) for tokens in ([5], [1, 2, 3], [1, 2, 3, 4], [1, 2])]
     times = [node.last_access_time for node in order]
     assert times == sorted(times)
-    assert list(rig.cache.mamba_lru_list) == order[1:]
+    assert list(rig.cache.mamba_lru_list) == [order[0], *order[2:]]
 
 
 @pytest.mark.parametrize("option", [{"page_size": 2}, {"page_size": 1, "is_eagle": True}])

@@ -1,0 +1,118 @@
+"""What counts as used, and so stays longest, where a node is split: as in the reference, in all five caches."""
+
+import pytest
+
+from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
+from engine_cache.node import iter_nodes
+from tests.support.hybrid_rig import HybridRig
+from tests.support.mamba_rig import Rig as MambaRig
+from tests.support.tier_rig import Rig as TierRig
+from tests.support.unified_rig import UnifiedRig
+
+pytestmark = pytest.mark.torch
+
+
+class RadixRig:
+    """A RadixCache without pools."""
+
+    def __init__(self):
+        self.cache = RadixCache(page_size=1)
+
+    def insert(self, tokens):
+        self.cache.insert(InsertParams(RadixKey(tokens)))
+
+    def match(self, tokens):
+        self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens)))
+
+
+RIGS = {
+    "radix": RadixRig,
+    "hiradix": lambda: TierRig(page_size=1),
+    "mamba": MambaRig,
+    "himamba": lambda: HybridRig(page_size=1),
+    "unified": lambda: UnifiedRig(("swa", "mamba"), page_size=1, tiers=1, device_pages=32, swa_pages=32),
+}
+WITH_STATES = ("mamba", "himamba", "unified")
+
+
+@pytest.fixture(params=RIGS)
+def rig(request):
+    return RIGS[request.param]()
+
+
+@pytest.fixture(params=WITH_STATES)
+def stateful(request):
+    return RIGS[request.param]()
+
+
+def fill(rig, *prompts):
+    for tokens in prompts:
+        rig.insert(tokens)
+    if hasattr(rig, "settle"):
+        rig.settle()  # a backup holds its node on the device
+
+
+def prefixes_of(cache, wanted):
+    """Tokens up to the end of each node that is wanted."""
+    raw_of, found = {cache.root_node: ()}, set()
+    for node in iter_nodes(cache.root_node):
+        raw_of[node] = raw_of[node.parent] + tuple(node.key.token_ids)
+        if wanted(node):
+            found.add(raw_of[node])
+    return found
+
+
+def on_device(rig):
+    return prefixes_of(rig.cache, lambda node: node.value is not None)
+
+
+def states(rig):
+    if isinstance(rig, UnifiedRig):
+        return prefixes_of(rig.cache, lambda node: rig.data(node, "mamba").value is not None)
+    return prefixes_of(rig.cache, lambda node: node.mamba_value is not None)
+
+
+def test_a_match_that_splits_a_node_uses_its_lower_part_too(rig):
+    fill(rig, [1, 2], [9])
+    rig.match([1])
+    rig.cache.evict(EvictParams(1))
+    assert on_device(rig) == {(1,), (1, 2)}
+
+
+def test_an_insert_that_splits_a_node_uses_its_lower_part_too(rig):
+    fill(rig, [1, 2], [9], [1, 3])
+    rig.cache.evict(EvictParams(1))
+    assert on_device(rig) == {(1,), (1, 2), (1, 3)}
+
+
+def test_the_lower_part_of_a_split_is_older_than_the_new_leaf_beside_it(rig):
+    fill(rig, [1, 2], [9], [1, 3])
+    rig.cache.evict(EvictParams(2))
+    assert on_device(rig) == {(1,), (1, 3)}
+
+
+def test_an_insert_that_splits_a_node_uses_the_state_below(stateful):
+    fill(stateful, [1, 2], [9], [1, 3])
+    stateful.cache.evict_mamba(1)
+    assert states(stateful) == {(1, 2), (1, 3)}
+
+
+def test_a_match_that_splits_a_node_uses_the_state_below(stateful):
+    fill(stateful, [1, 2], [9])
+    stateful.match([1])
+    stateful.cache.evict_mamba(1)
+    assert states(stateful) == {(1, 2)}
+
+
+@pytest.mark.parametrize("stateful", ["mamba", "himamba"], indirect=True)
+def test_after_an_insert_the_state_below_a_split_is_newer_than_those_on_the_way(stateful):
+    fill(stateful, [1], [1, 2, 3], [1, 2, 4])
+    stateful.cache.evict_mamba(1)
+    assert states(stateful) == {(1, 2, 3), (1, 2, 4)}
+
+
+def test_after_a_match_the_state_below_a_split_is_older_than_those_on_the_way(stateful):
+    fill(stateful, [1], [1, 2, 3])
+    stateful.match([1, 2])
+    stateful.cache.evict_mamba(1)
+    assert states(stateful) == {(1,)}
