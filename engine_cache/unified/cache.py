@@ -163,6 +163,11 @@ class UnifiedRadixCache(UnifiedRequests, UnifiedTransfers):
         for component in self.auxiliaries:
             component.touch([unified(node) for node in path])
 
+    def _touch_on_insert(self, node: TreeNode) -> None:
+        super()._touch([node])
+        for component in self.auxiliaries:
+            component.touch_on_insert(unified(node))
+
     # --- insert -----------------------------------------------------------------------------------------------------
 
     def insert(self, params: InsertParams) -> InsertResult:
@@ -187,8 +192,7 @@ class UnifiedRadixCache(UnifiedRequests, UnifiedTransfers):
         return self._insert(key, value, params)
 
     def _insert(self, key: RadixKey, value: IndexArray, params: InsertParams) -> InsertResult:
-        path, prefix_len = self._descend(key)
-        self._touch(path)
+        path, prefix_len = self._descend(key, touch=True)
         for node in path:  # before a component cuts one, of which both parts are used
             self._raise_use(node, params)
         self._insert_overlap(path, value, params)

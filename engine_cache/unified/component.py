@@ -168,6 +168,10 @@ class AuxiliaryComponent(TreeComponent):
                 if node in listed:
                     listed.move_to_newest(node)
 
+    def touch_on_insert(self, node: UnifiedNode) -> None:
+        """An insert passes the node."""
+        self.touch([node])
+
     # --- locks ------------------------------------------------------------------------------------------------------
 
     @abstractmethod

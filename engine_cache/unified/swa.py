@@ -84,6 +84,14 @@ class SWAComponent(AuxiliaryComponent):
             covered += len(path[first].key)
         super().touch(path[first:])
 
+    def touch_on_insert(self, node: UnifiedNode) -> None:
+        """The window is known when the insert has ended, see `finish_insert`."""
+
+    def finish_insert(self, end: UnifiedNode, params: InsertParams) -> bool:
+        """Only the window that ends at this node, a new leaf included, has been used."""
+        self.touch([unified(node) for node in reversed(self.tree._path_to_root(end))])
+        return True
+
     def _window_above(self, node: UnifiedNode) -> Iterator[UnifiedNode]:
         """The node and those above it, until one window is covered or the root is reached."""
         step, covered = node, 0

@@ -104,7 +104,6 @@ def test_a_match_that_splits_a_node_uses_the_state_below(stateful):
     assert states(stateful) == {(1, 2)}
 
 
-@pytest.mark.parametrize("stateful", ["mamba", "himamba"], indirect=True)
 def test_after_an_insert_the_state_below_a_split_is_newer_than_those_on_the_way(stateful):
     fill(stateful, [1], [1, 2, 3], [1, 2, 4])
     stateful.cache.evict_mamba(1)
@@ -116,3 +115,28 @@ def test_after_a_match_the_state_below_a_split_is_older_than_those_on_the_way(st
     stateful.match([1, 2])
     stateful.cache.evict_mamba(1)
     assert states(stateful) == {(1,)}
+
+
+def windows(rig):
+    return prefixes_of(rig.cache, lambda node: rig.data(node, "swa").value is not None)
+
+
+def test_the_window_that_an_insert_uses_ends_with_its_new_leaf():
+    rig = UnifiedRig(("swa",), page_size=1, tiers=1, window=3, device_pages=32, swa_pages=32)
+    fill(rig, [0, 1, 2, 3, 4, 5, 6, 7])
+    rig.match([0, 1, 2, 3, 4, 5, 6, 7])
+    fill(rig, [0, 1, 2, 3, 4, 50, 51, 52, 53])
+    rig.events()
+    assert rig.cache.evict(EvictParams(0, swa_num_tokens=1)) == (0, 0, 5)
+    assert rig.events() == []
+    old, new = (0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3, 4, 50)
+    assert windows(rig) == {old, new, (*new, 51, 52, 53)}
+    rig.check()
+
+
+def test_an_insert_uses_what_its_new_leaf_lacks_of_a_window_of_the_nodes_above():
+    rig = UnifiedRig(("swa",), page_size=1, tiers=1, window=3, device_pages=32, swa_pages=32)
+    fill(rig, [0], [0, 1], [9], [0, 1, 2])
+    rig.cache.evict(EvictParams(0, swa_num_tokens=1))
+    assert windows(rig) == {(0,), (0, 1), (0, 1, 2)}
+    rig.check()
