@@ -98,6 +98,12 @@ class HiMambaRadixCache(StateTier):
             if node in self.host_mamba_lru_list:
                 self.host_mamba_lru_list.move_to_newest(node)
 
+    def _split_node(self, child: TreeNode, split_len: int) -> TreeNode:
+        """As in `MambaRadixCache`; the upper part has no hits yet."""
+        upper = super()._split_node(child, split_len)
+        upper.hit_count = 0
+        return upper
+
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
     def evict_full(self, num_tokens: int) -> EvictResult:

@@ -67,9 +67,12 @@ class Backups(HostLeaves):
 
     def _back_up_if_due(self, node: TreeNode, params: InsertParams) -> None:
         """The insert is through with the node; if that has been used often enough, a backup is due."""
-        threshold = _HITS_TO_BACK_UP.get(self.write_policy)
-        if threshold is not None and not params.chunked and node.hit_count >= threshold:
+        if not params.chunked and self._is_due(node):
             self._back_up_what_is_missing(node)
+
+    def _is_due(self, node: TreeNode) -> bool:
+        threshold = _HITS_TO_BACK_UP.get(self.write_policy)
+        return threshold is not None and node.hit_count >= threshold
 
     def _back_up_what_is_missing(self, node: TreeNode) -> None:
         """The node is in such use that whatever it has on the device should be on the host, too."""

@@ -231,9 +231,9 @@ class UnifiedRadixCache(UnifiedRequests, UnifiedTransfers):
         self, path: list[TreeNode], key: RadixKey, value: IndexArray, start: int, params: InsertParams
     ) -> TreeNode:
         leaf = self._add_leaf(path[-1] if path else self.root_node, key, value, start, params.priority)
-        self._raise_use(leaf, params)
         for component in self.auxiliaries:
             component.recover_after_unevict(unified(leaf), start, params)
+        self._raise_use(leaf, params)  # what a component has cut off above it begins without a hit
         return leaf
 
     def _finish_insert(self, end: UnifiedNode, params: InsertParams) -> bool:

@@ -41,7 +41,7 @@ class UnifiedTransfers(OptionalHostTier):
     def _back_up_what_is_missing(self, node: TreeNode) -> None:
         parent = node.parent
         assert parent is not None
-        if self.cache_controller is None or (parent is not self.root_node and parent.host_value is None):
+        if self.cache_controller is None or (parent.host_value is None and self._is_due(parent)):
             return  # the parent had its turn in this insert, and found no room
         super()._back_up_what_is_missing(node)
         if node.host_value is not None and node.write_through_pending_id is None:
