@@ -79,6 +79,11 @@ class HiMambaRadixCache(StateTier):
         needs_state = bool(used) and hybrid(used[-1]).mamba_value is None
         return super()._match_result(used)._replace(mamba_host_hit_length=int(needs_state))
 
+    def _branching_seqlen(self, path: list[TreeNode], num_used: int) -> int | None:
+        """As in `MambaRadixCache`, of KV on the device only."""
+        on_device = [node for node in path if node.value is not None]
+        return super()._branching_seqlen(on_device, min(num_used, len(on_device)))
+
     def _merge_overlap(self, path: list[TreeNode], value: IndexArray, prev_prefix_len: int) -> int:
         """As in `MambaRadixCache`, and evicted nodes of the path take their rows over; those are not counted."""
         start = prefix_len = 0
@@ -113,7 +118,7 @@ class HiMambaRadixCache(StateTier):
         return EvictResult(self._evict_leaves(num_tokens), states - self._mamba_evictable_size)
 
     def _evict_state(self, node: MambaNode) -> None:
-        if node in self.evictable_leaves:
+        if node in self.evictable_leaves and not node.children:
             self._evict_device_leaf(node)
         else:
             self._free_state(node)

@@ -117,13 +117,13 @@ class MambaRadixCache(StateRequests):
         if params.cow_mamba and params.req is None:
             raise InvalidValueError("req", None, "the request that takes the state, with cow_mamba")
         key, _ = self._whole_pages(params.key, None)
-        path, matched = self._descend(key)
+        path, _ = self._descend(key)
         used = path[: self._num_usable(path)]
+        branching_seqlen = self._branching_seqlen(path, len(used))
         self._touch(used)
         if params.req is not None and params.cow_mamba:
             best = hybrid(used[-1] if used else self.root_node)
             self.copy_on_write(params.req, best.mamba_value, [best])
-        branching_seqlen = self._branching_seqlen(matched, sum(len(node.key) for node in used))
         return self._match_result(used)._replace(mamba_branching_seqlen=branching_seqlen)
 
     def _match_result(self, used: list[TreeNode]) -> MatchResult:
@@ -135,9 +135,11 @@ class MambaRadixCache(StateRequests):
         """Leading nodes of the path up to the deepest with a state."""
         return next((i for i in range(len(path), 0, -1) if hybrid(path[i - 1]).mamba_value is not None), 0)
 
-    def _branching_seqlen(self, matched: int, usable: int) -> int | None:
-        if matched == usable:
+    def _branching_seqlen(self, path: list[TreeNode], num_used: int) -> int | None:
+        """Units of the path in whole chunks, if it goes on behind the nodes that can be used."""
+        if num_used == len(path):
             return None
+        matched = sum(len(node.key) for node in path)
         return matched // self.mamba_cache_chunk_size * self.mamba_cache_chunk_size or None
 
     def insert(self, params: InsertParams) -> InsertResult:

@@ -46,8 +46,9 @@ class HiMambaCacheMachine(OldMatches):
         assert len(match.device_indices) == self.page_size * len(on_device.intersection(used))
         assert match.host_hit_length == self.page_size * len(set(used) - on_device)
         assert match.mamba_host_hit_length == bool(used and used[-1] not in device_states)
-        beyond = matched * self.page_size // 2 * 2 or None
-        assert match.mamba_branching_seqlen == (beyond if matched > usable else None)
+        on_gpu = len(on_device.intersection(path[:matched]))
+        beyond = on_gpu * self.page_size // 2 * 2 or None
+        assert match.mamba_branching_seqlen == (beyond if on_gpu > usable else None)
         return match
 
     @operation(weight=2)
