@@ -89,7 +89,7 @@ class Backups(HostLeaves):
         ack_id = next(self._ack_ids)
         rows = self._start_backup(node, ack_id)
         if rows is None:
-            self.evict_host(len(node.key))
+            self.evict_host(self._wanted_on_host(len(node.key)))
             rows = self._start_backup(node, ack_id)
         if rows is None:
             self.num_refused_backups += 1
@@ -99,6 +99,10 @@ class Backups(HostLeaves):
         lock = None if write_back else self.inc_lock_ref(node)
         self.ongoing_write_through[ack_id] = BackupOperation(node, lock, [node])
         return len(rows)
+
+    def _wanted_on_host(self, num_units: int) -> int:
+        """Units to evict from the host to make room for a backup of so many."""
+        return num_units
 
     def _start_backup(self, node: TreeNode, ack_id: int) -> IndexArray | None:
         assert node.value is not None

@@ -108,11 +108,15 @@ class LoadBacks(DeviceEviction):
         rows = self.controller.load(host_rows, ack_id, [*extras, *self._get_extra_pools()])
         if rows is None:
             with self._host_kv_held(node):  # a write-back may look for room on the host
-                self.evict(EvictParams(len(host_rows)))
+                self.evict(EvictParams(self._wanted_on_device(len(host_rows))))
             rows = self.controller.load(host_rows, ack_id, [*extras, *self._get_extra_pools()])
         if rows is None:
             log.warning("no room on the device to load %d units back", len(host_rows))
         return rows
+
+    def _wanted_on_device(self, num_units: int) -> int:
+        """Units to evict from the device to make room for a load of so many."""
+        return num_units
 
     def _assign(self, nodes: list[TreeNode], rows: IndexArray) -> None:
         start = 0

@@ -58,6 +58,10 @@ class UnifiedTransfers(OptionalHostTier):
             return 0
         return super().write_backup(node, write_back)
 
+    def _wanted_on_host(self, num_units: int) -> int:
+        """What is missing, no more."""
+        return num_units - self.controller.kv.host_pool.available_size()
+
     def _start_backup(self, node: TreeNode, ack_id: int) -> IndexArray | None:
         assert node.value is not None
         parts = self._not_on_host(unified(node))
@@ -209,6 +213,10 @@ class UnifiedTransfers(OptionalHostTier):
                 component.unlock(step)
             for component, step in on_host:
                 component.unlock_host(step)
+
+    def _wanted_on_device(self, num_units: int) -> int:
+        """What is missing, no more."""
+        return num_units - self.controller.kv.device_allocator.available_size()
 
     def _assign_extras(self, ack_id: int, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
         for component in self.auxiliaries:
