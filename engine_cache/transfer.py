@@ -111,10 +111,11 @@ class HiCacheController:
 
         return copy
 
-    def finished_writes(self, *, wait: bool = False) -> list[Ack]:
-        """Backups that have ended, oldest first, up to the first that has not; each is told once. wait: for all."""
-        if wait:
-            for ack in self._writes:
+    def finished_writes(self, *, wait: bool = False, wait_for: int | None = None) -> list[Ack]:
+        """Backups that have ended, oldest first, up to the first that has not; each is told once. wait: wait for all of
+        them; wait_for: for the one with this `ack_id`."""
+        for ack in self._writes:
+            if wait or wait_for in ack.ids:
                 ack.ticket.synchronize()
         return [self._writes.popleft() for _ in range(_num_finished(self._writes))]
 

@@ -50,7 +50,7 @@ class Adoption(Archives):
     def _settle(self, node: TreeNode) -> None:
         """Nothing may be told of the host below a node whose own copy has not been acknowledged: wait for it."""
         if node.write_through_pending_id is not None:
-            self.writing_check(write_back=True)
+            self._await_backup(node.write_through_pending_id)
 
     def _adopt_or_free(self, node: TreeNode, rows: IndexArray) -> None:
         if node.host_value is not None:

@@ -15,6 +15,7 @@ from engine_cache.base import IncLockRefResult, InsertParams
 from engine_cache.errors import CacheStateError
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tiers.host_leaves import HostLeaves
+from engine_cache.transfer import Ack
 from engine_cache.tree.node import TreeNode, iter_nodes, split_rows
 from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
@@ -116,7 +117,13 @@ class Backups(HostLeaves):
 
     def writing_check(self, write_back: bool = False) -> None:
         """Take over the backups that have ended, oldest first. write_back: wait for all of them."""
-        finished = self.controller.finished_writes(wait=write_back)
+        self._end_backups(self.controller.finished_writes(wait=write_back))
+
+    def _await_backup(self, ack_id: int) -> None:
+        """Wait for one backup; those that were begun before it have ended, too."""
+        self._end_backups(self.controller.finished_writes(wait_for=ack_id))
+
+    def _end_backups(self, finished: list[Ack]) -> None:
         for_each([(ack_id, ack.ticket.error) for ack in finished for ack_id in ack.ids], self._end_backup)
 
     def flush_write_through_acks(self) -> None:

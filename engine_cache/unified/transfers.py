@@ -216,7 +216,8 @@ class UnifiedTransfers(OptionalHostTier):
 
     def _wanted_on_device(self, num_units: int) -> int:
         """What is missing, no more."""
-        return num_units - self.controller.kv.device_allocator.available_size()
+        assert self.allocator is not None
+        return num_units - self.allocator.available_size()
 
     def _assign_extras(self, ack_id: int, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
         for component in self.auxiliaries:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.hybrid_rig import HybridRig
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

@@ -3,11 +3,11 @@
 import pytest
 
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
-from engine_cache.node import iter_nodes
-from tests.support.hybrid_rig import HybridRig
-from tests.support.mamba_rig import Rig as MambaRig
-from tests.support.tier_rig import Rig as TierRig
-from tests.support.unified_rig import UnifiedRig
+from engine_cache.tree.node import iter_nodes
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.mamba_rig import Rig as MambaRig
+from tests.support.caches.tier_rig import Rig as TierRig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

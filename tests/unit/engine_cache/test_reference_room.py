@@ -4,7 +4,7 @@ import pytest
 
 from engine_cache import EvictParams
 from kv_events.schema import StorageMedium
-from tests.support.unified_rig import UnifiedRig
+from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
 

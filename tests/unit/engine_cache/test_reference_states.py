@@ -3,8 +3,8 @@
 import pytest
 
 from engine_cache import EvictParams, EvictResult
-from tests.support.hybrid_rig import HybridRig
-from tests.support.hybrid_steps import node_of
+from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.hybrid_steps import node_of
 
 pytestmark = pytest.mark.torch
 
