@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other: `python -m benchmarks [--json FILE] [NAME ...]`"""
+"""All benchmarks, one after the other: `python -m benchmarks [--json FILE] [NAME ...]`"""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NAMES = ("index", "publish", "radix", "tiers", "unified", "storage", "bridge", "
 
 
 def main() -> None:
-    """Run what was asked for, or all."""
+    """Run the named benchmarks, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write all figures to this file, too")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NAMES)}")
     arguments = parser.parse_args()
     figures: dict[str, list[Figure]] = {}

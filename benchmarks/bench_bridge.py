@@ -1,18 +1,17 @@
 """A bridge and POST /register against NVIDIA Dynamo's indexer: `python -m benchmarks.bench_bridge [--json FILE]`
 
-Four engines in one process of their own send the same messages over ZMQ to each reader in turn, as fast as it takes
-them (the sender's queue has no bound). Every engine first fills its cache; then each prompt that it stores pushes
-another one out, as in an engine that is at work. What is timed begins only after some of that work: until then readers
-still ask the system for memory, and what that takes says more about the machine than about them. Readers, each a
-process of its own:
+One process simulates four engines. It sends the same messages over ZMQ to each reader in turn, as fast as the reader
+receives them (the sender's queue is unbounded). Each engine first fills its cache. After that, each stored prompt
+evicts another one, as in a busy engine. Timing starts after a warm-up, because readers that still allocate memory
+measure the machine rather than themselves. Each reader is a separate process:
 
-* `bridge`: a fleet with a log in memory; done when every event has become part of a publisher's ledger;
-* `/register`: `kvsight serve`, engines registered over HTTP; done when a query finds the last prompt of every engine;
-* `peer`: Dynamo's standalone indexer, the same way. Left out where pip cannot get it.
+* `bridge`: a fleet with a log in memory; done when every event is in a publisher's ledger;
+* `/register`: `kvsight serve` with engines registered over HTTP; done when a query finds every engine's last prompt;
+* `peer`: Dynamo's standalone indexer, measured in the same way. Skipped if pip cannot install it.
 
-Two kinds of messages: "large events" of a whole prompt each, where pages count, and "small events" of one page each, as
-SGLang 0.5.13 sends them. A page counts when it comes and when it goes. Repeated in turn, so that a busy machine is busy
-for all alike.
+There are two kinds of messages: "large events" with a whole prompt each, and "small events" with one page each, as
+SGLang 0.5.13 sends them. A page counts when it is stored and when it is removed. Readers take turns in each round, so
+that other load on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from publisher.sinks.memory import MemorySink
 
 ENGINES, BLOCK_SIZE, PROMPT_PAGES = 4, 16, 64
 HELD_PROMPTS, WARM_UP_PROMPTS, TIMED_PROMPTS = 1024, 1536, 3072
-"""Of each engine: those that fit; those that push others out before, and while it is timed."""
+"""Of each engine: prompts that fit into its cache, and prompts that evict others before and during the timed part."""
 ROUNDS = 9
 _GIVE_UP_S = 60.0
 _POLL_S = 0.01
@@ -67,17 +66,17 @@ class Kind(NamedTuple):
 
     @property
     def num_events(self) -> int:
-        """Timed ones, of all engines."""
+        """Timed events of all engines."""
         return self.num_pages // self.pages_per_event
 
     @property
     def num_pages(self) -> int:
-        """Timed ones, of all engines: stored and removed."""
+        """Timed pages of all engines, stored and removed."""
         return ENGINES * TIMED_PROMPTS * PROMPT_PAGES * 2
 
     @property
     def num_events_before(self) -> int:
-        """Those that are not timed, of all engines."""
+        """Events of all engines before the timed part."""
         return ENGINES * (HELD_PROMPTS + 2 * WARM_UP_PROMPTS) * PROMPT_PAGES // self.pages_per_event
 
 
@@ -85,12 +84,12 @@ KINDS = (Kind("large events", PROMPT_PAGES, 16), Kind("small events", 1, 64))
 
 
 class Traffic(NamedTuple):
-    """What one engine sends."""
+    """The messages of one engine."""
 
     before: list[bytes]
     timed: list[bytes]
     last_before: list[int]
-    """Tokens of the last prompt that is not timed."""
+    """Tokens of the last prompt before the timed part."""
     last: list[int]
     """Tokens of the last prompt."""
 
@@ -107,7 +106,7 @@ def traffic(kind: Kind, engine: int) -> Traffic:
     for number, tokens in enumerate(prompts):
         events = before if number < num_before else timed
         if number >= HELD_PROMPTS:
-            # the last pages go first, and the newest prompt of all comes last of all
+            # last pages are removed first, and the newest prompt is removed last
             events += _removed(names[number - HELD_PROMPTS, ::-1].tolist(), kind.pages_per_event)
         events += _stored(names[number].tolist(), tokens, kind.pages_per_event)
     return Traffic(_batches(before, kind), _batches(timed, kind), prompts[num_before - 1], prompts[-1])
@@ -136,7 +135,7 @@ def _batches(events: list[Any], kind: Kind) -> list[bytes]:
 
 
 def _send(pipe: Connection) -> None:
-    """For each kind that is named: bind, say the ports, wait for subscribers, send both parts when told to."""
+    """For each kind on stdin: bind, print the ports, wait for subscribers, and send each part on request."""
     prepared = {kind.name: [traffic(kind, engine) for engine in range(ENGINES)] for kind in KINDS}
     pipe.send({name: [(each.last_before, each.last) for each in engines] for name, engines in prepared.items()})
     while (name := pipe.recv()) is not None:
@@ -160,18 +159,19 @@ def _send(pipe: Connection) -> None:
 
 
 class Engines:
-    """The other end."""
+    """The parent's end of the engines' process."""
 
     def __init__(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(target=_send, args=(theirs,), daemon=True)
         self._process.start()
         self.last_prompts: dict[str, list[tuple[list[int], list[int]]]] = self._pipe.recv()
-        """By kind and engine: last prompt of each part."""
+        """Last prompt of each part, by kind and engine."""
 
     def measured(self, kind: Kind, register: Callable[[list[str]], None], wait: Callable[[int], None]) -> float:
-        """Seconds from the first timed message to the moment that a reader has them all. wait: for the end of part 0,
-        which is not timed, or 1.
+        """Return the seconds from the first timed message until the reader has received all of them.
+
+        wait: called with the part (0: warm-up, 1: timed); returns when the reader has received it.
         """
         self._pipe.send(kind.name)
         register([f"tcp://127.0.0.1:{port}" for port in self._pipe.recv()])
@@ -231,7 +231,7 @@ def through_bridge(engines: Engines, kind: Kind) -> float:
 
 
 def over_http(engines: Engines, kind: Kind, command: list[str], env: dict[str, str]) -> float:
-    """One run of an indexer that takes registrations; `{port}` in the command."""
+    """One run of an indexer with `POST /register`. `{port}` in the command is replaced."""
     with _server(command, env) as client:
 
         def register(endpoints: list[str]) -> None:
@@ -258,7 +258,7 @@ def _holds(client: HTTPConnection, body: bytes, instance: str) -> bool:
 
 
 def _posted(client: HTTPConnection, path: str, body: bytes) -> Any:
-    """A request by the leanest of clients: what asking costs is not the reader's."""
+    """Send a request with a minimal client, so that polling does not slow the reader down."""
     client.request("POST", path, body, {"content-type": "application/json"})
     answer = client.getresponse()
     text = answer.read()
@@ -310,7 +310,7 @@ def _free_port() -> int:
 
 
 def peer() -> Path | None:
-    """Folder with the peer's package, installed where the tests have it, too; None: pip cannot get it."""
+    """Folder with the peer's package, shared with the tests. None if pip cannot install it."""
     if not _PEER_FOLDER.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(_PEER_FOLDER)]
         if subprocess.run([*pip, f"{_PEER_PACKAGE}=={_PEER_VERSION}"], check=False).returncode:
@@ -322,7 +322,7 @@ def peer() -> Path | None:
 
 
 def run() -> list[Figure]:
-    """Every figure; ratios are those of the medians."""
+    """Return all figures. Ratios are ratios of medians."""
     engines = Engines()
     readers: dict[str, Callable[[Kind], float]] = {
         "bridge": lambda kind: through_bridge(engines, kind),

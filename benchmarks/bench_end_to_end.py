@@ -1,7 +1,7 @@
 """From `publish()` to `/query` through a real broker. `python -m benchmarks.bench_end_to_end [--json FILE]`
 
-A publisher sends 5,000 pages/s to Kafka; `kvsight serve` in a process of its own reads them; a router asks by HTTP for
-the newest event until all its pages are found. The broker is the one named by KVSIGHT_KAFKA, or one started for this.
+A publisher sends 5,000 pages/s to Kafka, `kvsight serve` reads them in its own process, and a router queries the newest
+event over HTTP until all its pages are found. KVSIGHT_KAFKA names the broker; without it, the benchmark starts one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 PAGES_PER_S, EVENT_PAGES, BLOCK_SIZE = 5000, 50, 16
 SECONDS = 30.0
-_MODEL = f"bench-{time.time_ns()}"  # a topic may hold older runs
+_MODEL = f"bench-{time.time_ns()}"  # the topic may contain older runs
 
 
 @contextmanager
 def broker() -> Iterator[str]:
-    """Bootstrap servers."""
+    """Yield the bootstrap servers."""
     running = os.environ.get("KVSIGHT_KAFKA")
     if running:
         yield running
@@ -50,7 +50,7 @@ def broker() -> Iterator[str]:
 
 @contextmanager
 def indexer(kafka: str) -> Iterator[httpx.Client]:
-    """A client of `kvsight serve`, ready."""
+    """Yield a client of a `kvsight serve` that is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,7 +83,7 @@ class Load(threading.Thread):
         self._publisher = publisher
         self._random = np.random.default_rng(1)
         self.newest: tuple[float, list[int]] = (0.0, [])
-        """When the newest event was published, and its sequence hashes."""
+        """The time at which the newest event was published, and its sequence hashes."""
         self.costs: list[float] = []
         self.running = True
 
@@ -103,7 +103,7 @@ class Load(threading.Thread):
 
 
 def seconds_until_visible(client: httpx.Client, hashes: list[int], published_at: float) -> float:
-    """Ask until the whole event is found."""
+    """Query until the whole event is found."""
     body = {"model_name": _MODEL, "seq_hashes": hashes}
     while True:
         answer = client.post("/query_by_hash", json=body).json()
@@ -113,7 +113,7 @@ def seconds_until_visible(client: httpx.Client, hashes: list[int], published_at:
 
 
 def run() -> list[Figure]:
-    """Latencies of some thousand events."""
+    """Return the latencies of a few thousand events."""
     latencies: list[float] = []
     with broker() as kafka, indexer(kafka) as client:
         settings = PublisherSettings(model=_MODEL, worker="engine-0", block_size=BLOCK_SIZE, kafka=kafka)

@@ -1,8 +1,8 @@
 """The API over HTTP: `python -m benchmarks.bench_http [--json FILE]`
 
-102,400 pages of 100 prompts, 16 workers that hold every prompt to another depth. Each request asks for 1,000 pages of
-16 tokens. The server (uvicorn, uvloop) has a process of its own, callers are keep-alive connections on loopback;
-"in the handler" is the same route without a server and without HTTP.
+102,400 pages of 100 prompts, and 16 workers that hold each prompt to a different depth. Each request asks for 1,000
+pages of 16 tokens. The server (uvicorn, uvloop) runs in its own process; callers use keep-alive connections on
+loopback. "in the handler" calls the same route without server and HTTP.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SEED = 1
 
 
 class Request(NamedTuple):
-    """One kind of request, a body for each prompt."""
+    """One kind of request, with a body for each prompt."""
 
     name: str
     path: str
@@ -60,7 +60,7 @@ def prompts() -> list[np.ndarray]:
 
 
 def requests() -> list[Request]:
-    """The kinds that are compared."""
+    """Return the kinds of requests that are compared."""
     asked = [tokens[: ASKED_PAGES * PAGE_TOKENS] for tokens in prompts()]
     hashes = [sequence_hashes(tokens, PAGE_TOKENS) for tokens in asked]
     json, msgpack = "application/json", "application/msgpack"
@@ -86,7 +86,7 @@ def _body(codec: Any, **prompt: Any) -> bytes:
 
 
 def filled_consumer() -> Consumer:
-    """Views that never expire; worker w holds the first (w + 1) / WORKERS of each prompt."""
+    """Return views that never expire. Worker w holds the first (w + 1) / WORKERS of each prompt."""
     settings = IndexerSettings(max_pages=2**18, worker_ttl_s=_DAY_S, forget_after_s=_DAY_S)
     consumer = Consumer(MemorySource(MemoryLog()), Applier(Namespaces(settings), DeadLetters()), settings)
     starts = np.zeros(PAGES // 8, np.uint8)
@@ -117,7 +117,7 @@ def _serve(pipe: Connection) -> None:
 
 @contextmanager
 def server_process() -> Iterator[str]:
-    """URL of a server that lives as long as the block."""
+    """Yield the URL of a server that runs for the duration of the block."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
     process.start()
@@ -143,7 +143,7 @@ class Caller:
         return cls(*await asyncio.open_connection(parts.hostname, parts.port))
 
     async def ask(self, request: Request, number: int) -> float:
-        """Seconds from the first byte out to the last byte in."""
+        """Return the seconds from the first byte sent to the last byte received."""
         body = request.bodies[number % PROMPTS]
         head = (
             f"POST {request.path} HTTP/1.1\r\nhost: bench\r\n"
@@ -160,7 +160,7 @@ class Caller:
 
 
 async def over_http(url: str, request: Request) -> list[Figure]:
-    """Latency of one caller, and what several get together."""
+    """Measure the latency of one caller and the throughput of several."""
     caller = await Caller.connect(url)
     seconds = [await caller.ask(request, number) for number in range(SEQUENTIAL + 20)][20:]
     callers = [await Caller.connect(url) for _ in range(CALLERS)]
@@ -184,7 +184,7 @@ async def over_http(url: str, request: Request) -> list[Figure]:
 
 
 async def in_handler(consumer: Consumer, request: Request) -> Figure:
-    """The route alone, called as an ASGI application."""
+    """Measure the route alone, called as an ASGI application."""
     endpoint = HotRoutes(consumer, ApiSettings().max_body_bytes).endpoints()[request.path]
     scope = {"type": "http", "headers": [(b"content-type", request.content_type.encode())]}
     statuses, milliseconds = set(), []
@@ -207,7 +207,7 @@ async def in_handler(consumer: Consumer, request: Request) -> Figure:
 
 
 def run() -> list[Figure]:
-    """Every figure."""
+    """Return all figures."""
     kinds, consumer = requests(), filled_consumer()
     figures = [asyncio.run(in_handler(consumer, request)) for request in kinds]
     with server_process() as url:

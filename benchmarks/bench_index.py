@@ -1,7 +1,7 @@
 """The index in process: queries, applying, memory. `python -m benchmarks.bench_index [--json FILE]`
 
-1M distinct pages of 123 prompts, 64 workers x 4 tiers, batches of 64 pages. "known" queries ask for what is held;
-every query asks for another prompt than the one before, so that no answer comes from the processor's caches alone.
+1M distinct pages of 123 prompts, 64 workers x 4 tiers, batches of 64 pages. "known" queries ask for pages that are
+held. Consecutive queries ask for different prompts, so that no answer comes from the processor's caches alone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _RANDOM_SEED = 1
 
 
 def chains() -> list[np.ndarray]:
-    """Prompts as sequence hashes, uint64[8192] each."""
+    """Return the prompts as sequence hashes, uint64[8192] each."""
     random = np.random.default_rng(_RANDOM_SEED)
     pages = random.integers(1, 2**64, NUM_PAGES, dtype=np.uint64)
     return [pages[i : i + CHAIN] for i in range(0, NUM_PAGES, CHAIN)]
 
 
 def batches(chain: np.ndarray, tier: int) -> Iterator[StoredPages]:
-    """A prompt as decoded events of 64 pages."""
+    """Yield a prompt as decoded events of 64 pages."""
     for start in range(0, len(chain), BATCH):
         hashes = chain[start : start + BATCH]
         parent = chain[start - 1 : start] if start else np.zeros(1, np.uint64)
@@ -39,7 +39,10 @@ def batches(chain: np.ndarray, tier: int) -> Iterator[StoredPages]:
 
 
 def apply_rates(prompts: list[np.ndarray]) -> tuple[OverlapIndex, list[Figure]]:
-    """Stores and removals, in million pages a second. Leaves all pages held by all workers, on all tiers in turn."""
+    """Measure stores and removals in million pages a second.
+
+    Returns an index in which almost every worker holds every page, each worker on one of the four tiers.
+    """
     index = OverlapIndex()
     streams = [index.add_stream() for _ in range(WORKERS)]
     new, known, removals = [], [], []
@@ -62,7 +65,7 @@ def apply_rates(prompts: list[np.ndarray]) -> tuple[OverlapIndex, list[Figure]]:
 
 
 def mixed_index(prompts: list[np.ndarray]) -> OverlapIndex:
-    """Every worker holds every prompt to a depth of its own, on a tier of its own; one of them to the end."""
+    """Return an index in which each worker holds each prompt to another depth and on another tier, one of them whole."""
     random = np.random.default_rng(_RANDOM_SEED)
     index = OverlapIndex()
     streams = [index.add_stream() for _ in range(WORKERS)]
@@ -75,7 +78,7 @@ def mixed_index(prompts: list[np.ndarray]) -> OverlapIndex:
 
 
 def query_times(index: OverlapIndex, prompts: list[np.ndarray], what: str) -> Iterator[Figure]:
-    """Queries of known pages, hashes given."""
+    """Measure queries of known pages, given as hashes."""
     goals = {8: "<= 3", 64: "<= 3", 1000: "<= 12", 8192: "<= 150"}
     random = np.random.default_rng(_RANDOM_SEED)
     for length, goal in goals.items():
@@ -85,7 +88,7 @@ def query_times(index: OverlapIndex, prompts: list[np.ndarray], what: str) -> It
 
 
 def hashing_time() -> Figure:
-    """What a prompt's tokens cost on top."""
+    """Measure the hashing of a prompt's tokens."""
     random = np.random.default_rng(_RANDOM_SEED)
     tokens = random.integers(0, 128_000, (200, 1000 * PAGE_TOKENS), dtype=np.uint32)
     hashing = [timed(lambda t=t: sequence_hashes(t, PAGE_TOKENS)) * 1e6 for t in tokens]
@@ -93,7 +96,10 @@ def hashing_time() -> Figure:
 
 
 def scattered_index(prompts: list[np.ndarray]) -> tuple[OverlapIndex, float]:
-    """The worst case for holder sets: each page with random holders, a tenth of the workers. And the longest slice."""
+    """Build the worst case for holder sets: a random tenth of the workers holds each page.
+
+    Returns the index and the seconds of the longest slice.
+    """
     random = np.random.default_rng(_RANDOM_SEED)
     index, longest = OverlapIndex(), 0.0
     for _ in range(WORKERS):
@@ -106,7 +112,7 @@ def scattered_index(prompts: list[np.ndarray]) -> tuple[OverlapIndex, float]:
 
 
 def memory(prompts: list[np.ndarray], num_workers: int) -> Iterator[Figure]:
-    """Bytes a distinct page by the arrays' own count, and by what the process grew."""
+    """Measure bytes a distinct page: as counted by the arrays, and as the growth of the process."""
     before = _resident_bytes()
     index = OverlapIndex()
     for number in range(num_workers):
@@ -127,7 +133,7 @@ def _resident_bytes() -> int:
 
 
 def run() -> list[Figure]:
-    """Every figure. Memory is measured in processes of their own, which have never freed anything."""
+    """Return all figures. Memory is measured in fresh processes, which have not freed anything before."""
     prompts = chains()
     index, figures = apply_rates(prompts)
     figures.extend(query_times(index, prompts, "all workers hold all"))

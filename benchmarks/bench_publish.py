@@ -1,4 +1,4 @@
-"""What publishing costs: on the engine's thread, in memory, and per page encoded.
+"""The cost of publishing: time on the engine's thread, memory, and bytes and time per encoded page.
 
 `python -m benchmarks.bench_publish [--json FILE]`
 """
@@ -24,32 +24,32 @@ BLOCK_SIZE = 16
 QUEUE_PAGES = 1_000_000
 NUM_RESYNCS = 5
 RESYNC_S = 1.5
-"""More than a snapshot of QUEUE_PAGES takes."""
+"""More than a resync of QUEUE_PAGES needs."""
 ENGINE_STEP_S = 0.0005
 
 
 def make_publisher() -> EventPublisher:
-    """A publisher that nobody drains but the caller."""
+    """Return a publisher without a running drain. The caller takes the records."""
     at_once = {"resync_jitter_s": 0, "resync_min_interval_s": 0}
     settings = PublisherSettings(model="m", worker="w", block_size=BLOCK_SIZE, queue_pages=QUEUE_PAGES, **at_once)
     return EventPublisher(settings, MemorySink(MemoryLog()))
 
 
 class Prompts:
-    """Stored pages under random names."""
+    """Return stored pages with random hashes."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(SEED)
 
     def event(self, num_pages: int, parent: int | None = None) -> BlockStored:
-        """One event that stores a chain."""
+        """Return one event that stores a chain."""
         names = self._random.integers(0, 2**63, num_pages).tolist()
         sequence_hashes = self._random.bytes(8 * num_pages)
         tokens = [1] * (BLOCK_SIZE * num_pages)
         return BlockStored(names, parent, tokens, BLOCK_SIZE, None, StorageMedium.GPU, None, sequence_hashes)
 
     def single_pages(self, num_events: int) -> list[BlockStored]:
-        """A chain, one page an event."""
+        """Return events that store a chain, one page each."""
         events, parent = [], None
         for _ in range(num_events):
             events.append(self.event(1, parent))
@@ -58,12 +58,12 @@ class Prompts:
 
 
 def times_us(step: Callable[[list[EngineEvent]], object], calls: list[list[EngineEvent]]) -> list[float]:
-    """Microseconds of each call."""
+    """Return the microseconds of each call."""
     return [timed(lambda e=events: step(e)) * 1e6 for events in calls]
 
 
 def publish_figures() -> Iterator[Figure]:
-    """Cost on the engine's thread."""
+    """Measure the cost on the engine's thread."""
     prompts = Prompts()
     publisher = make_publisher()
     chains: list[list[EngineEvent]] = [[prompts.event(64)] for _ in range(2000)]
@@ -78,7 +78,7 @@ def publish_figures() -> Iterator[Figure]:
 
 
 def queue_figures() -> Iterator[Figure]:
-    """A full queue, and emptying it."""
+    """Measure a full queue and draining it."""
     prompts = Prompts()
     publisher = make_publisher()
     publisher.take_records(time.time())
@@ -93,11 +93,11 @@ def queue_figures() -> Iterator[Figure]:
     yield figure("a page on the wire, chains of 64", "bytes", [size], "<= 24")
     publisher.request_resync("benchmark")
     snapshot = timed(lambda: publisher.take_records(time.time(), force=True))
-    yield figure(f"snapshot of {queued:,} pages", "ms", [snapshot * 1e3])
+    yield figure(f"resync of {queued:,} pages", "ms", [snapshot * 1e3])
 
 
 def resync_figures() -> Iterator[Figure]:
-    """What the engine notices of a snapshot that is made and sent meanwhile, and of a clear."""
+    """Measure a resync, `publish()` during the resync, and a clear."""
     prompts = Prompts()
     publisher = make_publisher()
     for _ in range(QUEUE_PAGES // 1000):
@@ -113,7 +113,7 @@ def resync_figures() -> Iterator[Figure]:
 
 
 def clear_figures() -> Iterator[Figure]:
-    """A cache that is flushed."""
+    """Measure the publication of a flushed cache."""
     prompts = Prompts()
     publisher = make_publisher()
     for _ in range(QUEUE_PAGES // 1000):
@@ -123,7 +123,7 @@ def clear_figures() -> Iterator[Figure]:
 
 
 def times_during_resync(publisher: EventPublisher, calls: list[list[EngineEvent]]) -> list[float]:
-    """Microseconds of each call by an engine that does something else in between, while all pages are named again."""
+    """Return the microseconds of each call during a resync, by an engine that does other work between calls."""
     num_snapshots = publisher.stats().snapshots
     publisher.request_resync("benchmark")
     over_at = time.monotonic() + RESYNC_S
@@ -139,7 +139,7 @@ def times_during_resync(publisher: EventPublisher, calls: list[list[EngineEvent]
 
 
 def queue_memory() -> float:
-    """MB of resident memory that a full queue of single-page calls adds, the worst case, and its ledger."""
+    """Return the MB of resident memory of a queue full of single-page calls, the worst case, and of its ledger."""
     publisher = make_publisher()
     prompts = Prompts()
     publisher.publish([prompts.event(1)])
@@ -151,7 +151,7 @@ def queue_memory() -> float:
 
 
 def run() -> list[Figure]:
-    """Every figure. Memory is measured in a process of its own, which has never freed anything."""
+    """Return all figures. Memory is measured in a fresh process, which has not freed anything before."""
     command = [sys.executable, "-m", "benchmarks.bench_publish", "--memory"]
     memory = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     name = f"{QUEUE_PAGES:,} single pages queued, and in the ledger"

@@ -1,8 +1,8 @@
-"""What a RadixCache costs its engine: `python -m benchmarks.bench_radix [--json FILE]`.
+"""The cost of a RadixCache to its engine: `python -m benchmarks.bench_radix [--json FILE]`.
 
-Inserts with events on and off are compared with hashing in both: "off, hashed" inserts with events off and then
+Inserts with events on and off are compared with hashing in both cases: "off, hashed" inserts with events off and then
 computes the new node's block and sequence hashes, so the ratio is the cost of the events alone. Rounds of all kinds
-take turns, so that a busy moment of the machine hits them alike; queues are drained between inserts, not timed.
+take turns, so that other load on the machine affects them equally. Queues are drained between inserts, untimed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tokens(count: int) -> np.ndarray:
 
 
 def filled_cache(*, events: bool) -> RadixCache:
-    """Some thousand prompts behind one system prompt."""
+    """Return a few thousand prompts that share one system prompt."""
     cache = RadixCache(page_size=PAGE, enable_kv_cache_events=events)
     system_prompt = tokens(SHARED)
     rows = np.arange(SHARED + OWN)
@@ -55,7 +55,7 @@ def insert_and_hash(cache: RadixCache, key: RadixKey, rows: np.ndarray) -> None:
 
 
 def bench_insert() -> dict[str, list[float]]:
-    """Microseconds of each insert of a new prompt, by kind."""
+    """Return the microseconds of each insert of a new prompt, by kind."""
     kinds: dict[str, tuple[RadixCache, Callable[[RadixCache, RadixKey, np.ndarray], None]]] = {
         "insert, events off": (filled_cache(events=False), insert),
         "insert, events off, hashed": (filled_cache(events=False), insert_and_hash),
@@ -73,7 +73,7 @@ def bench_insert() -> dict[str, list[float]]:
 
 
 def bench_cached() -> list[float]:
-    """Microseconds of match and insert of a long prompt that is cached in eight nodes, key made from an array."""
+    """Return the microseconds of match and insert of a long prompt cached in eight nodes, keyed by an array."""
     cache = RadixCache(page_size=LONG_PAGE)
     prompt, rows = tokens(LONG_PROMPT), np.arange(LONG_PROMPT)
     for end in range(TURN, LONG_PROMPT + 1, TURN):
@@ -88,18 +88,18 @@ def bench_cached() -> list[float]:
 
 
 def bench_evict() -> list[float]:
-    """Microseconds of one eviction of one leaf out of some thousand."""
+    """Return the microseconds of evicting one leaf of a few thousand."""
     cache = filled_cache(events=False)
     return [1e6 * timed(lambda: cache.evict(EvictParams(OWN))) for _ in range(PER_ROUND)]
 
 
 def ratio(name: str, on: list[float], off: list[float]) -> Figure:
-    """Of the medians."""
+    """Return the ratio of the medians."""
     return figure(name, "", [median(on) / median(off)], "<= 1.5")
 
 
 def run() -> list[Figure]:
-    """Every figure. Inserts are measured once more with the garbage collector paused, whose turn is anybody's guess."""
+    """Return all figures. Inserts are measured again with the garbage collector paused, because its runs vary."""
     kinds = bench_insert()
     gc.freeze()
     gc.disable()

@@ -1,7 +1,7 @@
 """The Mooncake conversation trace under every policy. `python -m benchmarks.bench_simulation [--json FILE]`
 
-12,031 requests, 8 workers of 2**20 tokens (16,384 pages of 64), events straight into the index. Found shares and
-divergence are deterministic, times are of one run. `KVSIGHT_TRACE` names the trace.
+12,031 requests, 8 workers of 2**20 tokens (16,384 pages of 64). Events are applied to the index directly. Hit rates and
+divergence are deterministic; times are those of one run. `KVSIGHT_TRACE` names the trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FOUND_GOALS = {"kv-aware": ">= 20", "round-robin": "about 8"}
 
 
 def figures_of(report: PolicyReport) -> list[Figure]:
-    """What is asked of a policy, and what it costs."""
+    """Return the figures of one policy."""
     name = report.policy
     requests = [float(load.requests) for load in report.workers]
     return [
@@ -30,7 +30,7 @@ def figures_of(report: PolicyReport) -> list[Figure]:
 
 
 def run() -> list[Figure]:
-    """Every figure. Raises InvalidValueError where there is no trace."""
+    """Return all figures. Raises InvalidValueError without a trace."""
     trace = MooncakeTrace(Path(os.environ.get("KVSIGHT_TRACE") or _SHARED))
     return [each for report in simulate(trace, SimulationSettings(), list(POLICIES)) for each in figures_of(report)]
 

@@ -1,9 +1,8 @@
-"""What a store behind the host tier moves: `python -m benchmarks.bench_storage [--json FILE]`.
+"""Throughput of the storage tier: `python -m benchmarks.bench_storage [--json FILE]`.
 
-Pages of one node after another, in batches of 128 as the storage tier asks for them, are archived into an empty store
-and then prefetched by a second engine, from a Mooncake store over TCP and from a directory. The Mooncake master and the
-process that lends it memory are started here and run on the same machine; the directory is a temporary one, on whatever
-disk that is, and is read from the page cache.
+Pages are archived node by node into an empty backend, in batches of 128 as the storage tier issues them, and then
+prefetched by a second engine. The backends are a Mooncake store over TCP and a directory. The Mooncake master and the
+process that lends it memory run on the same machine. The directory is a temporary one and is read from the page cache.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def bench_store(kind: str, writer: HiCacheStorage, reader: HiCacheStorage) -> It
 
 @contextmanager
 def mooncake_store() -> Iterator[MooncakeSettings]:
-    """A master and memory lent to it, for the time of the block."""
+    """Run a master, and a process that lends memory to it, for the duration of the block."""
     ports = [free_port(), free_port()]
     address = f"127.0.0.1:{ports[0]}"
     binary = Path(sys.executable).parent / "mooncake_master"
@@ -123,7 +122,7 @@ def wait_for_port(port: int, deadline_s: float = 20.0) -> None:
 
 
 def run() -> list[Figure]:
-    torch.set_num_threads(1)  # copies of a page are too short to share, and waiting for a busy core would be measured
+    torch.set_num_threads(1)  # copies are too short to split; waiting for a busy core would distort them
     with tempfile.TemporaryDirectory() as folder:
         stores = [DirectoryStorage(Path(folder), IDENTITY, capacity_bytes=STORE_BYTES) for _ in range(2)]
         figures = list(bench_store("directory", *stores))

@@ -1,11 +1,11 @@
-"""What caches with more than one tier or state cost: `python -m benchmarks.bench_tiers [--json FILE]`.
+"""The cost of caches with several tiers or states: `python -m benchmarks.bench_tiers [--json FILE]`.
 
-Requests: one simulated worker a kind of cache serves the same conversations with events on and off. Where a disk is
-attached pages are hashed in both; elsewhere "on" pays for the hashing, too. Round trips: a prompt is inserted, backed
-up, acknowledged, evicted and loaded back, with copies that move nothing, so that only the tree is measured. Copies:
-real tensors, one node of 64 pages after another, through the controller and its threads. Tree size: match of a cached
-prompt and insert of a new one, up to a million pages; then the same with both tiers full, so that what comes makes
-something else go. "nodes" are those on the way of a match or an insert and those that an eviction compared.
+Requests: one simulated worker for each kind of cache serves the same conversations with events on and off. With a disk,
+pages are hashed in both cases; otherwise only "on" includes the hashing. Round trips: a prompt is inserted, backed up,
+acknowledged, evicted and loaded back, with copies that move nothing, so that only the tree is measured. Copies: real
+tensors, one node of 64 pages after another, through the controller and its threads. Tree size: match of a cached prompt
+and insert of a new one, with up to a million pages; then the same with both tiers full, so that each insert evicts.
+"nodes" counts the nodes on the path of a match or an insert and the nodes that an eviction compared.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def tokens(count: int) -> np.ndarray:
 
 
 class CountingCache(HiRadixCache):
-    """Counts the nodes that it looks at."""
+    """Counts the nodes that it visits."""
 
     def reset(self) -> None:
         self.looked_at = 0
@@ -79,7 +79,7 @@ class CountingCache(HiRadixCache):
 def byteless_cache(
     device_pages: int, host_pages: int, *, events: bool = False, kind: type[HiRadixCache] = HiRadixCache
 ) -> HiRadixCache:
-    """A cache whose copies are done at once when somebody waits for them."""
+    """Return a cache whose copies finish as soon as a caller waits for them."""
     pool = PagedTokenToKVPoolAllocator(device_pages * PAGE, PAGE)
     entry = PoolEntry(PoolName.KV, BytelessHostPool(host_pages * PAGE, PAGE), None, pool)
     controller = HiCacheController(entry, ManualCopyEngine())
@@ -87,7 +87,7 @@ def byteless_cache(
 
 
 def round_trip(cache: HiRadixCache, key: RadixKey) -> None:
-    """A prompt goes to the device, to the host, off the device and back."""
+    """Insert a prompt, back it up, evict it from the device and load it back."""
     assert cache.allocator is not None
     rows = cache.allocator.alloc(len(key))
     assert rows is not None
@@ -106,7 +106,7 @@ def bench_events() -> Iterator[Figure]:
     num_pages = 2 * PROMPT // PAGE
     caches = {events: byteless_cache(num_pages, num_pages + 1, events=events) for events in spent}
     for _ in range(ROUNDS):
-        for events, cache in caches.items():  # turn by turn, so that a busy moment hits both
+        for events, cache in caches.items():  # in turns, so that other load on the machine affects both
             key = RadixKey(tokens(PROMPT))
             spent[events].append(timed(lambda c=cache, k=key: round_trip(c, k)) * 1e6)
             cache.take_events()
@@ -118,14 +118,14 @@ def bench_events() -> Iterator[Figure]:
 
 
 class Nobody:
-    """Takes a worker's events and forgets them."""
+    """A publisher that discards a worker's events."""
 
     def publish(self, events: list[EngineEvent]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def bench_requests(kind: str) -> Iterator[Figure]:
-    """Milliseconds a request, over all requests of some conversations."""
+    """Return the milliseconds of each request of a few conversations."""
     settings = SimulationSettings(workers=1, cache=kind, capacity_tokens=2**16, page_size=PAGE)
     requests = generate(WorkloadSettings(num_requests=REQUESTS))
     spent: dict[bool, list[float]] = {False: [], True: []}
@@ -141,7 +141,7 @@ def bench_requests(kind: str) -> Iterator[Figure]:
 
 
 class Copies(NamedTuple):
-    """A controller with real pools, and the rows of some nodes on the device."""
+    """Return a controller with real pools, and the device rows of a few nodes."""
 
     controller: HiCacheController
     nodes: list[np.ndarray]
@@ -187,7 +187,7 @@ def bench_copies(layout: str) -> Iterator[Figure]:
 
 
 def grow(cache: HiRadixCache, num_pages: int) -> list[np.ndarray]:
-    """Insert so many pages; the prompts."""
+    """Insert this number of pages. Returns the prompts."""
     system, prompts, held = tokens(0), [], 0
     for number in range(num_pages):
         if held >= num_pages:
@@ -232,7 +232,7 @@ def bench_size(num_pages: int) -> Iterator[Figure]:
 
 
 def bench_full(num_pages: int) -> Iterator[Figure]:
-    """Operations on a cache that holds so many pages, as many as the host has, and half of them on the device."""
+    """Measure operations on a cache with this number of pages: all of them fill the host, half of them the device."""
     cache = byteless_cache(num_pages // 2, num_pages, kind=CountingCache)
     assert isinstance(cache, CountingCache)
     prompts = grow(cache, 2 * num_pages)[-num_pages // OWN_PAGES // 2 :]

@@ -1,12 +1,10 @@
-"""What one tree for every kind of state costs, per kind and set of tiers: `python -m benchmarks.bench_unified [--json
-FILE]`.
+"""The cost of UnifiedRadixCache by kind of state and set of tiers: `python -m benchmarks.bench_unified [--json FILE]`.
 
-Prompts of 64 new pages go through a `UnifiedRadixCache` over real pools with copies on threads. "insert" and "match"
-are the tree's own time on its thread; events are on or off, turn by turn. The other figures are whole operations of one
-prompt from the tree's call until it has taken over the result, the state beside KV included: to the host, back to the
-device, from the host into the store, and from the store to the host when neither tier has anything of it. The store is
-a directory on whatever disk that is, or a Mooncake store over TCP on this machine. A page of KV has 128 KiB, of
-compressed KV 72.
+A `UnifiedRadixCache` serves prompts of 64 new pages over real pools with copies on threads. "insert" and "match" are
+the tree's own time on its thread, with events on and off in turns. The other figures are whole operations of one
+prompt, from the call until the tree has accepted the result, including the state: backup, load-back, archive, and
+prefetch when neither tier holds the prompt. The storage backend is a directory or a Mooncake store over TCP on the same
+machine. A page has 128 KiB of KV, or 72 KiB of compressed KV.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ rng = np.random.default_rng(7)
 
 @dataclass(frozen=True)
 class Model:
-    """One kind of model: its pools on the device, and what its tree is made of."""
+    """One kind of model: its device pools and the components of its tree."""
 
     name: str
     specs: list[PoolSpec]
@@ -95,7 +93,7 @@ def make_model(name: str) -> Model:
 
 
 class Bench:
-    """A cache of a model, of which nobody else uses the rows."""
+    """A cache of a model that uses the model's rows alone."""
 
     def __init__(self, model: Model, opened: ExitStack, *, tiers: str, events: bool) -> None:
         self.model = model
@@ -120,7 +118,7 @@ class Bench:
         return cache
 
     def insert(self, key: RadixKey) -> float:
-        """Seconds it took."""
+        """Insert a prompt and return the seconds it took."""
         rows = self.model.allocator.alloc(len(key))
         slot = None if self.model.slots is None else self.model.slots.alloc(1)
         assert rows is not None
@@ -129,7 +127,7 @@ class Bench:
         return spent
 
     def match(self, key: RadixKey) -> float:
-        """Seconds it took; the whole key is found."""
+        """Match a key, which must be found whole, and return the seconds it took."""
         found: list[int] = []
         params = MatchPrefixParams(key)
         spent = timed(lambda: found.append(len(self.cache.match_prefix(params).device_indices)))
@@ -137,7 +135,7 @@ class Bench:
         return spent
 
     def empty(self) -> None:
-        """Nothing is cached any more."""
+        """Evict everything."""
         self.demote()
         if self.has_host:
             self.cache.evict_host(2 * SIZE)
@@ -145,12 +143,12 @@ class Bench:
         self.cache.take_events()
 
     def demote(self) -> None:
-        """Nothing is on the device any more."""
+        """Evict everything from the device."""
         self.cache.evict(EvictParams(SIZE, SIZE, SIZE))
 
     def back_up(self, key: RadixKey) -> None:
         node = self.cache.match_prefix(MatchPrefixParams(key)).last_device_node
-        assert self.cache.write_backup(node) > 0  # those above it go first
+        assert self.cache.write_backup(node) > 0  # its ancestors first
         self.cache.writing_check(write_back=True)
 
     def load_back(self, key: RadixKey) -> None:
@@ -184,7 +182,7 @@ def prompt() -> RadixKey:
 def bench_combination(
     name: str, tiers: str, open_store: Callable[[StorageIdentity], HiCacheStorage]
 ) -> Iterator[Figure]:
-    """Figures of one model on one set of tiers. open_store: for those that have one."""
+    """Measure one model on one set of tiers. open_store: opens the storage backend, if there is one."""
     with ExitStack() as opened:
         benches = [Bench(make_model(name), opened, tiers=tiers, events=events) for events in (False, True)]
         if tiers not in ("device", "host"):
@@ -215,7 +213,7 @@ def bench_tree(what: str, benches: Sequence[Bench]) -> Iterator[Figure]:
     matches = []
     for _ in range(ROUNDS + 1):
         key = prompt()
-        for bench in benches:  # turn by turn, so that a busy moment hits both
+        for bench in benches:  # in turns, so that other load on the machine affects both
             inserts[bench.events].append(bench.insert(key) * 1e6)
             matches.append(bench.match(key) * 1e6)
             bench.empty()
@@ -265,4 +263,4 @@ def open_store(tiers: str, folder: Path, settings: MooncakeSettings, identity: S
 
 
 if __name__ == "__main__":
-    main("one tree for every kind of state", run)
+    main("UnifiedRadixCache", run)

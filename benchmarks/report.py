@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table with the spread, the machine, and JSON for a machine to read."""
+"""The output of all benchmarks: a table with spread and machine, and JSON."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rich.table import Table
 
 
 class Figure(NamedTuple):
-    """One measured thing."""
+    """One measured quantity."""
 
     name: str
     unit: str
     median: float
     low: float
-    """First decile; the median itself where there is one value."""
+    """First decile. The median itself if there is only one value."""
     high: float
     """Last decile."""
     goal: str = ""
     nodes: float | None = None
-    """Nodes of a tree that the operation looked at, in the mean."""
+    """Mean number of tree nodes that the operation visited."""
 
 
 def figure(name: str, unit: str, values: Iterable[float], goal: str = "", nodes: float | None = None) -> Figure:
-    """A figure of some measured values."""
+    """Return the figure of the measured values."""
     values = sorted(values)
     if len(values) == 1:
         return Figure(name, unit, values[0], values[0], values[0], goal, nodes)
@@ -43,14 +43,14 @@ def figure(name: str, unit: str, values: Iterable[float], goal: str = "", nodes:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
 def machine() -> dict[str, str]:
-    """Where and when this ran."""
+    """Return the date, the machine and the versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "cores": str(os.cpu_count()),
@@ -62,7 +62,7 @@ def machine() -> dict[str, str]:
 
 
 def show(title: str, figures: list[Figure]) -> None:
-    """The table of one benchmark."""
+    """Print the table of one benchmark."""
     table = Table(title=f"{title} ({', '.join(f'{k} {v}' for k, v in machine().items())})")
     table.add_column("what")
     for column in ("median", "10%", "90%"):
@@ -77,14 +77,14 @@ def show(title: str, figures: list[Figure]) -> None:
 
 
 def as_json(benchmarks: dict[str, list[Figure]]) -> dict[str, Any]:
-    """Everything, for `--json`."""
+    """Return everything in the form of `--json`."""
     return {"machine": machine(), **{name: [f._asdict() for f in figures] for name, figures in benchmarks.items()}}
 
 
 def main(title: str, run: Callable[[], list[Figure]]) -> None:
-    """Command line of one benchmark: `[--json FILE]`."""
+    """Run the command line of one benchmark: `[--json FILE]`."""
     parser = argparse.ArgumentParser(description=title)
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     figures = run()
     show(title, figures)
