@@ -65,7 +65,7 @@ def apply_rates(prompts: list[np.ndarray]) -> tuple[OverlapIndex, list[Figure]]:
 
 
 def mixed_index(prompts: list[np.ndarray]) -> OverlapIndex:
-    """Return an index in which each worker holds each prompt to another depth and on another tier, one of them whole."""
+    """Return an index in which each worker holds each prompt to another depth on another tier, one of them whole."""
     random = np.random.default_rng(_RANDOM_SEED)
     index = OverlapIndex()
     streams = [index.add_stream() for _ in range(WORKERS)]
