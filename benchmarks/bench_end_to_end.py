@@ -24,8 +24,7 @@ from benchmarks.report import Figure, figure, main
 from kv_events.schema import BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from tests.support.servers.kafka_broker import KafkaBroker
 
 PAGES_PER_S, EVENT_PAGES, BLOCK_SIZE = 5000, 50, 16
 SECONDS = 30.0
@@ -39,8 +38,6 @@ def broker() -> Iterator[str]:
     if running:
         yield running
         return
-    from kafka_broker import KafkaBroker
-
     with tempfile.TemporaryDirectory() as folder:
         started = KafkaBroker(Path(folder))
         started.restart()

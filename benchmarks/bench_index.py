@@ -45,17 +45,19 @@ def apply_rates(prompts: list[np.ndarray]) -> tuple[OverlapIndex, list[Figure]]:
     """
     index = OverlapIndex()
     streams = [index.add_stream() for _ in range(WORKERS)]
-    new, known, removals = [], [], []
+    new: list[float] = []
+    known: list[float] = []
+    removals: list[float] = []
     for number, stream in enumerate(streams):
         for events in ([*batches(chain, number % 4)] for chain in prompts):
             pages = sum(len(e.hashes) for e in events)
-            seconds = timed(lambda s=stream, ev=events: [index.store(s, e, 0, len(e.hashes)) for e in ev])
+            seconds = timed(lambda s, ev: [index.store(s, e, 0, len(e.hashes)) for e in ev], stream, events)
             (new if number == 0 else known).append(pages / seconds / 1e6)
     victim = streams[-1]
     for events in ([*batches(chain, (WORKERS - 1) % 4)] for chain in prompts):
         gone = [RemovedPages(e.medium, e.hashes, e.block_hashes) for e in events]
         pages = sum(len(e.hashes) for e in gone)
-        seconds = timed(lambda ev=gone: [index.remove(victim, e, 0, len(e.hashes)) for e in ev])
+        seconds = timed(lambda ev: [index.remove(victim, e, 0, len(e.hashes)) for e in ev], gone)
         removals.append(pages / seconds / 1e6)
     return index, [
         figure("store pages nobody held", "Mpages/s", new, ">= 3"),
@@ -83,7 +85,7 @@ def query_times(index: OverlapIndex, prompts: list[np.ndarray], what: str) -> It
     random = np.random.default_rng(_RANDOM_SEED)
     for length, goal in goals.items():
         asked = [np.ascontiguousarray(prompts[i][:length]) for i in random.integers(0, len(prompts) - 1, 2000)]
-        times = [timed(lambda h=h: index.find(h)) * 1e6 for h in asked]
+        times = [timed(lambda h: index.find(h), h) * 1e6 for h in asked]
         yield figure(f"query {length} known pages, {what}", "us", times, goal)
 
 
@@ -91,7 +93,7 @@ def hashing_time() -> Figure:
     """Measure the hashing of a prompt's tokens."""
     random = np.random.default_rng(_RANDOM_SEED)
     tokens = random.integers(0, 128_000, (200, 1000 * PAGE_TOKENS), dtype=np.uint32)
-    hashing = [timed(lambda t=t: sequence_hashes(t, PAGE_TOKENS)) * 1e6 for t in tokens]
+    hashing = [timed(lambda t: sequence_hashes(t, PAGE_TOKENS), t) * 1e6 for t in tokens]
     return figure("hash 1000 pages of 16 tokens", "us", hashing, "<= 100")
 
 
@@ -107,7 +109,7 @@ def scattered_index(prompts: list[np.ndarray]) -> tuple[OverlapIndex, float]:
         for chain in prompts:
             part = np.ascontiguousarray(chain[random.random(len(chain)) < 0.1])
             for event in batches(part, 0):
-                longest = max(longest, timed(lambda e=event, s=stream: index.store(s, e, 0, len(e.hashes))))
+                longest = max(longest, timed(lambda e, s: index.store(s, e, 0, len(e.hashes)), event, stream))
     return index, longest
 
 

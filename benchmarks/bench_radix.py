@@ -67,7 +67,7 @@ def bench_insert() -> dict[str, list[float]]:
         for kind, (cache, run) in kinds.items():
             for _ in range(PER_ROUND):
                 key = RadixKey(tokens(PROMPT))
-                figures[kind].append(1e6 * timed(lambda c=cache, k=key, r=run: r(c, k, rows)))
+                figures[kind].append(1e6 * timed(lambda c, k, r: r(c, k, rows), cache, key, run))
                 cache.take_events()
     return figures
 

@@ -55,7 +55,9 @@ def bench_store(kind: str, writer: HiCacheStorage, reader: HiCacheStorage) -> It
     source, target = host_pool(), host_pool()
     writer.register_mem_pool_host(source)
     reader.register_mem_pool_host(target)
-    archived, prefetched, asked = [], [], []
+    archived: list[float] = []
+    prefetched: list[float] = []
+    asked: list[float] = []
     for turn in range(ROUNDS + 1):
         writer.clear()
         for batch in range(BATCHES):
@@ -64,9 +66,9 @@ def bench_store(kind: str, writer: HiCacheStorage, reader: HiCacheStorage) -> It
             rows = np.arange(numbers.start * PAGE, numbers.stop * PAGE)
             done: list[bool] = []
             spent = (
-                timed(lambda k=keys, r=rows, d=done: d.extend(writer.batch_set_v1(k, r))),
-                timed(lambda k=keys, d=done: d.append(reader.batch_exists(k) == BATCH_PAGES)),
-                timed(lambda k=keys, r=rows, d=done: d.extend(reader.batch_get_v1(k, r))),
+                timed(lambda k, r, d: d.extend(writer.batch_set_v1(k, r)), keys, rows, done),
+                timed(lambda k, d: d.append(reader.batch_exists(k) == BATCH_PAGES), keys, done),
+                timed(lambda k, r, d: d.extend(reader.batch_get_v1(k, r)), keys, rows, done),
             )
             assert all(done)
             if turn:  # the first round touches fresh memory

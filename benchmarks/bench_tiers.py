@@ -11,7 +11,7 @@ and insert of a new one, with up to a million pages; then the same with both tie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from engine_cache.storage.base import PoolName
 from engine_cache.tree.eviction import SortKey, find_policy
 from engine_cache.tree.node import TreeNode
 from kv_events.schema import EngineEvent
+from publisher import EventPublisher
 from simulation import CACHES, SimulatedWorker, SimulationSettings, WorkloadSettings, create_cache, generate
 
 SEED = 7
@@ -108,7 +109,7 @@ def bench_events() -> Iterator[Figure]:
     for _ in range(ROUNDS):
         for events, cache in caches.items():  # in turns, so that other load on the machine affects both
             key = RadixKey(tokens(PROMPT))
-            spent[events].append(timed(lambda c=cache, k=key: round_trip(c, k)) * 1e6)
+            spent[events].append(timed(lambda c, k: round_trip(c, k), cache, key) * 1e6)
             cache.take_events()
             cache.evict(EvictParams(PROMPT))
             cache.evict_host(PROMPT)
@@ -134,8 +135,8 @@ def bench_requests(kind: str) -> Iterator[Figure]:
             made = create_cache(settings)
             made.cache.take_events()
             made.cache.enable_kv_cache_events = events
-            worker = SimulatedWorker(Nobody(), made)
-            spent[events].append(timed(lambda w=worker: [w.serve(r) for r in requests]) * 1e3 / REQUESTS)
+            worker = SimulatedWorker(cast(EventPublisher, Nobody()), made)
+            spent[events].append(timed(lambda w: [w.serve(r) for r in requests], worker) * 1e3 / REQUESTS)
     for events, values in spent.items():
         yield figure(f"{kind}: a request, events {'on' if events else 'off'}", "ms", values)
 
@@ -224,8 +225,8 @@ def bench_size(num_pages: int) -> Iterator[Figure]:
     for turn in range(ROUNDS):
         old = prompts[turn * len(prompts) // ROUNDS]
         new = np.concatenate((old[: SHARED_PAGES * PAGE], tokens(OWN_PAGES * PAGE)))
-        matches.append(timed(lambda p=old: cache.match_prefix(MatchPrefixParams(RadixKey(p)))) * 1e6)
-        inserts.append(timed(lambda p=new: insert(cache, p)) * 1e6)
+        matches.append(timed(lambda p: cache.match_prefix(MatchPrefixParams(RadixKey(p))), old) * 1e6)
+        inserts.append(timed(lambda p: insert(cache, p), new) * 1e6)
         cache.writing_check(write_back=True)
     yield figure(f"match of {SHARED_PAGES + OWN_PAGES} pages, {num_pages:,} pages in the tree", "us", matches)
     yield figure(f"insert of {OWN_PAGES} new pages, {num_pages:,} pages in the tree", "us", inserts)
@@ -241,17 +242,17 @@ def bench_full(num_pages: int) -> Iterator[Figure]:
     spent: dict[str, list[float]] = {match: [], evict: [], put: []}
     nodes = dict.fromkeys(spent, 0)
 
-    def measure(what: str, run: Callable[[], object]) -> None:
+    def measure(what: str, run: Callable[..., object], *arguments: object) -> None:
         before = cache.looked_at
-        spent[what].append(timed(run) * 1e6)
+        spent[what].append(timed(run, *arguments) * 1e6)
         nodes[what] += cache.looked_at - before
 
     for turn in range(ROUNDS):
         old = prompts[turn * len(prompts) // ROUNDS]
         new = np.concatenate((old[: SHARED_PAGES * PAGE], tokens(OWN_PAGES * PAGE)))
-        measure(match, lambda p=old: cache.match_prefix(MatchPrefixParams(RadixKey(p))))
-        measure(evict, lambda p=new: make_room(cache, p))
-        measure(put, lambda p=new: insert(cache, p))
+        measure(match, lambda p: cache.match_prefix(MatchPrefixParams(RadixKey(p))), old)
+        measure(evict, make_room, cache, new)
+        measure(put, insert, cache, new)
         cache.writing_check(write_back=True)
     for what, values in spent.items():
         yield figure(f"{what}, both tiers full, {num_pages:,} pages", "us", values, nodes=nodes[what] / ROUNDS)

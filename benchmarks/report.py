@@ -42,10 +42,10 @@ def figure(name: str, unit: str, values: Iterable[float], goal: str = "", nodes:
     return Figure(name, unit, deciles[4], deciles[0], deciles[8], goal, nodes)
 
 
-def timed(run: Callable[[], object]) -> float:
+def timed(run: Callable[..., object], *arguments: object) -> float:
     """Return the seconds that a call takes."""
     began = time.perf_counter()
-    run()
+    run(*arguments)
     return time.perf_counter() - began
 
 

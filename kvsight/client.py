@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
@@ -255,7 +255,7 @@ class AsyncClient(_Side):
 
     async def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
-    ) -> AsyncIterator[FeedEvent]:
+    ) -> AsyncGenerator[FeedEvent, None]:
         """See `Client.events`."""
         reader = self._feed()
         try:

@@ -94,7 +94,7 @@ class KafkaPlace:
 def kafka_place(bootstrap: str, **changes: Any) -> KafkaPlace:
     name = uuid.uuid4().hex
     values = {"model": "m", "worker": "w", "block_size": 16, "topic_partitions": 3, **changes}
-    topics = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
+    topics: dict[str, Any] = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
     return KafkaPlace(PublisherSettings(kafka=bootstrap, **topics, **values))
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ EXTRA = {PoolName.INDEXER: (torch.uint8, 1), PoolName.MAMBA: (torch.float32, 3)}
 @pytest.fixture(params=["directory", pytest.param("mooncake", marks=pytest.mark.mooncake)])
 def connect(request, tmp_path):
     """Opens the same store again and again, without pools."""
-    opened = []
+    opened: list[Any] = []
     if request.param == "mooncake":
         from engine_cache.storage.mooncake import MooncakeStorage
 
@@ -39,7 +40,7 @@ def connect(request, tmp_path):
 
     def connector(identity):
         if request.param == "mooncake":
-            store = MooncakeStorage(master.shared_client(), identity, master.settings())
+            store: Any = MooncakeStorage(master.shared_client(), identity, master.settings())
         else:
             store = DirectoryStorage(tmp_path, identity, capacity_bytes=2**20)
         opened.append(store)
@@ -368,7 +369,7 @@ def host_pool(kind, layout):
     """Pages of 2 rows, all bits random."""
     shape = device.PoolShape(size=8, page_size=2, layer_num=3, dtype=torch.bfloat16)
     if kind == "mha":
-        pool = host.MHATokenToKVPoolHost(device.MHATokenToKVPool(shape, 2, 4), layout=layout, reserve_bytes=0)
+        pool: Any = host.MHATokenToKVPoolHost(device.MHATokenToKVPool(shape, 2, 4), layout=layout, reserve_bytes=0)
     else:
         pool = host.MLATokenToKVPoolHost(device.MLATokenToKVPool(shape, 4, 2), layout=layout, reserve_bytes=0)
     pool.kv_buffer.view(torch.uint8).random_(0, 256)

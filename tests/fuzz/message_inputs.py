@@ -47,7 +47,7 @@ class _ScriptedReplay:
 
 def _frames(data: bytes) -> list[bytes]:
     """Frames that lie in bytes behind lengths of three bytes."""
-    frames = []
+    frames: list[bytes] = []
     while len(data) >= 3 and len(frames) < 8:
         length = int.from_bytes(data[:3], "little")
         frames.append(data[3 : 3 + length])

@@ -83,7 +83,7 @@ def _edited(data: bytes, edits: Iterable[tuple[str, float, int, bytes]]) -> byte
 def _exchanged(data: bytes, path: list[int], value: Any) -> bytes:
     for codec in (msgspec.msgpack, msgspec.json):
         try:
-            return codec.encode(_with(codec.decode(data), path, value))
+            return bytes(codec.encode(_with(codec.decode(data), path, value)))
         except (msgspec.DecodeError, msgspec.EncodeError, ValueError, TypeError, OverflowError, RecursionError):
             continue
     return data

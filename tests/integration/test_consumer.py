@@ -44,7 +44,7 @@ def taken(namespaces: Namespaces, positions: dict[int, int], now: float) -> byte
         try:
             next(copying)
         except StopIteration as end:
-            return end.value.pack()
+            return bytes(end.value.pack())
 
 
 async def caught_up(consumer: Consumer, log: MemoryLog) -> None:

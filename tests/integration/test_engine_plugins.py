@@ -64,9 +64,12 @@ def made(kind: Engine, module: ModuleType, rank: int = 0) -> EnginePublisher:
     if kind == "sglang":
         kvsight.plugins.register_with_sglang()
         config = json.dumps({"publisher": "kvsight", "endpoint": "tcp://*:5557"})
-        return module.EventPublisherFactory.create(config, attn_dp_rank=rank)
-    kvsight.plugins.register_with_vllm()
-    return module.EventPublisherFactory.create(module.KVEventsConfig(enable_kv_cache_events=True), rank)
+        publisher = module.EventPublisherFactory.create(config, attn_dp_rank=rank)
+    else:
+        kvsight.plugins.register_with_vllm()
+        publisher = module.EventPublisherFactory.create(module.KVEventsConfig(enable_kv_cache_events=True), rank)
+    assert isinstance(publisher, EnginePublisher)
+    return publisher
 
 
 def batch(module: ModuleType, *events: Any) -> Any:
@@ -222,7 +225,8 @@ async def test_an_engine_that_ends_without_a_word_holds_nothing_any_more(
 ) -> None:
     command = [sys.executable, "-c", _ENGINE_WITHOUT_SHUTDOWN]
     await asyncio.to_thread(subprocess.run, command, cwd=ROOT, check=True, timeout=60)
-    view, lengths = View(), []
+    view = View()
+    lengths: list[int] = []
     async with asyncio.timeout(30), to_kafka() as records:
         while lengths[-2:] != [1, 0]:
             view.read((await records.getone()).value)

@@ -67,7 +67,7 @@ class EngineProcess:
     def entry(self, worker: str) -> EngineSettings:
         """For the bridge: addresses of rank 0, counted up by itself."""
         rank = self.options["rank"]
-        addresses = {
+        addresses: dict[str, Any] = {
             field: "tcp://127.0.0.1:" + str(int(self.options[field].rpartition(":")[2]) + rank)
             for field in ("endpoint", "replay_endpoint")
         }

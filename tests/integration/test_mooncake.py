@@ -5,9 +5,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from mooncake.store import MooncakeDistributedStore
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
@@ -161,10 +163,10 @@ def test_a_page_of_which_an_object_is_missing_is_not_there_until_it_is_written_a
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
-class CountingNative(mooncake_client.MooncakeDistributedStore):
+class CountingNative(MooncakeDistributedStore):
     """Notes every call for pages and how many objects it is for."""
 
-    calls: list = []  # noqa: RUF012
+    calls: list[Any] = []  # noqa: RUF012
 
     def batch_is_exist(self, names):
         self.note("exist", names)

@@ -3,9 +3,11 @@
 import random
 import socket
 import time
+from typing import Any
 
 import numpy as np
 import pytest
+from mooncake.store import MooncakeDistributedStore
 
 torch = pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
@@ -44,7 +46,7 @@ def connect(request):
     opened = []
 
     def connector(master, identity=None, **settings):
-        store = MooncakeStorage.connect(identity or own_identity(), master.settings(**settings))
+        store: Any = MooncakeStorage.connect(identity or own_identity(), master.settings(**settings))
         opened.append(store)
         store.kv = PagePool(num_runs=2)
         store.register_mem_pool_host(store.kv)
@@ -100,7 +102,7 @@ def test_a_buffer_that_the_store_refuses_is_named(connect, mooncake_master):
 
 def test_a_pool_that_was_refused_leaves_nothing_registered(connect, mooncake_master):
     store = connect(mooncake_master)
-    pool = PagePool(num_runs=2)
+    pool: Any = PagePool(num_runs=2)
     overlapping = pool.rows[8:]
     pool.get_hybrid_pool_buffer = lambda: [pool.rows[:4], overlapping, overlapping]
     with pytest.raises(StorageRegistrationError, match=r"pool kv"):
@@ -114,7 +116,7 @@ def test_a_pool_that_was_refused_leaves_nothing_registered(connect, mooncake_mas
 def test_a_store_that_refuses_a_second_pool_knows_none_and_takes_them_later(connect, mooncake_master):
     store, pool = connect(mooncake_master), PagePool(num_runs=1, page_size=1)
     put(store, 0)
-    unlikely = PagePool(num_runs=1, page_size=1)
+    unlikely: Any = PagePool(num_runs=1, page_size=1)
     unlikely.get_hybrid_pool_buffer = lambda: [unlikely.rows, unlikely.rows[1:]]
     with pytest.raises(StorageRegistrationError, match="pool indexer"):
         store.register_host_pools({PoolName.KV: store.kv, PoolName.INDEXER: unlikely})
@@ -152,7 +154,7 @@ def test_every_call_on_a_closed_client_is_refused(mooncake_master):
             call()
 
 
-class ShortNative(mooncake_client.MooncakeDistributedStore):
+class ShortNative(MooncakeDistributedStore):
     """Answers with a code too few."""
 
     def batch_get_into(self, names, addresses, sizes):
@@ -167,7 +169,7 @@ def test_an_answer_that_does_not_fit_the_question_counts_for_nothing(connect, mo
     assert (store.batch_exists(KEYS), store.get_stats().num_damaged) == (2, 0)
 
 
-class RefusingNative(mooncake_client.MooncakeDistributedStore):
+class RefusingNative(MooncakeDistributedStore):
     """Answers a read as if the arguments were bad, which is also its answer for an object that is too long."""
 
     def batch_get_into(self, names, addresses, sizes):
@@ -219,7 +221,7 @@ def test_a_full_store_refuses_pages_and_loses_none_that_are_told(connect, own_mo
     assert {key for key in keys if store.is_held(key)} <= there
 
 
-class BusyNative(mooncake_client.MooncakeDistributedStore):
+class BusyNative(MooncakeDistributedStore):
     """Answers as the store does for an object that another engine is still writing: put, but not there."""
 
     def batch_put_from(self, names, addresses, sizes):

@@ -1,6 +1,8 @@
 """What a Mooncake store tells of a page while several threads of one engine work on it: each call is interrupted where
 it hurts."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="stores need torch: pip install kvsight[engine]")
@@ -17,7 +19,7 @@ KEYS = page_keys([f"{page:064x}" for page in range(2)])
 
 @pytest.fixture
 def store(mooncake_master):
-    opened = MooncakeStorage(mooncake_master.shared_client(), own_identity(), mooncake_master.settings())
+    opened: Any = MooncakeStorage(mooncake_master.shared_client(), own_identity(), mooncake_master.settings())
     opened.kv = PagePool(num_runs=2)
     opened.register_mem_pool_host(opened.kv)
     yield opened

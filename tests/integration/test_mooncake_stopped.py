@@ -1,6 +1,7 @@
 """What becomes of an engine when its Mooncake master is stopped, and goes on where it was."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ KEYS = page_keys([f"{page:064x}" for page in range(4)])
 @pytest.fixture
 def store(own_mooncake_master):
     """Holds four pages."""
-    store = MooncakeStorage.connect(own_identity(), own_mooncake_master.settings())
+    store: Any = MooncakeStorage.connect(own_identity(), own_mooncake_master.settings())
     store.kv = PagePool(num_runs=2)
     store.register_mem_pool_host(store.kv)
     assert put(store) == [True] * 4

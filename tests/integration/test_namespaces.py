@@ -120,7 +120,8 @@ async def test_states_of_a_namespace_are_found_behind_its_pages(field: str) -> N
 def test_a_cache_and_a_bridge_give_a_page_the_same_name(field: str) -> None:
     pages = [event for event in held_by_cache(KINDS[field]) if isinstance(event, BlockStored)]
     names = np.frombuffer(b"".join(page.sequence_hashes for page in pages), "<u8").tolist()
-    engine_event = stored([1, 2, 3, 4], TOKENS, **{field: "name"})
+    namespace: dict[str, Any] = {field: "name"}
+    engine_event = stored([1, 2, 3, 4], TOKENS, **namespace)
     assert Rig().take(engine_event, form="map").pages == on(GPU, names)
 
 

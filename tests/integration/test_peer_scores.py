@@ -45,8 +45,13 @@ class Both:
 
     async def read(self, worker: int, engine: ZmqEngine, rank: int = 0) -> None:
         """Have both read an engine's rank."""
-        rank_of_engine = {"replay_endpoint": engine.replay_endpoint, "dp_rank": rank}
-        registration = {"endpoint": engine.endpoint, "model_name": "m", "block_size": BLOCK, **rank_of_engine}
+        rank_of_engine: dict[str, Any] = {"replay_endpoint": engine.replay_endpoint, "dp_rank": rank}
+        registration: dict[str, Any] = {
+            "endpoint": engine.endpoint,
+            "model_name": "m",
+            "block_size": BLOCK,
+            **rank_of_engine,
+        }
         answer = await self._client.post("/register", json={"instance_id": worker, **registration})
         assert answer.status_code == 201, answer.text
         await asyncio.to_thread(self.peer.register, worker, **registration)
@@ -116,7 +121,7 @@ async def test_ranks_tiers_adapters_and_salts(tmp_path: Path) -> None:
             other.send(payload(stored([1, 2, 3, 4, 5], tokens[:20], medium="DISK")))
             other.send(payload(stored([21], tokens[:4], lora_name="ad", medium="GPU", lora_id=None)))
             other.send(payload(stored([31, 32], tokens[:8], cache_salt="s", medium="GPU", lora_name=None), form="map"))
-            salted = {"cache_salt": "s", "lora_name": "ad"}
+            salted: dict[str, Any] = {"cache_salt": "s", "lora_name": "ad"}
             other.send(payload(stored([41], tokens[:4], medium="GPU", **salted), form="map"))
             for engine, worker, rank in ((first, 1, 0), (second, 1, 1), (other, 2, 0)):
                 await two.told(engine, worker, rank)
@@ -138,7 +143,7 @@ async def test_ranks_tiers_adapters_and_salts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [{"lora_name": "ad"}, {"cache_salt": "s"}, {"lora_name": "ad", "cache_salt": "s"}])
 async def test_local_hashes_find_an_adapters_and_a_salts_pages_without_their_names(
-    tmp_path: Path, names: dict[str, str]
+    tmp_path: Path, names: dict[str, Any]
 ) -> None:
     tokens = list(range(1, 25))
     async with both(tmp_path) as two:
@@ -195,8 +200,12 @@ async def test_windows_and_states_are_no_prefix_to_either(tmp_path: Path) -> Non
     async with both(tmp_path) as two:
         with ZmqEngine() as engine:
             await two.read(1, engine)
-            full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
-            window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+            full: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+            window: dict[str, Any] = {
+                "group_idx": 0,
+                "kv_cache_spec_kind": "sliding_window",
+                "kv_cache_spec_sliding_window": 8,
+            }
             engine.send(payload(stored([1, 2], tokens[:8], medium="GPU", lora_name=None, **full), form="map"))
             engine.send(payload(stored([1, 2, 3, 4], tokens, medium="GPU", lora_name=None, **window), form="map"))
             await two.told(engine, 1)
@@ -278,7 +287,7 @@ def _step(rng: random.Random, number: int, prompts: Sequence[list[int]]) -> list
 async def test_our_own_cache_through_the_zmq_sink(tmp_path: Path) -> None:
     rng = random.Random(0)
     live, replay = free_port(), free_port()
-    addresses = {"zmq": f"tcp://*:{live}", "zmq_replay": f"tcp://*:{replay}"}
+    addresses: dict[str, Any] = {"zmq": f"tcp://*:{live}", "zmq_replay": f"tcp://*:{replay}"}
     settings = PublisherSettings(model="m", worker="1", block_size=BLOCK, with_tokens=True, linger_ms=1, **addresses)
     cache = RadixCache(page_size=BLOCK, enable_kv_cache_events=True)
     prompts = [[rng.randrange(2**32) for _ in range(24)] for _ in range(20)]

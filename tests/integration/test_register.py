@@ -80,7 +80,7 @@ async def test_an_engine_that_is_not_there_is_pending_and_one_that_went_has_fail
         await served.register(engine)
 
         async def has_status(status: str) -> bool:
-            return (await served.listener())["status"] == status
+            return bool((await served.listener())["status"] == status)
 
         await async_wait_until(lambda: has_status("active"), what="connected")
         await asyncio.to_thread(engine.stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -48,7 +49,7 @@ def new_consumer(bootstrap: str, names: tuple[str, str], redis_url: str | None =
     return Consumer(KafkaSource(bootstrap, *names), Applier(Namespaces(settings), DeadLetters()), settings, store)
 
 
-def publisher_settings(bootstrap: str, names: tuple[str, str], **more: object) -> PublisherSettings:
+def publisher_settings(bootstrap: str, names: tuple[str, str], **more: Any) -> PublisherSettings:
     return PublisherSettings(
         model="m",
         worker="engine-0",
@@ -85,7 +86,7 @@ async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: s
         publisher.publish(cache.take_events())
 
         async def gone() -> bool:
-            return (await router.post("/query", json=body)).json().get("instances") == {}
+            return bool((await router.post("/query", json=body)).json().get("instances") == {})
 
         await async_wait_until(gone, deadline_s=30, what="an empty answer")
 

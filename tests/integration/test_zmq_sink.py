@@ -160,7 +160,7 @@ async def test_a_bridge_that_came_late_and_is_slow_knows_what_the_worker_holds(e
     async with publishing(settings) as (publisher, _), LiveBridge(bridge_idle_check_s=0.1) as bridge:
         publisher.publish([store(number) for number in range(500)])
         await async_wait_until(delivered(publisher))
-        engine = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+        engine: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
         await bridge.fleet.add(EngineSettings(worker="w", model="m", **engine))
         await bridge.shows(on(GPU, [name(number) for number in range(500)]))
         for start in range(500, 5000, 500):
@@ -180,7 +180,7 @@ async def test_a_bridge_reads_it_over_ipv6() -> None:
     async with publishing(settings) as (publisher, _), LiveBridge(bridge_idle_check_s=0.1) as bridge:
         publisher.publish([store(0)])
         await async_wait_until(delivered(publisher))
-        engine = {"endpoint": f"tcp://[::1]:{port}", "replay_endpoint": f"tcp://[::1]:{replay}"}
+        engine: dict[str, Any] = {"endpoint": f"tcp://[::1]:{port}", "replay_endpoint": f"tcp://[::1]:{replay}"}
         await bridge.fleet.add(EngineSettings(worker="w", model="m", **engine))
         await bridge.shows(on(GPU, [name(0)]))
         publisher.publish([store(1)])

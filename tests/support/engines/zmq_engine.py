@@ -53,6 +53,7 @@ class ZmqEngine:
         self._replay_port = free_port() if replay else None
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._lock = threading.Lock()  # guards the buffer
+        self._thread: threading.Thread | None = None  # answers replay requests
         self._open()
 
     @property
@@ -117,7 +118,6 @@ class ZmqEngine:
         else:
             self._live.connect(self._connect_to)
         self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
         if self.replay_endpoint is not None:
             router = self._context.socket(zmq.ROUTER)
             router.bind(self.replay_endpoint)

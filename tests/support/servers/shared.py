@@ -117,7 +117,7 @@ def _start_mooncake(folder: Path) -> tuple[str, Callable[[], None]]:
     master.restart()
     # Another process than a worker's: its memory stays until the last worker has ended.
     ready = folder / "mooncake" / "lent"
-    lender = [sys.executable, "-m", "tests.support.servers.memory_lender", master.address, ready]
+    lender: list[str | Path] = [sys.executable, "-m", "tests.support.servers.memory_lender", master.address, ready]
     process = ChildProcess(lender, folder / "mooncake" / "lender.log", env={"PYTHONPATH": str(_ROOT)})
     wait_until(ready.exists, deadline_s=60.0, what="memory lent to the Mooncake master")
 

@@ -14,11 +14,11 @@ PEER = {"model_name": "m", "token_ids": TOKENS}
 RFC = {"model": "m", "block_size": 4, "token_ids": TOKENS}
 
 
-def states(worker: str = "1", **more: int) -> Stream:
+def states(worker: str = "1", **more: Any) -> Stream:
     return Stream(worker, model="m#mamba", **more)
 
 
-async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more: int) -> None:
+async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more: Any) -> None:
     """The whole prompt, and a state at the end of one page."""
     hashes = await fed.hold(Stream(worker, **more), TOKENS)
     await fed.feed(states(worker, **more).batch(stored((0, [hashes[state_page]]))))

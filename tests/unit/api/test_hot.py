@@ -253,7 +253,7 @@ async def test_an_adapters_name_beside_hashes_changes_nothing(serving: Any) -> N
 async def test_msgpack_takes_lists_and_packed_numbers(serving: Any, content_type: str) -> None:
     tokens = token_array(TOKENS)
     rolling = sequence_hashes(tokens, 4)
-    questions = [
+    questions: list[tuple[str, dict[str, Any]]] = [
         ("/query", {"token_ids": TOKENS}),
         ("/query", {"token_ids": tokens.tobytes()}),
         ("/query_by_hash", {"seq_hashes": rolling.tolist()}),

@@ -49,7 +49,7 @@ async def test_the_running_peers_dialect_is_answered_as_the_peer_does() -> None:
         assert (worker["model_name"], worker["routing_group"], worker["block_size"]) == ("m", "default", 4)
         assert worker["endpoints"] == {"0": ENDPOINT}
         assert worker["listeners"]["0"]["endpoint"] == ENDPOINT
-        empty = {"scores": {}, "frequencies": [], "instances": {}}
+        empty: dict[str, Any] = {"scores": {}, "frequencies": [], "instances": {}}
         assert (await client.post("/query", json={"model_name": "m", "token_ids": [1, 2, 3, 4]})).json() == empty
         answer = await client.post("/unregister", json={"instance_id": 1, "model_name": "m"})
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
@@ -210,7 +210,7 @@ async def test_there_is_a_bound_on_registrations() -> None:
     ],
 )
 async def test_an_engine_for_which_the_index_has_no_room_is_refused(
-    settings: dict[str, int], change: dict[str, Any], variable: str
+    settings: dict[str, Any], change: dict[str, Any], variable: str
 ) -> None:
     async with embedded(IndexerSettings(max_pages=2**16, **settings)) as client:
         assert (await client.post("/register", json=PEER)).status_code == 201

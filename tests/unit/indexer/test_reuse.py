@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -31,8 +33,8 @@ class Views:
     def hold(self, stream: Stream, *pages: int, tier: int = 0, now: float = 100.0) -> None:
         self.apply(stream, stored((0, pages), tier=tier) if pages else None, now=now)
 
-    def apply(self, stream: Stream, event: object = None, now: float = 100.0) -> None:
-        record = stream.batch(*([] if event is None else [event]), now=now)  # type: ignore[list-item]
+    def apply(self, stream: Stream, event: Any = None, now: float = 100.0) -> None:
+        record = stream.batch(*([] if event is None else [event]), now=now)
         for _ in self._applier.apply(record, now):
             pass
 
@@ -49,7 +51,7 @@ def views() -> Views:
     return Views()
 
 
-def mamba(worker: str = "w0", **more: int) -> Stream:
+def mamba(worker: str = "w0", **more: Any) -> Stream:
     return Stream(worker, model="m#mamba", **more)
 
 

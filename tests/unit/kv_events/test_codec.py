@@ -178,7 +178,7 @@ def test_random_bytes_are_rejected(payload: bytes) -> None:
 
 def test_media_are_their_strings() -> None:
     assert [m.value for m in StorageMedium] == ["GPU", "CPU_PINNED", "DISK", "EXTERNAL"]
-    assert StorageMedium.CPU == "CPU_PINNED"
+    assert StorageMedium.CPU == "CPU_PINNED"  # type: ignore[comparison-overlap]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(StorageMedium.CPU)) == "CPU_PINNED"
 
 

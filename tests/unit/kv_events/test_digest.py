@@ -16,13 +16,13 @@ _DIGEST = types.Array(types.uint64, 1, "C")
 
 
 @array_kernel(types.void(_DIGEST, types.int64, U64_IN))
-def _add(digest, medium, hashes):  # type: ignore[no-untyped-def]
+def _add(digest, medium, hashes):
     for i in range(hashes.shape[0]):
         add_page(digest, medium, hashes[i])
 
 
 @array_kernel(types.void(_DIGEST, types.int64, U64_IN))
-def _remove(digest, medium, hashes):  # type: ignore[no-untyped-def]
+def _remove(digest, medium, hashes):
     for i in range(hashes.shape[0]):
         remove_page(digest, medium, hashes[i])
 

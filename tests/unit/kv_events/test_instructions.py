@@ -19,22 +19,22 @@ FEW = st.sampled_from([0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1])
 
 @njit
 def _lanes_equal(array: Any, index: Any, mask: Any, wanted: Any) -> Any:
-    return lanes_equal(array, index, mask, wanted)
+    return lanes_equal(array, index, mask, wanted)  # type: ignore[call-arg]  # compiled, without its first parameter
 
 
 @njit
 def _lowest_bit(word: Any) -> Any:
-    return lowest_bit(word)
+    return lowest_bit(word)  # type: ignore[call-arg]  # compiled, without its first parameter
 
 
 @njit
 def _multiply_fold(a: Any, b: Any) -> Any:
-    return multiply_fold(a, b)
+    return multiply_fold(a, b)  # type: ignore[call-arg]  # compiled, without its first parameter
 
 
 @njit
 def _eight_bytes(data: Any, at: Any) -> Any:
-    return eight_bytes(data, at)
+    return eight_bytes(data, at)  # type: ignore[call-arg]  # compiled, without its first parameter
 
 
 @given(st.lists(FEW, min_size=NUM_LANES, max_size=20), st.data(), FEW, FEW)

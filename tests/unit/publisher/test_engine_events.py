@@ -161,7 +161,7 @@ def test_what_is_named_anew_leads_to_removals_only() -> None:
     stream = begun(queue_pages=5)
     stream.events(store([7, 8, 9]), store([7, 8], TOKENS[:8], medium=StorageMedium.CPU))
     other = [list(range(start, start + 4)) for start in range(100, 124, 4)]
-    changes = [BlockRemoved([7, 8, 9]), store([7], TOKENS[:4]), *(store([t[0]], t) for t in other)]
+    changes: list[EngineEvent] = [BlockRemoved([7, 8, 9]), store([7], TOKENS[:4]), *(store([t[0]], t) for t in other)]
     events = stream.events(*changes)  # too much for the queue
     assert stream.publisher.stats().queue.dropped > 0
     assert events == [["BlockRemoved", sorted(names_of(TOKENS)[1:]), "GPU"]]

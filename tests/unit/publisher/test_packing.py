@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,7 +46,7 @@ def groups_of(rows: list[tuple[int, int]]) -> list[int]:
     return groups
 
 
-def read(events: list[bytes]) -> list[object]:
+def read(events: list[bytes]) -> list[Any]:
     return decode_batch(encode_batch(STREAM, 16, 1, 0, 0.0, events, bytes(64))).steps
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,11 @@ def stored(*names: int, parent: int | None = None, **fields: Any) -> BlockStored
 
 def batches_of(records: list[OutRecord]) -> list[DecodedBatch]:
     return [decode_batch(record.payload) for record in records]
+
+
+def num_pages(steps: Iterable[Any]) -> int:
+    """Pages in steps that store or remove."""
+    return sum(len(step.hashes) for step in steps)
 
 
 def steps_of(records: list[OutRecord]) -> list[Any]:
@@ -160,7 +166,9 @@ def test_a_full_ledger_drops_the_page_from_the_stream_too() -> None:
     publisher = make(ledger_pages=2)
     publisher.publish([stored(1, 2, 3)])
     (batch,) = batches_of(publisher.take_records(NOW, force=True))
-    assert batch.steps[0].hashes.tolist() == [101, 102]
+    (step,) = batch.steps
+    assert isinstance(step, StoredPages)
+    assert step.hashes.tolist() == [101, 102]
     assert batch.digest.tolist()[0] == 2
     assert publisher.stats().pages["ledger_full"] == 1
 
@@ -180,11 +188,11 @@ def test_a_clear_empties_the_view_and_the_ledger() -> None:
         (stored(5, medium="TAPE"), "medium"),
         (stored(5, extra_key=7), "type"),
         (BlockStored([5], None, [], 3, sequence_hashes=words([5])), "block_size"),
-        (BlockStored("abc", None, [], 4), "type"),
-        (BlockStored([1.5], None, [], 4, sequence_hashes=words([1])), "type"),
-        (BlockRemoved(None), "type"),
+        (BlockStored("abc", None, [], 4), "type"),  # type: ignore[arg-type]
+        (BlockStored([1.5], None, [], 4, sequence_hashes=words([1])), "type"),  # type: ignore[list-item]
+        (BlockRemoved(None), "type"),  # type: ignore[arg-type]
         (BlockRemoved([2**64]), "hash_range"),
-        (stored(5, parent="x", sequence_hashes=b""), "type"),
+        (stored(5, parent="x", sequence_hashes=b""), "type"),  # type: ignore[arg-type]
         (stored(5, medium=np.zeros(2)), "medium"),
         ("BlockStored", "type"),
         (None, "type"),
@@ -263,7 +271,12 @@ def test_an_idle_stream_sends_heartbeats() -> None:
 def test_a_heartbeat_never_runs_ahead_of_the_stream() -> None:
     publisher = make(heartbeat_s=1e-9, linger_ms=0, ledger_pages=64_000)
     events = [stored(*range(i, i + 16)) for i in range(0, 64_000, 16)]
-    engine = threading.Thread(target=lambda: [publisher.publish([event]) for event in events])
+
+    def publish_all() -> None:
+        for event in events:
+            publisher.publish([event])
+
+    engine = threading.Thread(target=publish_all)
     engine.start()
     records: list[OutRecord] = []
     while engine.is_alive():
@@ -272,7 +285,7 @@ def test_a_heartbeat_never_runs_ahead_of_the_stream() -> None:
         records += publisher.take_records(time.time() + later_s)
     num_read = num_heartbeats = 0
     for batch in batches_of(records):
-        num_read += sum(len(step.hashes) for step in batch.steps)
+        num_read += num_pages(batch.steps)
         num_heartbeats += not batch.steps
         assert batch.digest.tolist()[0] == num_read
     assert num_heartbeats > 0
@@ -360,7 +373,7 @@ def test_a_large_snapshot_is_split_and_says_the_whole_digest() -> None:
     batches = batches_of(publisher.take_records(NOW, force=True))
     steps = [step for batch in batches for step in batch.steps]
     assert (steps[0], steps[-1]) == (SnapshotBegin("operator"), SnapshotEnd())
-    assert sum(len(step.hashes) for step in steps[1:-1]) == 32
+    assert num_pages(steps[1:-1]) == 32
     assert {tuple(batch.digest.tolist()[:4]) for batch in batches} == {(8, 8, 8, 8)}
     assert [batch.seq for batch in batches] == list(range(batches[0].seq, batches[0].seq + len(batches)))
 

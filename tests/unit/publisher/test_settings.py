@@ -14,7 +14,7 @@ from publisher.sinks import FileSink, create_sink
 from publisher.sinks.kafka import KafkaSink
 from publisher.sinks.zmq import ZmqSink
 
-GOOD = {"model": "m", "worker": "w", "block_size": 16}
+GOOD: dict[str, Any] = {"model": "m", "worker": "w", "block_size": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +63,18 @@ def test_batches_that_cannot_hold_a_page_of_tokens_are_refused() -> None:
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        PublisherSettings(**GOOD).worker = "other"
+        PublisherSettings(**GOOD).worker = "other"  # type: ignore[misc]
 
 
 def test_the_sink_is_chosen_by_settings(tmp_path: Any) -> None:
     assert isinstance(create_sink(PublisherSettings(**GOOD, kafka="localhost:9092")), KafkaSink)
     assert isinstance(create_sink(PublisherSettings(**GOOD, log_folder=tmp_path)), FileSink)
     assert isinstance(create_sink(PublisherSettings(**GOOD, zmq="tcp://*:5557", with_tokens=True)), ZmqSink)
-    for both_or_none in ({}, {"kafka": "localhost:9092", "log_folder": tmp_path}, {"kafka": "h:1", "zmq": "tcp://*:1"}):
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"kafka": "localhost:9092", "log_folder": tmp_path},
+        {"kafka": "h:1", "zmq": "tcp://*:1"},
+    ]
+    for both_or_none in wrong:
         with pytest.raises(InvalidValueError, match="KVSIGHT_KAFKA / KVSIGHT_LOG_FOLDER"):
             create_sink(PublisherSettings(**GOOD, **both_or_none))

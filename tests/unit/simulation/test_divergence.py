@@ -7,14 +7,21 @@ import numpy as np
 from engine_cache import EvictParams
 from engine_cache.storage import page_key
 from kv_events.schema import BlockStored, StorageMedium
+from simulation.byteless_store import BytelessStore
 from simulation.direct import DirectFleet
 from tests.support.log.records import words
 
 
 def _fleet(make_fleet, prompts, **changes: object) -> DirectFleet:
-    fleet = make_fleet(workers=1, **changes)
+    fleet: DirectFleet = make_fleet(workers=1, **changes)
     fleet.trial.workers[0].serve(prompts.request(160))
     return fleet
+
+
+def _store(fleet: DirectFleet) -> BytelessStore:
+    tiers = fleet.trial.workers[0].tiers
+    assert tiers is not None
+    return tiers.store
 
 
 def _divergence(fleet: DirectFleet) -> int:
@@ -54,12 +61,12 @@ def test_pages_that_the_disk_has_lost_in_silence_count(make_fleet, prompts) -> N
     fleet = _fleet(make_fleet, prompts, cache="hiradix")
     fleet.deliver(0)
     assert _divergence(fleet) == 0
-    fleet.trial.workers[0].tiers.store.clear()
+    _store(fleet).clear()
     assert _divergence(fleet) == 10
 
 
 def test_pages_that_the_disk_has_and_nobody_told_of_count(make_fleet, prompts) -> None:
     fleet = _fleet(make_fleet, prompts, cache="hiradix")
     fleet.deliver(0)
-    fleet.trial.workers[0].tiers.store.batch_set_v1([page_key("0" * 64)], np.arange(16))
+    _store(fleet).batch_set_v1([page_key("0" * 64)], np.arange(16))
     assert _divergence(fleet) == 1

@@ -13,7 +13,7 @@ from simulation import POLICIES, Request, create_policy
 
 def _step(fleet, request: Request) -> int:
     fleet.advance(request.arrival_s)
-    chosen = fleet.trial.step(request)
+    chosen: int = fleet.trial.step(request)
     fleet.deliver(chosen)
     return chosen
 

@@ -28,7 +28,8 @@ def make_worker(make_fleet) -> Callable[..., SimulatedWorker]:
     """A worker with pages of 16 and room for 64 of them on the device, 97 on the host and 512 on disk."""
 
     def make(cache: str, **changes: object) -> SimulatedWorker:
-        return make_fleet(workers=1, cache=cache, **{"host_ratio": 1.5, **changes}).trial.workers[0]
+        fleet: DirectFleet = make_fleet(workers=1, cache=cache, **{"host_ratio": 1.5, **changes})
+        return fleet.trial.workers[0]
 
     return make
 
