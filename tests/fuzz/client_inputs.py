@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from kv_events.streams import StreamId
 from kvsight import KvsightHttpError, Prompt, calls
 from kvsight.calls import Call
 from kvsight.errors import UnexpectedAnswerError
@@ -58,11 +57,13 @@ def run_answer(data: bytes) -> None:
                 call.result("http://t", status, data)
 
 
-_STREAM = StreamId("m", "default", "w", 0)
-_BATCH = BatchApplied.of(
-    _STREAM, epoch=1, seq=2, stored={"GPU": 1}, removed={}, cleared=False, pages={"GPU": 4}, state="live"
+_STREAM: dict[str, Any] = {
+    "stream": "default/m/w/0", "model_name": "m", "routing_group": "default", "instance_id": "w", "dp_rank": 0,
+}  # fmt: skip
+_BATCH = BatchApplied(
+    **_STREAM, epoch=1, seq=2, stored={"GPU": 1}, removed={}, cleared=False, pages={"GPU": 4}, state="live"
 )
-_STATE = StateChanged.of(_STREAM, before=None, state="stale", reason="a gap")
+_STATE = StateChanged(**_STREAM, before=None, state="stale", reason="a gap")
 FEED = b": kvsight\n\n" + b"".join(
     b"event: %s\ndata: %s\n\n" % (EVENT_NAMES[type(event)], msgspec.json.encode(event))
     for event in (_STATE, _BATCH, ClientDropped(lost=7))

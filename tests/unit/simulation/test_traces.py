@@ -101,7 +101,7 @@ def test_a_line_that_is_no_object_is_refused_with_its_number(tmp_path: Path, lin
         _trace(tmp_path, _line(), line)
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(_line().encode())[:-12]])
+@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(_line().encode(), mtime=0)[:-12]])
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(content)
