@@ -71,8 +71,8 @@ class CountingCache(HiRadixCache):
         self._policy = self._policy._replace(key=counted)
         super().reset()
 
-    def _descend(self, key: RadixKey) -> tuple[list[TreeNode], int]:
-        path, done = super()._descend(key)
+    def _descend(self, key: RadixKey, *, touch: bool = True) -> tuple[list[TreeNode], int]:
+        path, done = super()._descend(key, touch=touch)
         self.looked_at += len(path)
         return path, done
 
