@@ -1,4 +1,4 @@
-"""What both clients promise, against the real API on loopback."""
+"""The contract of both clients, against the real API on loopback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rig(NamedTuple):
 
     fed: HandFed
     ask: Ask
-    """`await ask("query", ...)`: the method of that name, of whichever client."""
+    """`await ask("query", ...)` calls the method of that name on either client."""
 
 
 @asynccontextmanager
@@ -85,7 +85,7 @@ async def test_a_namespace_is_asked_for_by_its_names(rig: Rig) -> None:
 async def test_a_prompt_may_be_given_by_either_kind_of_hash(rig: Rig) -> None:
     rolled = await rig.fed.hold(Stream("one"), TOKENS, lora_name="ad")
     local = local_hashes(token_array(TOKENS), 4, namespace_seed("ad"))
-    assert max(rolled) >= 2**63  # so that signs matter
+    assert max(rolled) >= 2**63  # local hashes of 2**63 and more, so that signs matter
     by_sequence = await rig.ask("query_by_hash", "m", seq_hashes=rolled)
     by_block = await rig.ask("query_by_hash", "m", block_hashes=local.view(np.int64))
     assert by_sequence.instances["one"].gpu == by_block.instances["one"].gpu == 16

@@ -1,4 +1,4 @@
-"""What every sink promises, over all of them."""
+"""The contract of sinks, run on each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import async_wait_until
 
 
 class Seen(NamedTuple):
-    """A record as a reader finds it."""
+    """A record as a reader sees it."""
 
     key: bytes
     payload: bytes
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 class MemoryPlace:
-    """A log of this process."""
+    """A log in memory."""
 
     def __init__(self) -> None:
         self.log = MemoryLog()
@@ -63,7 +63,7 @@ class FilePlace:
 
 @dataclass
 class KafkaPlace:
-    """Topics of its own on a real broker."""
+    """New topics on a real broker."""
 
     settings: PublisherSettings
 
@@ -172,7 +172,7 @@ async def test_requests_come_from_start_on_and_only_when_made(place: Any, sink: 
     waiting = asyncio.ensure_future(anext(sink.requests()))
     done, _ = await asyncio.wait({waiting}, timeout=0.05)
     assert not done
-    if not hasattr(place, "request"):  # a recording has no way back
+    if not hasattr(place, "request"):  # an event log has no control channel
         waiting.cancel()
         return
     message = ResyncRequest("t/m/w/0", 7, "gap")

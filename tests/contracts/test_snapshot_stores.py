@@ -1,4 +1,4 @@
-"""What every snapshot store promises."""
+"""The contract of snapshot stores, run on each of them."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ async def test_redis_keeps_older_chunks_only_for_those_who_are_reading_them(redi
     keys = [key async for key in store._redis.scan_iter(f"{prefix}:*")]
     assert await store.load() == b"three"
     ttls = sorted([await store._redis.ttl(key) for key in keys])
-    assert ttls[:2] == [-1, -1]  # the pointer and the newest chunk stay
+    assert ttls[:2] == [-1, -1]  # the pointer and the newest chunk remain
     assert all(0 < ttl <= 60 for ttl in ttls[2:])
     await store.close()

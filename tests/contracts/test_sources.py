@@ -1,4 +1,4 @@
-"""What every source promises."""
+"""The contract of sources, run on each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Append = Callable[[LogRecord], Awaitable[None]]
 
 
 class Log(NamedTuple):
-    """A log of some kind: how to write to it, and how to read it once more."""
+    """A log of one kind, with functions to write to it and to open another reader."""
 
     append: Append
     new_source: Callable[[], Source]

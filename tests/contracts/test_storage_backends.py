@@ -1,4 +1,4 @@
-"""What every store of pages promises."""
+"""The contract of storage backends, run on each of them."""
 
 import hashlib
 from dataclasses import replace
@@ -31,7 +31,7 @@ EXTRA = {PoolName.INDEXER: (torch.uint8, 1), PoolName.MAMBA: (torch.float32, 3)}
 
 @pytest.fixture(params=["directory", pytest.param("mooncake", marks=pytest.mark.mooncake)])
 def connect(request, tmp_path):
-    """Opens the same store again and again, without pools."""
+    """Opens the same backend repeatedly, without pools."""
     opened: list[Any] = []
     if request.param == "mooncake":
         from engine_cache.storage.mooncake import MooncakeStorage
@@ -53,13 +53,13 @@ def connect(request, tmp_path):
 
 @pytest.fixture
 def identity(tmp_path):
-    """Nobody else's: stores outlive a test."""
+    """Return an identity that no other test uses, because stores outlive a test."""
     return StorageIdentity("org/model", LAYOUT, extra_backend_tag=hashlib.sha256(bytes(tmp_path)).hexdigest()[:12])
 
 
 @pytest.fixture
 def open_store(connect, identity):
-    """Opens the same store again and again, for the identity given, with a KV pool and those of EXTRA."""
+    """Opens the same backend repeatedly, for the given identity, with a KV pool and the pools of EXTRA."""
 
     def opener(**changes):
         store = connect(replace(identity, **changes))
@@ -79,7 +79,7 @@ def store(open_store):
 
 
 def put(store, *pages):
-    """Store KV pages under the keys of the same number."""
+    """Store KV pages, each under the key of the same number."""
     return store.batch_set_v1([KEYS[page] for page in pages], store.kv.indices(*pages))
 
 
@@ -88,7 +88,7 @@ def transfer(store, name, pages, **fields):
 
 
 def hits(store, num_keys, *wanted):
-    """batch_exists_v2 for (pool, window or None) each."""
+    """Return batch_exists_v2 for each (pool, window or None)."""
     transfers = [
         PoolTransfer(name)
         if window is None
@@ -193,7 +193,7 @@ def test_another_model_layout_or_rank_sees_nothing_and_clears_nothing(open_store
     assert ours.batch_exists(KEYS) == 1
 
 
-# --- what a prefix is worth with extra pools -------------------------------------------------------------------------
+# --- prefixes with extra pools ---------------------------------------------------------------------------------------
 
 
 def test_a_pool_of_all_pages_ends_the_prefix_at_its_first_missing_page(store):
@@ -237,7 +237,7 @@ def test_several_pools_are_answered_by_name(store):
     assert answers == {PoolName.INDEXER: [True, False], PoolName.MAMBA: [False]}
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
@@ -310,7 +310,7 @@ def test_a_store_that_splits_heads_takes_no_other_pool(store, monkeypatch):
         store.register_mem_host_pool_v2(PagePool(), PoolName.SWA)
 
 
-# --- what is held ----------------------------------------------------------------------------------------------------
+# --- held pages ------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_written_or_found_is_held(open_store):
@@ -366,7 +366,7 @@ def test_the_figures_count_pages(store):
 
 
 def host_pool(kind, layout):
-    """Pages of 2 rows, all bits random."""
+    """Pages of 2 rows with random bits."""
     shape = device.PoolShape(size=8, page_size=2, layer_num=3, dtype=torch.bfloat16)
     if kind == "mha":
         pool: Any = host.MHATokenToKVPoolHost(device.MHATokenToKVPool(shape, 2, 4), layout=layout, reserve_bytes=0)

@@ -1,1 +1,1 @@
-"""Hostile bytes for every decoder."""
+"""Fuzzing of every decoder with hostile bytes."""

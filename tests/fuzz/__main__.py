@@ -1,4 +1,4 @@
-"""The long run: `python -m tests.fuzz [--minutes 10] [NAME ...]`, every decoder in turn, in processes of their own."""
+"""The long run: `python -m tests.fuzz [--minutes 10] [NAME ...]`. Each decoder runs in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz.targets import targets
 
 
 def main() -> None:
-    """Run what was asked for, or all. Exit status 1 where anything failed."""
+    """Run the named targets, or all. Exit status 1 if any of them failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="all decoders together")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(targets())}")

@@ -1,4 +1,4 @@
-"""What a client reads: answers of the API, and its feed of events, from whoever sits at the address."""
+"""Inputs of a client: answers of the API and its event stream, from an untrusted server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CALLS: list[Call[Any]] = [
 
 
 def run_answer(data: bytes) -> None:
-    """As the answer to every call, whatever its status."""
+    """Return the bytes as the answer to every call, with various statuses."""
     for call in _CALLS:
         for status in (200, 404, 503):
             with contextlib.suppress(KvsightHttpError, UnexpectedAnswerError):
@@ -71,7 +71,7 @@ FEED = b": kvsight\n\n" + b"".join(
 
 
 def run_feed(data: bytes) -> None:
-    """Whole, and in pieces: the same events come of both."""
+    """Feed the bytes whole and in pieces. Both must give the same events."""
     pieces = [data[at : at + 7] for at in range(0, len(data), 7)]
     assert _events([data]) == _events(pieces)
 

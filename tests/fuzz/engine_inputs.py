@@ -1,4 +1,4 @@
-"""What engines say of their caches: batches of the ZMQ protocol, and TensorRT-LLM's polled events."""
+"""Inputs from engines: batches of the ZMQ protocol, and TensorRT-LLM's polled events."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PAYLOADS = [
 
 
 class BridgeTarget:
-    """One worker's stream that hears all examples, one after the other."""
+    """One worker's stream that receives all examples in sequence."""
 
     def __init__(self) -> None:
         self._decoder = Decoder()
@@ -95,7 +95,7 @@ POLLED = [msgspec.msgpack.encode(_POLLED), msgspec.json.encode(_POLLED)]
 
 
 def run_polled(data: bytes) -> None:
-    """data: a list of what TensorRT-LLM hands out, or one such thing, as msgpack or JSON."""
+    """data: one event of TensorRT-LLM or a list of them, as msgpack or JSON."""
     publishers: list[EventPublisher] = []
 
     def made(rank: int) -> EventPublisher:

@@ -1,4 +1,4 @@
-"""What the service is asked over HTTP, and registrations that it kept."""
+"""Inputs of the service: HTTP requests and saved registrations."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HttpTarget:
 
 
 def run_registration(data: bytes) -> None:
-    """As a kept list, and as every request of a registration."""
+    """Use the bytes as a saved list and as the body of every registration request."""
     engines_of(data)
     for content_type in CONTENT_TYPES:
         codec = codec_of(content_type)

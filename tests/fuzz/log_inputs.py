@@ -1,4 +1,4 @@
-"""Our own log: records, as an indexer and a sink read them, segments of files, snapshots."""
+"""Inputs from the log: records as an indexer and a sink read them, segments of files, and snapshots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = IndexerSettings.ignoring_environment(max_pages=4096, max_streams=64, max
 
 
 def records() -> list[bytes]:
-    """One stream's."""
+    """Records of one stream."""
     stream = Stream("w0")
     return [
         stream.batch(packed_stored((0, [1, 2, 3]), (2, [9])), AllBlocksCleared()).payload,
@@ -44,7 +44,7 @@ def records() -> list[bytes]:
 
 
 class RecordTarget:
-    """An indexer that reads all examples, one after the other."""
+    """An indexer that reads all examples in sequence."""
 
     def __init__(self) -> None:
         self._applier = Applier(Namespaces(SMALL), DeadLetters())
@@ -57,7 +57,7 @@ class RecordTarget:
 
 
 def told_records() -> list[bytes]:
-    """One stream's, with tokens, and a snapshot among them."""
+    """Records of one stream with tokens, including a resync."""
     settings = PublisherSettings.ignoring_environment(
         model="m", worker="w", block_size=4, ledger_pages=4096, queue_pages=4096, with_tokens=True
     )
@@ -70,7 +70,7 @@ def told_records() -> list[bytes]:
 
 
 def run_told(data: bytes) -> None:
-    """As a sink does that tells engines' readers: what it writes can be read."""
+    """Decode as the ZMQ sink does. Its output must be readable."""
     for encoding in ENCODINGS:
         told = EngineEvents(encoding)
         with contextlib.suppress(RecordRejectedError):
@@ -81,7 +81,7 @@ def run_told(data: bytes) -> None:
 
 
 def segment() -> bytes:
-    """A file of a log."""
+    """Return a segment file."""
     with tempfile.TemporaryDirectory() as name:
         with EventLogWriter(Path(name)) as writer:
             for record in records():
@@ -90,7 +90,7 @@ def segment() -> bytes:
 
 
 def run_segment(data: bytes) -> None:
-    """As it is, and with checksums that fit."""
+    """Read the segment as it is, and with corrected checksums."""
     for mended in (data, _with_checksums(data)):
         with tempfile.TemporaryDirectory() as name:
             (Path(name) / f"{0:020}.kvlog").write_bytes(mended)
@@ -102,7 +102,7 @@ def run_segment(data: bytes) -> None:
 
 
 def _with_checksums(data: bytes) -> bytes:
-    """A segment whose first record is as damaged as before, but sealed."""
+    """Return the segment with valid checksums for its first, still damaged record."""
     if len(data) < 40:
         return data
     length = min(struct.unpack_from("<I", data, 24)[0], len(data) - 36)
@@ -133,7 +133,7 @@ SNAPSHOT_BODY = _SNAPSHOT[_HEADER:]
 
 
 def run_snapshot(data: bytes) -> None:
-    """data: the body; sealed here."""
+    """data: the body, which gets a valid checksum here."""
     magic = _SNAPSHOT[: _HEADER - 4]
     for image in (data, magic + zlib.crc32(data).to_bytes(4, "little") + data):
         with contextlib.suppress(SnapshotDamagedError):

@@ -1,4 +1,4 @@
-"""ZMQ messages: frames, topics, replay answers, and replay requests to a sink of ours."""
+"""ZMQ messages: frames, topics, replay answers, and replay requests to kvsight's sink."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.waiting import async_wait_until
 
 
 class _ScriptedReplay:
-    """A stand-in for a replay socket, because a real one would take a millisecond an answer."""
+    """A stand-in for a replay socket, because a real one needs a millisecond for each answer."""
 
     def __init__(self, messages: list[ReplayMessage]) -> None:
         self._messages = messages
@@ -46,7 +46,7 @@ class _ScriptedReplay:
 
 
 def _frames(data: bytes) -> list[bytes]:
-    """Frames that lie in bytes behind lengths of three bytes."""
+    """Split bytes into frames, each preceded by a length of three bytes."""
     frames: list[bytes] = []
     while len(data) >= 3 and len(frames) < 8:
         length = int.from_bytes(data[:3], "little")
@@ -60,7 +60,7 @@ def _joined(*frames: bytes) -> bytes:
 
 
 def run_frames(data: bytes) -> None:
-    """As a message of a live stream, and of a replay."""
+    """Read the bytes as a live message and as a replay answer."""
     frames = _frames(data)
     with contextlib.suppress(FrameError):
         parse_topic(parse_live(frames).topic)
@@ -69,7 +69,7 @@ def run_frames(data: bytes) -> None:
 
 
 class ReplayTarget:
-    """Live batches and replay answers of one engine, by their numbers."""
+    """Live batches and replay answers of one engine, by sequence number."""
 
     def __init__(self) -> None:
         self._workers = Workers()
@@ -103,13 +103,13 @@ FRAMES = [_joined(b"", bytes(8), PAYLOADS[0]), _joined(b"\0" * 5, b"", b"\xff" *
 
 
 def run_messages(data: bytes) -> None:
-    """As messages to a bridge on an address where workers name themselves."""
+    """Send the bytes to a bridge on an address where topics identify the workers."""
     frames = _frames(data)
     asyncio.run(_hear([part for part in (frames[:3], frames[3:6], frames[6:]) if part]))
 
 
 async def _hear(messages: list[list[bytes]]) -> None:
-    """Behind them comes one of a worker that shows whether the bridge is still at work."""
+    """Send a valid message after them, which shows whether the bridge still works."""
     settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096, bridge_max_workers=2, bridge_away_s=1e-6)
     template = PublisherSettings.ignoring_environment(
         model="-", worker="-", block_size=1, ledger_pages=4096, queue_pages=4096
@@ -117,7 +117,7 @@ async def _hear(messages: list[list[bytes]]) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     async with Fleet(settings, template, MemorySink(MemoryLog())) as fleet:
         await fleet.add(EngineSettings(endpoint=address, bind=True))
-        await asyncio.sleep(0)  # it binds; otherwise the engine would try again a while later
+        await asyncio.sleep(0)  # the bridge has bound its address, so the engine connects at once
         with ZmqEngine(replay=False, connect_to=address, topic="kv@known@m") as engine:
             await asyncio.to_thread(engine.wait_for_readers)
             for message in messages:
@@ -143,12 +143,12 @@ REQUESTS = [_joined(b"", start.to_bytes(8, "big")) for start in (0, 7, 2**64 - 1
 
 
 def run_request(data: bytes) -> None:
-    """As a request to a sink's replay socket, which keeps a few batches."""
+    """Send the bytes as a request to a sink's replay socket that keeps a few batches."""
     asyncio.run(_ask(_frames(data) or [b""]))
 
 
 async def _ask(request: list[bytes]) -> None:
-    """A request that makes sense is answered, even behind one that makes none."""
+    """Check that a valid request is answered, even after an invalid one."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     kept = KeptBatches(_NUM_KEPT)
     for _ in range(2 * _NUM_KEPT):
@@ -162,7 +162,7 @@ async def _ask(request: list[bytes]) -> None:
         replay.start(context)
         reader.connect(endpoint)
         await reader.send_multipart(request)
-        if max(map(len, request)) > 1024:  # that is the end of the connection
+        if max(map(len, request)) > 1024:  # closes the connection
             reader.disconnect(endpoint)
             reader.connect(endpoint)
         elif len(request) == 2 and len(request[1]) == 8:

@@ -1,4 +1,4 @@
-"""Bytes that are nearly right: examples that decoders take, with a few changes that they do not expect."""
+"""Nearly valid bytes: examples that decoders accept, with a few unexpected changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _leaps = st.tuples(st.just("swell"), st.floats(0, 1, exclude_max=True), st.integ
 """Edits that make an input very long."""
 
 _SELDOM = 20
-"""One edited input of so many has a leap in it."""
+"""One of this many edited inputs contains such an edit."""
 
 _values: st.SearchStrategy[Any] = st.recursive(
     st.none()
@@ -43,7 +43,7 @@ _values: st.SearchStrategy[Any] = st.recursive(
 
 
 def near(examples: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """An example with some bytes changed, one's end behind another's beginning, or something else altogether."""
+    """Return an example with some bytes changed, two examples spliced together, or random bytes."""
     usual, leaping = st.lists(_edits, max_size=6), st.tuples(_edits, _leaps, _edits)
     edits = st.integers(1, _SELDOM).flatmap(lambda number: leaping if number == _SELDOM else usual)
     edited = st.builds(_edited, st.sampled_from(examples), edits)
@@ -57,7 +57,7 @@ def near(examples: Sequence[bytes]) -> st.SearchStrategy[bytes]:
 
 
 def near_objects(examples: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """An example in msgpack or JSON with one of its values exchanged; others as they are."""
+    """Return an example in msgpack or JSON with one of its values replaced. Other examples are unchanged."""
     return st.builds(_exchanged, st.sampled_from(examples), st.lists(st.integers(0, 63), max_size=6), _values)
 
 
@@ -90,7 +90,7 @@ def _exchanged(data: bytes, path: list[int], value: Any) -> bytes:
 
 
 def _with(tree: Any, path: list[int], value: Any) -> Any:
-    """The tree with what lies at the end of the path exchanged."""
+    """Return the tree with the value at the end of the path replaced."""
     if not path or not isinstance(tree, list | dict) or not tree:
         return value
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""One decoder against many inputs, with a bound on the memory that any of them may take."""
+"""One decoder against many inputs, with a bound on the memory that each of them may allocate."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.fuzz.mutation import near
 from tests.fuzz.targets import Target, targets
 
 BASE_BYTES = 24 * 2**20
-"""Memory that an input may take whatever its size is: tables, index arrays."""
+"""Memory that any input may allocate, regardless of its size: tables, index arrays."""
 BYTES_PER_BYTE = 2048
-"""And for each byte of it."""
+"""Additional memory for each byte of the input."""
 
 _ROUND = 500
 _GROWTH_MIB = 64
 
 
 def check(target: Target, examples: int, number: int, last_input: Path | None = None) -> None:
-    """Run a target on so many inputs. Raises what the target should not have raised, after making the input small.
+    """Run a target on a number of inputs. Raises the target's unexpected error after minimising the input.
 
-    number: another one, other inputs. last_input: where each input is put before it is tried, for the case that it
-    ends the process.
+    number: seed of the inputs. last_input: file to which each input is written before the run, in case it ends the
+    process.
     """
 
     @seed(number)
@@ -49,14 +49,14 @@ def check(target: Target, examples: int, number: int, last_input: Path | None = 
     tracemalloc.start()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Generating overly large repr")  # before it was made small
+            warnings.filterwarnings("ignore", "Generating overly large repr")  # before it was minimised
             try_input()
     finally:
         tracemalloc.stop()
 
 
 def within_bounds(run: Callable[[bytes], None], data: bytes) -> None:
-    """Run it; raises AssertionError where it took more memory at once than its input is worth."""
+    """Run the target. Raises AssertionError if it allocated more memory than its input justifies."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     run(data)
@@ -66,7 +66,7 @@ def within_bounds(run: Callable[[bytes], None], data: bytes) -> None:
 
 
 def fuzz(name: str, seconds: float, last_input: Path) -> None:
-    """Run a target for a while; ends the process with a message where its memory goes on growing."""
+    """Run a target repeatedly. Ends the process with a message if its memory keeps growing."""
     target = targets()[name]
     check(target, _ROUND, 0, last_input)
     settled = _peak_mib()

@@ -1,4 +1,4 @@
-"""Every decoder of bytes from outside, as a function that may refuse them in the way it promises, and in no other."""
+"""Every decoder of untrusted bytes, as a function that may fail only in the way that it documents."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Target(NamedTuple):
     """One decoder."""
 
     examples: Sequence[bytes]
-    """What it takes."""
+    """Valid inputs."""
     run: Callable[[bytes], None]
-    """Raises nothing, whatever the bytes are."""
+    """Must not raise, for any bytes."""
 
 
 def targets() -> dict[str, Target]:
-    """Fresh ones, by name."""
+    """Return new targets by name."""
     return {
         "bridge payload": Target(PAYLOADS, BridgeTarget()),
         "polled events": Target(POLLED, run_polled),

@@ -1,4 +1,4 @@
-"""Whatever bytes come from outside: refused as promised or taken, never a crash, never memory without a bound."""
+"""Untrusted bytes are accepted or refused as documented: no crash and no unbounded memory."""
 
 from __future__ import annotations
 

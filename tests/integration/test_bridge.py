@@ -1,4 +1,4 @@
-"""A bridge on real sockets: gaps, replays, restarts, connections that come and go."""
+"""A bridge on real sockets: gaps, replays, restarts, lost connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prompt(number: int) -> list[int]:
 
 
 def store(number: int) -> bytes:
-    """A batch that stores one page."""
+    """Return a batch that stores one page."""
     return payload(stored([number], prompt(number)))
 
 
@@ -55,7 +55,7 @@ async def test_a_gap_is_closed_by_a_replay_whatever_its_layout(layout: Literal["
             await bridge.shows(pages(1, 3))
             counters = bridge.counters()
             assert (counters["gaps"], counters["losses"], counters["restarts"]) == (1, 0, 0)
-            assert engine.requests[-1] == 0  # the last one applied: its content proves the incarnation
+            assert engine.requests[-1] == 0  # the last one applied: its content shows that the engine did not restart
 
 
 async def test_live_batches_that_were_replayed_before_are_not_taken_twice() -> None:
@@ -134,7 +134,7 @@ async def test_a_restart_is_noticed_though_its_first_batches_were_missed_and_the
             engine.restart()
             engine.send(store(5), "dropped")
             await asyncio.to_thread(engine.wait_for_readers)
-            engine.send(store(6))  # number 1, just what was expected
+            engine.send(store(6))  # number 1, as expected
             await bridge.shows(pages(5, 6))
             assert bridge.counters()["restarts"] == 1
 
@@ -229,10 +229,10 @@ async def test_batches_that_the_engines_own_replay_does_not_know_are_left_out_wi
             engine.send(store(0))
             await bridge.shows(pages(0))
             asked = len(engine.requests)
-            for seq in range(500, 520):  # on their way since before a restart
+            for seq in range(500, 520):  # sent before the restart
                 engine.send_raw(b"", seq.to_bytes(8, "big"), store(seq))
             engine.send(store(1))
-            await bridge.shows(pages(0, 1))  # maybe by a replay, before the last of the others was read
+            await bridge.shows(pages(0, 1))  # possibly by a replay, before the last of the others was read
             await async_wait_until(lambda: bridge.counters()["stale_batches"] >= 20, what="20 stale batches")
             counters = bridge.counters()
             assert (counters["stale_batches"], counters["losses"], counters["restarts"]) == (20, 0, 0)

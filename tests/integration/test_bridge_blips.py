@@ -1,4 +1,4 @@
-"""A connection that was lost and is back, and no replay to tell whether the engine is still the same."""
+"""A connection is lost and restored, without a replay that shows whether the engine restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvsight bridge` as people run it."""
+"""`kvsight bridge` as a real process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine() -> Iterator[ZmqEngine]:
 
 
 def held(folder: Path) -> set[tuple[int, int]]:
-    """Pages that an event log's only stream holds in the end."""
+    """Return the pages that the only stream of an event log holds at its end."""
     view = View()
     reader = EventLogReader(folder)
     for _, record in reader.read(reader.first_index):

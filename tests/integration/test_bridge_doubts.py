@@ -22,7 +22,7 @@ def prompt(number: int) -> list[int]:
 
 
 def store(number: int, rank: int = 0) -> bytes:
-    """A batch that stores one page."""
+    """Return a batch that stores one page."""
     return payload(stored([number], prompt(number)), rank=rank)
 
 

@@ -1,4 +1,4 @@
-"""Many engines in one bridge: ranks, workers that name themselves, coming and going."""
+"""Many engines in one bridge: ranks, workers identified by topics, engines that are added and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of a bridge: strangers on its addresses, workers that vanish, engines that come late, IPv6."""
+"""Connections of a bridge: foreign peers, workers that vanish, engines that start late, IPv6."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt(number: int) -> list[int]:
 
 
 def store(number: int) -> bytes:
-    """A batch that stores one page."""
+    """Return a batch that stores one page."""
     return payload(stored([number], prompt(number)), rank=None)
 
 
@@ -102,7 +102,7 @@ async def test_a_worker_that_named_itself_is_doubted_while_its_connection_is_los
             await asyncio.to_thread(pod.restart)
             await bridge.doubts(ENGINE_UNHEARD, "pod")
             assert bridge.view("pod").pages == pages(0)
-            pod.seq = 1  # its first batch was missed; the next number fits
+            pod.seq = 1  # its first batch was missed; the next number is consistent
             await asyncio.to_thread(pod.wait_for_readers)
             pod.send(store(2))
             await bridge.shows(pages(2), "pod")

@@ -15,14 +15,14 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
 NUM_RESTARTS = (2, 2, 1, 1, 1, 0, 0, 0)
-"""Of each engine."""
+"""For each engine."""
 NUM_PAGES = 100_000
 EVENTS_A_BATCH, PAGES_AN_EVENT = 10, 5
 BLOCK_SIZE = 4
 
 
 class Load:
-    """One engine's work: pages of its own, some of them removed again."""
+    """The work of one engine: it stores pages and removes some of them."""
 
     def __init__(self, number: int) -> None:
         self.worker = f"engine-{number}"
@@ -38,7 +38,7 @@ class Load:
         return {(GPU, name) for name in self.held.values()}
 
     def send(self) -> int:
-        """One batch; returns how many pages it stored."""
+        """Send one batch. Returns the number of pages stored."""
         events = []
         for _ in range(EVENTS_A_BATCH):
             hashes = [self._next + i for i in range(PAGES_AN_EVENT)]
@@ -55,7 +55,7 @@ class Load:
         return EVENTS_A_BATCH * PAGES_AN_EVENT
 
     def work(self, num_pages: int, num_restarts: int) -> None:
-        """So much before the first restart, between two, and after the last. In a thread of its own."""
+        """Send batches before, between and after the restarts. Runs in its own thread."""
         self._store(num_pages)
         for _ in range(num_restarts):
             self.restart()
@@ -87,7 +87,7 @@ async def test_eight_engines_with_gaps_and_restarts_are_seen_as_they_are() -> No
                 await bridge.shows(load.pages, load.worker, deadline_s=60)
             counters = [bridge.counters(load.worker) for load in loads]
             assert all(c["gaps"] > 0 and c["replays"] > 0 for c in counters), counters
-            seen = [c["restarts"] for c in counters]  # a short life may have passed unseen
+            seen = [c["restarts"] for c in counters]  # a short incarnation may not have been seen
             assert all(min(1, there) <= here <= there for here, there in zip(seen, NUM_RESTARTS, strict=True)), seen
             assert all(c["losses"] == 0 and not c["bad_events"] and c["unknown_parents"] == 0 for c in counters), (
                 counters

@@ -1,4 +1,4 @@
-"""Worker streams of a bridge have one owner each, whoever comes, goes, or calls itself what."""
+"""Each worker stream of a bridge has one owner, in whatever order engines start, stop and identify themselves."""
 
 from __future__ import annotations
 

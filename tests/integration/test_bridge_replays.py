@@ -1,4 +1,4 @@
-"""A bridge goes on reading whatever an engine's replay socket does, and its event loop goes on beside large batches."""
+"""A bridge keeps reading with any behaviour of an engine's replay socket, and large batches do not block its loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt(number: int) -> list[int]:
 
 
 def store(number: int) -> bytes:
-    """A batch that stores one page."""
+    """Return a batch that stores one page."""
     return payload(stored([number], prompt(number)))
 
 
@@ -38,7 +38,7 @@ def pages(*numbers: int) -> set[tuple[int, int]]:
 
 
 class OddReplays:
-    """A replay socket that sends batches of these numbers to whom asks, and never an end."""
+    """A replay socket that answers with batches of these numbers and never sends the end."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.num_requests = 0
@@ -146,13 +146,13 @@ async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(mon
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
             await bridge.shows(on(GPU, names_of(tokens)))
-            await async_wait_until(lambda: len(large_ones()) == 3)  # the first one shows all pages
+            await async_wait_until(lambda: len(large_ones()) == 3)  # the first one already shows all pages
             assert bridge.counters()["replayed_batches"] == 3
     assert all(thread.startswith("bridge") for thread in large_ones())
 
 
 def answer_and_die(context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
-    """Answer a request by a message of so many frames that its reader is at it when the connection is lost."""
+    """Answer with a message of many frames, so that the connection is lost while the reader parses it."""
     identity = router.recv_multipart()[0]
     router.send_multipart([identity, b"", *[b"x"] * 900])
     router.close(linger=1000)

@@ -1,4 +1,4 @@
-"""Several publishers on one address: a bridge does not follow them from one incarnation to the next for ever."""
+"""Several publishers on one address: the bridge stops following their apparent restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHER = 100_000
 
 
 def store(number: int) -> bytes:
-    """A batch that stores one page."""
+    """Return a batch that stores one page."""
     return payload(stored([number], [1000 + number] * 4))
 
 

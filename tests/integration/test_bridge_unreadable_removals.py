@@ -1,4 +1,4 @@
-"""What may have said that pages are gone, and cannot be read, costs all pages: none of them is to be trusted."""
+"""An unreadable event that may have been a removal drops all pages, because none of them can be trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as people run it: a process, its streams, its exit code."""
+"""The command as a real process: its streams and its exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kvsight(
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """An event log in which two workers store a prompt's pages, and one of them removes its last page again."""
+    """An event log in which two workers store a prompt's pages and one of them removes its last page."""
     hashes = sequence_hashes(token_array(TOKENS), 4).tolist()
     one, two = Stream("one"), Stream("two")
     records = [
@@ -204,10 +204,10 @@ def test_a_server_that_no_engine_can_reach_says_so(free_port: int) -> None:
     )
     assert process.stderr is not None
     said = ""
-    while "/register" not in said and (line := process.stderr.readline()):  # kernels may be compiled first
+    while "/register" not in said and (line := process.stderr.readline()):  # the first start may compile kernels
         said += line
     with socket.create_connection(("127.0.0.1", free_port)):
-        pass  # whoever reads that can connect
+        pass  # printed after the server is listening
     process.terminate()  # a shell's background jobs ignore SIGINT until uvicorn listens to it
     process.communicate(timeout=20)
     assert f"http://127.0.0.1:{free_port}" in said

@@ -1,4 +1,4 @@
-"""The consumer's life: load, seek, catch up, ask for resyncs, forget, save."""
+"""The consumer: load, seek, catch up, request resyncs, forget, save."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ async def test_a_loop_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         assert not consumer.ready
 
 
-# --- what once went wrong -------------------------------------------------------------------------------------------
+# --- regressions ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_stop_in_the_middle_of_a_backlog_saves_whole_records_only(

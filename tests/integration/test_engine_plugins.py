@@ -1,4 +1,4 @@
-"""Our publisher inside engines: made by vLLM's and SGLang's own factories, fed with their own events."""
+"""kvsight's publisher inside engines: created by vLLM's and SGLang's factories, with their events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, ModuleType]
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Settings as an engine's process has them. Returns the folder of its event log."""
+    """Set the variables of an engine's process. Returns the folder of its event log."""
     folder = tmp_path / "log"
     folder.mkdir()
     for name, value in {"MODEL": "m", "WORKER": "w", "LOG_FOLDER": folder, "LINGER_MS": 1, "REPLACE_ZMQ": 1}.items():
@@ -60,7 +60,7 @@ def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def made(kind: Engine, module: ModuleType, rank: int = 0) -> EnginePublisher:
-    """What the engine's factory makes for its config; vLLM's knows no name but `zmq`."""
+    """Return the publisher that the engine's factory creates. vLLM's factory accepts only the name `zmq`."""
     if kind == "sglang":
         kvsight.plugins.register_with_sglang()
         config = json.dumps({"publisher": "kvsight", "endpoint": "tcp://*:5557"})
@@ -90,7 +90,7 @@ def store(kind: Engine, module: ModuleType, medium: str = "GPU") -> Any:
 
 
 def pages_in(folder: Path, rank: int = 0) -> Pages:
-    """What a reader of the log knows now."""
+    """Return the pages that a reader of the log sees now."""
     view = View()
     key = StreamId("m", "default", "w", rank).key.encode()
     for _, record in EventLogReader(folder).read():
@@ -200,7 +200,7 @@ while publisher._publisher.stats().next_seq == 0:
 
 @pytest.fixture
 def to_kafka(variables: Path, monkeypatch: pytest.MonkeyPatch, kafka_bootstrap: str) -> Callable[[], AIOKafkaConsumer]:
-    """Topics of their own in place of the folder. Returns what makes a consumer of the records."""
+    """Use new topics instead of the folder. Returns a function that creates a consumer of the records."""
     topic = f"events-{uuid.uuid4().hex}"
     monkeypatch.delenv("KVSIGHT_LOG_FOLDER")
     for name, value in {"KAFKA": kafka_bootstrap, "EVENTS_TOPIC": topic, "CONTROL_TOPIC": f"control-{topic}"}.items():

@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's own publishers, each in a process of its own, feed a bridge."""
+"""vLLM's and SGLang's own publishers, each in its own process, feed a bridge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineProcess:
     def __init__(
         self, place: Path, engine: Engine, version: str, *, rank: int = 0, seed: int = 0, int_hashes: bool = True
     ) -> None:
-        """int_hashes: of vLLM; else whole digests."""
+        """int_hashes: vLLM's integer hashes instead of complete digests."""
         self._variables = {WHOLE_DIGESTS: "1" if int_hashes else "0"}
         self.place = place / f"rank{rank}"
         self.place.mkdir()
@@ -59,13 +59,13 @@ class EngineProcess:
         return {(tier, name) for tier, name in json.loads(self.ledger.read_text())}
 
     async def restarted(self) -> None:
-        """Another life on the same addresses."""
+        """Restart on the same addresses."""
         self.process.kill()
         self.options["seed"] += 100
         self.start()
 
     def entry(self, worker: str) -> EngineSettings:
-        """For the bridge: addresses of rank 0, counted up by itself."""
+        """Return the bridge's entry: addresses of rank 0, from which the bridge derives the others."""
         rank = self.options["rank"]
         addresses: dict[str, Any] = {
             field: "tcp://127.0.0.1:" + str(int(self.options[field].rpartition(":")[2]) + rank)

@@ -1,4 +1,4 @@
-"""GET /events over real connections, as both clients read it; and a server that stops, or has too many callers."""
+"""GET /events over real connections, read by both clients; a server that stops or has too many callers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def served(fed: HandFed, **settings: Any) -> AsyncIterator[str]:
 
 
 class Listener:
-    """Events as a client gives them, whichever kind it is."""
+    """Events of either kind of client."""
 
     def __init__(self, kind: str, url: str, **wanted: str) -> None:
         self._sync: Iterator[FeedEvent] | None = None
@@ -64,7 +64,7 @@ async def test_a_client_hears_states_then_batches_until_the_server_stops(kind: s
         assert (batch.instance_id, batch.seq, batch.stored, batch.pages["GPU"]) == ("w", 1, {"GPU": 1}, 3)
         began = time.monotonic()
         await stack.aclose()
-        assert time.monotonic() - began < 4  # not the five seconds that requests get to end
+        assert time.monotonic() - began < 4  # without the five seconds that requests get to finish
         assert await listener.next() is None
 
 

@@ -1,4 +1,4 @@
-"""The routers of examples/ between tiny engines and the real API, all on loopback."""
+"""The routers of examples/ with small simulated engines and the real API, all on loopback."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TOKENS = list(range(1, 17))
 OTHER = list(range(101, 117))
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOBODY = "http://127.0.0.1:9"
-"""Where nobody listens."""
+"""An address on which nothing listens."""
 both = pytest.mark.parametrize("router", ["router", "small_router"])
 
 
 def load(router: str, engines: dict[str, str], kvsight: str, **more: str) -> ModuleType:
-    """The example as uvicorn would import it. more: variables of the environment."""
+    """Import the example as uvicorn does. more: environment variables."""
     listed = ",".join(f"{name}={url}" for name, url in engines.items())
     variables = {"ENGINES": listed, "KVSIGHT_URL": kvsight, **more}
     spec = importlib.util.spec_from_file_location(f"example_{router}", EXAMPLES / f"{router}.py")
@@ -60,7 +60,7 @@ class Engine:
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
     begun: int = 0
     ended: int = 0
-    """Of endless streams."""
+    """Chunks of endless streams."""
 
     def app(self) -> Starlette:
         routes = [
@@ -110,7 +110,7 @@ class Engine:
 
 @dataclass
 class Rig:
-    """Everything that runs."""
+    """All running parts."""
 
     fed: HandFed
     engines: dict[str, Engine]
@@ -125,7 +125,7 @@ class Rig:
 async def routed(
     router: str = "router", with_api: bool = True, down: Collection[str] = (), **variables: str
 ) -> AsyncIterator[Rig]:
-    """down: engines that nobody reaches. variables: of the router's environment."""
+    """down: engines that cannot be reached. variables: the router's environment."""
     settings, fed = ApiSettings(port=0), HandFed()
     engines = {"engine-0": Engine(), "engine-1": Engine()}
     async with AsyncExitStack() as stack:
@@ -291,7 +291,7 @@ async def test_requests_are_served_without_kvsight_and_before_any_engine_was_hea
 async def test_an_engine_that_is_down_is_named_and_its_work_forgotten(router: str) -> None:
     async with routed(router, down={"engine-1"}) as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS)
-        for prompt in ([*TOKENS, *range(1000, 1020)], TOKENS):  # were the first one's 20 tokens still counted: engine-0
+        for prompt in ([*TOKENS, *range(1000, 1020)], TOKENS):  # engine-0 is idle again
             answer = await rig.complete(prompt)
             assert (answer.status_code, "engine-1 does not answer" in answer.text) == (502, True)
             assert "engine-0" not in answer.text

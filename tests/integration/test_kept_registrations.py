@@ -1,4 +1,4 @@
-"""Registrations that outlive a service: what it reads back, what it does while it cannot, who may save."""
+"""Registrations that survive a service: loading, failures to load, and conflicts between services."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.waiting import async_wait_until
 
 @pytest.fixture(params=["folder", "redis"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """Settings of a service that keeps what it is told."""
+    """Settings of a service that saves its registrations."""
     if request.param == "folder":
         return {"snapshot_dir": tmp_path}
     server: RedisServer = request.getfixturevalue("redis_server")
@@ -39,7 +39,7 @@ async def test_registrations_outlive_the_service(kept: dict[str, Any]) -> None:
             engine.send(payload(stored([1, 2], TOKENS[:8])))
             await served.holds(8)
             await served.client.post("/unregister", json={"instance_id": 2, "model_name": "m"})
-        engine.send(payload(stored([3], TOKENS[8:12], parent=2)))  # nobody listens
+        engine.send(payload(stored([3], TOKENS[8:12], parent=2)))  # nothing listens there
         async with service(**kept) as served:
             await served.holds(12)
             (worker,) = (await served.client.get("/workers")).json()
@@ -108,7 +108,7 @@ async def test_a_service_is_ready_once_what_its_engines_still_keep_is_in_the_ans
             await served.register(engine, replay_endpoint=engine.replay_endpoint)
             await served.register(silent, instance=2)
         prompt = list(range(1, 4001))
-        for page in range(1000):  # nobody listens
+        for page in range(1000):  # nothing listens there
             tokens = prompt[4 * page : 4 * page + 4]
             engine.send(payload(stored([page + 1], tokens, parent=page or None)))
         async with service(**kept) as served:
@@ -136,7 +136,7 @@ async def test_an_engine_that_is_not_there_keeps_a_service_from_being_ready_only
 
 @contextmanager
 def store_away(folder: Path) -> Iterator[None]:
-    """What is kept there cannot be read inside the block."""
+    """Make the saved registrations unreadable inside the block."""
     kept = folder / "registrations.json"
     kept.rename(folder / "aside")
     kept.mkdir()

@@ -1,4 +1,4 @@
-"""Engines that share a Mooncake store: what one wrote another uses, byte for byte."""
+"""Engines that share a Mooncake store: one uses what another has written, byte for byte."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ LAYOUTS = ["page_first", "page_first_direct"]
 
 
 def blocks(tokens=PROMPT):
-    """The pages of a prompt as `Replay` names them."""
+    """Return the pages of a prompt in the form of `Replay`."""
     names = PageNames(PAGE_SIZE, is_bigram=False)
     return {names.named(prefix)[0] for prefix in names.prefixes(tokens)}
 
@@ -51,14 +51,14 @@ def test_what_one_engine_wrote_another_finds_byte_for_byte(mooncake_master, kind
         content = archive(writer)
         assert follow(writer) == set(writer.replay.pages[CPU]) == blocks()
         assert prefetch(reader) == len(PROMPT)
-        assert follow(reader) == set()  # whoever put a page there tells of it
+        assert follow(reader) == set()  # the engine that stored a page announces it
         assert set(reader.replay.pages[CPU]) == blocks()
         assert load_back(reader) == len(PROMPT)
         on_device = reader.match(PROMPT).device_indices
         assert len(on_device) == len(PROMPT)
         if kind == "nsa":
             assert torch.equal(reader.content(on_device), content)
-        else:  # follows from the tokens
+        else:  # derived from the tokens
             reader.check()
 
 
@@ -87,7 +87,7 @@ def test_a_model_with_other_pages_finds_nothing(mooncake_master):
         assert prefetch(reader) == 0
 
 
-# --- pools beside KV -------------------------------------------------------------------------------------------------
+# --- further pools ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -160,11 +160,11 @@ def test_a_page_of_which_an_object_is_missing_is_not_there_until_it_is_written_a
     assert hybrid.batch_get_v2([state(0, 1, 2)]) == {PoolName.MAMBA: [True] * 3}
 
 
-# --- what it costs ---------------------------------------------------------------------------------------------------
+# --- costs -----------------------------------------------------------------------------------------------------------
 
 
 class CountingNative(MooncakeDistributedStore):
-    """Notes every call for pages and how many objects it is for."""
+    """Records every call for pages and its number of objects."""
 
     calls: list[Any] = []  # noqa: RUF012
 

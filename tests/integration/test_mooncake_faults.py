@@ -1,4 +1,4 @@
-"""What becomes of an engine when its Mooncake store fails it, on real masters that are killed, stopped and emptied."""
+"""An engine whose Mooncake store fails, with real masters that are killed, stopped and emptied."""
 
 import random
 import socket
@@ -42,7 +42,7 @@ KEYS = page_keys([f"{page:064x}" for page in range(8)])
 
 @pytest.fixture
 def connect(request):
-    """Opens stores of one page pool for a master."""
+    """Opens backends with one page pool for a master."""
     opened = []
 
     def connector(master, identity=None, **settings):
@@ -65,7 +65,7 @@ def get(store, *pages):
     return store.batch_get_v1([KEYS[page] for page in pages], store.kv.indices(*pages))
 
 
-# --- the beginning and the end ---------------------------------------------------------------------------------------
+# --- start and end ---------------------------------------------------------------------------------------------------
 
 
 def test_a_master_that_is_not_there_is_told_at_once_with_its_address():
@@ -82,7 +82,7 @@ def test_a_master_that_takes_no_connection_is_told_after_the_time_limit():
         full.listen(0)
         address = f"127.0.0.1:{full.getsockname()[1]}"
         waiting = [socket.socket() for _ in range(3)]
-        for each in waiting:  # the queue of the listener is full: a further one hangs
+        for each in waiting:  # the listener's queue is full: a further connection hangs
             each.setblocking(False)
             each.connect_ex(full.getsockname())
         settings = MooncakeSettings.ignoring_environment(mooncake_master=address, mooncake_connect_timeout_s=0.2)
@@ -95,7 +95,7 @@ def test_a_master_that_takes_no_connection_is_told_after_the_time_limit():
 def test_a_buffer_that_the_store_refuses_is_named(connect, mooncake_master):
     store = connect(mooncake_master)
     buffer = store.kv.rows
-    store.register_mem_pool_host(store.kv)  # known already, so the store is not asked again
+    store.register_mem_pool_host(store.kv)  # known already, so no lookup is needed
     with pytest.raises(StorageRegistrationError, match=rf"pool swa: {buffer.nbytes} bytes at 0x[0-9a-f]+.*code -600"):
         store._client.register("swa", buffer.data_ptr(), buffer.nbytes)
 
@@ -155,7 +155,7 @@ def test_every_call_on_a_closed_client_is_refused(mooncake_master):
 
 
 class ShortNative(MooncakeDistributedStore):
-    """Answers with a code too few."""
+    """Answers with one status code too few."""
 
     def batch_get_into(self, names, addresses, sizes):
         return super().batch_get_into(names, addresses, sizes)[1:]
@@ -170,7 +170,7 @@ def test_an_answer_that_does_not_fit_the_question_counts_for_nothing(connect, mo
 
 
 class RefusingNative(MooncakeDistributedStore):
-    """Answers a read as if the arguments were bad, which is also its answer for an object that is too long."""
+    """Answers a read with the error for invalid arguments, as for an object that is too long."""
 
     def batch_get_into(self, names, addresses, sizes):
         return [-600] * len(names)
@@ -187,7 +187,7 @@ def test_a_page_that_was_refused_for_another_reason_than_its_length_stays(connec
     assert get(sound, 0, 1) == [True, True]
 
 
-# --- what the store holds --------------------------------------------------------------------------------------------
+# --- contents of the store -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [2, 10])
@@ -197,7 +197,7 @@ def test_an_object_of_another_length_is_a_miss_and_is_removed(connect, mooncake_
     (name, _) = store._names("kv", KEYS[1:2])
     wrong = store.kv.rows.view(torch.uint8).view(-1)
     assert store._client.put([name], [wrong.data_ptr()], [length]) == [True]
-    assert put(store, 1) == [True]  # nobody can tell without reading it
+    assert put(store, 1) == [True]  # only a read can show that
     assert get(store, 0, 1, 2) == [True, False, True]
     assert store.get_stats().num_damaged == 1
     assert (store.take_removed(), store.is_held(KEYS[1])) == ([KEYS[1]], False)
@@ -222,7 +222,7 @@ def test_a_full_store_refuses_pages_and_loses_none_that_are_told(connect, own_mo
 
 
 class BusyNative(MooncakeDistributedStore):
-    """Answers as the store does for an object that another engine is still writing: put, but not there."""
+    """Answers as the store does for an object that another engine is still writing: it exists but cannot be read."""
 
     def batch_put_from(self, names, addresses, sizes):
         written = [place for place, name in enumerate(names) if f"{KEYS[1]}_0_v" not in name]
@@ -279,7 +279,7 @@ def test_the_owner_of_a_store_clears_all_of_it_and_the_others_notice(connect, ow
     assert other.take_removed() == KEYS[:2]
 
 
-# --- a master that goes and comes back -------------------------------------------------------------------------------
+# --- a master that dies and returns ----------------------------------------------------------------------------------
 
 
 def test_what_was_told_is_withdrawn_when_the_master_dies_and_nobody_asks(own_mooncake_master):
@@ -318,7 +318,7 @@ def test_while_the_master_is_away_calls_fail_at_once_and_later_work_again(connec
 
 
 class Traffic:
-    """An engine with threads that serves prompts again and again, on the store and off it."""
+    """An engine with threads that serves prompts repeatedly, with the store attached and detached."""
 
     def __init__(self, rig, seed):
         self.rig, self.random = rig, random.Random(seed)

@@ -1,5 +1,4 @@
-"""What a Mooncake store tells of a page while several threads of one engine work on it: each call is interrupted where
-it hurts."""
+"""Announcements of a page while several threads of one engine use it: each call is interrupted."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What becomes of an engine when its Mooncake master is stopped, and goes on where it was."""
+"""An engine whose Mooncake master is paused and continues."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pages of adapters and of salts, from an engine's cache to a router's answer, by tokens and by hashes."""
+"""Pages of adapters and salts, from an engine's cache to a router's answer, by tokens and by hashes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ async def serving(log: MemoryLog) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def said(client: httpx.AsyncClient, **prompt: Any) -> dict[str, Any]:
-    """What an answer says of the worker."""
+    """Return the worker's part of an answer."""
     route = "/query" if "token_ids" in prompt else "/query_by_hash"
     answer = (await client.post(route, json={"model_name": "m", **prompt})).json()
     return dict(answer.get("instances", {}).get("w", {}))
 
 
 async def all_say(client: httpx.AsyncClient, field: str, figure: str) -> None:
-    """Wait for an answer by tokens and the namespace's name, then ask by local hashes, and by tokens alone."""
+    """Wait for an answer by tokens and namespace, then query by local hashes and by tokens alone."""
 
     async def is_held() -> bool:
         return (await said(client, token_ids=TOKENS, **{field: "name"})).get(figure) == len(TOKENS)
@@ -79,7 +79,7 @@ def publisher(log: MemoryLog, model: str = "m") -> EventPublisher:
 
 
 def held_by_cache(seed_of_extra_key: Callable[[str], int]) -> list[EngineEvent]:
-    """Events of a cache that took the prompt under a name."""
+    """Return the events of a cache after it inserted the prompt under a name."""
     cache = RadixCache(page_size=PAGE, enable_kv_cache_events=True, seed_of_extra_key=seed_of_extra_key)
     cache.insert(InsertParams(RadixKey(TOKENS, "name"), np.arange(len(TOKENS))))
     return cache.take_events()

@@ -1,4 +1,4 @@
-"""The same requests to NVIDIA Dynamo's indexer and to ours: the same statuses and, where it has any, the same words."""
+"""NVIDIA Dynamo's indexer and kvsight answer the same requests with the same statuses and error messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def without(field: str) -> dict[str, Any]:
 
 
 def error_of(response: httpx.Response) -> str | None:
-    """What a rejection says under `error`; None: an answer of another kind."""
+    """Return the field `error` of a rejection, or None for another answer."""
     if "json" not in response.headers.get("content-type", ""):
         return None
     body = response.json()
@@ -87,11 +87,11 @@ EQUAL: list[tuple[str, str, Any]] = [
     ("PUT", "/workers", None),
     ("GET", "/nowhere", None),
 ]
-"""Asked of both once `ENGINE` is registered."""
+"""Send to both after `ENGINE` is registered."""
 
 
 async def both_say(peer: PeerIndexer, client: httpx.AsyncClient, method: str, path: str, body: Any) -> list[Any]:
-    """(status, `error`) of the peer, and of us."""
+    """Return (status, `error`) of the peer and of kvsight."""
     content = body if isinstance(body, bytes) else httpx.Request("POST", "http://t", json=body).content
     request: dict[str, Any] = {} if body is None else {"content": content, "headers": JSON}
     theirs = await asyncio.to_thread(peer.request, method, path, **request)
@@ -132,7 +132,7 @@ async def test_where_we_differ_is_what_the_documentation_says(peer: PeerIndexer)
         assert (status, ours_status) == (404, 404)
         assert words is not None
         assert said is not None
-        assert said.startswith(words)  # ours names the known ones, too
+        assert said.startswith(words)  # kvsight also lists the known models
         salted = {"model_name": "other", "block_hashes": [1], "cache_salt": "s"}
         (status, words), (ours_status, said) = await both_say(peer, client, "POST", "/query_by_hash", salted)
         assert (status, ours_status) == (400, 400)

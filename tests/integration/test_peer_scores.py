@@ -1,4 +1,4 @@
-"""The same events to NVIDIA Dynamo's indexer and to ours, the same questions to both: the same scores."""
+"""NVIDIA Dynamo's indexer and kvsight give the same scores after the same events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MEDIA = {"GPU": "gpu", "CPU_PINNED": "cpu", "DISK": "disk"}
 
 
 class Both:
-    """The peer's process and our API in this one, side by side."""
+    """The peer's process, and kvsight's API in this process."""
 
     def __init__(self, peer: PeerIndexer, log: MemoryLog, client: httpx.AsyncClient) -> None:
         self.log = log
@@ -44,7 +44,7 @@ class Both:
         self._client = client
 
     async def read(self, worker: int, engine: ZmqEngine, rank: int = 0) -> None:
-        """Have both read an engine's rank."""
+        """Register an engine's rank with both."""
         rank_of_engine: dict[str, Any] = {"replay_endpoint": engine.replay_endpoint, "dp_rank": rank}
         registration: dict[str, Any] = {
             "endpoint": engine.endpoint,
@@ -58,16 +58,16 @@ class Both:
         await asyncio.to_thread(engine.wait_for_readers, 2)
 
     async def asked(self, route: str = "query", **question: Any) -> tuple[Any, Any]:
-        """What the peer says, and what we say, of scores and of tiers."""
+        """Return scores and tiers of the peer and of kvsight."""
         theirs = await asyncio.to_thread(getattr(self.peer, route), model_name="m", **question)
         ours = (await self._client.post(f"/{route}", json={"model_name": "m", **question})).raise_for_status().json()
         for instance in ours["instances"].values():
-            for more in ("external", "state", "age_ms", "matched_dp"):  # of ours alone
+            for more in ("external", "state", "age_ms", "matched_dp"):  # fields that only kvsight has
                 instance.pop(more, None)
         return theirs, ours
 
     async def agree(self, wanted: Any = None, **question: Any) -> Any:
-        """Wait until both say the same, and what is wanted of scores. Returns it."""
+        """Wait until both answers are equal and the scores are as expected. Returns the answer."""
         answers: Any = None
 
         async def same() -> bool:
@@ -83,7 +83,7 @@ class Both:
         return answers[0]
 
     async def told(self, engine: ZmqEngine, worker: int, rank: int = 0) -> None:
-        """Wait until both have taken everything that an engine sent: by a page of its own, sent last."""
+        """Wait until both have applied everything that an engine sent, by a page that is sent last."""
         mark = [2**32 - 1 - worker, rank, engine.seq, 0]
         engine.send(payload(stored([2**63 + engine.seq], mark), rank=rank))
         await self.agree({str(worker): {str(rank): BLOCK}}, token_ids=mark)
@@ -250,7 +250,7 @@ async def test_our_other_dialect_has_the_same_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_lives_of_caches(tmp_path: Path, seed: int) -> None:
-    """Prefixes of prompts on tiers, each slower one reaching at least as far, as caches with tiers hold them."""
+    """Return prefixes of prompts on tiers, each slower tier reaching at least as far, as in caches with tiers."""
     rng = random.Random(seed)
     async with both(tmp_path) as two:
         with ZmqEngine() as one, ZmqEngine() as other:

@@ -1,4 +1,4 @@
-"""Pages that a cache fetched from a store, all the way to a router's answer."""
+"""Prefetched pages, from storage to a router's answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 
 
 def filled_store() -> MemoryStorage:
-    """A store with the prompt, which another engine has computed."""
+    """Return a storage backend with the prompt that another engine has computed."""
     store = MemoryStorage()
     other = attach(Rig(), store)
     other.insert(PROMPT)
@@ -41,7 +41,7 @@ async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them()
     ):
 
         async def scores() -> tuple[int, int] | None:
-            """Tokens on device and host, cumulative; None: nothing is known of the prompt."""
+            """Return the cumulative tokens on device and host, or None if no page of the prompt is known."""
             response = await router.post("/query", json={"model_name": "m", "token_ids": PROMPT})
             instance = response.json().get("instances", {}).get("engine-0")
             return instance and (instance["gpu"], instance["cpu"])
@@ -50,7 +50,7 @@ async def test_a_router_sees_prefetched_pages_before_any_request_has_used_them()
         prefetch(rig, req_id="r")
         run(rig)
         publisher.publish(rig.cache.take_events())
-        assert await scores() is None  # they have arrived, but nobody has put them into the tree
+        assert await scores() is None  # they have arrived but are not in the tree yet
         assert rig.cache.check_prefetch_progress("r")
         publisher.publish(rig.cache.take_events())
 

@@ -1,4 +1,4 @@
-"""What routers see of registered engines that are away, lost batches, or have another block size."""
+"""The views of registered engines that are away, lost batches, or have another block size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = list(range(1, 17))
 
 
 class Service:
-    """One that reads its engines itself, without a server."""
+    """A service that reads engines itself, without a server."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -82,7 +82,7 @@ async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> N
 
             await async_wait_until(is_stale_in_answers)
             assert (await served.num_in_state("stale"), await served.num_in_state("live")) == (1, 0)
-            assert (await served.listener())["counters"]["resyncs"] == 1  # the first one; more would not help
+            assert (await served.listener())["counters"]["resyncs"] == 1  # the initial one; more would not help
 
 
 async def test_a_dead_engine_is_stale_in_answers_ever_older_and_says_why() -> None:
@@ -106,7 +106,7 @@ async def test_a_dead_engine_is_stale_in_answers_ever_older_and_says_why() -> No
                 return bool((await served.listener())["seq"] >= listener["seq"] + 2)
 
             await async_wait_until(is_heartbeat_in)
-            assert (await served.instance())["age_ms"] >= first["age_ms"] + 2000  # no heartbeat made it younger
+            assert (await served.instance())["age_ms"] >= first["age_ms"] + 2000  # no heartbeat refreshed it
 
 
 async def test_a_rank_that_only_batches_name_has_its_engines_link() -> None:

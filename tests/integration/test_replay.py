@@ -18,7 +18,7 @@ Held = dict[StreamId, set[int]]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The event log of a small fleet whose caches are too small for their work, so that pages come and go."""
+    """The event log of a small fleet whose caches are too small for their workload, so that pages are evicted."""
     folder = tmp_path_factory.mktemp("recorded")
     settings = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16, log_folder=folder)
     (report,) = simulate(generate(WorkloadSettings(num_requests=150)), settings, ["kv-aware"])

@@ -1,4 +1,4 @@
-"""From the states of a cache to a router's answer: what it says can be reused is what the cache matches."""
+"""From the states of a cache to a router's answer: the reusable prefix is what the cache matches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str
         held = {score.worker: score for score in router._scores(request)}
         lengths += [(score.reusable, score.longest_matched) for score in held.values()]
         fleet.deliver(fleet.trial.step(request))
-    assert any(0 < reusable < longest for reusable, longest in lengths)  # so that something was asked here
+    assert any(0 < reusable < longest for reusable, longest in lengths)  # the comparison is not empty
     assert any(reusable == longest > 0 for reusable, longest in lengths)
 
 
@@ -55,7 +55,7 @@ def test_an_answer_that_is_wrong_is_counted(requests: list[Request]) -> None:
         fleet.advance(request.arrival_s)
         fleet.trial.step(request)
     for publisher in (worker.publisher for worker in fleet.trial.workers):
-        fleet._apply(publisher, force=True)  # the groups' events stay behind
+        fleet._apply(publisher, force=True)  # events of the groups are withheld
     assert fleet.trial.report(0.0).divergent_answers > 0
 
 

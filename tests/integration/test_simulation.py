@@ -140,7 +140,7 @@ async def test_an_answer_tells_gpu_from_cpu_from_disk(cache: str) -> None:
 
 
 def _views_by_model(records: Sequence[LogRecord]) -> dict[str, set[int]]:
-    """What each worker holds, by sets instead of an index."""
+    """Return the pages of each worker, computed with sets instead of an index."""
     held: dict[str, set[int]] = {}
     for record in records:
         batch = decode_batch(record.payload)
@@ -199,7 +199,7 @@ async def test_a_live_run_does_not_diverge(requests: list[Request]) -> None:
 
 async def test_a_log_too_small_to_keep_what_was_written_is_made_up_for(requests: list[Request]) -> None:
     async with live_fleet(SMALL, "round-robin", MemoryTransport(MemoryLog(capacity_bytes=2000))) as fleet:
-        for request in requests:  # at once: the consumer has no chance to keep up
+        for request in requests:  # immediately: the consumer cannot have caught up
             fleet.trial.step(request)
         await fleet.settle()
         assert all(view.counters.gaps for view in fleet.consumer.namespaces.views)

@@ -1,4 +1,4 @@
-"""A page's whole way through real parts, and faults on the way: caches, publishers, Kafka, Redis, index, HTTP."""
+"""The whole path of a page through real parts, and faults on it: caches, publishers, Kafka, Redis, index, HTTP."""
 
 from __future__ import annotations
 

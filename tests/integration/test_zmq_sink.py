@@ -1,4 +1,4 @@
-"""The ZMQ sink on real sockets, read as engines' readers do."""
+"""The ZMQ sink on real sockets, read as readers of engines do."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_reader_that_binds_gets_topic_number_and_batch() -> None:
         await sink.start()
         await sink.send(publisher.take_records(1e9, force=True))
         number = 0
-        while not await reader.poll(20):  # what is sent before the reader's subscription is there is lost
+        while not await reader.poll(20):  # messages that are sent before the subscription arrives are lost
             number += 1
             publisher.publish([store(number)])
             await sink.send(publisher.take_records(1e9, force=True))

@@ -1,4 +1,4 @@
-"""Replays of the ZMQ sink: readers that do not read, ask twice or leave cost the worker and other readers nothing."""
+"""Replays of the ZMQ sink: readers that stall, ask twice or leave do not affect the worker and other readers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Readers:
         self._open: list[zmq.asyncio.Socket] = []
 
     def open(self) -> zmq.asyncio.Socket:
-        """One with next to no room for what it does not read."""
+        """A reader with almost no receive buffer."""
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RCVHWM, 1)
         dealer.setsockopt(zmq.RCVBUF, 4096)
@@ -68,7 +68,7 @@ class Readers:
 
 @asynccontextmanager
 async def sink_with(num_batches: int) -> AsyncIterator[tuple[ZmqSink, Readers]]:
-    """A sink that keeps so many large batches."""
+    """A sink that keeps this number of large batches."""
     port = free_port()
     settings = settings_of(port)
     record = large_record(settings)
@@ -89,7 +89,7 @@ async def ask(reader: zmq.asyncio.Socket, start: int) -> None:
 
 
 async def answer(reader: zmq.asyncio.Socket) -> list[int]:
-    """Numbers of the batches up to the end marker."""
+    """Return the numbers of the batches up to the end marker."""
     numbers: list[int] = []
     while True:
         seq = (await asyncio.wait_for(reader.recv_multipart(), 10))[-2]
@@ -146,7 +146,7 @@ async def test_a_sink_stops_when_a_reader_left_its_answer_unread() -> None:
         await ask(leaving, 0)
         await asyncio.wait_for(leaving.recv_multipart(), 10)
         leaving.close(linger=0)
-        for _ in range(5):  # time enough to hear of it
+        for _ in range(5):  # time for the notification to arrive
             await ask(staying, 0)
             assert await answer(staying) == list(range(60))
         await asyncio.wait_for(sink.stop(), 10)

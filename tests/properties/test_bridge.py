@@ -1,4 +1,4 @@
-"""A fake engine with random life, told in random encodings: the bridge's stream says what its caches hold."""
+"""A simulated engine with random operations in random encodings: the bridge's stream equals its caches."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MASK64 = 2**64 - 1
 
 
 class FakeEngine:
-    """Pages of a few prompts that share prefixes, in a few namespaces, on three media."""
+    """An engine with a few prompts that share prefixes, in a few namespaces, on three media."""
 
     def __init__(
         self, rng: random.Random, block_size: int, *, is_bigram: bool, is_vllm: bool, builds_on_held: bool
     ) -> None:
-        """builds_on_held: no store's parent is gone."""
+        """builds_on_held: the parent of every store is held."""
         self.rng = rng
         self.builds_on_held = builds_on_held
         self.block_size = block_size
         self.is_bigram = is_bigram
-        self.is_vllm = is_vllm  # says a salt by an extra key on a prompt's first page, and mixes it into its hashes
+        self.is_vllm = is_vllm  # sends a salt as extra key of a prompt's first page, and mixes it into its hashes
         self.held: dict[tuple[int, int], int] = {}  # (tier, engine's hash) -> sequence hash
         self.known: set[int] = set()  # hashes that were ever stored with their tokens
 
@@ -49,7 +49,7 @@ class FakeEngine:
         return self.clear() if choice > 0.98 else self.remove()
 
     def prompt(self) -> tuple[dict[str, Any], list[int], list[int], list[int]]:
-        """Namespace, tokens, engine's hashes and names of a prompt."""
+        """Namespace, tokens, block hashes and sequence hashes of a prompt."""
         space = self.rng.choice(SPACES)
         num_pages = self.rng.randint(1, 6)
         stem, leaf = self.rng.randrange(3), self.rng.randrange(3)
@@ -103,7 +103,7 @@ class FakeEngine:
         }
 
     def offload(self) -> list[Event]:
-        """Pages that were once named come to lie on another medium, without their tokens."""
+        """Store known pages on another medium, without their tokens."""
         on_gpu = sorted({(h, name) for (_, h), name in self.held.items()})
         if not on_gpu or not self.is_vllm:
             return []
@@ -133,7 +133,7 @@ class FakeEngine:
         return [self.hash(value) for value in values]
 
     def hash(self, value: int) -> Any:
-        """A hash in one of its spellings."""
+        """Return a hash in one of its encodings."""
         spelling = self.rng.randrange(4)
         if spelling == 0 and value >= 2**63:
             return value - 2**64
@@ -141,11 +141,11 @@ class FakeEngine:
 
 
 def tell(engine: FakeEngine, rig: Rig, num_batches: int = 25) -> None:
-    """Have a bridge hear batches of an engine's life, and be right after each."""
+    """Send an engine's batches to a bridge and compare after each of them."""
     rng = engine.rng
     for _ in range(num_batches):
         events = [event for _ in range(rng.randrange(4)) for event in engine.step()]
-        # adapters' salts have no place in the array form
+        # the array format has no field for salts of adapters
         forms = ["map"] if any("cache_salt" in event for event in events) else ["array", "array with nils", "map"]
         rig.take(*events, form=rng.choice(forms), batch=rng.choice(["array", "map", "pair"]))
         assert rig.pages == engine.pages

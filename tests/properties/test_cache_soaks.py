@@ -1,7 +1,7 @@
-"""Ten thousand operations on one cache of one tier: requests, bare inserts, locks and evictions, hardly any room.
+"""Ten thousand operations on a cache with one tier and little room: requests, inserts, locks and evictions.
 
-Every row and every slot remembers the tokens it was computed from, so a page or a state under a wrong prefix shows.
-Caches with more tiers have soaks of their own.
+Every row and every slot records the tokens that it was computed from, so that a page or a state under a wrong prefix is
+detected. Caches with several tiers have their own soaks.
 """
 
 import numpy as np
@@ -54,7 +54,7 @@ class RadixSoak(CacheMachine):
         return RadixCache(**options)
 
     def walk(self):
-        """Every node with the prefixes at the ends of its pages."""
+        """Yield every node with the prefixes at the ends of its pages."""
         raw_of = {self.cache.root_node: ()}
         for node in iter_nodes(self.cache.root_node):
             above, extra_key = raw_of[node.parent], node.key.extra_key
@@ -91,7 +91,7 @@ class RadixSoak(CacheMachine):
         return result
 
     def compute(self, prefixes):
-        """Rows for the last page of each prefix, None without room."""
+        """Return rows for the last page of each prefix, or None without room."""
         rows = self.alloc(len(prefixes) * self.page_size)
         if rows is not None:
             self.rows.update(
@@ -100,7 +100,7 @@ class RadixSoak(CacheMachine):
         return rows
 
     def match(self, tokens, extra_key, **params):
-        """A match; the tokens of its pages are those that were asked for."""
+        """Match a key and check that the matched rows were computed from its tokens."""
         match = self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key), **params))
         prefixes = self.names.prefixes(tokens, extra_key)
         self.check_rows(match.device_indices, prefixes[: len(match.device_indices) // self.page_size])
@@ -139,7 +139,7 @@ class RadixSoak(CacheMachine):
 
     @operation(weight=4)
     def serve(self, draw):
-        """A request from its match to its end, which may be that it finds no room."""
+        """Run a request from its match to its end. It may fail for lack of room."""
         tokens, extra_key = self.prompt(draw)
         req = Request("r", [], self.lines.alloc(), extra_key)
         if self.started(req, tokens) and self.grown(req, tokens, draw):
@@ -159,7 +159,7 @@ class RadixSoak(CacheMachine):
         self.lines.write(req.req_pool_idx, 0, match.device_indices)
 
     def grown(self, req, tokens, draw):
-        """Compute the rest of a prompt and share it, or some of it, with others."""
+        """Compute the rest of a prompt and insert all or part of it."""
         done = req.cache_protected_len
         prefixes = self.names.prefixes(tokens, req.extra_key)
         rows, tail = self.compute(prefixes[done // self.page_size :]), self.pool.alloc(0)
@@ -176,7 +176,7 @@ class RadixSoak(CacheMachine):
         return True
 
     def computed(self, req, prefixes):
-        """The state behind the last page of the request, too."""
+        """As the base class, including the state after the last page of the request."""
 
     def teardown(self):
         for node in self.locks:
@@ -206,7 +206,7 @@ class MambaSoak(RadixSoak):
                 assert self.states[int(node.mamba_value[0])] == prefixes[-1]
 
     def slot_of(self, prefix):
-        """A slot with the state behind a prefix, None without room."""
+        """Return a slot with the state after a prefix, or None without room."""
         slot = self.slots.alloc(1)
         if slot is None:
             self.evicted(EvictParams(0, mamba_num=1))

@@ -1,7 +1,7 @@
 """The local directory under random writes, reads, evictions, damage and crashes.
 
-The model is a dict of what each page's bytes ought to be, and the folder itself as the operating system lists it. What
-the store would have events say is kept by the rule written at `HiCacheStorage.is_held`.
+The model is a dict with the expected bytes of each page, and the folder as the operating system lists it. The pages
+announced by events follow the rule of `HiCacheStorage.is_held`.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ PAGES = st.lists(st.integers(0, NUM_PAGES - 1), min_size=1, max_size=NUM_PAGES, 
 
 
 def opened(folder, capacity_bytes):
-    """A store of two pools whose pages 0 .. NUM_PAGES - 1 hold what belongs under KEYS."""
+    """Open a backend with two pools, whose pages 0 .. NUM_PAGES - 1 hold the data of KEYS."""
     store = DirectoryStorage(folder, IDENTITY, capacity_bytes=capacity_bytes)
     pools = {PoolName.KV: PagePool(2 * NUM_PAGES, 2, torch.uint8), PoolName.MAMBA: PagePool(2 * NUM_PAGES, 1)}
     store.register_mem_pool_host(pools[PoolName.KV])
@@ -52,9 +52,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name)
         self.capacity_bytes = capacity_bytes
-        self.harmed = set()  # files that were damaged or taken away, which the store may not have noticed
-        self.announced = set()  # what events say is held
-        self.acknowledged = []  # keys whose write was true, not drained yet
+        self.harmed = set()  # files that were damaged or removed, possibly unnoticed by the backend
+        self.announced = set()  # pages announced by events
+        self.acknowledged = []  # keys that were written successfully and not drained yet
         self.open()
 
     def teardown(self):
@@ -137,7 +137,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), half=st.booleans())
     def crash(self, data, half):
-        """The process dies, perhaps while it writes a page; the next one opens the folder."""
+        """Simulate a crash, optionally during a write, and open the folder again."""
         if half:
             path = self.path_of(PoolName.KV, data.draw(st.integers(0, NUM_PAGES - 1)))
             unfinished = path.with_name(f"{path.name}.00000000.tmp")
@@ -157,11 +157,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     def drain_acks(self):
         self.drain()
 
-    # --- what holds after each ---
+    # --- invariants --------------
 
     @invariant()
     def the_bound_holds(self):
-        # a file that was grown here counts as what the store wrote
+        # a file that this test extended counts with the size that the backend wrote
         assert sum(min(path.stat().st_size, FILE_BYTES) for path in self.files()) <= self.capacity_bytes
 
     @invariant()

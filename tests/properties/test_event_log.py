@@ -1,4 +1,4 @@
-"""The event log under cuts and flipped bits: it gives back what was written or says that it cannot."""
+"""The event log under truncation and flipped bits: it returns what was written or reports damage."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_flipped_bit_never_gives_a_wrong_record(records: list[LogRecord], data
         position = data.draw(st.integers(0, len(damaged) - 1))
         damaged[position] ^= 1 << data.draw(st.integers(0, 7))
         path.write_bytes(damaged)
-        hit = sum(end <= position for end in ends)  # index of the record that holds the bit
+        hit = sum(end <= position for end in ends)  # index of the record that contains the bit
         seen: list[LogRecord] = []
         found = False
         try:

@@ -1,4 +1,4 @@
-"""EvictionQueue against a set that is sorted anew for every answer, under all policies."""
+"""EvictionQueue against a set that is sorted for every answer, under all policies."""
 
 from itertools import count
 
@@ -44,7 +44,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     @rule(positions=st.lists(NODE, max_size=4), hit=st.booleans(), priority=st.integers(0, 4))
     def use(self, positions, hit, priority):
-        """What a match or an insert does to the nodes of its path, be they candidates or not."""
+        """Touch the nodes of a path as a match or an insert does, candidates or not."""
         path = [self.nodes[position] for position in positions]
         for node in path:
             node.last_access_time = next(self.clock)

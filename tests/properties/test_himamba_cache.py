@@ -1,6 +1,6 @@
-"""HiMambaRadixCache with transfers in flight, copies and a store that fail, and hardly any room, in random order.
+"""HiMambaRadixCache under random operations with transfers in flight, failing copies and storage, and little room.
 
-A match is compared with what a walk over the whole tree finds; a state, wherever it lies, with what its tokens say.
+A match is compared with a walk over the whole tree; a state, on any tier, with the tokens that it was computed from.
 """
 
 import pytest
@@ -34,7 +34,7 @@ class HiMambaCacheMachine(OldMatches):
         return self.rig.usable_states(medium)
 
     def checked_match(self, tokens, extra_key):
-        """What is matched is what is in the tree up to the last state on either tier."""
+        """Check that a match covers everything in the tree up to the last state on either tier."""
         in_tree = {(namespace, raw) for _, namespace, prefixes in self.rig.walk() for raw in prefixes}
         on_device = self.rig.held(StorageMedium.GPU)
         device_states, host_states = self.rig.state_ends()

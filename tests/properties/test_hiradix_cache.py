@@ -1,4 +1,4 @@
-"""HiRadixCache with transfers in flight, copies and a store that fail, and hardly any room, in random order."""
+"""HiRadixCache under random operations with transfers in flight, failing copies and storage, and little room."""
 
 import pytest
 from hypothesis import settings

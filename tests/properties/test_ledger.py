@@ -1,4 +1,4 @@
-"""Ledger, digest, wire events and snapshot against models of dicts and sets, in random orders."""
+"""Ledger, digest, wire events and resyncs against models of dicts and sets, in random order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ calls = st.lists(st.lists(event, max_size=6), max_size=25)
 
 
 class Model:
-    """Which blocks lie where, and so which pages."""
+    """A model of blocks by medium, and of their pages."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, str | None, int], int] = {}
@@ -74,7 +74,7 @@ class Model:
 
 
 class View:
-    """What a reader of the stream knows; checks every batch's digest and the shape of snapshots."""
+    """A model of a reader. Checks the digest of every batch and the structure of resyncs."""
 
     def __init__(self) -> None:
         self.pages: set[tuple[int, int]] = set()
@@ -138,7 +138,7 @@ def test_a_reader_of_the_stream_knows_what_the_events_say(
     calls: list[list[EngineEvent]], batch_pages: int, first_group: int
 ) -> None:
     publisher, model, view = make(batch_pages=batch_pages), Model(), View()
-    publisher._recorder._hand_over.arrays.cursors[GROUP] = first_group  # as after long use: numbers wrap around
+    publisher._recorder._hand_over.arrays.cursors[GROUP] = first_group  # close to the wrap-around of the counter
     now = 1000.0
     for events in calls:
         publisher.publish(events)
@@ -220,7 +220,7 @@ def test_a_snapshot_names_parents_before_children_on_every_tier(
 
 
 def pages_of(records: list[OutRecord]) -> list[tuple[int, int, int]]:
-    """(tier, sequence hash, that of the parent) of every page stored, in order."""
+    """Return (tier, sequence hash, sequence hash of the parent) of every stored page, in order."""
     pages = []
     for step in (step for record in records for step in decode_batch(record.payload).steps):
         if isinstance(step, StoredPages):

@@ -1,4 +1,4 @@
-"""The ledger, many events a call, against a model of sets; with a table of blocks of its own, and a shared one."""
+"""The ledger with many events a call against a model of sets, with its own table of blocks and with a shared one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SPACE = Space(None, 1, np.uint64(0))
 
 
 class Event(NamedTuple):
-    """Blocks stored or removed; or, of a kind that is none, to be passed over."""
+    """Blocks that are stored or removed, or an event of an unknown kind that must be ignored."""
 
     kind: int
     blocks: list[int]
 
 
 def name_of(block: int) -> int:
-    """Sequence hash: two blocks carry a page."""
+    """Sequence hash of a block. Two blocks share each page."""
     return (block // 2 + 1) * 0x9E37_79B9_7F4A_7C15 % 2**64
 
 
@@ -49,7 +49,7 @@ calls = st.lists(st.lists(event, max_size=12) | st.none(), max_size=12)
 
 
 class Model:
-    """Which blocks lie on which medium."""
+    """A model of blocks by medium."""
 
     def __init__(self) -> None:
         self.lies: set[tuple[int, int]] = set()
@@ -74,7 +74,7 @@ def columns(events: list[Event]) -> EventColumns:
 
 
 def drained(queue: HandOver, pages: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Pages after the changes that wait, told batch by batch in the order of the wire."""
+    """Return the pages after the queued changes, applied batch by batch in wire order."""
     while queue.num_queued:
         changes = queue.peek(100)
         for step in decode_batch(encode_batch(STREAM, 16, 1, 0, 0.0, pack(changes), bytes(64))).steps:

@@ -1,8 +1,8 @@
-"""MambaRadixCache under requests, bare inserts, locks and evictions in random order, with hardly any room.
+"""MambaRadixCache under random requests, inserts, locks and evictions, with little room.
 
-Three oracles. Contents: every row and every slot remembers the tokens it was computed from. A model: the prefixes with
-KV and those with a state. Eviction: done once more by hand on a copy of the tree. After every operation the tree is
-recounted and the events are replayed.
+Three oracles. Contents: every row and every slot records the tokens that it was computed from. A model: the prefixes
+with KV and those with a state. Eviction: repeated on a copy of the tree. After every operation the tree is recounted
+and the events are replayed.
 """
 
 from typing import ClassVar
@@ -53,7 +53,7 @@ class MambaCacheMachine(CacheMachine):
         return next((i for i in range(held, 0, -1) if prefixes[i - 1] in self.states), 0)
 
     def walk(self):
-        """Prefixes with KV and prefixes with a state in the tree; what they hold was computed from them."""
+        """Return the prefixes with KV and those with a state. Checks that their contents were computed from them."""
         raw_of, held, states = {self.cache.root_node: ()}, set(), set()
         for node in iter_nodes(self.cache.root_node):
             above, extra_key = raw_of[node.parent], node.key.extra_key
@@ -68,7 +68,7 @@ class MambaCacheMachine(CacheMachine):
         return held, states
 
     def settle(self, new=(), gone=True):
-        """Take over what is left after an operation that added `new`, with a state at its end, and may have evicted."""
+        """Update the model after an operation that added `new`, with a state at its end, and may have evicted."""
         held, states = self.walk()
         assert held <= self.pages | set(new)
         assert states <= self.states | set(new[-1:])
@@ -117,7 +117,7 @@ class MambaCacheMachine(CacheMachine):
 
     @operation(when=lambda machine: machine.pages and len(machine.locks) < 3)
     def lock(self, draw):
-        """Any node, tombstones too."""
+        """Return any node, including tombstones."""
         node = draw.choice(list(iter_nodes(self.cache.root_node)))
         before = self.cache.protected_size()
         assert self.cache.inc_lock_ref(node).delta == before - self.cache.protected_size()
@@ -165,7 +165,7 @@ class MambaCacheMachine(CacheMachine):
         self.settle()
 
     def to_share(self, req):
-        """Prefixes that end at the request's own state, if it has one beyond what is shared already."""
+        """Return the prefixes up to the request's own state, if that is beyond the shared part."""
         length = req.mamba_last_track_seqlen or 0 if self.engine.extra_buffer else len(req.token_ids)
         prefixes = self.names.prefixes(req.token_ids[: length + self.is_bigram], req.extra_key)
         complete = len(prefixes) * self.page_size == length
@@ -193,7 +193,7 @@ class MambaCacheMachine(CacheMachine):
         assert req.mamba_pool_idx is None
         assert req.last_node is None
 
-    # --- what holds after each ---
+    # --- invariants --------------
 
     def check(self):
         self.engine.check()
@@ -213,7 +213,7 @@ TestMambaCache.settings = settings(max_examples=150, stateful_step_count=40, dea
     ("page_size", "is_bigram", "extra_buffer"), [(1, False, False), (1, False, True), (2, False, True), (2, True, True)]
 )
 def test_the_promises_hold_through_2500_operations(page_size, is_bigram, extra_buffer):
-    """Which keeps the pools full and several requests in flight."""
+    """The pools stay full and several requests are in flight."""
     machine = MambaCacheMachine()
     machine.begin(page_size, is_bigram, extra_buffer)
     soak(machine, 2500, seed=2 * page_size + is_bigram, recount_every=1)

@@ -1,4 +1,4 @@
-"""A model with sparse attention in random order: wherever KV is found, the index of the same tokens is."""
+"""Sparse attention under random operations: KV is always accompanied by the index of the same tokens."""
 
 import pytest
 from hypothesis import settings

@@ -33,7 +33,7 @@ def removed_pages(hashes: list[int], tier: int) -> RemovedPages:
 
 
 def prefix_held(held: set[tuple[int, int]], prompt: list[int], slowest: int) -> int:
-    """Leading pages held on tier `slowest` or a faster one, counted one by one."""
+    """Count the leading pages held on tier `slowest` or a faster one, one by one."""
     for i, page in enumerate(prompt):
         if not any((page, tier) in held for tier in range(slowest + 1)):
             return i
@@ -41,7 +41,7 @@ def prefix_held(held: set[tuple[int, int]], prompt: list[int], slowest: int) -> 
 
 
 def copied(index: OverlapIndex) -> OverlapIndex:
-    """The same index once more, through an image."""
+    """Return a copy of the index, made through an image."""
     copying = index.image()
     while True:
         try:
@@ -53,7 +53,7 @@ def copied(index: OverlapIndex) -> OverlapIndex:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Every change is done to the index and to one set of (page, tier) a stream."""
+    """Applies every change to the index and to one set of (page, tier) for each stream."""
 
     @initialize(num_streams=st.sampled_from([1, 3, 70]))
     def begin(self, num_streams: int) -> None:

@@ -1,4 +1,4 @@
-"""The page table against a dict, on keys that collide on purpose."""
+"""The page table against a dict, with keys that are chosen to collide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _insert_all(keys, directory, slots, segments, meta, wanted, out):  # type: i
 
 @array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
 def _enter_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
-    """As `_insert_all`, in one walk each."""
+    """As `_insert_all`, with a single walk for each key."""
     table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
         known = page_table_kernels.find(table, wanted[i])
@@ -51,8 +51,9 @@ def run(kernel: object, table: Table, keys: list[int]) -> list[int]:
 
 
 def crowded(bucket: int, number: int, low: int = 0) -> int:
-    """A key whose home is that one of 512 buckets, and whose tag is that of all keys of this bucket and number: the
-    table's mixing (a fold, a product with 2**64 / golden ratio, of which the high half is the tag) backwards.
+    """Return a key with a given home bucket (of 512) and a tag that it shares with others of this bucket.
+
+    Inverts the table's mixing: a fold, then a product with 2**64 / golden ratio, whose high half is the tag.
     """
     product = bucket << 55 | number << 32 | low
     folded = product * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64

@@ -1,7 +1,7 @@
 """RadixCache against a brute-force model: a dict from every cached prefix to the rows of its last page.
 
-After every operation the invariants of the tree are recounted, and the events are replayed: what they leave must be
-the model's pages.
+After every operation the invariants of the tree are recounted and the events are replayed; the result must equal the
+model's pages.
 """
 
 from typing import ClassVar
@@ -57,7 +57,7 @@ class RadixCacheMachine(CacheMachine):
         return {prefix for _, prefixes in self.locks for prefix in prefixes}
 
     def walk(self):
-        """What the tree holds, in the model's form."""
+        """Return the contents of the tree in the form of the model."""
         raw_of, found = {self.cache.root_node: ()}, {}
         for node in iter_nodes(self.cache.root_node):
             above = raw_of[node.parent]
@@ -126,7 +126,7 @@ class RadixCacheMachine(CacheMachine):
         self.pool.clear()
         self.model, self.locks = {}, []
 
-    # --- what holds after each ---
+    # --- invariants --------------
 
     def check(self):
         self.cache.check(np.empty(0, np.int64))

@@ -1,4 +1,4 @@
-"""What can be reused, against a count over sets, for any workers, ranks, groups and holes."""
+"""Reusable prefixes against a count over sets, for random workers, ranks, groups and holes."""
 
 from __future__ import annotations
 

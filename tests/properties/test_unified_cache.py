@@ -1,9 +1,9 @@
-"""UnifiedRadixCache of each combination of kinds, on the device alone and with tiers, transfers in flight, copies and a
-store that fail, and hardly any room, in random order.
+"""UnifiedRadixCache with each combination of components, on the device alone and with tiers, under random operations
+with transfers in flight, failing copies and storage, and little room.
 
-After every operation tree, lists and pools are recounted, every row of every kind on every tier is compared with what
-the tokens say it is, the events are replayed, and matches are compared with brute force. Mooncake stores have a file of
-their own.
+After every operation tree, lists and pools are recounted, every row of every kind on every tier is compared with the
+tokens that it was computed from, the events are replayed, and matches are compared with brute force. Mooncake stores
+are tested in their own file.
 """
 
 import pytest

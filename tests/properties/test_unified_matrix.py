@@ -1,7 +1,7 @@
-"""UnifiedRadixCache: every kind of model on every set of tiers, operation after operation in random order.
+"""UnifiedRadixCache: every kind of model on every set of tiers, under random operations.
 
-Events, tree, pools and the bytes on all tiers are compared as the machines say (`unified_machine`), matches with brute
-force.
+The state machine (`unified_machine`) compares events, tree, pools and the bytes on all tiers. Matches are compared with
+brute force.
 """
 
 import random
@@ -45,7 +45,7 @@ SETTINGS = [
     {"write_policy": "write_through_selective", "page_size": 2, "is_eagle": False},
     {"write_policy": "write_back", "page_size": 3, "is_eagle": True},
 ]
-"""The other options are drawn."""
+"""The other options are random."""
 
 ON_THREADS = {"write_policy": "write_through", "stop": "wait_complete"}
 TELL_ALL = {"enable_kv_cache_events": True, "emit": True}
@@ -55,7 +55,7 @@ MOST_ROUNDS = 4
 
 @pytest.fixture
 def begin(request):
-    """Begins a machine of a model on tiers."""
+    """Starts a state machine for a model on a set of tiers."""
 
     def begun(model, tiers, engine=None, **options):
         is_mooncake = tiers == "host+mooncake"
@@ -72,7 +72,7 @@ def begin(request):
 
 
 def media_told(machine):
-    """Those of which pages were told to come and to go."""
+    """Return the media with both store and remove events."""
     kinds = BlockStored, BlockRemoved
     return {medium for medium in StorageMedium if all(machine.told[kind, medium] for kind in kinds)}
 

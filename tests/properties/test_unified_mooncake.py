@@ -1,5 +1,5 @@
-"""UnifiedRadixCache before a real Mooncake store: as in `test_unified_cache`, as one of two trees that share the store,
-and with a master that is killed in the middle of it."""
+"""UnifiedRadixCache with a real Mooncake store: as in `test_unified_cache`, as one of two trees that share the store,
+and with a master that is killed during the run."""
 
 import contextlib
 import random
@@ -51,7 +51,7 @@ def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master
     assert reader.cache.check_prefetch_progress("r")
     assert reader.cache.pop_prefetch_loaded_tokens("r") == len(PROMPT)
     told = [told_by(rig) for rig in (writer, reader)]
-    assert [pages[EXTERNAL] for pages in told] == [PAGES, set()]  # whoever put a page there tells of it
+    assert [pages[EXTERNAL] for pages in told] == [PAGES, set()]  # the engine that stored a page announces it
     assert [pages[StorageMedium.CPU] for pages in told] == [PAGES, PAGES]
     match = reader.match(PROMPT)
     assert match.host_hit_length == len(PROMPT)
@@ -65,7 +65,7 @@ def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master
 
 
 def told_by(rig):
-    """Pages by medium that its events leave there."""
+    """Return the pages by medium that result from its events."""
     replay = Replay(rig.page_size)
     for event in rig.cache.take_events():
         replay.apply(event)
@@ -76,12 +76,12 @@ def told_by(rig):
 
 
 class MortalMasterMachine(MooncakeMachine):
-    """Its store loses its master, and is the only one there is."""
+    """A machine whose backend loses its master."""
 
     STORES = ()
     own_client = True
     is_uncertain = False
-    """Whether the loss of the master may not be noticed yet."""
+    """Whether the loss of the master may still be unnoticed."""
 
     def check_events(self, all_taken=False):
         super().check_events(all_taken and not self.is_uncertain)
@@ -94,7 +94,7 @@ class MortalMasterMachine(MooncakeMachine):
             super().clear_storage(draw)
 
     def notice(self):
-        """Whether nothing is told of the store any more."""
+        """Whether all announcements of stored pages were withdrawn."""
         self.check_hicache_events(None)
         return not self.replay.pages[EXTERNAL]
 
