@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine_cache import RadixCache
-    from indexer.index import OverlapIndex
     from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvsightError, StorageMedium
     from kv_events.hashing import sequence_hashes
     from kvsight.choice import WorkerChoice, best_worker
@@ -36,7 +35,6 @@ _HOMES = {
     "KvsightConnectionError": "kvsight.errors",
     "KvsightError": "kv_events",
     "KvsightHttpError": "kvsight.errors",
-    "OverlapIndex": "indexer.index",
     "Prompt": "kvsight.prompts",
     "PublisherSettings": "publisher",
     "RadixCache": "engine_cache",
@@ -60,7 +58,6 @@ __all__ = [
     "KvsightConnectionError",
     "KvsightError",
     "KvsightHttpError",
-    "OverlapIndex",
     "Prompt",
     "PublisherSettings",
     "RadixCache",

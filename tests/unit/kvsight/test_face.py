@@ -28,7 +28,6 @@ def test_a_name_that_is_none_is_an_attribute_error() -> None:
         ("EventPublisher", "fastapi torch indexer engine_cache"),
         ("RadixCache", "fastapi torch aiokafka indexer publisher"),
         ("Client AsyncClient best_worker", "fastapi numba pydantic aiokafka indexer publisher engine_cache"),
-        ("OverlapIndex", "fastapi torch aiokafka publisher engine_cache"),
     ],
 )
 def test_only_what_is_asked_for_is_loaded(names: str, not_loaded: str) -> None:
