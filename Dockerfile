@@ -19,7 +19,8 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
 RUN useradd --system --uid 10001 --create-home kvsight \
     && install --directory --owner=kvsight /opt/kernels
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --quiet --no-cache-dir --root-user-action=ignore /wheels/*.whl
+    wheel=$(echo /wheels/*.whl) \
+    && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve]"
 USER kvsight
 WORKDIR /home/kvsight
 # Compiled for the building machine's processor. On another kind numba compiles anew at the first start, into the same

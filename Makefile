@@ -20,7 +20,7 @@ $(BIN)/python:
 # Stamps: installed, and pyproject.toml has not changed since.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing kvsight into $(VENV) (without torch)"
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

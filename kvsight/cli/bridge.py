@@ -12,6 +12,7 @@ import typer
 
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import UsageError, compile_kernels, err
+from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from bridge import BridgeSettings, EngineSettings, Fleet
@@ -50,6 +51,8 @@ def bridge(
 
     Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
+    if metrics_port is not None:
+        require_serve("kvsight bridge --metrics-port")
     keep_freed_memory()
     compile_kernels("bridge")
     import uvloop

@@ -15,6 +15,7 @@ import typer
 from kvsight.cli.console import compile_kernels, err, out
 from kvsight.cli.query import answer_table
 from kvsight.cli.simulate import load_requests, policy_progress
+from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.settings import ApiSettings
@@ -48,6 +49,7 @@ def demo(
     holds a prompt. Needs no Kafka, Redis, Docker or GPU; heeds no KVSIGHT_* variable but the port's and the
     hash seed's. Ctrl-C ends it.
     """
+    require_serve("kvsight demo")
     from api.server import listen
     from api.settings import ApiSettings
 

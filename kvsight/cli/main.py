@@ -13,6 +13,7 @@ from kv_events.errors import KvsightError
 from kvsight.cli import bridge, demo, engine, query, record, replay, serve, simulate, version
 from kvsight.cli.console import compile_kernels
 from kvsight.cli.hash import hash_prompt
+from kvsight.extras import MissingExtraError
 
 _EXIT_USAGE = 2
 
@@ -59,6 +60,9 @@ def run() -> None:
     """Entry point: what a user did wrong is one clear line and exit code 2."""
     try:
         app()
+    except MissingExtraError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(_EXIT_USAGE)
     except KvsightError as error:
         sys.stderr.write(f"kvsight: {error}\n")
         sys.exit(_EXIT_USAGE)

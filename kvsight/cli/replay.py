@@ -15,6 +15,7 @@ from rich.table import Table
 from kv_events.errors import shorten
 from kvsight.cli.console import UsageError, compile_kernels, out, print_json, progress_bar, read_json_object
 from kvsight.cli.query import answer_table
+from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.questions import Question
@@ -39,6 +40,8 @@ def replay(
 
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
+    if query is not None:
+        require_serve("kvsight replay --query")
     compile_kernels()
     question = _question(query) if query is not None else None
     replayed = _replay(log, _until(at))

@@ -9,6 +9,7 @@ import typer
 
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import compile_kernels, err
+from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.app import Application
@@ -41,6 +42,7 @@ def serve(
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
+    require_serve("kvsight serve")
     keep_freed_memory()
     compile_kernels()
     from api.app import create_app

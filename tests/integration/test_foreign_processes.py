@@ -40,7 +40,8 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     answer = client.query("m", tokens)
     chosen = best_worker(answer, load={"one": 1.0})
     assert isinstance(chosen, WorkerChoice) and (chosen.worker, chosen.tokens) == ("one", 16), chosen
-    first, refused = client.query_batch([Prompt("m", seq_hashes=sequence_hashes(np.array(tokens, np.uint32), 4)), Prompt("other", tokens)])
+    hashes = sequence_hashes(np.array(tokens, np.uint32), 4)
+    first, refused = client.query_batch([Prompt("m", seq_hashes=hashes), Prompt("other", tokens)])
     assert first.instances["one"].gpu == 16, first
     assert isinstance(refused, KvsightHttpError) and isinstance(refused, KvsightError), refused
     (worker,) = client.workers()

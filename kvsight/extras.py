@@ -1,0 +1,26 @@
+"""The extras of the package: which modules a command needs beyond the base install."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from kv_events.errors import KvsightError
+
+SERVE = ("fastapi", "httptools", "prometheus_client", "redis", "uvicorn")
+"""Modules that the extra `serve` brings."""
+
+
+class MissingExtraError(KvsightError):
+    """A command needs an extra that is not installed. The text says how to install it."""
+
+    def __init__(self, needed_by: str, missing: list[str], extra: str) -> None:
+        super().__init__(f"{needed_by} needs {', '.join(missing)}: pip install 'kvsight[{extra}]'")
+        self.missing = missing
+        self.extra = extra
+
+
+def require_serve(needed_by: str) -> None:
+    """Check that the extra `serve` is installed. needed_by: for the message. Raises MissingExtraError."""
+    missing = [module for module in SERVE if find_spec(module) is None]
+    if missing:
+        raise MissingExtraError(needed_by, missing, "serve")

@@ -1,0 +1,142 @@
+"""What is declared in pyproject.toml is what the packages import, and the wheel holds them and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsight.extras import SERVE
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = ("kv_events", "engine_cache", "publisher", "bridge", "indexer", "api", "simulation", "kvsight")
+EXTRAS_OF = {
+    "engine_cache": ("engine", "mooncake"),
+    "bridge": ("serve",),
+    "indexer": ("serve",),
+    "api": ("serve",),
+    "kvsight": ("serve",),
+}
+"""The extras that some modules of a package import: in `kvsight` and `bridge` only for `--metrics-port`."""
+FOUND_BY_NAME = {"cramjam", "httptools"}
+"""Declared, and loaded by aiokafka and uvicorn."""
+FRAGILE = {"aiokafka": "0.15", "llvmlite": "0.51", "numba": "0.69"}
+"""Private parts of these are used, so an unknown minor version is not accepted."""
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions of the base install and of some extras."""
+    lines = [*PROJECT["dependencies"], *(line for e in extras for line in PROJECT["optional-dependencies"][e])]
+    return {re.split(r"[\[<>=~! ]", line)[0].lower() for line in lines} - {"kvsight"}
+
+
+def imported(package: str) -> set[str]:
+    """Distributions that a package imports anywhere, also inside functions."""
+    names: set[str] = set()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                names.add(node.module.partition(".")[0])
+    by_module = packages_distributions()
+    foreign = names - set(sys.stdlib_module_names) - set(PACKAGES)
+    return {by_module[name][0].lower().replace("_", "-") for name in foreign if name in by_module}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_its_install_brings(package: str) -> None:
+    extras = EXTRAS_OF.get(package, ())
+    assert imported(package) <= declared(*extras)
+
+
+def test_nothing_is_declared_that_no_package_imports() -> None:
+    everything = set().union(*map(imported, PACKAGES))
+    extras = ("serve", "engine", "mooncake", "compression")
+    assert declared(*extras) - everything == FOUND_BY_NAME
+
+
+def test_every_dependency_has_an_upper_bound() -> None:
+    extras = ("serve", "engine", "mooncake", "compression")
+    lines = [*PROJECT["dependencies"], *(line for e in extras for line in PROJECT["optional-dependencies"][e])]
+    foreign = [line for line in lines if not line.startswith("kvsight[")]
+    assert [line for line in foreign if not re.search(r",<\d", line)] == []
+    for name, bound in FRAGILE.items():
+        assert any(line.startswith(name) and line.endswith(f",<{bound}") for line in foreign)
+
+
+def test_the_commands_check_for_all_of_the_extra_that_they_need() -> None:
+    assert {module.replace("_", "-") for module in SERVE} == declared("serve") - declared() - {"starlette"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the files that git does not ignore."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, tracked.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
+    command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", *options, target, source]
+    subprocess.run(command, capture_output=True, check=True)
+    (built,) = target.iterdir()
+    return built
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
+    assert {name.rpartition(".")[2] for name in names if ".dist-info/" not in name} <= {"py", "typed"}
+    modules = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert modules <= set(names)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_base_install_has_the_client_and_the_publisher_and_no_web_server(wheel: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["NUMBA_CACHE_DIR"] = str(tmp_path / "kernels")
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+
+    venv.create(tmp_path / "venv", with_pip=True)
+    python, kvsight = tmp_path / "venv/bin/python", tmp_path / "venv/bin/kvsight"
+    installed = run(python, "-m", "pip", "install", "--quiet", wheel)
+    assert installed.returncode == 0, installed.stderr
+    program = """
+from pathlib import Path
+from kv_events.event_log import EventLogReader
+from kvsight import BlockStored, Client, EventPublisher, FileSink, KafkaSink, KvsightConnectionError, PublisherSettings
+from kvsight import RadixCache, RetryPolicy, StorageMedium, ZmqSink
+with EventPublisher(PublisherSettings(model="m", worker="w", block_size=2), FileSink(Path("log"))) as publisher:
+    publisher.publish([BlockStored([1], None, [1, 2], 2, None, StorageMedium.GPU)])
+assert publisher.stats().pages["held"] == 1
+assert EventLogReader(Path("log")).next_index >= 1
+try:
+    Client("http://127.0.0.1:9", retry=RetryPolicy(attempts=1)).workers()
+except KvsightConnectionError as error:
+    print(error)
+"""
+    used = run(python, "-c", program)
+    assert used.returncode == 0, used.stderr
+    assert used.stdout.startswith("http://127.0.0.1:9/workers")
+    refused = run(kvsight, "serve")
+    line = "kvsight serve needs fastapi, httptools, prometheus_client, redis, uvicorn: pip install 'kvsight[serve]'\n"
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", line)

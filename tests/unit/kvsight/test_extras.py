@@ -1,0 +1,40 @@
+"""Commands in a process that has only the base install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvsight.extras import SERVE
+
+NEEDED = "fastapi, httptools, prometheus_client, redis, uvicorn: pip install 'kvsight[serve]'\n"
+
+
+def run_without(modules: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`kvsight ARGUMENTS` where these modules cannot be imported."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from kvsight.cli.main import run; run()"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("serve",), ("demo",), ("bridge", "--metrics-port", "9"), ("replay", "folder", "--query", "prompt.json")],
+)
+def test_a_missing_extra_is_one_line_that_says_what_to_install(arguments: tuple[str, ...]) -> None:
+    ended = run_without(SERVE, *arguments)
+    command = " ".join(part for part in arguments[:2] if part not in ("9", "folder"))
+    command = f"{command} --query" if "--query" in arguments else command
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"kvsight {command} needs {NEEDED}")
+
+
+def test_only_what_is_missing_is_named() -> None:
+    ended = run_without(("uvicorn",), "serve")
+    assert (ended.returncode, ended.stderr) == (2, "kvsight serve needs uvicorn: pip install 'kvsight[serve]'\n")
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("hash", "1", "2", "3", "4", "--block-size", "4"), ("--help",)])
+def test_other_commands_need_no_extra(arguments: tuple[str, ...]) -> None:
+    ended = run_without(SERVE, *arguments)
+    assert (ended.returncode, ended.stderr) == (0, "")
