@@ -122,7 +122,7 @@ def decode_query(data: bytes | Raw, codec: Codec) -> Query:
     return query
 
 
-def decode_batch(data: bytes, codec: Codec) -> list[Raw]:
+def decode_query_batch(data: bytes, codec: Codec) -> list[Raw]:
     """The questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
     codec = codec.sized(data)
     batch = _decode(codec.batch, data, codec)

@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from api.held_pages import held_pages, parents_first
+from api.stream_pages import parents_first, stream_pages
 from indexer.consumer import Consumer
 from indexer.index import HeldPages
 from indexer.namespaces import Namespace, NamespaceKey
@@ -89,7 +89,7 @@ def _name(key: NamespaceKey) -> str:
 async def _chunks(consumer: Consumer, namespace: Namespace) -> AsyncIterator[bytes]:
     """Events of every view, some hundreds at a time, comma between them."""
     for view in list(namespace.views.values()):
-        slices = [held async for held in held_pages(consumer, view)]
+        slices = [held async for held in stream_pages(consumer, view)]
         if not slices:
             continue
         held = HeldPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answers import answer
-from api.decoding import Codec, codec_of, decode_batch, is_large
+from api.decoding import Codec, codec_of, decode_query_batch, is_large
 from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, decode_question
 from indexer.consumer import Consumer
@@ -51,7 +51,7 @@ class HotRoutes:
         return json_response(await self._answer(body, codec, BY_HASH))
 
     async def _batch(self, body: bytes, codec: Codec) -> Response:
-        queries = await self._off_the_loop(body, decode_batch, body, codec)
+        queries = await self._off_the_loop(body, decode_query_batch, body, codec)
         results = []
         slice_began = time.perf_counter()
         for query in queries:

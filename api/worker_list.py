@@ -11,7 +11,7 @@ import msgspec
 from msgspec import to_builtins
 
 from api.answers import age_ms
-from api.held_pages import is_known
+from api.stream_pages import is_known
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View, ViewCounters, ViewState

@@ -12,10 +12,10 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from api.answers import age_ms
-from api.held_pages import held_pages, is_known
 from api.hot import json_response
 from api.openapi import answers, problem
 from api.problems import ProblemError
+from api.stream_pages import is_known, stream_pages
 from api.worker_list import list_workers
 from indexer.consumer import Consumer
 from indexer.views import View
@@ -143,7 +143,7 @@ async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -
     pages: list[ViewPage] = []
     next_cursor = None
     passed = 0
-    async for held in held_pages(consumer, view):
+    async for held in stream_pages(consumer, view):
         start = max(0, cursor - passed)
         part = slice(start, start + limit - len(pages))
         columns = (held.hashes[part].tolist(), held.parents[part].tolist(), held.tiers[part].tolist())

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.held_pages import parents_first
+from api.stream_pages import parents_first
 from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from api.held_pages import held_pages
 from api.problems import ProblemError
+from api.stream_pages import stream_pages
 from api.workers import _radix_view
 from kv_events.schema import ResyncRequest
 from tests.support.http_checks import check_problem
@@ -104,7 +104,7 @@ async def test_a_stream_that_is_forgotten_while_it_is_read_is_a_404(serving: Any
         with pytest.raises(ProblemError, match=stream.id.key) as caught:
             reading.send(None)
         assert caught.value.status == 404
-        assert [held async for held in held_pages(fed.consumer, view)] == []
+        assert [held async for held in stream_pages(fed.consumer, view)] == []
         assert [each["instance_id"] for each in (await client.get("/workers")).json()] == ["2"]
 
 

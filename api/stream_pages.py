@@ -1,4 +1,4 @@
-"""A worker's pages, slice by slice, while the views go on."""
+"""The pages of a worker stream, read in slices between which the views may change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kv_events.hashing import U64Array
 _LONGEST_CHAIN_BITS = 32
 
 
-async def held_pages(consumer: Consumer, view: View) -> AsyncIterator[HeldPages]:
-    """What a stream holds; between two slices others run. Ends early when the stream is forgotten meanwhile."""
+async def stream_pages(consumer: Consumer, view: View) -> AsyncIterator[HeldPages]:
+    """The pages of a stream, in slices. Yields to the event loop after each; ends if the stream is forgotten."""
     if not is_known(consumer, view):
         return
     for held in view.index.held_pages(view.number):
@@ -28,15 +28,15 @@ async def held_pages(consumer: Consumer, view: View) -> AsyncIterator[HeldPages]
 
 
 def is_known(consumer: Consumer, view: View) -> bool:
-    """Whether a view is still the one of its stream: between two slices of work it may be forgotten."""
+    """Whether a view is still in use. It may have been forgotten since the caller last held the event loop."""
     return consumer.namespaces.view(view.stream) is view
 
 
 def parents_first(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.intp]:
-    """Order in which no page comes before its parent, as far as the parent is among the pages.
+    """An order of pages in which each parent precedes its children. Parents that are not among the pages are ignored.
 
-    hashes: uint64[n], distinct. parents: uint64[n], 0 for none. Returns intp[n], indices. A loop of parents, which no
-    honest publisher names, comes out in any order.
+    hashes: uint64[n], distinct. parents: uint64[n], 0 for none. Returns intp[n], indices. Cycles of parents, which only
+    a faulty publisher sends, are returned in any order.
     """
     by_hash = np.argsort(hashes)
     places = np.minimum(np.searchsorted(hashes, parents, sorter=by_hash), max(0, len(hashes) - 1))
