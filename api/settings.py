@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from pydantic import Field, SecretStr, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KvsightSettings, variable
+from kv_events.settings import KvsightSettings, argument
+from kv_events.variables import variable
 
 
 class ApiSettings(KvsightSettings):
@@ -17,23 +18,24 @@ class ApiSettings(KvsightSettings):
     port: int = Field(8000, ge=0, le=65_535)
     """0: any free port."""
     api_token: SecretStr | None = Field(None, min_length=1)
-    """Token that callers must send as `Authorization: Bearer`, save to /health, /ready and /metrics. None: open."""
-    max_body_bytes: int = Field(32 * 2**20, ge=1024)
-    """Largest request body."""
+    """Token that callers must send as `Authorization: Bearer`, except to /health, /ready and /metrics. None: open."""
     max_connections: int = Field(1024, ge=1)
-    """Connections and requests at once; beyond them callers get a 503 at once instead of a place in a queue."""
-    max_event_clients: int = Field(64, ge=0)
+    """Concurrent connections and requests. Callers beyond them receive a 503 at once instead of waiting."""
+
+    max_body_bytes: int = argument(32 * 2**20, ge=1024)
+    """Largest request body: eight million packed tokens."""
+    max_event_clients: int = argument(64, ge=0)
     """Callers that may listen to `GET /events` at once."""
 
 
 class RegistrationSettings(KvsightSettings):
-    """What callers may have this process connect to."""
+    """Which engines callers may register."""
 
     register_allow: str = "tcp://*"
-    """Patterns of addresses, comma between them, `*` for anything: `tcp://10.0.*:*,ipc:///run/engines/*`. Names are
-    not resolved before they are compared. Empty: no registration at all."""
+    """Allowed addresses, as patterns separated by commas: `tcp://10.0.*:*,ipc:///run/engines/*`. Host names are
+    compared as text, without resolving them. Empty: no registration."""
     max_registrations: int = Field(1024, ge=0, le=65_536)
-    """Ranks of engines that may be registered."""
+    """Bound on registered engine ranks."""
 
     @field_validator("register_allow")
     @classmethod
@@ -44,5 +46,5 @@ class RegistrationSettings(KvsightSettings):
         return patterns
 
     def allows(self, address: str) -> bool:
-        """Whether an address fits one of the patterns."""
+        """Whether an address matches one of the patterns."""
         return any(fnmatchcase(address, pattern.strip()) for pattern in self.register_allow.split(","))

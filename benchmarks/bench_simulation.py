@@ -1,7 +1,7 @@
 """The Mooncake conversation trace under every policy. `python -m benchmarks.bench_simulation [--json FILE]`
 
 12,031 requests, 8 workers of 2**20 tokens (16,384 pages of 64). Events are applied to the index directly. Hit rates and
-divergence are deterministic; times are those of one run. `KVSIGHT_TRACE` names the trace.
+divergence are deterministic; times are those of one run. `MOONCAKE_TRACE` names the trace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def figures_of(report: PolicyReport) -> list[Figure]:
 
 def run() -> list[Figure]:
     """Return all figures. Raises InvalidValueError without a trace."""
-    trace = MooncakeTrace(Path(os.environ.get("KVSIGHT_TRACE") or _SHARED))
+    trace = MooncakeTrace(Path(os.environ.get("MOONCAKE_TRACE") or _SHARED))
     return [each for report in simulate(trace, SimulationSettings(), list(POLICIES)) for each in figures_of(report)]
 
 

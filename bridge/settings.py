@@ -12,7 +12,7 @@ from pydantic import Field
 from kv_events.endpoints import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
-from kv_events.settings import KvsightSettings
+from kv_events.settings import KvsightSettings, argument
 from kv_events.streams import DEFAULT_TENANT
 
 MAX_RANKS = 1024
@@ -23,24 +23,25 @@ _SCHEMES = ("tcp", "ipc", "inproc")
 
 
 class BridgeSettings(KvsightSettings):
-    """`KVSIGHT_BRIDGE_*` variables; the publishers' own settings hold as everywhere."""
+    """How a bridge treats its engines. The publishers' settings apply as everywhere."""
 
-    bridge_name_pages: int = Field(default=4_000_000, ge=1024, le=2**30)
-    """Most names of pages that lie nowhere any more, for each worker stream. As many are remembered as its worker ever
-    held pages at a time, or 65,536 where those were fewer.
-    """
-    bridge_replay_timeout_s: float = Field(default=5.0, gt=0)
-    """A replay is given up when nothing came for so long."""
-    bridge_replay_attempts: int = Field(default=3, ge=1)
-    """Requests in a row that bring nothing before a replay is given up."""
-    bridge_replay_deadline_s: float = Field(default=60.0, gt=0)
-    """A replay is given up after so long, whatever still comes: live batches wait for it."""
-    bridge_idle_check_s: float = Field(default=5.0, gt=0)
-    """An engine that is silent for so long is asked what its newest batch is, where it has a replay socket."""
     bridge_away_s: float = Field(default=30.0, gt=0)
-    """Pages of an engine that cannot be reached for so long are given up; a worker that named itself is forgotten."""
-    bridge_max_workers: int = Field(default=1024, ge=1)
-    """Most workers that may name themselves by their topics on one address."""
+    """Time after which the pages of an unreachable engine are dropped, and a worker that named itself is forgotten."""
+
+    bridge_name_pages: int = argument(4_000_000, ge=1024, le=2**30)
+    """Bound, for each stream, on remembered hashes of pages that the worker no longer holds. As many are kept as the
+    worker ever held at a time, at least 65,536.
+    """
+    bridge_replay_timeout_s: float = argument(5.0, gt=0)
+    """Silence after which a replay request is abandoned."""
+    bridge_replay_attempts: int = argument(3, ge=1)
+    """Consecutive requests without progress after which a replay is abandoned."""
+    bridge_replay_deadline_s: float = argument(60.0, gt=0)
+    """Time after which a replay is abandoned in any case: live batches wait for it."""
+    bridge_idle_check_s: float = argument(5.0, gt=0)
+    """Silence after which an engine with a replay socket is asked for its newest batch."""
+    bridge_max_workers: int = argument(1024, ge=1)
+    """Bound on workers that may name themselves by their topics on one address."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""What the environment says about the engine side."""
+"""Settings of caches, pools and storage, from `KVSIGHT_*` variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KvsightSettings, variable
+from kv_events.settings import KvsightSettings, argument
+from kv_events.variables import variable
 
 DEBUG_POOLS = "KVSIGHT_DEBUG_POOLS"
 HOST_MEMORY_RESERVE = "KVSIGHT_HOST_MEMORY_RESERVE_BYTES"
@@ -18,7 +19,7 @@ _HOST_AND_PORT = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/]+):[0-9]{1,5}")
 
 
 def debug_pools() -> bool:
-    """Whether allocators look for double frees and foreign indices: `KVSIGHT_DEBUG_POOLS`, 0 (default) or 1."""
+    """Whether allocators check for double frees and foreign indices: `KVSIGHT_DEBUG_POOLS`, 0 (default) or 1."""
     value = os.environ.get(DEBUG_POOLS, "0")
     if value not in ("0", "1"):
         raise InvalidValueError(DEBUG_POOLS, value, "0 or 1")
@@ -26,7 +27,7 @@ def debug_pools() -> bool:
 
 
 def host_memory_reserve_bytes() -> int:
-    """Memory that host pools leave to everybody else: `KVSIGHT_HOST_MEMORY_RESERVE_BYTES`, 10 GiB by default."""
+    """Memory that host pools leave to other processes: `KVSIGHT_HOST_MEMORY_RESERVE_BYTES`, 10 GiB by default."""
     value = os.environ.get(HOST_MEMORY_RESERVE, str(HICACHE_HOST_MEMORY_RESERVE_BYTES))
     if not value.isdecimal():
         raise InvalidValueError(HOST_MEMORY_RESERVE, value, "a number of bytes")
@@ -34,30 +35,33 @@ def host_memory_reserve_bytes() -> int:
 
 
 class MooncakeSettings(KvsightSettings):
-    """How to reach a Mooncake store, and what to lend it. Frozen; a bad value names the variable."""
+    """How to reach a Mooncake store, and the memory it may use. Frozen. A bad value names the variable."""
 
     mooncake_master: str = "127.0.0.1:50051"
     """`host:port` of the master."""
     mooncake_metadata_server: str = "P2PHANDSHAKE"
-    """Where the data planes find each other: a URL, or P2PHANDSHAKE to ask each other."""
+    """Where clients find each other: a URL, or P2PHANDSHAKE to exchange addresses directly."""
     mooncake_local_hostname: str = "127.0.0.1"
-    """Address of this machine, under which the others reach what lies here."""
+    """Address under which other machines reach this one."""
     mooncake_protocol: str = Field("tcp", pattern="^(tcp|rdma)$")
+    """Transport of pages: tcp or rdma."""
     mooncake_devices: str = ""
-    """RDMA devices, by commas. Empty: found by Mooncake itself."""
+    """RDMA devices, separated by commas. Empty: Mooncake finds them."""
     mooncake_segment_bytes: int = Field(2**30, ge=0)
-    """Memory of this machine that the store may fill, over all ranks of a tensor-parallel group. 0: none."""
-    mooncake_buffer_bytes: int = Field(2**24, ge=2**20)
-    """Memory of the client itself. Pages do not go through it."""
-    mooncake_connect_timeout_s: float = Field(3.0, gt=0)
-    mooncake_call_timeout_s: float = Field(5.0, ge=0.001)
-    """How long the master may take for an answer. The first client of a process sets it for all."""
-    mooncake_watch_interval_s: float = Field(1.0, gt=0)
-    """Time between two looks whether the master is there and still knows what it was told."""
-    mooncake_max_tracked_pages: int = Field(2**20, ge=1)
-    """Bound on the pages that are told to be in the store; the one that was used longest ago is told no more."""
-    mooncake_owns_store: bool = False
-    """Whether nobody else uses the store, so that clearing may remove everything in it."""
+    """Memory of this machine that the store may use, over all ranks of a tensor-parallel group. 0: none."""
+
+    mooncake_buffer_bytes: int = argument(2**24, ge=2**20)
+    """Memory of the client itself. Pages do not pass through it."""
+    mooncake_connect_timeout_s: float = argument(3.0, gt=0)
+    """Time limit for the first connection."""
+    mooncake_call_timeout_s: float = argument(5.0, ge=0.001)
+    """Time limit for an answer of the master. The first client of a process sets it for all."""
+    mooncake_watch_interval_s: float = argument(1.0, gt=0)
+    """Time between checks that the master is reachable and has kept its state."""
+    mooncake_max_tracked_pages: int = argument(2**20, ge=1)
+    """Bound on pages reported as stored. Beyond it the least recently used page is reported as removed."""
+    mooncake_owns_store: bool = argument(False)
+    """Whether the store has no other users, so that clearing may remove everything in it."""
 
     @field_validator("mooncake_master")
     @classmethod

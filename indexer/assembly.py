@@ -45,6 +45,6 @@ def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
         from indexer.sources.kafka import KafkaSource
 
         return KafkaSource(settings.kafka, settings.events_topic, settings.control_topic)
-    if settings.log_dir is not None:
-        return FileSource(settings.log_dir)
+    if settings.event_log_dir is not None:
+        return FileSource(settings.event_log_dir)
     return MemorySource(log or MemoryLog())

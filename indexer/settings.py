@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KafkaSettings, variable
+from kv_events.settings import KafkaSettings, argument
+from kv_events.variables import variable
 
 _CREDENTIALS = re.compile("//.*@")
 
@@ -16,37 +17,40 @@ _CREDENTIALS = re.compile("//.*@")
 class IndexerSettings(KafkaSettings):
     """Frozen; read once at start. A bad value stops the start and names the variable."""
 
-    log_dir: Path | None = None
-    """Event log to follow where there is no Kafka. Neither: a log in memory."""
+    event_log_dir: Path | None = None
+    """Event log to follow where there is no Kafka. Neither: an event log in memory (embedded mode)."""
     redis: str | None = None
     """URL of the Redis that keeps snapshots: redis://HOST:PORT/DB, rediss://... or unix://... None: a folder. In
-    embedded mode there are none, and it keeps what was registered.
+    embedded mode there are no snapshots, and Redis keeps registrations.
     """
     snapshot_dir: Path | None = None
-    """Folder of the same where there is no Redis. Neither: every start replays the log."""
+    """Folder for the same data where there is no Redis. Neither: every start replays the event log."""
     snapshot_interval_s: float = Field(30.0, gt=0)
+    """Time between snapshots."""
     dead_letter_dir: Path | None = None
-    """Event log of the records that could not be decoded. None: they are only counted."""
+    """Event log for the records that cannot be decoded. None: they are only counted."""
     max_pages: int = Field(2**24, ge=1, le=2**31)
     """Bound on distinct pages of one namespace."""
     max_set_bytes: int = Field(2**30, ge=2**16)
-    """Bound on the memory of one namespace's holder sets: one for each distinct combination of holders."""
+    """Bound on the memory of one namespace's holder sets: one set for each distinct combination of holders."""
     max_streams: int = Field(4096, ge=1, le=65_536)
     """Bound on worker streams of one namespace."""
     max_namespaces: int = Field(64, ge=1, le=4096)
+    """Bound on (model, tenant, block size) combinations."""
     worker_ttl_s: float = Field(10.0, gt=0)
-    """A worker that was not heard of for so long is expired: left out of scores, its pages kept."""
+    """Silence after which a worker is expired: left out of scores, its pages kept."""
     forget_after_s: float = Field(600.0, gt=0)
-    """A worker that was not heard of for so long is forgotten with its pages."""
-    resync_rate_per_s: float = Field(5.0, gt=0)
-    """Resync requests a second, over all workers together."""
-    resync_retry_s: float = Field(2.0, gt=0)
-    """First pause before a resync of the same worker is asked for again; it doubles up to a minute."""
+    """Silence after which a worker is removed with its pages."""
+
+    resync_rate_per_s: float = argument(5.0, gt=0)
+    """Resync requests per second, over all workers: a storm of resyncs must not delay live events."""
+    resync_retry_s: float = argument(2.0, gt=0)
+    """First pause before the same worker is asked for a resync again. It doubles up to a minute."""
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the log is one in memory."""
-        return self.kafka is None and self.log_dir is None
+        """Whether the event log is in memory."""
+        return self.kafka is None and self.event_log_dir is None
 
     @field_validator("redis")
     @classmethod

@@ -1,32 +1,43 @@
-"""What all settings classes share: `KVSIGHT_*` variables, frozen values, errors that name the variable."""
+"""Base of all settings classes: values from `KVSIGHT_*` variables, frozen, with errors that name the variable."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
 from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
+from kv_events.variables import PREFIX, report_unknown_variables, variable
 
-PREFIX = "KVSIGHT_"
+_ARGUMENT_ONLY: dict[str, JsonValue] = {"environment": False}
 _TOPIC_NAME = r"^[a-zA-Z0-9._-]{1,249}$"
 """Names that Kafka accepts."""
 
 
+def argument(default: Any, **constraints: Any) -> Any:
+    """A field without an environment variable: only the constructor sets it. constraints: as of pydantic's `Field`."""
+    return Field(default, json_schema_extra=_ARGUMENT_ONLY, **constraints)
+
+
 class KvsightSettings(BaseSettings):
-    """Settings from keyword arguments, else from `KVSIGHT_*` variables. Raises InvalidValueError for a bad value."""
+    """Settings from keyword arguments, else from `KVSIGHT_*` variables. Raises InvalidValueError for a bad value.
+
+    An unknown `KVSIGHT_*` variable is logged when the first settings of a process are read.
+    """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
     def __init__(self, **values: Any) -> None:
-        process_seed()  # no field of any class, but a bad one has to stop the start, too
+        report_unknown_variables()
+        process_seed()  # not a field of any class, but a bad value must stop the start, too
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _first_error(error) from None
+            raise self._first_error(error) from None
 
     @classmethod
     def from_flags(cls, **flags: Any) -> Self:
@@ -39,6 +50,28 @@ class KvsightSettings(BaseSettings):
         fields = cls.model_fields.items()
         defaults = {name: field.default for name, field in fields if not field.is_required()}
         return cls(**{**defaults, **values})
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments first, then variables. A hook of pydantic-settings."""
+        return init_settings, _Variables(settings_cls)
+
+    @classmethod
+    def variables(cls) -> dict[str, FieldInfo]:
+        """Environment variable -> field."""
+        return {variable(name): field for name, field in cls.model_fields.items() if not _is_argument(field)}
+
+    @classmethod
+    def _first_error(cls, error: ValidationError) -> InvalidValueError:
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidValueError):
+            return cause
+        value = None if first["type"] == "missing" else first["input"]
+        name = str(first["loc"][0])
+        return InvalidValueError(name if _is_argument(cls.model_fields[name]) else variable(name), value, first["msg"])
 
 
 class KafkaSettings(KvsightSettings):
@@ -58,15 +91,12 @@ class KafkaSettings(KvsightSettings):
         return self
 
 
-def variable(field: str) -> str:
-    """Environment variable of a field."""
-    return f"{PREFIX}{field.upper()}"
+class _Variables(EnvSettingsSource):
+    """Environment variables, for the fields that have one."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return (None, field_name, False) if _is_argument(field) else super().get_field_value(field, field_name)
 
 
-def _first_error(error: ValidationError) -> InvalidValueError:
-    first = error.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidValueError):
-        return cause
-    value = None if first["type"] == "missing" else first["input"]
-    return InvalidValueError(variable(str(first["loc"][0])), value, first["msg"])
+def _is_argument(field: FieldInfo) -> bool:
+    return field.json_schema_extra == _ARGUMENT_ONLY

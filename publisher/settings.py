@@ -1,4 +1,4 @@
-"""Settings of a publisher: read once, from arguments or `KVSIGHT_*` variables, frozen."""
+"""Settings of a publisher, from arguments or `KVSIGHT_*` variables."""
 
 from __future__ import annotations
 
@@ -9,61 +9,70 @@ from pydantic import Field, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
-from kv_events.settings import KafkaSettings, variable
+from kv_events.settings import KafkaSettings, argument
 from kv_events.streams import DEFAULT_TENANT, StreamId
+from kv_events.variables import variable
 
 _RECORD_OVERHEAD_BYTES = 4096
 """Room that a record needs besides its pages: names, digest, framing."""
 
 
 class PublisherSettings(KafkaSettings):
-    """What one `EventPublisher` needs to know. Raises InvalidValueError naming the variable of a bad value."""
+    """Settings of one `EventPublisher`. Frozen. Raises InvalidValueError naming the variable of a bad value."""
 
     model: str = Field(min_length=1, max_length=MAX_NAME_BYTES)
     worker: str = Field(min_length=1, max_length=MAX_NAME_BYTES)
     tenant: str = Field(default=DEFAULT_TENANT, min_length=1, max_length=MAX_NAME_BYTES)
     dp_rank: int = Field(default=0, ge=0, le=MAX_DP_RANK)
     block_size: int = Field(ge=1, le=MAX_BLOCK_SIZE)
-    """Tokens a page."""
+    """Tokens per page."""
 
-    log_folder: Path | None = None
-    """Folder of an event log to write; None: none."""
+    event_log_dir: Path | None = None
+    """Folder of an event log to write. None: no event log."""
     topic_partitions: int = Field(default=8, ge=1)
-    """Partitions of the events topic, should it have to be made."""
+    """Partitions of the events topic, if the publisher creates it."""
     topic_replication: int = Field(default=1, ge=1)
+    """Replicas of both topics, if the publisher creates them."""
     compression: Literal["none", "lz4", "zstd"] = "none"
+    """Compression of records. Packed hashes hardly compress; tokens do."""
 
     zmq: str | None = None
-    """Address to publish on in the engines' own protocol, `tcp://*:5557`; rank r counts the port up by r. None: none.
-    """
+    """Address to publish on in the engines' own protocol, such as `tcp://*:5557`. Rank r adds r to the port. None: no
+    ZMQ."""
     zmq_replay: str | None = None
-    """Address of the replay socket, with ranks as above; None: none."""
-    zmq_encoding: Literal["array", "map"] = "array"
-    """Form of events: arrays, which every reader knows, or maps, as vLLM's and SGLang's newer versions write."""
-    zmq_replay_layout: Literal["new", "old"] = "new"
-    """Frames of a replayed batch: topic, number, batch; or without the topic."""
+    """Address of the replay socket, with ranks as above. None: no replay."""
     zmq_topic: str = Field(default="", max_length=MAX_NAME_BYTES)
-    zmq_buffer_steps: int = Field(default=10_000, ge=1, le=10_000_000)
+    """Topic of every message."""
+    zmq_encoding: Literal["array", "map"] = argument("array")
+    """Form of events: arrays, which every reader understands, or maps, as newer versions of vLLM and SGLang write."""
+    zmq_replay_layout: Literal["new", "old"] = argument("new")
+    """Frames of a replayed batch: topic, number and batch; "old" leaves out the topic."""
+    zmq_buffer_steps: int = argument(10_000, ge=1, le=10_000_000)
     """Batches kept for replay."""
-    zmq_hwm: int = Field(default=100_000, ge=1, le=2**31 - 1)
-    """Batches that may wait for a slow reader; it misses what goes beyond, and has it replayed."""
+    zmq_hwm: int = argument(100_000, ge=1, le=2**31 - 1)
+    """Batches that may wait for a slow reader. It misses later ones and can request a replay."""
 
     with_tokens: bool = False
-    """Send token ids and extra keys along, at the price of privacy and bytes: for `zmq`, and for debugging."""
+    """Send token ids and extra keys, too. Required by `zmq`, useful for debugging; costs privacy and bytes."""
     ledger_pages: int = Field(default=4_000_000, ge=1, le=2**30)
-    """Largest number of pages the worker may hold; what goes beyond is not published."""
-    queue_pages: int = Field(default=1_000_000, ge=1, le=2**30)
-    """Bound on page changes that wait or are in flight."""
-    batch_pages: int = Field(default=8192, ge=1, le=MAX_PAGES_PER_BATCH)
-    batch_bytes: int = Field(default=262_144, ge=1024, le=MAX_RECORD_BYTES - _RECORD_OVERHEAD_BYTES)
-    linger_ms: float = Field(default=5.0, ge=0)
-    """How long a batch may wait for company."""
-    inflight_batches: int = Field(default=32, ge=1)
+    """Bound on the pages that the worker may hold. Pages beyond it are not published."""
+
+    queue_pages: int = argument(1_000_000, ge=1, le=2**30)
+    """Bound on page changes that wait or are in flight: 29 MB. A full queue costs a resync, not correctness."""
+    batch_pages: int = argument(8192, ge=1, le=MAX_PAGES_PER_BATCH)
+    """Most pages of a record."""
+    batch_bytes: int = argument(262_144, ge=1024, le=MAX_RECORD_BYTES - _RECORD_OVERHEAD_BYTES)
+    """Bytes at which a record is closed."""
+    linger_ms: float = argument(5.0, ge=0)
+    """Time for which a record stays open for more events."""
+    inflight_batches: int = argument(32, ge=1)
     """Most records handed to the sink at once."""
-    heartbeat_s: float = Field(default=2.0, gt=0)
-    resync_min_interval_s: float = Field(default=1.0, ge=0)
-    resync_jitter_s: float = Field(default=0.5, ge=0)
-    """A resync that was asked for waits a random time up to this, so that workers do not answer all at once."""
+    heartbeat_s: float = argument(2.0, gt=0)
+    """Interval of records without events while nothing happens. Well below the indexer's `worker_ttl_s`."""
+    resync_min_interval_s: float = argument(1.0, ge=0)
+    """Shortest time between two resyncs."""
+    resync_jitter_s: float = argument(0.5, ge=0)
+    """A requested resync waits for a random time up to this, so that workers do not answer all at once."""
 
     @model_validator(mode="after")
     def _names_fit_the_wire(self) -> Self:
@@ -82,7 +91,7 @@ class PublisherSettings(KafkaSettings):
         needed = 4 * (self.block_size + 1) + 2048
         if self.with_tokens and self.batch_bytes < needed:
             expected = f"at least {needed}: one page of {self.block_size} tokens"
-            raise InvalidValueError(variable("batch_bytes"), self.batch_bytes, expected)
+            raise InvalidValueError("batch_bytes", self.batch_bytes, expected)
         return self
 
     @property

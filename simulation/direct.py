@@ -28,8 +28,8 @@ def run_direct(
     began = time.perf_counter()
     with contextlib.ExitStack() as closing:
         log = None
-        if settings.log_folder is not None:
-            log = closing.enter_context(EventLogWriter(settings.log_folder / policy))
+        if settings.event_log_dir is not None:
+            log = closing.enter_context(EventLogWriter(settings.event_log_dir / policy))
         fleet = DirectFleet(settings, policy, log)
         for request in requests:
             fleet.advance(request.arrival_s)

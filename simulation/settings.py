@@ -35,8 +35,8 @@ class SimulationSettings:
     """Of the policies that draw."""
     model: str = "simulation"
     """Each policy's fleet serves the model `<model>-<policy>`, so that fleets on one log are kept apart."""
-    log_folder: Path | None = None
-    """Record every policy's run as an event log in `<log_folder>/<policy>`."""
+    event_log_dir: Path | None = None
+    """Record every policy's run as an event log in `<event_log_dir>/<policy>`."""
     groups: bool = False
     """Workers with recurrent states say where these are, in group streams (see `kv_events.streams`)."""
     kafka: str | None = None
@@ -61,8 +61,10 @@ class SimulationSettings:
             raise InvalidValueError("disk_ratio", self.disk_ratio, f"more than 0, at most {MAX_RATIO}")
         if self.groups and self.cache not in _HYBRID:
             raise InvalidValueError("groups", True, f"a cache with states ({', '.join(_HYBRID)}), got {self.cache}")
-        if self.kafka is not None and self.log_folder is not None:
-            raise InvalidValueError("log_folder", str(self.log_folder), "none with kafka: the topic is the recording")
+        if self.kafka is not None and self.event_log_dir is not None:
+            raise InvalidValueError(
+                "event_log_dir", str(self.event_log_dir), "none with kafka: the topic is the recording"
+            )
 
     @property
     def has_tiers(self) -> bool:

@@ -143,9 +143,9 @@ def own_mooncake_master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 @pytest.fixture(scope="session")
 def trace_path() -> Path:
     """The Mooncake conversation trace, gzip of JSON lines."""
-    path = Path(os.environ.get("KVSIGHT_TRACE") or _TRACE)
+    path = Path(os.environ.get("MOONCAKE_TRACE") or _TRACE)
     if not path.is_file():
-        pytest.skip(f"no trace at {path}: name the Mooncake conversation trace in KVSIGHT_TRACE")
+        pytest.skip(f"no trace at {path}: name the Mooncake conversation trace in MOONCAKE_TRACE")
     return path
 
 

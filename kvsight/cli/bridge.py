@@ -29,19 +29,18 @@ def bridge(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="File that lists engines: TOML, or JSON named .json.", envvar="KVSIGHT_BRIDGE_CONFIG"),
+        typer.Option(help="File that lists engines: TOML, or JSON named .json."),
     ] = None,
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
     ] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Without Kafka: folder of an event log to write.", envvar="KVSIGHT_LOG_FOLDER")
+    event_log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Without Kafka: folder of an event log to write.", envvar="KVSIGHT_EVENT_LOG_DIR"),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(
-            help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_BRIDGE_METRICS_PORT", min=1, max=65_535
-        ),
+        typer.Option(help="Serve Prometheus metrics on this port.", min=1, max=65_535),
     ] = None,
 ) -> None:
     """Read the KV events of vLLM, SGLang or Mooncake engines that already run, and publish them.
@@ -65,7 +64,7 @@ def bridge(
         raise UsageError("no engine to read: name one by --engine, or a file of them by --config")
     # every stream has a name and a block size of its own
     template = PublisherSettings.from_flags(
-        model="bridge", worker="bridge", dp_rank=0, block_size=1, kafka=kafka, log_folder=log
+        model="bridge", worker="bridge", dp_rank=0, block_size=1, kafka=kafka, event_log_dir=event_log_dir
     )
     gc.freeze()  # as `kvsight serve` does
     uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kv_events.errors import KvsightError
+from kv_events.variables import report_unknown_variables
 from kvsight.cli import bridge, demo, engine, query, record, replay, serve, simulate, version
 from kvsight.cli.console import compile_kernels
 from kvsight.cli.hash import hash_prompt
@@ -54,6 +55,7 @@ def _settings(
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    report_unknown_variables()
 
 
 def run() -> None:

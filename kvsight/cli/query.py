@@ -18,7 +18,7 @@ def query(
         Path, typer.Argument(help='JSON file: {"model_name": "m", "token_ids": [1, 2, ...]}. "-" reads stdin.')
     ],
     url: Annotated[str, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL")] = "http://127.0.0.1:8000",
-    token: Annotated[
+    api_token: Annotated[
         str | None, typer.Option(help="Bearer token, where one is set.", envvar="KVSIGHT_API_TOKEN")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the API's answer as it came.")] = False,
@@ -30,7 +30,7 @@ def query(
     from kvsight.client import Client
 
     question = read_json_object(prompt)
-    with Client(url, token=token, timeout_s=_TIMEOUT_S) as client:
+    with Client(url, token=api_token, timeout_s=_TIMEOUT_S) as client:
         answer = client.query_raw(question)
     if as_json:
         print_json(answer)

@@ -23,8 +23,9 @@ def serve(
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
     ] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Without Kafka: folder of an event log to follow.", envvar="KVSIGHT_LOG_DIR")
+    event_log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Without Kafka: folder of an event log to follow.", envvar="KVSIGHT_EVENT_LOG_DIR"),
     ] = None,
     redis: Annotated[
         str | None,
@@ -32,7 +33,9 @@ def serve(
             help="Keep snapshots, or what was registered, in Redis: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"
         ),
     ] = None,
-    snapshots: Annotated[Path | None, typer.Option(help="The same in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")] = None,
+    snapshot_dir: Annotated[
+        Path | None, typer.Option(help="The same in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
+    ] = None,
 ) -> None:
     """Run the indexer and its HTTP API.
 
@@ -51,13 +54,15 @@ def serve(
     from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
 
-    indexer = IndexerSettings.from_flags(kafka=kafka, log_dir=log, redis=redis, snapshot_dir=snapshots)
+    indexer = IndexerSettings.from_flags(
+        kafka=kafka, event_log_dir=event_log_dir, redis=redis, snapshot_dir=snapshot_dir
+    )
     settings = ApiSettings.from_flags(host=host, port=port)
     app = _embedded(indexer, settings) if indexer.is_embedded else create_app(create_consumer(indexer), settings)
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
     if indexer.is_embedded:
-        err.print("neither --kafka nor --log: reads the engines that are registered by POST /register")
+        err.print("neither --kafka nor --event-log-dir: reads the engines that are registered by POST /register")
     run_server(app, settings, bound)
 
 

@@ -63,7 +63,7 @@ def simulate(
         kafka=kafka,
         events_topic=topics.events_topic,
         control_topic=topics.control_topic,
-        log_folder=record,
+        event_log_dir=record,
     )
     with policy_progress() as progress:
         reports = run(load_requests(trace, requests, seed), settings, policy or list(POLICIES), progress)

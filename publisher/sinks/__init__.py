@@ -28,13 +28,13 @@ def create_sink(settings: PublisherSettings) -> Sink:
     """The sink that the settings name: Kafka, a folder or ZMQ. Raises InvalidValueError unless they name one."""
     named = {
         "KVSIGHT_KAFKA": settings.kafka,
-        "KVSIGHT_LOG_FOLDER": settings.log_folder,
+        "KVSIGHT_EVENT_LOG_DIR": settings.event_log_dir,
         "KVSIGHT_ZMQ": settings.zmq,
     }
     if sum(value is not None for value in named.values()) != 1:
         raise InvalidValueError(" / ".join(named), list(named.values()), "exactly one of them")
-    if settings.log_folder is not None:
-        return FileSink(settings.log_folder)
+    if settings.event_log_dir is not None:
+        return FileSink(settings.event_log_dir)
     if settings.zmq is not None:
         from publisher.sinks.zmq import ZmqSink
 

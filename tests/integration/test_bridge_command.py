@@ -52,7 +52,7 @@ def test_engines_listed_in_a_file_are_bridged_into_a_log_until_it_is_stopped(tmp
         f'replay_endpoint = "{engine.replay_endpoint}"\n'
     )
     engine.send(payload(stored([1, 2], range(8))))
-    command = [*COMMAND, "--config", str(config), "--log", str(log), "--metrics-port", str(port)]
+    command = [*COMMAND, "--config", str(config), "--event-log-dir", str(log), "--metrics-port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         engine.wait_for_readers(deadline_s=60)
         engine.send(payload(stored([3], range(8, 12), parent=2), ["BlockStored", ["x"]]))

@@ -218,10 +218,10 @@ def test_a_server_that_no_engine_can_reach_says_so(free_port: int) -> None:
 @pytest.fixture
 def server(recorded: Path, free_port: int, tmp_path: Path) -> Iterator[str]:
     """`kvsight serve` following the recorded log, with snapshots in a folder."""
-    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port), "--log", str(recorded)]
+    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port), "--event-log-dir", str(recorded)]
     settings = {"KVSIGHT_WORKER_TTL_S": "1000000000000", "KVSIGHT_FORGET_AFTER_S": "1000000000000"}
     process = subprocess.Popen(
-        [*command, "--snapshots", str(tmp_path / "snapshots")], env=ENVIRONMENT | settings, stderr=subprocess.PIPE
+        [*command, "--snapshot-dir", str(tmp_path / "snapshots")], env=ENVIRONMENT | settings, stderr=subprocess.PIPE
     )
     url = f"http://127.0.0.1:{free_port}"
 

@@ -54,7 +54,7 @@ def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Set the variables of an engine's process. Returns the folder of its event log."""
     folder = tmp_path / "log"
     folder.mkdir()
-    for name, value in {"MODEL": "m", "WORKER": "w", "LOG_FOLDER": folder, "LINGER_MS": 1, "REPLACE_ZMQ": 1}.items():
+    for name, value in {"MODEL": "m", "WORKER": "w", "EVENT_LOG_DIR": folder, "REPLACE_ZMQ": 1}.items():
         monkeypatch.setenv(f"KVSIGHT_{name}", str(value))
     return folder
 
@@ -171,9 +171,9 @@ def test_an_engine_whose_first_store_was_of_another_page_size_is_heard(variables
     ("name", "value", "named"),
     [
         ("MODEL", None, "KVSIGHT_MODEL"),
-        ("LOG_FOLDER", None, "KVSIGHT_KAFKA / KVSIGHT_LOG_FOLDER"),
+        ("EVENT_LOG_DIR", None, "KVSIGHT_KAFKA / KVSIGHT_EVENT_LOG_DIR"),
         ("WITH_TOKENS", "1", "KVSIGHT_WITH_TOKENS"),
-        ("BRIDGE_NAME_PAGES", "1", "KVSIGHT_BRIDGE_NAME_PAGES"),
+        ("BRIDGE_AWAY_S", "-1", "KVSIGHT_BRIDGE_AWAY_S"),
     ],
 )
 def test_bad_settings_stop_the_engines_start(
@@ -202,7 +202,7 @@ while publisher._publisher.stats().next_seq == 0:
 def to_kafka(variables: Path, monkeypatch: pytest.MonkeyPatch, kafka_bootstrap: str) -> Callable[[], AIOKafkaConsumer]:
     """Use new topics instead of the folder. Returns a function that creates a consumer of the records."""
     topic = f"events-{uuid.uuid4().hex}"
-    monkeypatch.delenv("KVSIGHT_LOG_FOLDER")
+    monkeypatch.delenv("KVSIGHT_EVENT_LOG_DIR")
     for name, value in {"KAFKA": kafka_bootstrap, "EVENTS_TOPIC": topic, "CONTROL_TOPIC": f"control-{topic}"}.items():
         monkeypatch.setenv(f"KVSIGHT_{name}", value)
     return partial(AIOKafkaConsumer, topic, bootstrap_servers=kafka_bootstrap, auto_offset_reset="earliest")

@@ -164,7 +164,7 @@ def _views(replay: Replay) -> dict[str, set[int]]:
 
 
 def test_a_recorded_run_replays_to_the_same_views_at_any_offset(tmp_path: Path, requests: list[Request]) -> None:
-    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, log_folder=tmp_path)
+    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, event_log_dir=tmp_path)
     simulate(requests, settings, ["kv-aware"])
     records = list(log_records(tmp_path / "kv-aware"))
     for offset in (*np.linspace(1, len(records) - 1, 5).astype(int).tolist(), len(records)):
@@ -173,7 +173,7 @@ def test_a_recorded_run_replays_to_the_same_views_at_any_offset(tmp_path: Path, 
 
 
 def test_a_recorded_run_ends_with_what_the_caches_hold(tmp_path: Path, requests: list[Request]) -> None:
-    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, log_folder=tmp_path)
+    settings = SimulationSettings(workers=4, capacity_tokens=16_384, page_size=16, event_log_dir=tmp_path)
     recorded = simulate(requests, settings, ["round-robin"])
     assert _facts(*recorded) == _facts(*simulate(requests, SMALL, ["round-robin"]))
     replay = Replay().apply_all(log_records(tmp_path / "round-robin"))

@@ -65,13 +65,12 @@ def test_the_two_engines_are_told_apart_by_their_names() -> None:
 def test_every_setting_is_one_the_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     from api.settings import ApiSettings
     from indexer.settings import IndexerSettings
+    from kv_events.variables import SETTINGS, variable
     from publisher.settings import PublisherSettings
 
-    classes = (ApiSettings, IndexerSettings, PublisherSettings)
-    known = {f"KVSIGHT_{field.upper()}" for cls in classes for field in cls.model_fields}
     environment = {k: str(v) for s in SERVICES.values() for k, v in s.get("environment", {}).items()}
     used = {name: value for name, value in environment.items() if name.startswith("KVSIGHT_")}
-    assert set(used) <= known
+    assert set(used) <= {variable(name) for name in SETTINGS}
     for name, value in used.items():
         monkeypatch.setenv(name, value)
     ApiSettings()

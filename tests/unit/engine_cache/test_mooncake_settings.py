@@ -19,8 +19,6 @@ def test_the_environment_says_where_the_store_is(monkeypatch):
         ("KVSIGHT_MOONCAKE_MASTER", "etcd://host:1"),
         ("KVSIGHT_MOONCAKE_PROTOCOL", "carrier pigeon"),
         ("KVSIGHT_MOONCAKE_SEGMENT_BYTES", "-1"),
-        ("KVSIGHT_MOONCAKE_CALL_TIMEOUT_S", "0"),
-        ("KVSIGHT_MOONCAKE_MAX_TRACKED_PAGES", "none"),
     ],
 )
 def test_a_bad_value_names_its_variable(monkeypatch, variable, value):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KvsightSettings
+from kv_events.settings import KafkaSettings, KvsightSettings, argument
 
 
 class Settings(KvsightSettings):
     needed: int
     tenant: str = "default"
+    patience: float = argument(1.0, gt=0)
 
 
 def test_variables_count_where_no_argument_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,31 @@ def test_variables_can_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.needed, settings.tenant) == (2, "default")
     with pytest.raises(InvalidValueError, match="KVSIGHT_NEEDED: got 'x'"):
         Settings.ignoring_environment(needed="x")
+
+
+def test_a_constructor_argument_has_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSIGHT_PATIENCE", "7")
+    assert Settings(needed=1).patience == 1.0
+    assert Settings(needed=1, patience=3.0).patience == 3.0
+    assert "KVSIGHT_PATIENCE" not in Settings.variables()
+    with pytest.raises(InvalidValueError, match=r"^patience: got 0"):
+        Settings(needed=1, patience=0.0)
+
+
+def test_a_flag_that_is_not_given_leaves_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSIGHT_NEEDED", "1")
+    settings = Settings.from_flags(needed=None, tenant="t")
+    assert (settings.needed, settings.tenant) == (1, "t")
+
+
+@pytest.mark.parametrize(
+    ("topics", "variable"),
+    [
+        ({"events_topic": "two words"}, "KVSIGHT_EVENTS_TOPIC"),
+        ({"control_topic": ""}, "KVSIGHT_CONTROL_TOPIC"),
+        ({"events_topic": "same", "control_topic": "same"}, "KVSIGHT_CONTROL_TOPIC"),
+    ],
+)
+def test_topics_that_cannot_work_are_refused(topics: dict[str, str], variable: str) -> None:
+    with pytest.raises(InvalidValueError, match=variable):
+        KafkaSettings(**topics)  # type: ignore[arg-type]

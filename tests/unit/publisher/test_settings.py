@@ -41,13 +41,16 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ("tenant", "\ud800"),
         ("dp_rank", -1),
         ("compression", "gzip"),
-        ("queue_pages", 0),
-        ("batch_bytes", 10**7),
-        ("heartbeat_s", 0),
     ],
 )
 def test_a_bad_value_is_refused_naming_its_variable(field: str, value: Any) -> None:
     with pytest.raises(InvalidValueError, match=f"KVSIGHT_{field.upper()}: got "):
+        PublisherSettings(**{**GOOD, field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("queue_pages", 0), ("batch_bytes", 10**7), ("heartbeat_s", 0)])
+def test_a_bad_argument_that_has_no_variable_is_refused_by_its_own_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{field}: got "):
         PublisherSettings(**{**GOOD, field: value})
 
 
@@ -57,7 +60,7 @@ def test_a_missing_value_is_named() -> None:
 
 
 def test_batches_that_cannot_hold_a_page_of_tokens_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="KVSIGHT_BATCH_BYTES"):
+    with pytest.raises(InvalidValueError, match="batch_bytes"):
         PublisherSettings(model="m", worker="w", block_size=4096, batch_bytes=8192, with_tokens=True)
 
 
@@ -68,13 +71,13 @@ def test_settings_are_frozen() -> None:
 
 def test_the_sink_is_chosen_by_settings(tmp_path: Any) -> None:
     assert isinstance(create_sink(PublisherSettings(**GOOD, kafka="localhost:9092")), KafkaSink)
-    assert isinstance(create_sink(PublisherSettings(**GOOD, log_folder=tmp_path)), FileSink)
+    assert isinstance(create_sink(PublisherSettings(**GOOD, event_log_dir=tmp_path)), FileSink)
     assert isinstance(create_sink(PublisherSettings(**GOOD, zmq="tcp://*:5557", with_tokens=True)), ZmqSink)
     wrong: list[dict[str, Any]] = [
         {},
-        {"kafka": "localhost:9092", "log_folder": tmp_path},
+        {"kafka": "localhost:9092", "event_log_dir": tmp_path},
         {"kafka": "h:1", "zmq": "tcp://*:1"},
     ]
     for both_or_none in wrong:
-        with pytest.raises(InvalidValueError, match="KVSIGHT_KAFKA / KVSIGHT_LOG_FOLDER"):
+        with pytest.raises(InvalidValueError, match="KVSIGHT_KAFKA / KVSIGHT_EVENT_LOG_DIR"):
             create_sink(PublisherSettings(**GOOD, **both_or_none))
