@@ -18,7 +18,7 @@ from api.kept_registrations import KeptRegistrations
 from api.problems import ProblemError
 from api.registration_rules import check_addresses, check_conflicts, meant_by, no_room, stream_of
 from api.settings import RegistrationSettings
-from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet, LinkState, StreamStatus
+from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.metrics import BridgeMetrics
 from indexer.consumer import Consumer
 from indexer.errors import IndexFullError
@@ -168,7 +168,9 @@ class Registrations:
             return True
         view = self._consumer.namespaces.view(stream)
         is_heard = status.engine.replay_endpoint is None or (view is not None and view.doubt != ENGINE_UNHEARD)
-        return is_heard and status.state is not LinkState.CONNECTING and all(map(self._is_applied, status.streams))
+        return (
+            is_heard and status.state is not ConnectionState.CONNECTING and all(map(self._is_applied, status.streams))
+        )
 
     def _is_applied(self, status: StreamStatus) -> bool:
         view = self._consumer.namespaces.view(status.stream)

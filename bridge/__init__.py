@@ -1,25 +1,28 @@
-"""Events of engines that already run -> the publisher: vLLM, SGLang, Mooncake, and whatever else speaks their protocol.
+"""Publishes the cache events of engines that run already: vLLM, SGLang, Mooncake, and others of their protocol.
 
-A message's way: `subscriber` (ZMQ) -> `source` (order, gaps, restarts; `replay`) -> `decoding` (bytes to `runs`) ->
-`translate` (sequence hashes) -> `placing` (tiers) -> `EventPublisher`, one for each worker stream, all on one sink.
-Start at `fleet.Fleet`, then `source`. Shapes of messages are detected, never configured.
+A message passes through three rooms. `stream` receives it and puts batches in order, `decoding` turns bytes into
+columns, and `naming` turns engine hashes into sequence hashes and hands pages to an `EventPublisher`. There is one
+publisher for each worker stream; all share one sink. Shapes of messages are detected, never configured.
+
+Start at `fleet.Fleet`, then `engine` and `stream.engine_stream`. `registry` knows the owner of each worker stream.
+`plugins` runs inside engines and needs no socket. Imports `publisher` and `kv_events`.
 """
 
 from __future__ import annotations
 
 from bridge.engine import EngineStatus
 from bridge.fleet import EngineConflictError, Fleet
-from bridge.registry import StreamStatus
 from bridge.settings import BridgeSettings, EngineSettings, parse_engine, read_engines
-from bridge.stream.subscriber import LinkState
+from bridge.stream.subscriber import ConnectionState
+from bridge.worker_stream import StreamStatus
 
 __all__ = [
     "BridgeSettings",
+    "ConnectionState",
     "EngineConflictError",
     "EngineSettings",
     "EngineStatus",
     "Fleet",
-    "LinkState",
     "StreamStatus",
     "parse_engine",
     "read_engines",

@@ -1,4 +1,4 @@
-"""What a bridge counts, for status and metrics."""
+"""Counters of the bridge, for status and metrics."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class BridgeCounters:
-    """Of one engine since it was added. What is left out is left out on purpose: a router must not trust it."""
+    """Counters of one engine since it was added. Whatever is counted as left out would mislead a router."""
 
     batches: int = 0
     events: int = 0
     pages_stored: int = 0
-    """Handed to the publisher; what it knew already among them."""
+    """Passed to the publisher, including pages that it held already."""
     pages_removed: int = 0
     clears: int = 0
-    """By the engine's own word."""
+    """Clear events of the engine."""
 
     gaps: int = 0
-    """Jumps of the sequence."""
+    """Gaps in the sequence numbers."""
     replays: int = 0
     replayed_batches: int = 0
     failed_replays: int = 0
     duplicate_batches: int = 0
-    """Came live, too, after a replay."""
+    """Arrived live after a replay."""
     stale_batches: int = 0
-    """Came live from an incarnation that is gone."""
+    """Arrived live from an earlier incarnation."""
     lost_batches: int = 0
-    """Not to be had any more."""
+    """Permanently lost."""
     losses: int = 0
-    """Times that all pages were given up because batches were lost."""
+    """Times that all pages were dropped because batches were lost."""
     restarts: int = 0
     """Engine incarnations after the first."""
     reconnects: int = 0
 
     undecodable: int = 0
-    """Messages that are no batch."""
+    """Messages that are not a batch."""
     bad_events: Counter[str] = field(default_factory=Counter)
-    """Events that cannot be read, by reason; the rest of their batch was taken."""
+    """Invalid events, by reason. The rest of their batch is applied."""
     bad_ranks: int = 0
-    """Batches whose rank makes no sense; taken for the registered one."""
+    """Batches with an invalid rank. They count for the registered one."""
     foreign_ranks: int = 0
-    """Batches of a rank that is another engine's, or one too many; left out."""
+    """Batches left out because their rank has another owner or is one too many."""
     unknown_media: Counter[str] = field(default_factory=Counter)
-    """Pages on media that nobody knows, by name."""
+    """Pages on unknown media, by name."""
     guessed_salts: int = 0
-    """Stores whose cache salt is only known by the looks of an extra key."""
+    """Stores whose cache salt was guessed from an extra key."""
     unknown_parents: int = 0
-    """Stored pages whose prefix is not known."""
+    """Stored pages whose parent is not known."""
     unresolved_pages: int = 0
-    """Stored pages that came without tokens and are not known."""
+    """Stored pages without tokens that are not remembered."""
     other_groups: int = 0
-    """Pages of attention groups that do not speak for a whole prefix."""
+    """Pages of attention groups in which a page does not stand for its whole prefix."""
     other_block_sizes: int = 0
     """Pages of another size than the stream's."""
     partial_pages: int = 0
-    """Last pages that were not full."""
+    """Last pages of a store that were not full."""
     foreign_events: int = 0
     """Events of another model or tenant."""
     refused_spaces: int = 0
-    """Pages of attention groups or owners beyond the bound."""
+    """Pages left out because there are too many attention groups and owners."""
 
     def copy(self) -> BridgeCounters:
-        """Figures of this moment."""
+        """A copy of the current values."""
         return replace(self, bad_events=Counter(self.bad_events), unknown_media=Counter(self.unknown_media))

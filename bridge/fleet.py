@@ -1,4 +1,4 @@
-"""Many engines, one process, one sink."""
+"""All engines that a process reads, published to one sink."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge.engine import EngineReader, EngineStatus
 from bridge.registry import StreamRegistry
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
-from bridge.worker_threads import Workers
+from bridge.worker_threads import WorkerThreads
 from kv_events.errors import InvalidValueError, KvsightError
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import Sink
@@ -22,7 +22,7 @@ _Key = tuple[str | None, str, str, int]
 
 
 class EngineConflictError(KvsightError):
-    """A rank of a worker is registered already, with other settings."""
+    """A rank of the worker is registered already, with other settings."""
 
     def __init__(self, held: EngineSettings, wanted: EngineSettings) -> None:
         super().__init__(f"worker {held.worker} rank {held.dp_rank} is registered already, at {held.endpoint}")
@@ -31,28 +31,28 @@ class EngineConflictError(KvsightError):
 
 
 class Fleet:
-    """The engines that a process reads. All methods belong to one event loop.
+    """Reads engines and publishes their events. All methods must be called on one event loop.
 
     `async with Fleet(...) as fleet: await fleet.add(engine)`. Adding and removing are idempotent.
     """
 
     def __init__(self, settings: BridgeSettings, template: PublisherSettings, sink: Sink) -> None:
-        """template: settings of every worker's publisher; its names and block size are not used."""
+        """template: settings of every worker's publisher. Its names and block size are not used."""
         if template.with_tokens:
-            raise InvalidValueError("KVSIGHT_WITH_TOKENS", True, "false: a bridge passes no tokens on")
+            raise InvalidValueError("KVSIGHT_WITH_TOKENS", True, "false: a bridge does not forward tokens")
         self._sink = SharedSink(sink)
         self._registry = StreamRegistry(settings, template, self._sink)
         self._decoder = Decoder()
-        self._workers = Workers()
+        self._threads = WorkerThreads()
         self._context = zmq.asyncio.Context()
         self._readers: dict[_Key, EngineReader] = {}
-        self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but not yet done with their streams
+        self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but still closing their streams
 
     async def add(self, engine: EngineSettings) -> bool:
-        """Begin to read an engine, all ranks of it; those that are being removed, when they are. False: all of it is
-        read already.
+        """Begin to read all ranks of an engine. Waits for ranks that are still being removed.
 
-        Raises EngineConflictError where one of its ranks is read with other settings; nothing is changed then.
+        Returns False if all of them are read already. Raises EngineConflictError, without any change, if one of them is
+        read with other settings.
         """
         ranks = [engine.of_rank(offset) for offset in range(engine.num_ranks)]
         while leaving := [self._stopping[_key(rank)] for rank in ranks if _key(rank) in self._stopping]:
@@ -64,7 +64,7 @@ class Fleet:
         new = [rank for rank in ranks if _key(rank) not in self._readers]
         for rank in new:
             reader = self._readers[_key(rank)] = EngineReader(
-                self._context, rank, self._registry, self._decoder, self._workers
+                self._context, rank, self._registry, self._decoder, self._threads
             )
             reader.start()
         return bool(new)
@@ -78,8 +78,9 @@ class Fleet:
         dp_rank: int | None = None,
         deadline_s: float = 5.0,
     ) -> list[EngineSettings]:
-        """Stop reading a worker: all its ranks, or one; in all models and tenants, or in one. Routers are told that
-        its pages are gone. Returns what was removed, rank by rank; nothing: it was not read.
+        """Stop reading a worker and publish that it holds no pages. Returns what was removed, rank by rank.
+
+        model, tenant, dp_rank: limit the removal; None means all.
         """
         removed = [
             engine
@@ -93,16 +94,16 @@ class Fleet:
         return removed
 
     def status(self) -> list[EngineStatus]:
-        """Every rank that is read."""
+        """Status of every rank that is read."""
         return [reader.status() for reader in list(self._readers.values())]
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Stop reading, publish what waits for at most that long, stop the sink. Views are left as they are."""
+        """Stop reading, publish what is queued for at most `deadline_s`, stop the sink. Routers keep the views."""
         readers, stopping = list(self._readers.values()), list(self._stopping.values())
         self._readers.clear()
         await asyncio.gather(*(reader.stop(deadline_s, clear=False) for reader in readers), *stopping)
         await self._sink.stop()
-        self._workers.close()
+        self._threads.close()
         self._context.destroy(linger=0)
 
     async def __aenter__(self) -> Self:
@@ -121,7 +122,7 @@ class Fleet:
 
 
 def _key(engine: EngineSettings) -> _Key:
-    """Identity of one rank; an address whose workers name themselves counts as one."""
+    """Identity of one rank. An address with self-named workers counts as one."""
     if engine.worker is None:
         return None, engine.tenant, engine.endpoint, 0
     return engine.worker, engine.tenant, engine.model or "", engine.dp_rank

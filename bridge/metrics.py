@@ -1,4 +1,4 @@
-"""What a bridge's engines look like to Prometheus: read when somebody scrapes."""
+"""Prometheus metrics of the bridge, collected at each scrape."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from prometheus_client.registry import Collector
 
 from bridge.counters import BridgeCounters
 from bridge.engine import EngineStatus
-from bridge.stream.subscriber import LinkState
+from bridge.stream.subscriber import ConnectionState
 
 _LABELS = ("worker", "model", "tenant", "dp_rank")
 _DETAILS = {"bad_events": "reason", "unknown_media": "medium"}
-"""Counters that have a further label."""
+"""Counters that have one more label."""
 
 
 class BridgeMetrics(Collector):
-    """`kvsight_bridge_*`, one series for each rank of an engine. A scrape may come on any thread."""
+    """Collects `kvsight_bridge_*`, one series for each rank of an engine. Thread-safe."""
 
     def __init__(self, status: Callable[[], Sequence[EngineStatus]]) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all metric families."""
         engines = self._status()
         yield from _gauges(engines)
         yield from _publishers(engines)
@@ -52,7 +52,7 @@ def _gauges(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
     silent = GaugeMetricFamily("kvsight_bridge_silent_seconds", "Time since the last message", labels=_LABELS)
     failed = GaugeMetricFamily("kvsight_bridge_failed", "1: its status names a failure", labels=_LABELS)
     for engine in engines:
-        for state in LinkState:
+        for state in ConnectionState:
             links.add_metric([*_labels(engine), state.value], float(state is engine.state))
         silent.add_metric(_labels(engine), engine.silent_s)
         failed.add_metric(_labels(engine), float(engine.failure is not None))
@@ -62,7 +62,7 @@ def _gauges(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
 def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
     pages = GaugeMetricFamily("kvsight_bridge_pages", "Distinct pages that a stream holds", labels=_LABELS)
     queued = GaugeMetricFamily(
-        "kvsight_bridge_queued_pages", "Page changes that the sink has still to confirm", labels=_LABELS
+        "kvsight_bridge_queued_pages", "Page changes that the sink has not confirmed yet", labels=_LABELS
     )
     reach = GaugeMetricFamily("kvsight_bridge_sink_available", "1: the sink takes records", labels=_LABELS)
     refused = CounterMetricFamily("kvsight_bridge_rejected_records", "Records that the sink refused", labels=_LABELS)
@@ -79,6 +79,6 @@ def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
 
 
 def _labels(engine: EngineStatus) -> list[str]:
-    """An address whose workers name themselves goes by its name."""
+    """Labels of a rank. An address with self-named workers is its own worker label."""
     settings = engine.engine
     return [settings.worker or settings.endpoint, settings.model or "", settings.tenant, str(settings.dp_rank)]

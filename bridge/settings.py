@@ -60,7 +60,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dp_rank: int = 0
     """Of the first rank."""
     num_ranks: int = 1
-    """Ranks whose ports count up from the first one's."""
+    """RankStreams whose ports count up from the first one's."""
     block_size: int | None = None
     """Tokens a page; None: as the first store says."""
     topic: str = ""

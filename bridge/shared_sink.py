@@ -1,4 +1,4 @@
-"""One sink for many publishers: a broker connection, or an event log, is a process's, not a worker's."""
+"""One sink for many publishers: a process has one broker connection or event log, not one for each worker."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 from publisher.sinks.base import OutRecord, Sink, SinkUnavailableError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MOST_WAITING_REQUESTS = 256
-"""Requests repeat and add nothing to one that waits, so what goes beyond may go."""
+"""Requests repeat, and a second one adds nothing to one that waits. More than these are dropped."""
 _RETRY_S = 1.0
 
 
 class _Part:
-    """One publisher's records on their way."""
+    """Records of one publisher that are being sent."""
 
     def __init__(self, records: Sequence[OutRecord]) -> None:
         self.records = records
         self.is_done = False
-        self.error: Exception | None = SinkUnavailableError("whoever sent it was interrupted")
+        self.error: Exception | None = SinkUnavailableError("sending was interrupted")
 
 
 class SharedSink:
-    """Owns the real sink. Its `lane`s are sinks themselves; what they send at the same time goes out together."""
+    """Owns the real sink. Its lanes are sinks, too; what they send at the same time goes out in one call."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -38,12 +38,12 @@ class SharedSink:
         self._listener: asyncio.Task[None] | None = None
 
     def lane(self, stream: StreamId) -> SinkLane:
-        """A sink for one publisher; a newer one takes the stream's requests over."""
+        """Make a sink for one publisher. It receives the stream's requests, instead of any older lane."""
         lane = self._lanes[stream.key] = SinkLane(self, stream.key)
         return lane
 
     async def stop(self) -> None:
-        """Stop the real sink, when all publishers are closed."""
+        """Stop the real sink. All publishers must be closed."""
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.gather(self._listener, return_exceptions=True)
@@ -51,14 +51,14 @@ class SharedSink:
         await self._sink.stop()
 
     async def open(self) -> None:
-        """Start the real sink unless it is started. Raises SinkUnavailableError."""
+        """Start the real sink if it is not started yet. Raises SinkUnavailableError."""
         async with self._lock:
             if self._listener is None:
                 await self._sink.start()
                 self._listener = asyncio.create_task(self._pass_requests_on(), name="bridge-control")
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Whoever comes first sends for all that wait meanwhile. Raises what the sink raises."""
+        """Send records. The first caller also sends for those that wait. Raises what the sink raises."""
         part = _Part(records)
         self._waiting.append(part)
         async with self._lock:
@@ -73,7 +73,7 @@ class SharedSink:
             raise part.error
 
     def forget(self, lane: SinkLane) -> None:
-        """A publisher was closed."""
+        """Remove the lane of a publisher that was closed."""
         if self._lanes.get(lane.key) is lane:
             del self._lanes[lane.key]
 
@@ -83,9 +83,9 @@ class SharedSink:
             await self._sink.send([record for part in parts for record in part.records])
         except SinkUnavailableError as error:
             outcome = error
-        except Exception as error:  # noqa: BLE001  (whoever is guilty raises it)
+        except Exception as error:  # noqa: BLE001  (raised by the caller whose records caused it)
             if len(parts) > 1:
-                for part in parts:  # so that only that one hears of it
+                for part in parts:  # one by one, so that only the culprit fails
                     await self._send_together([part])
                 return
             outcome = error
@@ -100,12 +100,12 @@ class SharedSink:
                     if lane is not None:
                         lane.take(request)
             except Exception:
-                log.exception("requests for snapshots cannot be read; trying again")
+                logger.exception("resync requests cannot be read; trying again")
             await asyncio.sleep(_RETRY_S)
 
 
 class SinkLane:
-    """See `Sink`."""
+    """A publisher's share of a `SharedSink`. See `Sink`."""
 
     def __init__(self, shared: SharedSink, key: str) -> None:
         self.key = key
@@ -113,23 +113,23 @@ class SinkLane:
         self._requests: asyncio.Queue[ResyncRequest] = asyncio.Queue(_MOST_WAITING_REQUESTS)
 
     async def start(self) -> None:
-        """Have the real sink started."""
+        """Start the real sink if needed."""
         await self._shared.open()
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Together with those of others."""
+        """Send records together with those of other lanes."""
         await self._shared.send(records)
 
     async def stop(self) -> None:
-        """The real sink goes on."""
+        """Leave the real sink running for the other lanes."""
         self._shared.forget(self)
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Requests for this stream."""
+        """Yield resync requests for this stream."""
         while True:
             yield await self._requests.get()
 
     def take(self, request: ResyncRequest) -> None:
-        """A request came in."""
+        """Queue a request."""
         with contextlib.suppress(asyncio.QueueFull):
             self._requests.put_nowait(request)

@@ -1,7 +1,7 @@
-"""TensorRT-LLM's polled events (`LLM.get_kv_cache_events()`) -> runs, and from there on as any engine's.
+"""TensorRT-LLM's polled events (`LLM.get_kv_cache_events()`) -> runs, which are then translated like any engine's.
 
-Where the engine publishes over ZMQ, that is vLLM's protocol, and a `Fleet` reads it. Polling needs the engine's own
-process: give what it hands out to `PolledEvents`.
+Polling happens in the engine's own process: pass the events to `PolledEvents`. An engine that publishes over ZMQ uses
+vLLM's protocol instead, and a `Fleet` reads it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import BadEvent, ClearedRun, PageEvents, Place, RemovedRun, Run, StoredRun
-from bridge.naming.identity import Identity
-from bridge.naming.translator import Translator
+from bridge.decoding.runs import BadEvent, ClearedRun, Location, PageEvents, RemovedRun, Run, StoredRun
+from bridge.naming.event_translator import EventTranslator
+from bridge.naming.identity import StreamIdentity
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
-from kv_events.rate_limited_log import RateLimitedLog
+from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST
 from publisher.publisher import EventPublisher
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_PLACES = (Place("GPU"), Place("CPU"))
+_LOCATIONS = (Location("GPU"), Location("CPU"))
 """By cache level."""
 _MASK64 = 2**64 - 1
 _FULL, _WINDOW = "full_attention", "sliding_window"
 
 
 class _BadEventError(KvsightError):
-    """A field that makes no sense."""
+    """A field is invalid."""
 
 
 def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int = 0) -> list[Run]:
-    """One polled event, in runs. Fields that nobody knows are passed over; an event that makes no sense is a BadEvent.
+    """Convert a polled event to runs. Unknown fields are ignored; an invalid event becomes a BadEvent.
 
-    block_size: the engine's `tokens_per_block`; events do not say it. widest_window: see `widest_window_of`; only
-    layers of this window, or of none, speak for a whole prefix.
+    block_size: the engine's `tokens_per_block`, which events do not name. widest_window: see `widest_window_of`. Only
+    pages of layers with this window, or with none, stand for a whole prefix.
     """
     try:
         return list(_runs(event, block_size, widest_window))
@@ -48,42 +48,43 @@ def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int 
 
 
 def widest_window_of(events: Iterable[Mapping[str, Any]], known: int = 0) -> int:
-    """Largest attention window that events name, 0 where none does. The engine names all of them, by `created` events,
-    before it stores the first page.
+    """Largest attention window that events name, or `known` if that is larger.
+
+    The engine names all windows in `created` events before it stores the first page.
     """
     windows = (event.get("window_size") for event in events if isinstance(event, Mapping))
     return max(known, *(window for window in windows if isinstance(window, int)), 0)
 
 
 class PolledEvents:
-    """One engine's events, of all its attention DP ranks, each of which is a worker stream."""
+    """Publishes the events of one engine. Each attention DP rank is a worker stream."""
 
     def __init__(self, make_publisher: Callable[[int], EventPublisher], *, name_pages: int = 4_000_000) -> None:
-        """make_publisher: called once for each rank, for a publisher that nobody else publishes by. name_pages: how
-        many pages' names are remembered for each, beyond the pages' lives.
+        """make_publisher: called once for each rank; makes a publisher for exclusive use. name_pages:
+        most former pages to remember for each rank.
         """
         self.counters = BridgeCounters()
         self._make_publisher = make_publisher
         self._name_pages = name_pages
         self._widest_window = 0
-        self._ranks: dict[int, tuple[Translator, EventPublisher]] = {}
+        self._rank_streams: dict[int, tuple[EventTranslator, EventPublisher]] = {}
         self._last_ids: dict[int, int] = {}
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """What the engine handed out, in order. Never waits, never raises.
+        """Publish polled events, in order. Never waits, never raises.
 
-        Numbers that are left out are events that fell out of the engine's buffer. There may be removals among them, so
-        all pages of that rank are given up, and come in again as they are stored; its views stay doubted. The same goes
-        for events that make no sense, unless they are stores.
+        A gap in the event numbers means that events fell out of the engine's buffer. They may have removed pages, so
+        all pages of the rank are dropped, and its views are degraded until the engine clears its cache. Invalid events
+        have the same effect, unless they are stores.
         """
         self._widest_window = widest_window_of(events, self._widest_window)
         for event in events:
             try:
                 self._take(event)
             except Exception:
-                log.exception("an event of TensorRT-LLM was left out")
+                logger.exception("an event of TensorRT-LLM is left out")
                 self.counters.bad_events["error"] += 1
-                for translator, publisher in self._ranks.values():
+                for translator, publisher in self._rank_streams.values():
                     translator.clear()
                     publisher.set_doubt(BATCHES_LOST)
 
@@ -103,35 +104,37 @@ class PolledEvents:
             if isinstance(run, BadEvent) and run.may_remove:
                 publisher.set_doubt(BATCHES_LOST)
 
-    def _rank(self, rank: int) -> tuple[Translator, EventPublisher]:
-        if rank not in self._ranks:
+    def _rank(self, rank: int) -> tuple[EventTranslator, EventPublisher]:
+        if rank not in self._rank_streams:
             publisher = self._make_publisher(rank)
             stream = publisher.stream
-            translator = Translator(
-                Identity(stream.model, stream.tenant),
+            translator = EventTranslator(
+                StreamIdentity(stream.model, stream.tenant),
                 self.counters,
-                RateLimitedLog(log, f"engine {stream.key}"),
+                RateLimitedLogger(logger, f"engine {stream.key}"),
                 lambda _: publisher,
                 block_size=publisher.block_size,
                 ledger_pages=publisher.ledger_pages,
                 name_pages=self._name_pages,
             )
-            self._ranks[rank] = translator, publisher
-        return self._ranks[rank]
+            self._rank_streams[rank] = translator, publisher
+        return self._rank_streams[rank]
 
 
 def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iterator[Run]:
     data, window, layers = event["data"], event.get("window_size"), event.get("layer_group_id")
-    group = _optional(window if layers is None else layers)
+    attention_group = _optional(window if layers is None else layers)
     kind = _FULL if window is None or _integer(window) >= widest_window else _WINDOW
     match data["type"]:
         case "stored":
-            yield from _stored(data, block_size, group, kind)
+            yield from _stored(data, block_size, attention_group, kind)
         case "removed":
-            hashes = _words(data["block_hashes"])
-            yield from (RemovedRun(hashes, place, group) for place in _PLACES)  # the event does not say from where
+            hashes = _hashes(data["block_hashes"])
+            yield from (
+                RemovedRun(hashes, location, attention_group) for location in _LOCATIONS
+            )  # the event does not name the level
         case "updated":
-            yield from _moved(data, block_size, group, kind)
+            yield from _moved(data, block_size, attention_group, kind)
         case "created":
             pass
         case _:
@@ -143,13 +146,13 @@ def _is_store(event: Mapping[str, Any]) -> bool:
     return isinstance(data, Mapping) and data.get("type") == "stored"
 
 
-def _stored(data: Mapping[str, Any], block_size: int, group: int | None, kind: str) -> Iterator[Run]:
-    """A chain of pages; in several runs where they lie on several levels."""
-    parent = None if data.get("parent_hash") is None else _word(data["parent_hash"])
+def _stored(data: Mapping[str, Any], block_size: int, attention_group: int | None, kind: str) -> Iterator[Run]:
+    """A chain of pages: one run for each cache level in turn."""
+    parent = None if data.get("parent_hash") is None else _hash(data["parent_hash"])
     for level, stretch in groupby(data["blocks"], lambda block: block.get("cache_level") or 0):
         blocks = list(stretch)
         tokens = [token for block in blocks for token in block["tokens"]]
-        hashes = _words([block["block_hash"] for block in blocks])
+        hashes = _hashes([block["block_hash"] for block in blocks])
         extra = [_extra_keys(block) for block in blocks]
         yield StoredRun(
             PageEvents.stored(hashes, parent),
@@ -157,8 +160,8 @@ def _stored(data: Mapping[str, Any], block_size: int, group: int | None, kind: s
             len(tokens),
             is_bigram=False,
             block_size=block_size,
-            place=_PLACES[_integer(level)],
-            group=group,
+            location=_LOCATIONS[_integer(level)],
+            attention_group=attention_group,
             spec_kind=kind,
             lora_name="",
             cache_salt="",
@@ -167,35 +170,35 @@ def _stored(data: Mapping[str, Any], block_size: int, group: int | None, kind: s
         parent = int(hashes[-1])
 
 
-def _moved(data: Mapping[str, Any], block_size: int, group: int | None, kind: str) -> Iterator[Run]:
-    """From one cache level to another; a change of the priority alone moves nothing."""
+def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None, kind: str) -> Iterator[Run]:
+    """A move between cache levels. An update of the priority alone moves nothing."""
     levels = data.get("cache_level")
     if levels is None:
         return
-    hashes = _words([data["block_hash"]])
-    old, new = (_PLACES[_integer(levels[side])] for side in ("old_value", "new_value"))
+    hashes = _hashes([data["block_hash"]])
+    old, new = (_LOCATIONS[_integer(levels[side])] for side in ("old_value", "new_value"))
     no_tokens = np.empty(0, np.uint32)
     yield StoredRun(
-        PageEvents.stored(hashes, None), no_tokens, 0, is_bigram=False, block_size=block_size, place=new, group=group,
-        spec_kind=kind, lora_name="", cache_salt="", extra_keys=[],
+        PageEvents.stored(hashes, None), no_tokens, 0, is_bigram=False, block_size=block_size, location=new,
+        attention_group=attention_group, spec_kind=kind, lora_name="", cache_salt="", extra_keys=[],
     )  # fmt: skip
-    yield RemovedRun(hashes, old, group)
+    yield RemovedRun(hashes, old, attention_group)
 
 
 def _extra_keys(block: Mapping[str, Any]) -> list[Any]:
-    """What, besides tokens, went into a page's hash, as vLLM says it; see `extra_keys`."""
+    """What went into a page's hash besides tokens, in vLLM's form; see `naming.extra_keys`."""
     numbers = {token.get("token_extra_id") or 0 for token in block["tokens"]} - {0}
     keys = [{"token_extra_id": number} for number in sorted(numbers)]
     objects: Sequence[Any] = block.get("mm_keys") or ()
     return keys + [[key["hash"]] if isinstance(key, Mapping) and "hash" in key else [key] for key in objects]
 
 
-def _words(values: Sequence[Any]) -> U64Array:
-    return np.array([_word(value) for value in values], np.uint64)
+def _hashes(values: Sequence[Any]) -> U64Array:
+    return np.array([_hash(value) for value in values], np.uint64)
 
 
-def _word(value: Any) -> int:
-    """A block hash as 64 bits; of a longer one, in bytes or hex digits, the last ones."""
+def _hash(value: Any) -> int:
+    """A block hash as 64 bits. Of a longer one, in bytes or hex digits, the last 64 bits."""
     if isinstance(value, str):
         value = bytes.fromhex(value)
     if isinstance(value, bytes) and value:

@@ -1,6 +1,6 @@
-"""Threads for the bridge's work on bytes.
+"""Threads for decoding and translating large messages.
 
-Its kernels let the interpreter go, so engines are worked for side by side, and the event loop has time for others.
+The kernels release the GIL, so several engines are processed in parallel while the event loop stays responsive.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ _T = TypeVar("_T")
 
 _MOST_THREADS = 4
 _SMALL_BYTES = 16 * 1024
-"""Work on less is done before a thread would have begun."""
+"""Less than this is processed faster than a thread can be woken."""
 _NICENESS = 10
-"""Of the threads, on top of the process's: what they make waits for the event loop, and callers wait for that, too."""
+"""Added to the process's own. Everything that the threads produce waits for the event loop, so the loop goes first."""
 
 
-class Workers:
-    """A few threads, made when they are needed."""
+class WorkerThreads:
+    """A thread pool of at most four threads, which start on demand."""
 
     def __init__(self) -> None:
         num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bridge", initializer=_step_back)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bridge", initializer=_lower_priority)
 
     async def run(self, num_bytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call it, in a thread if there are many bytes to work on. Does not return before the call has, not even when
-        it is cancelled."""
+        """Call `work`: on a thread if `num_bytes` is large, else at once.
+
+        Returns only after the call has returned, even if this task is cancelled meanwhile.
+        """
         if num_bytes <= _SMALL_BYTES:
             return work(*args, **kwargs)
         working = asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args, **kwargs))
@@ -44,13 +46,13 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """When nobody calls any more."""
+        """Release the threads. `run` must not be called afterwards."""
         self._pool.shutdown(wait=False)
 
 
-def _step_back() -> None:
-    """Let the event loop's thread go first where both want a processor."""
-    if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
+def _lower_priority() -> None:
+    """Let the event loop's thread win where both compete for a processor."""
+    if sys.platform == "linux":  # elsewhere threads have no niceness of their own
         own = threading.get_native_id()
-        with suppress(OSError):  # a sandbox may refuse it, and then it has to do without
+        with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)

@@ -1,4 +1,4 @@
-"""Kernels that find a batch's events and its rank, whatever the batch's shape."""
+"""Kernels that find the events and the rank of a batch, in any of its shapes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bridge.decoding.field_kernels import F_UNKNOWN
 from bridge.decoding.msgpack_kernels import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
 from kv_events.kernels import array_function
 
-# columns of header, of the batch that is being read: its number, whether it was opened, place of the next event, events
-# left, rank (-1: not said), whether the rank made no sense, whether it comes behind the events
+# columns of header, of the current batch: its number, whether it was opened, position of the next event, events left,
+# rank (-1: none), whether the rank was invalid, whether the rank follows the events
 BATCH, IS_OPEN, AT, LEFT, BATCH_RANK, IS_RANK_BAD, RANK_FOLLOWS = range(7)
-# of what is read together: rank, batches whose rank made no sense; rows, hashes and tokens; row where the run begins
+# of the batches that are read together: rank, batches with an invalid rank, rows, hashes, tokens, first row of the run
 RANK, NUM_BAD_RANKS, NUM_ROWS, NUM_HASHES, NUM_TOKENS, RUN = range(7, 13)
 NUM_HEADER = 13
 
@@ -33,7 +33,7 @@ def _take_rank(data, at, stop, header):
 
 @array_function
 def _take_events(data, at, stop, header):
-    """Note where the events begin. Whether they are a list."""
+    """Set the header to the first event. Returns whether the events are a list."""
     kind, count, at = read_head(data, at, stop)
     header[AT], header[LEFT] = at, np.int64(count)
     return kind == ARRAY
@@ -60,14 +60,14 @@ def _open_map(data, at, stop, count, header):
 
 @array_function
 def open_batch(data, at, stop, header):
-    """Find the events and the rank of a batch, which is an array of two or more, or a map. False: it is neither."""
+    """Find the events and the rank of a batch: a map, or an array of at least two. Returns False for anything else."""
     header[BATCH_RANK], header[IS_RANK_BAD], header[RANK_FOLLOWS] = -1, 0, 0
     form, value, at = read_head(data, at, stop)
     count = np.int64(value)
     if form == MAP:
         found = _open_map(data, at, stop, count, header)
     elif form == ARRAY and count >= 2:
-        at = skip(data, at, stop)  # the time
+        at = skip(data, at, stop)  # timestamp
         found = at >= 0 and _take_events(data, at, stop, header)
         header[RANK_FOLLOWS] = count > 2
     else:
@@ -78,7 +78,7 @@ def open_batch(data, at, stop, header):
 
 @array_function
 def find_rank(data, stop, header):
-    """Take the rank behind the events; walks over those that are left, and leaves them left."""
+    """Read the rank that follows the events, without consuming the events that are left."""
     if header[RANK_FOLLOWS] == 0:
         return
     header[RANK_FOLLOWS] = 0

@@ -1,7 +1,7 @@
-"""Payloads of an engine's messages -> runs of events, columns ready for kernels.
+"""Payloads of an engine's messages -> runs of events.
 
-Shapes are detected, never configured: batches as arrays of two or more or as maps, events as arrays or maps, hashes
-signed, unsigned or as bytes, tokens or pairs of tokens, fields that are missing or new.
+Shapes are detected, never configured: batches as maps or as arrays of at least two, events as arrays or maps, hashes
+signed, unsigned or as bytes, tokens or pairs of tokens, missing and unknown fields.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy.typing as npt
 
 from bridge.decoding import batch_kernels as batches
 from bridge.decoding import event_rows as columns
-from bridge.decoding.envelopes import decode_any, decode_envelope, may_remove
+from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
 from bridge.decoding.run_kernels import begin_run
-from bridge.decoding.runs import BadEvent, ClearedRun, MixedRun, PageEvents, Place, RemovedRun, Run, StoredRun
+from bridge.decoding.runs import BadEvent, ClearedRun, Location, MixedRun, PageEvents, RemovedRun, Run, StoredRun
 from bridge.decoding.scan_kernels import scan_batches
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U32Array, U64Array
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
-"""Largest payload that is looked at."""
+"""Larger payloads are not decoded."""
 
 _MAX_NAME_BYTES = 1024
 _ROWS = 4096
@@ -36,42 +36,43 @@ _Row: TypeAlias = list[int]
 
 
 class UndecodableError(KvsightError):
-    """A payload is no batch of events."""
+    """A payload is not a batch of events."""
 
 
 class Batch(NamedTuple):
-    """The events of one message, or of several that followed one another."""
+    """The events of one message, or of several consecutive ones."""
 
     rank: int | None
-    """DP rank that the batch itself names."""
+    """DP rank that the batch itself names; None if it names none."""
     num_bad_ranks: int
-    """Messages among them whose rank makes no sense; as if they named none."""
+    """Messages with an invalid rank, which is ignored."""
     runs: Iterator[tuple[Run, int]]
-    """Runs and how many events each stands for. Arrays are views of the decoder's buffers: use them at once, and up
-    before the next batch is asked for."""
+    """Runs, and how many events each stands for. Arrays are views of the decoder's buffers: consume the runs before the
+    next batch."""
 
 
-class Unreadable(NamedTuple):
-    """A payload that is no batch of events."""
+class UnreadableBatch(NamedTuple):
+    """A payload that is not a batch of events."""
 
     number: int
-    """Its place among the payloads."""
+    """Position among the payloads."""
     reason: str
 
 
 class _EventColumns(NamedTuple):
-    """What kernels take of events; the first [number of rows] are filled."""
+    """Columns of events; the first [number of rows] are filled."""
 
     lengths: npt.NDArray[np.int64]
     parents: U64Array
     has_parent: npt.NDArray[np.uint8]
     is_removal: npt.NDArray[np.uint8]
-    places: npt.NDArray[np.uint8]
+    location_indices: npt.NDArray[np.uint8]
 
 
 class Decoder(threading.local):
-    """Decodes into buffers that grow with the largest payload; each thread that uses it has its own. One thing at a
-    time.
+    """Decodes into buffers that grow with the largest payload.
+
+    Each thread has its own; it decodes one batch at a time.
     """
 
     def __init__(self) -> None:
@@ -83,21 +84,21 @@ class Decoder(threading.local):
         self._tokens = np.empty(0, np.uint32)
 
     def decode(self, payload: Payload) -> Batch:
-        """One payload. Raises UndecodableError."""
+        """Decode one payload. Raises UndecodableError."""
         parts = self.decode_all([payload])
         first = next(parts)
-        if isinstance(first, Unreadable):
+        if isinstance(first, UnreadableBatch):
             raise UndecodableError(first.reason)
         more = (part.runs for part in parts if isinstance(part, Batch))
         return first._replace(runs=chain(first.runs, chain.from_iterable(more)))
 
-    def decode_all(self, payloads: Sequence[Payload]) -> Iterator[Batch | Unreadable]:
-        """Payloads that followed one another; those of one rank are taken together."""
+    def decode_all(self, payloads: Sequence[Payload]) -> Iterator[Batch | UnreadableBatch]:
+        """Decode consecutive payloads, with those of one rank in one batch."""
         if max(map(len, payloads), default=0) > MAX_PAYLOAD_BYTES:
             readable = [payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads]
         else:
             readable = list(payloads)
-        joined = b"".join(readable)  # no copy where there is one that is bytes
+        joined = b"".join(readable)  # a single payload of bytes is not copied
         if len(self._hashes) <= len(joined):
             self._hashes = np.empty(2 * len(joined) + 1, np.uint64)
             self._tokens = np.empty(2 * len(joined) + 1, np.uint32)
@@ -105,7 +106,7 @@ class Decoder(threading.local):
 
     def _batches(
         self, payloads: Sequence[Payload], joined: bytes, borders: npt.NDArray[np.int64]
-    ) -> Iterator[Batch | Unreadable]:
+    ) -> Iterator[Batch | UnreadableBatch]:
         data, header = np.frombuffer(joined, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
         number = 0
         while number < len(payloads):
@@ -115,8 +116,8 @@ class Decoder(threading.local):
                 yield Batch(None if rank < 0 else rank, num_bad_ranks, self._runs(joined, num_rows))
             else:
                 size = len(payloads[number - 1])
-                limit = f", at most {MAX_PAYLOAD_BYTES}" if size > MAX_PAYLOAD_BYTES else " that are no event batch"
-                yield Unreadable(number - 1, f"{size} bytes{limit}")
+                limit = f", at most {MAX_PAYLOAD_BYTES}" if size > MAX_PAYLOAD_BYTES else " that are not an event batch"
+                yield UnreadableBatch(number - 1, f"{size} bytes{limit}")
 
     def _runs(self, data: bytes, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._rows[:num_rows, columns.CONTINUES] == 0).tolist()
@@ -129,50 +130,52 @@ class Decoder(threading.local):
                 yield run, stop - start
 
     def _run(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
-        """Events start .. stop; row: the first one's. Raises one of _UNREADABLE."""
+        """The run of events start:stop. row: that of the first. Raises one of _UNREADABLE."""
         match row[columns.KIND]:
             case columns.STORED | columns.REMOVED:
                 return self._pages(data, row, start, stop)
             case columns.CLEARED:
                 return ClearedRun()
-            case columns.ENVELOPE:
-                return decode_envelope(memoryview(data)[row[columns.START] : row[columns.STOP]])
+            case columns.MOONCAKE_EVENT:
+                return decode_mooncake_event(memoryview(data)[row[columns.START] : row[columns.STOP]])
             case kind:
                 return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE)
 
     def _single(self, data: bytes, number: int) -> Run:
-        """One event of a run that cannot be taken as a whole."""
+        """One event of a run that cannot be read as a whole."""
         begin_run(self._rows, number)
-        self._columns.places[number] = 0
+        self._columns.location_indices[number] = 0
         row = self._rows[number].tolist()
         try:
             return self._run(data, row, number, number + 1)
         except _UNREADABLE:
-            is_envelope = row[columns.KIND] == columns.ENVELOPE
+            is_mooncake_event = row[columns.KIND] == columns.MOONCAKE_EVENT
             event = memoryview(data)[row[columns.START] : row[columns.STOP]]
-            return BadEvent("field", may_remove(event) if is_envelope else row[columns.KIND] != columns.STORED)
+            return BadEvent("field", may_remove(event) if is_mooncake_event else row[columns.KIND] != columns.STORED)
 
     def _pages(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
         last = row if stop == start + 1 else self._rows[stop - 1].tolist()
         hashes = self._hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
-        group = None if row[columns.GROUP] < 0 else row[columns.GROUP]
+        attention_group = None if row[columns.GROUP] < 0 else row[columns.GROUP]
         store = row[columns.STORE_ROW]
-        if store < 0 and row[columns.NUM_PLACES] == 1:
-            return RemovedRun(hashes, _place(data, row), group)
+        if store < 0 and row[columns.NUM_LOCATIONS] == 1:
+            return RemovedRun(hashes, _location(data, row), attention_group)
         here = slice(start, stop)
-        lengths, parents, has_parent, is_removal, places = self._columns
+        lengths, parents, has_parent, is_removal, location_indices = self._columns
         events = PageEvents(hashes, lengths[here], parents[here], has_parent[here], is_removal[here])
         tokens = self._tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
-        said = row if store in (start, -1) else self._rows[store].tolist()
-        stored = _stored(data, said, events, tokens, group)
-        if row[columns.NUM_PLACES] == 1 and (start + 1 == stop or not events.is_removal.any()):
+        store_row = row if store in (start, -1) else self._rows[store].tolist()
+        stored = _stored(data, store_row, events, tokens, attention_group)
+        if row[columns.NUM_LOCATIONS] == 1 and (start + 1 == stop or not events.is_removal.any()):
             return stored
-        named = row[columns.PLACE_ROWS : columns.PLACE_ROWS + row[columns.NUM_PLACES]]
-        return MixedRun(stored, places[here], [_place(data, self._rows[number].tolist()) for number in named])
+        location_rows = row[columns.LOCATION_ROWS : columns.LOCATION_ROWS + row[columns.NUM_LOCATIONS]]
+        return MixedRun(
+            stored, location_indices[here], [_location(data, self._rows[number].tolist()) for number in location_rows]
+        )
 
 
-def _stored(data: bytes, row: _Row, events: PageEvents, tokens: U32Array, group: int | None) -> StoredRun:
-    """row: a store's."""
+def _stored(data: bytes, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None) -> StoredRun:
+    """row: of the store that the run is described by."""
     lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
     extra = memoryview(data)[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
     return StoredRun(
@@ -181,8 +184,8 @@ def _stored(data: bytes, row: _Row, events: PageEvents, tokens: U32Array, group:
         len(tokens) - row[columns.PAIRS],
         bool(row[columns.PAIRS]),
         row[columns.BLOCK_SIZE],
-        _place(data, row),
-        group,
+        _location(data, row),
+        attention_group,
         _text(data, row, columns.SPEC),
         lora_name,
         _text(data, row, columns.SALT),
@@ -190,8 +193,8 @@ def _stored(data: bytes, row: _Row, events: PageEvents, tokens: U32Array, group:
     )
 
 
-def _place(data: bytes, row: _Row) -> Place:
-    return Place(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
+def _location(data: bytes, row: _Row) -> Location:
+    return Location(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
 
 
 def _text(data: bytes, row: _Row, column: int) -> str:

@@ -1,26 +1,25 @@
-"""How kernels note what an event says: a row of columns."""
+"""Rows: the form in which kernels return events, one row of columns for each."""
 
 from __future__ import annotations
 
 from kv_events.kernels import array_helper
 
-# columns of rows: one row an event
+# columns of a row
 KIND, REASON, START, STOP, SHAPE, CONTINUES = range(6)
 HASH_FROM, HASH_TO, TOKEN_FROM, TOKEN_TO, PAIRS, HAS_PARENT, PARENT, BLOCK_SIZE, GROUP, LORA_ID = range(6, 16)
-# texts, and extra keys as they came: (place, length) in the payload, length 0: absent or empty
+# texts and encoded extra keys: (position, length) in the payload; length 0: absent or empty
 MEDIUM, MEDIUM_LENGTH, LORA, LORA_LENGTH, SALT, SALT_LENGTH, SPEC, SPEC_LENGTH = range(16, 24)
 LOCALITY, LOCALITY_LENGTH, EXTRA, EXTRA_LENGTH = range(24, 28)
-# of the row with which a run begins: the run's first store (-1: none), how many media it names, and rows that name them
-STORE_ROW, NUM_PLACES, PLACE_ROWS = range(28, 31)
-MOST_PLACES = 4
-NUM_COLUMNS = PLACE_ROWS + MOST_PLACES
+# only in the first row of a run: row of its first store (-1: none), number of its locations, and rows that name them
+STORE_ROW, NUM_LOCATIONS, LOCATION_ROWS = range(28, 31)
+MOST_LOCATIONS = 4
+NUM_COLUMNS = LOCATION_ROWS + MOST_LOCATIONS
 
-# kinds of event
-STORED, REMOVED, CLEARED, ENVELOPE, UNREADABLE, BAD_STORE = range(6)
-# the last one: a store that cannot be read, which at least removes nothing
+# kinds of event; BAD_STORE: an invalid store, which at least removes nothing
+STORED, REMOVED, CLEARED, MOONCAKE_EVENT, UNREADABLE, BAD_STORE = range(6)
 
 REASONS = ("", "type", "range", "tokens", "tag", "truncated")
-"""Words for the column REASON."""
+"""Texts of the values of column REASON."""
 OK, TYPE, RANGE, TOKENS, TAG, TRUNCATED = range(len(REASONS))
 
 

@@ -1,4 +1,4 @@
-"""Kernels that read the fields of one event into a row of columns, whatever their encoding."""
+"""Kernels that read the fields of one event into a row, in any of their encodings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import numpy as np
 from bridge.decoding.event_rows import (
     BLOCK_SIZE,
     CLEARED,
-    ENVELOPE,
     EXTRA,
     EXTRA_LENGTH,
     GROUP,
@@ -18,6 +17,7 @@ from bridge.decoding.event_rows import (
     LORA,
     LORA_ID,
     MEDIUM,
+    MOONCAKE_EVENT,
     PARENT,
     RANGE,
     REMOVED,
@@ -47,10 +47,10 @@ from bridge.decoding.token_kernels import read_tokens
 from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function
 
-# fields; the first ones are texts and lie in the columns from MEDIUM on, in pairs
+# fields; the first ones are texts, whose pairs of columns begin at MEDIUM
 _F_MEDIUM, _F_LORA, _F_SALT, _F_SPEC, _F_LOCALITY = range(5)
 _F_EXTRA, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_GROUP = range(5, 12)
-F_TAG, F_ENVELOPE, F_UNKNOWN, _F_LORA_OR_MAP = range(12, 16)
+F_TAG, F_EVENT_TYPE, F_UNKNOWN, _F_LORA_OR_MAP = range(12, 16)
 NUM_TEXTS = 5
 
 EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS = dictionary(
@@ -68,14 +68,14 @@ EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS = dictionary(
         "lora_id": _F_LORA_ID,
         "group_idx": _F_GROUP,
         "type": F_TAG,
-        "event_type": F_ENVELOPE,
+        "event_type": F_EVENT_TYPE,
     }
 )
 _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS = dictionary(
     {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLEARED}
 )
 
-# fields of the array form, in the order in which they came; position 0 is the tag
+# fields of the array form, in the order in which the engines added them; index 0 is the tag
 STORED_FIELDS = np.array(
     [
         F_TAG, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_MEDIUM, _F_LORA_OR_MAP, _F_EXTRA,
@@ -92,7 +92,7 @@ _UINT64, _INT64 = 0xCF, 0xD3
 
 @array_function
 def _read_hash(data, at, stop):
-    """A block hash as 64 bits: (whether it is one, hash, place behind it). Bytes give their last eight, big-endian."""
+    """Read a block hash: (is it one, 64 bits, position after it). Of bytes, the last eight count, big-endian."""
     if at + 9 <= stop and (data[at] == _UINT64 or data[at] == _INT64):
         return True, eight_bytes(data, at + 1), at + 9
     kind, value, at = read_head(data, at, stop)
@@ -109,23 +109,23 @@ def _read_hashes(data, at, stop, row, hashes):
     kind, count, at = read_head(data, at, stop)
     if kind != ARRAY:
         return fail(row, TYPE)
-    place = row[HASH_FROM]
+    position = row[HASH_FROM]
     for _ in range(np.int64(count)):
         is_hash, value, at = _read_hash(data, at, stop)
         if not is_hash:
             return fail(row, TYPE)
-        hashes[place] = value
-        place += 1
-    row[HASH_TO] = place
+        hashes[position] = value
+        position += 1
+    row[HASH_TO] = position
     return at
 
 
 @array_function
 def _read_parent(data, at, stop, row):
-    kind, _, behind = read_head(data, at, stop)
+    kind, _, end = read_head(data, at, stop)
     if kind == NIL:
         row[HAS_PARENT] = 0
-        return behind
+        return end
     is_hash, value, at = _read_hash(data, at, stop)
     if not is_hash:
         return fail(row, TYPE)
@@ -136,7 +136,7 @@ def _read_parent(data, at, stop, row):
 
 @array_function
 def _read_number(data, at, stop, row, column):
-    """An integer; a size or an index has to fit 31 bits. Nil: as if it was not said."""
+    """Read an integer. Sizes and indices must fit 31 bits. Nil counts as absent."""
     kind, value, at = read_head(data, at, stop)
     if kind == NIL:
         return at
@@ -161,11 +161,11 @@ def _read_text(data, at, stop, row, column):
 
 @array_function
 def _read_lora_or_map(data, at, stop, row):
-    """Position 7: vLLM's adapter name; some SGLang builds put a map with the salt there."""
-    kind, count, behind = read_head(data, at, stop)
+    """Read index 7: vLLM's adapter name. Some SGLang builds send a map with the salt there."""
+    kind, count, end = read_head(data, at, stop)
     if kind != MAP:
         return _read_text(data, at, stop, row, LORA)
-    at = behind
+    at = end
     for _ in range(np.int64(count)):
         field, at = read_key(data, at, stop, EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS, F_UNKNOWN)
         if at < 0:
@@ -181,22 +181,22 @@ def _read_lora_or_map(data, at, stop, row):
 
 @array_function
 def _read_extra(data, at, stop, row):
-    """Extra keys matter only where one of the pages has any."""
+    """Note the extra keys if one of the pages has any."""
     kind, count, inside = read_head(data, at, stop)
-    behind = skip(data, at, stop)
-    if behind < 0:
+    end = skip(data, at, stop)
+    if end < 0:
         return fail(row, TRUNCATED)
     if kind == NIL:
-        return behind
+        return end
     if kind != ARRAY:
         return fail(row, TYPE)
     for _ in range(np.int64(count)):
         kind, value, _at = read_head(data, inside, stop)
         if kind != NIL and not (kind == ARRAY and value == _ZERO):
-            row[EXTRA], row[EXTRA_LENGTH] = at, behind - at
+            row[EXTRA], row[EXTRA_LENGTH] = at, end - at
             break
         inside = skip(data, inside, stop)
-    return behind
+    return end
 
 
 @array_function
@@ -206,14 +206,14 @@ def read_tag(data, at, stop, row):
         return fail(row, TAG)
     length = np.int64(value)
     tag = look_up(data, at, length, _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS, UNREADABLE)
-    if row[KIND] != ENVELOPE:
+    if row[KIND] != MOONCAKE_EVENT:
         row[KIND] = tag
     return at + length
 
 
 @array_function
 def read_field(data, at, stop, field, row, hashes, tokens):
-    """Read one value into the row. Place behind it, or -1 with a reason."""
+    """Read one value into the row. Returns the position after it, or -1 with a reason in the row."""
     if field < NUM_TEXTS:
         return _read_text(data, at, stop, row, MEDIUM + 2 * field)
     if field == _F_HASHES:
@@ -234,7 +234,7 @@ def read_field(data, at, stop, field, row, hashes, tokens):
         return _read_extra(data, at, stop, row)
     if field == F_TAG:
         return read_tag(data, at, stop, row)
-    if field == F_ENVELOPE:
-        row[KIND] = ENVELOPE
+    if field == F_EVENT_TYPE:
+        row[KIND] = MOONCAKE_EVENT
     at = skip(data, at, stop)
     return at if at >= 0 else fail(row, TRUNCATED)

@@ -1,7 +1,7 @@
-"""Kernels that walk msgpack. Arrays only, no Python objects, nothing allocated.
+"""Kernels that read msgpack in place. No Python objects, no allocation.
 
-Bytes from outside are never trusted: every read is bounded by the payload, every claimed length by what is left of it,
-and no walk is recursive.
+The bytes are untrusted: every read is bounded by the payload, every length by the bytes that are left, and nothing is
+recursive.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import numpy as np
 
 from kv_events.kernels import array_function, array_helper
 
-# what `read_head` found
+# kinds of values
 BAD, NIL, BOOL, FLOAT, POSITIVE, NEGATIVE, STR, BIN, EXT, ARRAY, MAP = range(11)
 
-# formats 0xc0 .. 0xdf: what they begin, and how many bytes of number follow
+# formats 0xc0 .. 0xdf: kind of the value, and bytes of the number that follows
 _FORMAT_KIND = np.array(
     [NIL, BAD, BOOL, BOOL, BIN, BIN, BIN, EXT, EXT, EXT, FLOAT, FLOAT, POSITIVE, POSITIVE, POSITIVE, POSITIVE, NEGATIVE,
      NEGATIVE, NEGATIVE, NEGATIVE, EXT, EXT, EXT, EXT, EXT, STR, STR, STR, ARRAY, ARRAY, MAP, MAP],
@@ -26,7 +26,7 @@ _FIXEXT = 0xD4
 
 
 def _scalar_sizes():
-    """[256] bytes that a value takes in all, by its first byte; 0: needs a closer look."""
+    """[256] total bytes of a value, by its first byte; 0 if that alone does not say."""
     sizes = np.zeros(256, np.int64)
     sizes[:0x80] = sizes[0xE0:] = 1
     sizes[0xA0:0xC0] = np.arange(1, 33)
@@ -41,7 +41,7 @@ _BYTE = np.uint64(8)
 
 
 def dictionary(words):
-    """(bytes of all words, [n + 1] their borders, [n] their meanings), for `look_up`."""
+    """Prepare `look_up`: (bytes of all words, [n + 1] their borders, [n] their meanings)."""
     borders = np.cumsum([0, *map(len, words)])
     text = np.frombuffer("".join(words).encode(), np.uint8)
     return text, borders.astype(np.int64), np.array(list(words.values()), np.int64)
@@ -49,7 +49,7 @@ def dictionary(words):
 
 @array_helper
 def big_endian(data, at, num_bytes):
-    """The number that bytes write; of more than eight, the last eight."""
+    """A big-endian number. Of more than eight bytes, the last eight count."""
     value = _ZERO
     for i in range(num_bytes):
         value = (value << _BYTE) | np.uint64(data[at + i])
@@ -58,7 +58,7 @@ def big_endian(data, at, num_bytes):
 
 @array_function
 def _long_head(data, at, stop):
-    """`read_head` of the formats 0xc0 to 0xdf."""
+    """`read_head` for formats 0xc0 to 0xdf."""
     byte = np.int64(data[at]) - 0xC0
     kind, size = _FORMAT_KIND[byte], _FORMAT_BYTES[byte]
     at += 1
@@ -77,7 +77,7 @@ def _long_head(data, at, stop):
     elif kind == EXT:
         if size == 0:
             value = np.uint64(1) << np.uint64(byte + 0xC0 - _FIXEXT)
-        value += np.uint64(1)  # the type
+        value += np.uint64(1)  # the extension's type byte
     if (kind in (STR, BIN, EXT, ARRAY)) and value > np.uint64(left):
         return BAD, _ZERO, at
     if kind == MAP and value > np.uint64(left // 2):
@@ -87,10 +87,10 @@ def _long_head(data, at, stop):
 
 @array_function
 def read_head(data, at, stop):
-    """Read what begins at a place: (kind, value, place behind the head).
+    """Read the head of a value: (kind, number, position after the head).
 
-    The value is the number (two's complement where NEGATIVE), the bytes of content that follow (STR, BIN, EXT), or the
-    elements (ARRAY) or pairs (MAP), which are at least not more than there are bytes. A FLOAT's value is its bits.
+    The number is the integer itself (two's complement if NEGATIVE), the bits of a FLOAT, the bytes of content (STR,
+    BIN, EXT), or the count of elements (ARRAY) or pairs (MAP). A count never exceeds what the bytes left could hold.
     """
     if at >= stop:
         return BAD, _ZERO, at
@@ -110,7 +110,7 @@ def read_head(data, at, stop):
 
 @array_function
 def skip(data, at, stop):
-    """Place behind whatever begins here, nested as it may be; -1: the encoding is broken."""
+    """Position after the value that begins here, with all that is nested in it. -1 if the encoding is broken."""
     left = 1
     while left > 0:
         left -= 1
@@ -132,7 +132,7 @@ def skip(data, at, stop):
 
 @array_function
 def look_up(data, at, length, text, borders, meanings, otherwise):
-    """Meaning of a word of the payload in a dictionary."""
+    """Meaning of a word of the payload, or `otherwise` if the dictionary lacks it."""
     for word in range(meanings.shape[0]):
         if borders[word + 1] - borders[word] == length:
             same = True
@@ -147,9 +147,9 @@ def look_up(data, at, length, text, borders, meanings, otherwise):
 
 @array_function
 def read_key(data, at, stop, text, borders, meanings, unknown):
-    """A map's key: (its meaning, place of the value), place -1: broken. A key that is no text is unknown."""
-    kind, value, behind = read_head(data, at, stop)
+    """Read a map's key: (its meaning, position of the value or -1). A key that is not a text is unknown."""
+    kind, value, end = read_head(data, at, stop)
     if kind != STR:
         return unknown, skip(data, at, stop)
     length = np.int64(value)
-    return look_up(data, behind, length, text, borders, meanings, unknown), behind + length
+    return look_up(data, end, length, text, borders, meanings, unknown), end + length

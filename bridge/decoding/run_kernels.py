@@ -1,7 +1,7 @@
-"""Kernels that see which neighbouring events can be taken together: a *run*.
+"""Kernels that join adjacent events into a run.
 
-A run's events are of one attention group. Its stores say the same of different pages, save for the medium, and where
-they are whole pages without anything special, removals may lie between them.
+All events of a run are of one attention group. Its stores differ only in their pages and locations. If these are whole
+pages without pairs or extra keys, the run may also contain removals.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from bridge.decoding.event_rows import (
     HASH_TO,
     KIND,
     LOCALITY,
+    LOCATION_ROWS,
     LORA,
     LORA_ID,
     MEDIUM,
-    MOST_PLACES,
-    NUM_PLACES,
+    MOST_LOCATIONS,
+    NUM_LOCATIONS,
     PAIRS,
-    PLACE_ROWS,
     REMOVED,
     SALT,
     SHAPE,
@@ -32,7 +32,7 @@ from bridge.decoding.event_rows import (
 )
 from kv_events.kernels import array_function, array_helper
 
-# shapes of a store: whole pages; no tokens; tokens of another number than the pages need
+# shapes of a store: whole pages; no tokens; a number of tokens that does not fit the pages
 WHOLE, TOKENLESS, UNEVEN = range(3)
 
 
@@ -62,7 +62,7 @@ def _is_special(row):
 
 @array_function
 def _same_store(data, row, other):
-    """Whether two stores say the same, but of other pages and maybe on another medium."""
+    """Whether two stores differ only in their pages and locations."""
     if _is_special(row) or _is_special(other) or row[SHAPE] != other[SHAPE]:
         return False
     if row[BLOCK_SIZE] != other[BLOCK_SIZE] or row[LORA_ID] != other[LORA_ID]:
@@ -73,54 +73,54 @@ def _same_store(data, row, other):
 
 
 @array_function
-def _place(data, rows, begin, number):
-    """Number of an event's medium among those that the run names; a new one is added. -1: there are too many."""
+def _location_index(data, rows, begin, number):
+    """Index of an event's location among those of the run, to which a new one is added. -1 if there are too many."""
     first, row = rows[begin], rows[number]
-    for place in range(first[NUM_PLACES]):
-        named = rows[first[PLACE_ROWS + place]]
+    for index in range(first[NUM_LOCATIONS]):
+        named = rows[first[LOCATION_ROWS + index]]
         if _same_text(data, row, named, MEDIUM) and _same_text(data, row, named, LOCALITY):
-            return place
-    if first[NUM_PLACES] == MOST_PLACES:
+            return index
+    if first[NUM_LOCATIONS] == MOST_LOCATIONS:
         return -1
-    first[PLACE_ROWS + first[NUM_PLACES]] = number
-    first[NUM_PLACES] += 1
-    return first[NUM_PLACES] - 1
+    first[LOCATION_ROWS + first[NUM_LOCATIONS]] = number
+    first[NUM_LOCATIONS] += 1
+    return first[NUM_LOCATIONS] - 1
 
 
 @array_function
 def begin_run(rows, number):
     row = rows[number]
     row[STORE_ROW] = number if row[KIND] == STORED else -1
-    row[NUM_PLACES], row[PLACE_ROWS] = 1, number
+    row[NUM_LOCATIONS], row[LOCATION_ROWS] = 1, number
 
 
 @array_function
 def join_run(data, rows, begin, number):
-    """Have an event join the run that begins at another row. Returns the number of its medium; -1: it does not fit."""
+    """Add an event to the run that begins at row `begin`. Returns its location's index, or -1 if it does not fit."""
     row, first = rows[number], rows[begin]
     if row[KIND] > REMOVED or first[KIND] > REMOVED or row[GROUP] != first[GROUP]:
         return -1
     store, is_store = first[STORE_ROW], row[KIND] == STORED
     if is_store and (_is_special(row) if store < 0 else not _same_store(data, row, rows[store])):
         return -1
-    # the shape of all the run's stores, this one among them
+    # whether all stores of the run, including this one, are whole pages
     is_whole = rows[store][SHAPE] == WHOLE if store >= 0 else not is_store or row[SHAPE] == WHOLE
     if not is_whole or (store >= 0 and _is_special(rows[store])):
-        if not is_store or store < 0 or first[NUM_PLACES] > 1:
+        if not is_store or store < 0 or first[NUM_LOCATIONS] > 1:
             return -1
         same = _same_text(data, row, first, MEDIUM) and _same_text(data, row, first, LOCALITY)
         return 0 if same else -1
-    place = _place(data, rows, begin, number)
-    if place >= 0 and is_store and store < 0:
+    index = _location_index(data, rows, begin, number)
+    if index >= 0 and is_store and store < 0:
         first[STORE_ROW] = number
-    return place
+    return index
 
 
 @array_function
 def leave_run(rows, begin, mark):
-    """Undo what the rows from `mark` on said of the run that begins before them."""
+    """Remove the rows from `mark` on from the run that begins before them."""
     first = rows[begin]
     if first[STORE_ROW] >= mark:
         first[STORE_ROW] = -1
-    while first[NUM_PLACES] > 1 and first[PLACE_ROWS + first[NUM_PLACES] - 1] >= mark:
-        first[NUM_PLACES] -= 1
+    while first[NUM_LOCATIONS] > 1 and first[LOCATION_ROWS + first[NUM_LOCATIONS] - 1] >= mark:
+        first[NUM_LOCATIONS] -= 1

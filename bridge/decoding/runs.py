@@ -1,6 +1,6 @@
-"""Runs: an engine's events as the bridge's own, columns ready for kernels.
+"""Runs: decoded events in columns, ready for kernels.
 
-A run is one event, or neighbours that can be taken together. An event that makes no sense is a run of its own.
+A run is one event, or several adjacent ones that can be applied together. An invalid event is a run of its own.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from bridge.decoding.envelopes import Envelope
+from bridge.decoding.mooncake_events import MooncakeEvent
 from kv_events.hashing import U32Array, U64Array
 
 _MASK64 = 2**64 - 1
 
 
 class PageEvents(NamedTuple):
-    """Stored pages by the engine's names, and removed ones: one or more events."""
+    """Pages stored and removed by one or more events, as engine hashes."""
 
     block_hashes: npt.NDArray[np.uint64]
-    """[n] all events' pages in a row."""
+    """[n] pages of all events, one after the other."""
     lengths: npt.NDArray[np.int64]
     """[m] pages of each event."""
     parents: npt.NDArray[np.uint64]
     """[m] block hash before each stored event's first page."""
     has_parent: npt.NDArray[np.uint8]
-    """[m] 1 where `parents` is meant; else the first page is a prompt's first."""
+    """[m] whether `parents` applies. If not, the event's first page begins a prompt."""
     is_removal: npt.NDArray[np.uint8]
-    """[m] 1 where pages are removed; they are passed on as they are."""
+    """[m] whether the event removes its pages."""
 
     def part(self, start: int, stop: int, first_page: int, end_page: int) -> PageEvents:
-        """Events start .. stop, which have the pages first_page .. end_page."""
+        """Events start:stop, whose pages are first_page:end_page."""
         here = slice(start, stop)
         return PageEvents(
             self.block_hashes[first_page:end_page],
@@ -45,7 +45,7 @@ class PageEvents(NamedTuple):
 
     @classmethod
     def stored(cls, block_hashes: npt.NDArray[np.uint64], parent: int | None) -> PageEvents:
-        """One event. parent: a block hash."""
+        """A store event. parent: block hash of the page before the first."""
         return cls(
             block_hashes,
             np.array([len(block_hashes)], np.int64),
@@ -55,8 +55,8 @@ class PageEvents(NamedTuple):
         )
 
 
-class Place(NamedTuple):
-    """Where pages lie, in the engine's words."""
+class Location(NamedTuple):
+    """Where pages are, as the engine names it."""
 
     medium: str
     locality: str = ""
@@ -67,24 +67,25 @@ class StoredRun(NamedTuple):
 
     events: PageEvents
     tokens: U32Array
-    """All events' tokens in a row; empty: not said. Pairs came as n + 1 tokens, and only in runs of one event."""
+    """Tokens of all events, one after the other; may be absent. n overlapping pairs are n + 1 tokens, in one event."""
     num_positions: int
-    """Tokens, or pairs."""
+    """Number of tokens, or of pairs."""
     is_bigram: bool
     block_size: int
-    """0: not said."""
-    place: Place
-    group: int | None
+    """0 if the events do not say."""
+    location: Location
+    attention_group: int | None
     spec_kind: str
+    """Kind of the attention group; may be empty."""
     lora_name: str
-    """An adapter's name, or its number where only that is said; empty: the base model."""
+    """Adapter's name, or its number if that is all the events say; empty for the base model."""
     cache_salt: str
     extra_keys: list[Any]
-    """vLLM's, where one of the pages has any; only in runs of one event."""
+    """vLLM's `extra_keys` if one of the pages has any. Only in runs of one event."""
 
     @classmethod
-    def of_envelope(cls, event: Envelope, token_ids: list[int], block_size: int) -> StoredRun:
-        """block_size: where the event names none."""
+    def of_mooncake_event(cls, event: MooncakeEvent, token_ids: list[int], block_size: int) -> StoredRun:
+        """Make a run of one event. block_size: used if the event names none."""
         parent = event.parent_hash
         return cls(
             PageEvents.stored(hashes_of(event), None if parent is None else parent & _MASK64),
@@ -92,8 +93,8 @@ class StoredRun(NamedTuple):
             len(token_ids),
             is_bigram=False,
             block_size=event.block_size or block_size,
-            place=Place(event.medium or ""),
-            group=None,
+            location=Location(event.medium or ""),
+            attention_group=None,
             spec_kind="",
             lora_name=event.lora_name or "",
             cache_salt=event.additional_salt or "",
@@ -105,53 +106,53 @@ class RemovedRun(NamedTuple):
     """Removed pages."""
 
     block_hashes: U64Array
-    place: Place
-    group: int | None
+    location: Location
+    attention_group: int | None
 
 
 class MixedRun(NamedTuple):
-    """Pages stored and removed in turn, or on several media. Stored pages are whole, with their tokens."""
+    """Stores and removals mixed, or on several media. Stored pages are whole and have tokens."""
 
     stored: StoredRun
-    """What all stores say, save for the medium; its events are all of the run, the removals among them."""
-    places: npt.NDArray[np.uint8]
-    """[m] number of each event's medium."""
-    media: list[Place]
+    """The properties that all stores share; the location varies. Its `events` include the removals."""
+    location_indices: npt.NDArray[np.uint8]
+    """[m] index of each event's location in `locations`."""
+    locations: list[Location]
 
     def parts(self) -> Iterator[StoredRun | RemovedRun]:
-        """The same, in runs of one kind and one medium."""
+        """Split into runs of one kind and one location."""
         stored, events = self.stored, self.stored.events
         pages = np.cumsum([0, *events.lengths])
         stored_pages = np.cumsum([0, *np.where(events.is_removal, 0, events.lengths)])
-        kinds = events.is_removal.astype(np.int64) << 8 | self.places
+        kinds = events.is_removal.astype(np.int64) << 8 | self.location_indices
         borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
         for start, stop in pairwise(borders):
-            place = self.media[self.places[start]]
+            location = self.locations[self.location_indices[start]]
             if events.is_removal[start]:
-                yield RemovedRun(events.block_hashes[pages[start] : pages[stop]], place, stored.group)
+                yield RemovedRun(events.block_hashes[pages[start] : pages[stop]], location, stored.attention_group)
             else:
                 size = stored.block_size
                 tokens = stored.tokens[stored_pages[start] * size : stored_pages[stop] * size]
                 part = events.part(start, stop, pages[start], pages[stop])
-                yield stored._replace(events=part, tokens=tokens, num_positions=len(tokens), place=place)
+                yield stored._replace(events=part, tokens=tokens, num_positions=len(tokens), location=location)
 
 
 class ClearedRun(NamedTuple):
-    """Nothing is held any more."""
+    """The worker holds no pages."""
 
 
 class BadEvent(NamedTuple):
-    """An event that cannot be read."""
+    """An invalid event."""
 
     reason: str
-    """One of a small fixed set of words."""
+    """One of a fixed set of words; a metric has them as a label."""
     may_remove: bool = True
-    """Whether it may have said that pages are gone."""
+    """Whether it may have removed pages."""
 
 
-def hashes_of(event: Envelope) -> U64Array:
-    """uint64: the hashes that an envelope names."""
+def hashes_of(event: MooncakeEvent) -> U64Array:
+    """uint64[n]: the hashes of an event."""
     return np.array([value & _MASK64 for value in event.seq_hashes], np.uint64)
 
 
-Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | Envelope | BadEvent
+Run: TypeAlias = StoredRun | RemovedRun | MixedRun | ClearedRun | MooncakeEvent | BadEvent

@@ -1,7 +1,7 @@
-"""Kernels that read the events of batches, row by row.
+"""Kernels that read the events of batches into rows.
 
-msgpack delimits itself, so an event that makes no sense is passed over and its neighbours are read; only a break in the
-encoding itself ends the walk through its batch.
+msgpack values delimit themselves, so an invalid event is skipped and the next one is read. Only a broken encoding ends
+the batch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bridge.decoding.batch_kernels import (
 from bridge.decoding.event_rows import (
     BAD_STORE,
     CONTINUES,
-    ENVELOPE,
     GROUP,
     HAS_PARENT,
     HASH_FROM,
     HASH_TO,
     KIND,
+    MOONCAKE_EVENT,
     NUM_COLUMNS,
     PARENT,
     REASON,
@@ -54,7 +54,7 @@ from bridge.decoding.field_kernels import (
     EVENT_BORDERS,
     EVENT_MEANINGS,
     EVENT_TEXT,
-    F_ENVELOPE,
+    F_EVENT_TYPE,
     F_UNKNOWN,
     REMOVED_FIELDS,
     STORED_FIELDS,
@@ -68,7 +68,7 @@ from kv_events.kernels import array_function, array_kernel
 
 @array_function
 def _read_event(data, at, stop, row, hashes, tokens):
-    """Fill a row. Place behind the event, or -1 with a reason."""
+    """Read an event into a row. Returns the position after it, or -1 with a reason in the row."""
     form, value, at = read_head(data, at, stop)
     count = np.int64(value)
     if form == MAP:
@@ -76,12 +76,12 @@ def _read_event(data, at, stop, row, hashes, tokens):
             field, at = read_key(data, at, stop, EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS, F_UNKNOWN)
             if at < 0:
                 return fail(row, TRUNCATED)
-            if row[KIND] == ENVELOPE:
-                field = F_UNKNOWN  # another decoder's business
+            if row[KIND] == MOONCAKE_EVENT:
+                field = F_UNKNOWN  # msgspec decodes its other fields
             at = read_field(data, at, stop, field, row, hashes, tokens)
             if at < 0:
-                if _is_envelope(data, row[START], stop):
-                    row[KIND] = ENVELOPE
+                if _is_mooncake_event(data, row[START], stop):
+                    row[KIND] = MOONCAKE_EVENT
                     return skip(data, row[START], stop)
                 return -1
     elif form == ARRAY and count > 0:
@@ -103,14 +103,14 @@ def _read_event(data, at, stop, row, hashes, tokens):
 
 
 @array_function
-def _is_envelope(data, at, stop):
-    """Whether an event in map form has an `event_type`: its other fields then need not be what we take them for."""
+def _is_mooncake_event(data, at, stop):
+    """Whether an event in map form has an `event_type`. Its other fields then have another meaning."""
     _, count, at = read_head(data, at, stop)
     for _ in range(np.int64(count)):
         field, at = read_key(data, at, stop, EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS, F_UNKNOWN)
         if at < 0:
             return False
-        if field == F_ENVELOPE:
+        if field == F_EVENT_TYPE:
             return True
         at = skip(data, at, stop)
         if at < 0:
@@ -120,17 +120,17 @@ def _is_envelope(data, at, stop):
 
 @array_function
 def _read_row(data, stop, header, rows, hashes, tokens):
-    """Read the next event into the next row, and move the header on."""
+    """Read the next event into the next row, and advance the header."""
     row = rows[header[NUM_ROWS]]
     for column in range(NUM_COLUMNS):
         row[column] = 0
     row[KIND], row[GROUP], row[START] = UNREADABLE, -1, header[AT]
     row[HASH_FROM] = row[HASH_TO] = header[NUM_HASHES]
     row[TOKEN_FROM] = row[TOKEN_TO] = header[NUM_TOKENS]
-    behind = _read_event(data, header[AT], stop, row, hashes, tokens)
-    if behind < 0:
+    end = _read_event(data, header[AT], stop, row, hashes, tokens)
+    if end < 0:
         row[KIND] = BAD_STORE if row[KIND] == STORED else UNREADABLE
-        behind = skip(data, header[AT], stop)
+        end = skip(data, header[AT], stop)
     elif row[KIND] == STORED:
         row[SHAPE] = shape(row)
     elif row[KIND] == REMOVED:
@@ -138,21 +138,22 @@ def _read_row(data, stop, header, rows, hashes, tokens):
     if row[KIND] <= REMOVED:
         header[NUM_HASHES], header[NUM_TOKENS] = row[HASH_TO], row[TOKEN_TO]
     header[LEFT] -= 1
-    if behind < 0:
-        row[KIND], row[REASON] = UNREADABLE, TRUNCATED  # with all events that were to follow
-        header[LEFT], behind = 0, stop
-    row[STOP] = header[AT] = behind
+    if end < 0:
+        row[KIND], row[REASON] = UNREADABLE, TRUNCATED  # and so are all events after it
+        header[LEFT], end = 0, stop
+    row[STOP] = header[AT] = end
 
 
 @array_function
-def _put_in_run(data, header, rows, places):
+def _put_in_run(data, header, rows, location_indices):
+    """Add the newest row to the current run, or begin another one with it."""
     number = header[NUM_ROWS]
-    place = join_run(data, rows, header[RUN], number) if number > 0 else -1
-    rows[number][CONTINUES] = place >= 0
-    if place < 0:
+    index = join_run(data, rows, header[RUN], number) if number > 0 else -1
+    rows[number][CONTINUES] = index >= 0
+    if index < 0:
         begin_run(rows, number)
-        header[RUN], place = number, 0
-    places[number] = place
+        header[RUN], index = number, 0
+    location_indices[number] = index
 
 
 # --- entry point ----------------------------------------------------------------------------------------------------
@@ -162,14 +163,16 @@ _I64, _U64, _U8 = types.int64[::1], types.uint64[::1], types.uint8[::1]
 
 
 @array_kernel(types.boolean(_DATA, _I64, _I64, types.int64[:, ::1], _I64, _U64, _U8, _U8, _U8, _U64, types.uint32[::1]))
-def scan_batches(data, borders, header, rows, lengths, parents, has_parent, is_removal, places, hashes, tokens):
-    """Read events as far as they can be taken together: as many as there are rows, of batches of one rank.
+def scan_batches(
+    data, borders, header, rows, lengths, parents, has_parent, is_removal, location_indices, hashes, tokens
+):
+    """Read the next events of consecutive batches of one rank, at most as many as there are rows.
 
-    data: uint8, the payloads of b batches in a row. borders: int64[b + 1]. header: int64[13], zeros at first, moved on.
-    rows: int64[n, 35], a row an event. lengths, parents, has_parent, is_removal, places: [n], columns of them: pages,
-    block hash before the first one and whether it is meant, whether pages are removed, number of the medium in its run.
-    hashes: uint64 and tokens: uint32, each one longer than all payloads, filled from the start; columns HASH_FROM ...
-    point into them. False: the first batch is none; it is passed over.
+    data: uint8, the payloads of b batches, one after the other. borders: int64[b + 1]. header: int64[13], zeros at
+    first; the kernel advances it. rows: int64[n, 35], one row an event. lengths, parents, has_parent, is_removal,
+    location_indices: [n], see `PageEvents` and `MixedRun`. hashes: uint64 and tokens: uint32, each longer than all
+    payloads; filled from the start, and indexed by columns HASH_FROM and so on. Returns False if the first payload is
+    not a batch; it is skipped.
     """
     num_batches, is_first = borders.shape[0] - 1, True
     header[RANK:] = 0
@@ -185,12 +188,12 @@ def scan_batches(data, borders, header, rows, lengths, parents, has_parent, is_r
             row = rows[number]
             lengths[number], is_removal[number] = row[HASH_TO] - row[HASH_FROM], row[KIND] == REMOVED
             parents[number], has_parent[number] = np.uint64(row[PARENT]), row[HAS_PARENT]
-            _put_in_run(data, header, rows, places)
+            _put_in_run(data, header, rows, location_indices)
             header[NUM_ROWS] += 1
         find_rank(data, stop, header)
         if is_first:
             header[RANK] = header[BATCH_RANK]
-        elif header[RANK] != header[BATCH_RANK]:  # another rank's: it is read again by the next call
+        elif header[RANK] != header[BATCH_RANK]:  # another rank: the next call reads the batch again
             leave_run(rows, run, mark)
             header[NUM_ROWS], header[IS_OPEN] = mark, 0
             return True

@@ -1,4 +1,4 @@
-"""Kernels that read the tokens of an event, which are most of its bytes."""
+"""Kernels that read the tokens of an event. Tokens are most of its bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from bridge.decoding.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, re
 from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function, array_helper
 
-# tokens by their first byte: whether it is a usual form; bits by which the four bytes behind it are shifted; what is
-# added to them
+# by a token's first byte: whether its form is a usual one, by how many bits the next four bytes are shifted, and the
+# value to add to them
 _IS_USUAL = np.zeros(256, np.bool_)
 _IS_USUAL[:0x80] = _IS_USUAL[0xCC:0xCF] = True
 _TOKEN_SHIFT = np.full(256, 32, np.uint64)
@@ -23,7 +23,7 @@ _BYTE, _SHIFT24, _SHIFT56 = np.uint64(0xFF), np.uint64(24), np.uint64(56)
 
 @array_helper
 def _read_token(data, at, stop):
-    """(token, place behind it), place -1: no token."""
+    """Read a token: (token, position after it), or position -1."""
     byte = data[at] if at < stop else np.uint8(0xC1)
     if byte < 0x80:
         return np.uint32(byte), at + 1
@@ -39,24 +39,24 @@ def _read_token(data, at, stop):
 
 @array_helper
 def _usual_size(first):
-    """Bytes in all of a token in a usual form, by its first byte: 1, or 2, 3, 5 for 0xcc, 0xcd, 0xce."""
+    """Total bytes of a token in a usual form: 1, or 2, 3, 5 if the first byte is 0xcc, 0xcd, 0xce."""
     return np.int64(1 + ((first >> np.uint64(7)) << (first & np.uint64(3))))
 
 
 @array_helper
 def _usual_token(word, first):
-    """A token in a usual form, by the eight bytes that begin with it."""
+    """A token in a usual form, from the eight bytes at its position."""
     return np.uint32((((word >> _SHIFT24) & _MAX_TOKEN) >> _TOKEN_SHIFT[first]) | _TOKEN_ITSELF[first])
 
 
 @array_helper
 def _read_usual_tokens(data, at, stop, row, tokens, count):
-    """Tokens in their shortest forms, without a branch that depends on their sizes, which nobody could foresee, and two
-    at a time: where the second one begins is known from bytes that were loaded with the first.
+    """Read tokens in their shortest forms, up to one in another form or the last bytes of the payload.
 
-    Returns how many were read, up to one in another form or the payload's last bytes, and the place behind them.
+    There is no branch on a token's size, because a processor cannot predict it. Tokens are read in pairs: the bytes
+    loaded with the first one show where the second begins. Returns how many were read and the position after them.
     """
-    done, place = 0, row[TOKEN_FROM]
+    done, position = 0, row[TOKEN_FROM]
     while done + 2 <= count and at + 13 <= stop:
         word = eight_bytes(data, at)
         first = word >> _SHIFT56
@@ -64,8 +64,8 @@ def _read_usual_tokens(data, at, stop, row, tokens, count):
         second = (word >> np.uint64(56 - 8 * size)) & _BYTE
         if not (_IS_USUAL[first] and _IS_USUAL[second]):
             break
-        tokens[place + done] = _usual_token(word, first)
-        tokens[place + done + 1] = _usual_token(eight_bytes(data, at + size), second)
+        tokens[position + done] = _usual_token(word, first)
+        tokens[position + done + 1] = _usual_token(eight_bytes(data, at + size), second)
         at += size + _usual_size(second)
         done += 2
     return done, at
@@ -73,22 +73,22 @@ def _read_usual_tokens(data, at, stop, row, tokens, count):
 
 @array_function
 def _read_pairs(data, at, stop, row, tokens, count):
-    """count pairs, each of which overlaps its neighbour by one token -> count + 1 tokens."""
-    place = row[TOKEN_FROM]
+    """Read `count` pairs, each of which overlaps the next one by a token, as count + 1 tokens."""
+    position = row[TOKEN_FROM]
     for i in range(count):
         kind, value, at = read_head(data, at, stop)
         if kind != ARRAY or value != np.uint64(2):
             return fail(row, TOKENS)
         first, at = _read_token(data, at, stop)
-        if at < 0 or (i > 0 and first != tokens[place]):
+        if at < 0 or (i > 0 and first != tokens[position]):
             return fail(row, TOKENS)
         second, at = _read_token(data, at, stop)
         if at < 0:
             return fail(row, TOKENS)
-        tokens[place] = first
-        tokens[place + 1] = second
-        place += 1
-    row[TOKEN_TO] = place + 1
+        tokens[position] = first
+        tokens[position + 1] = second
+        position += 1
+    row[TOKEN_TO] = position + 1
     row[PAIRS] = 1
     return at
 
@@ -104,12 +104,12 @@ def read_tokens(data, at, stop, row, tokens):
     if count > 0 and read_head(data, at, stop)[0] == ARRAY:
         return _read_pairs(data, at, stop, row, tokens, count)
     done, at = _read_usual_tokens(data, at, stop, row, tokens, count)
-    place = row[TOKEN_FROM] + done
+    position = row[TOKEN_FROM] + done
     for _ in range(count - done):
         token, at = _read_token(data, at, stop)
         if at < 0:
             return fail(row, TOKENS)
-        tokens[place] = token
-        place += 1
-    row[TOKEN_TO] = place
+        tokens[position] = token
+        position += 1
+    row[TOKEN_TO] = position
     return at

@@ -1,6 +1,6 @@
 """Engine hashes -> sequence hashes.
 
-`translator.Translator` takes the runs of one worker stream and hands pages to its publisher. `hash_translator`
-remembers which sequence hash belongs to which engine hash, `namespaces` keeps equal hashes of different attention
-groups apart, and `tier_mapper` maps the engine's media to our four tiers. Imports `decoding`, not `stream`.
+`event_translator.EventTranslator` translates the runs of one worker stream. `hash_translator` remembers the sequence
+hash of each engine hash, `namespaces` keeps equal hashes of different attention groups apart, and `tier_mapper` maps
+media to tiers and publishes. Imports `decoding`, not `stream`.
 """

@@ -1,8 +1,8 @@
-"""vLLM's `extra_keys`: what, besides tokens, went into the hashes of pages. The entries bear no tags.
+"""vLLM's `extra_keys`: what went into page hashes besides tokens. The entries have no tags.
 
-Per page: nothing, or a list in the order adapter name, multimodal identifiers, cache salt (on a prompt's first page
-only), prompt embeddings. Identifiers of multimodal objects are hex digests of 64 digits, of which NVIDIA Dynamo takes
-the first 16 as the object's hash; up to 0.17 they came as `[identifier, offset]`.
+An entry is one page's: null, or a list of adapter name, multimodal identifiers, cache salt (only on a prompt's first
+page) and prompt embeddings, in this order. A multimodal identifier is a digest of 64 hex digits. NVIDIA Dynamo takes
+the first 16 as the object's hash, and so does this module. vLLM up to 0.17 sent `[identifier, offset]`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _IDENTIFIER = re.compile("[0-9a-fA-F]{64}")
 
 
 class ExtraKeys(NamedTuple):
-    """What the entries of an event mean."""
+    """The entries of an event, interpreted."""
 
     objects: list[list[int]]
-    """For each page, hashes of what lies in it, ascending."""
+    """For each page, the hashes of its multimodal objects, ascending."""
     salt: str
-    """Cache salt of the prompt, where only its looks say that it is one; empty: none."""
+    """Cache salt of the prompt, if an entry looks like one; else empty."""
 
 
 def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, begins_prompt: bool) -> ExtraKeys:
-    """Make out what the entries mean. What cannot be made out still keeps its page apart from all others.
+    """Interpret the entries. An unknown key is hashed as an object, so that it still tells its page from others.
 
-    lora_name, cache_salt: those that the event names besides; empty: it does not.
+    lora_name, cache_salt: those that the event itself names, or empty.
     """
     objects: list[list[int]] = []
     salt = ""
@@ -41,7 +41,7 @@ def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, 
         keys = list(entry) if isinstance(entry, list | tuple) else [] if entry is None else [entry]
         for named in filter(None, (lora_name, cache_salt)):
             if named in keys:
-                keys.remove(named)  # once: they may have the same text
+                keys.remove(named)  # one occurrence only: both may have the same text
         if begins_prompt and page == 0 and not cache_salt and keys and _is_salt(keys[-1]):
             salt = keys.pop()
         objects.append(sorted(map(_object_hash, keys)))
@@ -51,9 +51,9 @@ def read_extra_keys(entries: Sequence[Any], lora_name: str, cache_salt: str, *, 
 def local_hashes_with_objects(
     tokens: U32Array, objects: list[list[int]], block_size: int, seed: int, *, is_bigram: bool
 ) -> U64Array:
-    """uint64[pages]: local hashes of pages whose tokens are followed by the hashes of their objects, as Dynamo has it.
+    """uint64[pages]: local hashes over a page's tokens and then the hashes of its objects, as Dynamo computes them.
 
-    tokens: uint32[pages * block_size], one more in bigram mode. Pages beyond the list have no objects.
+    tokens: uint32[pages * block_size], one more in bigram mode. objects: by page; pages beyond the list have none.
     """
     windows = sliding_window_view(tokens.astype("<u4", copy=False), block_size + is_bigram)[::block_size]
     pages = [window.tobytes() for window in windows]

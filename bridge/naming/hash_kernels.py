@@ -1,13 +1,13 @@
 """Kernels that give an engine's pages their sequence hashes and remember them. Arrays only, no Python objects.
 
-A name is entered under the engine's hash XOR the salt of its attention group, and stays when the page is removed: a
-later page may name it as its parent, a later event may say that the same hash now lies on another medium. Of the pages
-that lie nowhere any more as many are remembered as ever lay somewhere at a time, but not fewer than 65,536, if the
-bound is not lower: that goes far back in an engine's work, and keeps the table near to what fits a processor's caches.
-Which one is forgotten is up to CLOCK (Corbato, 1968): one that nobody asked for since the hand last came by.
+A page is remembered under its engine hash XOR the salt of its namespace, and stays so after its removal: a later page
+may name it as its parent, and a later event may say that it is now on another medium. Of the pages that are on no
+medium, as many are remembered as the worker ever held at a time, but at least 65,536 if the bound allows: that covers
+much of an engine's past work, and keeps the table small enough for the processor's caches. CLOCK (Corbato, 1968)
+chooses the page to forget: one that was not used since the hand last passed it.
 
-One hash may be said of pages with different seeds (SGLang does not mix the salt into its hashes). The first one is
-entered under the hash itself, the others, *variants*, under the hash XOR their mixed seed.
+Pages with different seeds may share an engine hash, because SGLang does not mix the salt into its hashes. The first one
+is remembered under the hash itself. The others *collide* and are remembered under the hash XOR their mixed seed.
 """
 
 from __future__ import annotations
@@ -35,68 +35,76 @@ from kv_events.page_table_kernels import (
 from kv_events.xxh3 import hash_pair
 from publisher.blocks import ASKED_FOR, BLOCK_ARRAYS, HELD, MOST_HELD, REMEMBERED, STATE, Blocks, is_held
 
-# elements of cursor: the event to go on with, places in input and output, and pages by what was special about them
-EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_SPECIAL = range(6)
+# elements of cursor: next event, positions in input and output, and numbers of unknown and ambiguous pages
+EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_AMBIGUOUS = range(6)
 NUM_CURSORS = 6
 
-# flags of a page that was given a name, as bits
-PLAIN, VARIANT, RENAMED = 0, 1, 2
+# flags of a translated page, as bits
+UNIQUE, COLLIDING, REASSIGNED = 0, 1, 2
 
-# elements of clock: where the hand stands; most names of pages that lie nowhere; 1: there may be variants
-HAND, MOST_IDLE, HAS_VARIANTS = range(3)
+# elements of clock: position of the hand; most pages to remember beyond those held; 1: there may be collisions
+HAND, MOST_IDLE, HAS_COLLISIONS = range(3)
 
 _NO_HASH = np.uint64(0)
 _FEWEST_IDLE = 65_536
-"""Names of pages that lie nowhere are not forgotten below that, if there is room."""
+"""Fewer pages than this are not forgotten while the bound allows."""
 _AT_A_TIME = 4096
-"""Names that are forgotten by a call beyond two for each page that it names, so that no call takes long."""
+"""Pages that a call forgets besides two for each page that it translates, so that no call takes long."""
 _MOST_FORGOTTEN = 4
-"""To find room for one name. A table may be full in one segment only; then the page is left out."""
+"""Pages forgotten to make room for one. If its segment of the table is still full, the page is left out."""
 
 
-class NameArrays(NamedTuple):
-    """What the bridge remembers of one worker's pages; columns by the table's entry ids."""
+class HashArrays(NamedTuple):
+    """What is remembered of one worker's pages, in columns by the table's entry ids."""
 
     blocks: Blocks
-    """Shared with the ledger, which says which pages lie somewhere."""
-    names: npt.NDArray[np.uint64]
-    """[capacity + 1] sequence hash."""
+    """Shared with the ledger, which marks the pages that are held."""
+    sequence_hashes: npt.NDArray[np.uint64]
+    """[capacity + 1]"""
     seeds: npt.NDArray[np.uint64]
     """[capacity + 1] seed of the page's namespace, which its children inherit."""
-    groups: npt.NDArray[np.uint16]
-    """[capacity + 1] number of the attention group, or of whatever else keeps equal hashes apart."""
+    namespaces: npt.NDArray[np.uint16]
+    """[capacity + 1] number of the page's hash namespace."""
     clock: npt.NDArray[np.int64]
-    """[3] see HAND, MOST_IDLE, HAS_VARIANTS."""
+    """[3] see HAND, MOST_IDLE, HAS_COLLISIONS."""
 
 
-class Named(NamedTuple):
-    """Columns that `name_pages` writes: pages that got a name, removed ones, and all events, some of them empty."""
+class TranslatedColumns(NamedTuple):
+    """Output of `translate_pages`: n pages, stored and removed, and m events, some of them empty."""
 
-    bases: npt.NDArray[np.uint64]
-    """The engine's hashes."""
+    engine_hashes: npt.NDArray[np.uint64]
+    """[n]"""
     block_hashes: npt.NDArray[np.uint64]
-    """Those that the ledger is to know them by: others for variants."""
-    names: npt.NDArray[np.uint64]
+    """[n] the ledger's hashes: another one than the engine's where pages collide."""
+    sequence_hashes: npt.NDArray[np.uint64]
+    """[n] 0 for removed pages."""
     flags: npt.NDArray[np.uint8]
+    """[n] UNIQUE, or bits COLLIDING and REASSIGNED."""
     lengths: npt.NDArray[np.int64]
+    """[m] pages of each event."""
     parents: npt.NDArray[np.uint64]
+    """[m] the ledger's hash before each stored event's first page."""
     has_parent: npt.NDArray[np.uint8]
+    """[m] whether `parents` applies."""
 
 
 _U64, _U64_IN = types.uint64[::1], types.Array(types.uint64, 1, "C", readonly=True)
 _I64, _U8 = types.int64[::1], types.uint8[::1]
-_NAMES = (*BLOCK_ARRAYS, _U64, _U64, types.uint16[::1], _I64)
+_HASHES = (*BLOCK_ARRAYS, _U64, _U64, types.uint16[::1], _I64)
 
 
 @array_helper
 def _num_idle(blocks):
-    """Names of pages that lie nowhere."""
+    """Pages that are remembered but not held."""
     return num_entries(blocks.table) - blocks.tally[HELD]
 
 
 @array_helper
 def _forget_one(arrays):
-    """Let the hand go on to a page that lies nowhere and was not asked for, and forget its name. There is one."""
+    """Advance the hand to a page that is not held and was not used, and forget it.
+
+    There must be one that is not held.
+    """
     blocks, clock = arrays.blocks, arrays.clock
     while True:
         entry = clock[HAND] + 1
@@ -116,9 +124,9 @@ def _forget_one(arrays):
 
 @array_helper
 def _tidy_up(arrays, num_pages):
-    """Forget what is beyond the names that are to be remembered, before so many pages are named.
+    """Forget pages beyond the bound, before `num_pages` are translated.
 
-    Not while the ledger has still to hear of some.
+    The ledger must have applied all pages translated before.
     """
     blocks = arrays.blocks
     blocks.tally[MOST_HELD] = max(blocks.tally[MOST_HELD], blocks.tally[HELD])
@@ -128,14 +136,14 @@ def _tidy_up(arrays, num_pages):
 
 
 @array_helper
-def _write(arrays, entry, name, seed, group):
-    arrays.names[entry], arrays.seeds[entry], arrays.groups[entry] = name, seed, group
+def _write(arrays, entry, sequence_hash, seed, namespace):
+    arrays.sequence_hashes[entry], arrays.seeds[entry], arrays.namespaces[entry] = sequence_hash, seed, namespace
     arrays.blocks.columns[entry, STATE] = np.uint32(REMEMBERED)
 
 
 @array_function
-def _remember(arrays, key, name, seed, group):
-    """Enter an absent name, in place of others if there is no room."""
+def _remember(arrays, key, sequence_hash, seed, namespace):
+    """Remember an absent page, in place of others if there is no room."""
     blocks = arrays.blocks
     entry = insert(blocks.table, key)
     for _ in range(_MOST_FORGOTTEN):
@@ -144,119 +152,116 @@ def _remember(arrays, key, name, seed, group):
         _forget_one(arrays)
         entry = insert(blocks.table, key)
     if entry >= 0:
-        _write(arrays, entry, name, seed, group)
+        _write(arrays, entry, sequence_hash, seed, namespace)
 
 
 @array_helper
-def _ask_for(arrays, entry):
+def _mark_used(arrays, entry):
     arrays.blocks.columns[entry, STATE] |= np.uint32(ASKED_FOR)
 
 
 @array_helper
-def _enter_again(arrays, entry, name):
-    """A page that is remembered. Whether it meant another one until now."""
-    _ask_for(arrays, entry)
-    is_renamed = arrays.names[entry] != name
-    arrays.names[entry] = name
-    return RENAMED if is_renamed else PLAIN
+def _update(arrays, entry, sequence_hash):
+    """Set the sequence hash of a remembered engine hash. Returns REASSIGNED if it had another one, else UNIQUE."""
+    _mark_used(arrays, entry)
+    is_reassigned = arrays.sequence_hashes[entry] != sequence_hash
+    arrays.sequence_hashes[entry] = sequence_hash
+    return REASSIGNED if is_reassigned else UNIQUE
 
 
 @array_function
-def _enter_variant(arrays, block_hash, salt, group, name, seed):
-    """Remember a page whose hash is another page's, too."""
+def _remember_collision(arrays, block_hash, salt, namespace, sequence_hash, seed):
+    """Remember a page that shares its engine hash with another page."""
     key = block_hash ^ mix(seed) ^ salt
     entry = find(arrays.blocks.table, key)
     if entry >= 0:
-        return VARIANT | _enter_again(arrays, entry, name)
-    _remember(arrays, key, name, seed, group)
-    arrays.clock[HAS_VARIANTS] = 1
-    return VARIANT
+        return COLLIDING | _update(arrays, entry, sequence_hash)
+    _remember(arrays, key, sequence_hash, seed, namespace)
+    arrays.clock[HAS_COLLISIONS] = 1
+    return COLLIDING
 
 
 @array_function
-def _is_left_alone(arrays, key, seed):
-    """Whether a page was a variant of one that is forgotten by now."""
+def _collided_before(arrays, key, seed):
+    """Whether the page collided with one that is forgotten by now."""
     return find(arrays.blocks.table, key) < 0 and find(arrays.blocks.table, key ^ mix(seed)) >= 0
 
 
 @array_helper
-def _enter(arrays, block_hash, salt, group, name, seed):
-    """Remember a page. Returns the hash that the ledger is to know it by, and a flag."""
-    flag, key = PLAIN, block_hash ^ salt
-    if arrays.clock[HAS_VARIANTS] and _is_left_alone(arrays, key, seed):
-        flag = _enter_variant(arrays, block_hash, salt, group, name, seed)
+def _remember_page(arrays, block_hash, salt, namespace, sequence_hash, seed):
+    """Remember a page. Returns its ledger hash and flags."""
+    flag, key = UNIQUE, block_hash ^ salt
+    if arrays.clock[HAS_COLLISIONS] and _collided_before(arrays, key, seed):
+        flag = _remember_collision(arrays, block_hash, salt, namespace, sequence_hash, seed)
         block_hash ^= mix(seed)
     else:
         entry, is_new = find_or_insert(arrays.blocks.table, key)
         if entry < 0:
-            _remember(arrays, key, name, seed, group)
+            _remember(arrays, key, sequence_hash, seed, namespace)
         elif is_new:
-            _write(arrays, entry, name, seed, group)
+            _write(arrays, entry, sequence_hash, seed, namespace)
         elif arrays.seeds[entry] == seed:
-            flag = _enter_again(arrays, entry, name)
+            flag = _update(arrays, entry, sequence_hash)
         else:
-            flag = _enter_variant(arrays, block_hash, salt, group, name, seed)
+            flag = _remember_collision(arrays, block_hash, salt, namespace, sequence_hash, seed)
             block_hash ^= mix(seed)
     return block_hash, flag
 
 
 @array_function
-def _recall(arrays, block_hash, salt, seed, is_stated):
-    """Entry of a page of this seed; where the seed was only assumed, of any: -1 if there is none.
-
-    Returns the hash that the ledger knows the page by, too.
-    """
+def _look_up(arrays, block_hash, salt, seed, is_stated):
+    """Find a page of this seed, or of any seed if it is not stated. Returns its entry, or -1, and its ledger hash."""
     entry = find(arrays.blocks.table, block_hash ^ salt)
     if entry < 0 or arrays.seeds[entry] != seed:
-        variant = block_hash ^ mix(seed)
-        other = find(arrays.blocks.table, variant ^ salt)
+        colliding = block_hash ^ mix(seed)
+        other = find(arrays.blocks.table, colliding ^ salt)
         if other >= 0 and arrays.seeds[other] == seed:
-            entry, block_hash = other, variant
+            entry, block_hash = other, colliding
         elif is_stated:
             entry = np.int64(-1)
     if entry >= 0:
-        _ask_for(arrays, entry)
+        _mark_used(arrays, entry)
     return entry, block_hash
 
 
 @array_helper
-def _arrays(keys, directory, slots, segments, meta, columns, tally, names, seeds, groups, clock):
+def _arrays(keys, directory, slots, segments, meta, columns, tally, sequence_hashes, seeds, namespaces, clock):
     blocks = Blocks(Table(keys, directory, slots, segments, meta), columns, tally)
-    return NameArrays(blocks, names, seeds, groups, clock)
+    return HashArrays(blocks, sequence_hashes, seeds, namespaces, clock)
 
 
 @array_helper
-def _name_event(arrays, out, cursor, pages, event, local, salt, group, seed, base, parent_name, has_parent):
+def _translate_event(arrays, out, cursor, pages, event, local, salt, namespace, seed, base, parent, has_parent):
     block_hashes = pages.block_hashes
-    first, first_local, place = cursor[PAGE_IN], cursor[LOCAL_IN], cursor[PAGE_OUT]
-    name = parent_name
+    first, first_local, position = cursor[PAGE_IN], cursor[LOCAL_IN], cursor[PAGE_OUT]
+    sequence_hash = parent
     for i in range(pages.lengths[event]):
         ahead = first + i + AHEAD
         if ahead < block_hashes.shape[0]:
             fetch(arrays.blocks.table, block_hashes[ahead] ^ salt)
         is_child = has_parent or i > 0
-        name = hash_pair(name, local[first_local + i], base) if is_child else local[first_local + i]
-        block_hash, flag = _enter(arrays, block_hashes[first + i], salt, group, name, seed)
-        out.bases[place] = block_hashes[first + i]
-        out.block_hashes[place], out.names[place], out.flags[place] = block_hash, name, flag
-        if flag != PLAIN:
-            cursor[NUM_SPECIAL] += 1
-        place += 1
-    cursor[PAGE_OUT] = place
+        sequence_hash = hash_pair(sequence_hash, local[first_local + i], base) if is_child else local[first_local + i]
+        block_hash, flag = _remember_page(arrays, block_hashes[first + i], salt, namespace, sequence_hash, seed)
+        out.engine_hashes[position] = block_hashes[first + i]
+        out.block_hashes[position], out.sequence_hashes[position], out.flags[position] = block_hash, sequence_hash, flag
+        if flag != UNIQUE:
+            cursor[NUM_AMBIGUOUS] += 1
+        position += 1
+    cursor[PAGE_OUT] = position
 
 
 @array_function
 def _pass_on(out, cursor, block_hashes, num_pages):
-    """Removed pages."""
-    first, place = cursor[PAGE_IN], cursor[PAGE_OUT]
+    """Pass removed pages on unchanged."""
+    first, position = cursor[PAGE_IN], cursor[PAGE_OUT]
     for i in range(num_pages):
-        out.bases[place + i] = out.block_hashes[place + i] = block_hashes[first + i]
-        out.names[place + i], out.flags[place + i] = _NO_HASH, PLAIN
-    cursor[PAGE_OUT] = place + num_pages
+        out.engine_hashes[position + i] = out.block_hashes[position + i] = block_hashes[first + i]
+        out.sequence_hashes[position + i], out.flags[position + i] = _NO_HASH, UNIQUE
+    cursor[PAGE_OUT] = position + num_pages
 
 
 @array_helper
-def _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, group):
+def _translate_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, namespace):
     for event in range(cursor[EVENT], pages.lengths.shape[0]):
         num_pages = pages.lengths[event]
         out.lengths[event], out.has_parent[event] = num_pages, 0
@@ -264,12 +269,12 @@ def _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated,
             _pass_on(out, cursor, pages.block_hashes, num_pages)
             cursor[PAGE_IN] += num_pages
             continue
-        needed, parent_name, has_parent = seed, _NO_HASH, pages.has_parent[event]
+        needed, parent, has_parent = seed, _NO_HASH, pages.has_parent[event]
         entry = np.int64(0)
         if has_parent:
-            entry, parent_hash = _recall(arrays, pages.parents[event], salt, seed, is_stated)
+            entry, parent_hash = _look_up(arrays, pages.parents[event], salt, seed, is_stated)
             if entry >= 0:
-                needed, parent_name = arrays.seeds[entry], arrays.names[entry]
+                needed, parent = arrays.seeds[entry], arrays.sequence_hashes[entry]
                 out.parents[event], out.has_parent[event] = parent_hash, 1
         if entry < 0:
             cursor[NUM_UNKNOWN] += num_pages
@@ -279,67 +284,79 @@ def _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated,
             cursor[EVENT] = event
             return event
         else:
-            _name_event(arrays, out, cursor, pages, event, local, salt, group, needed, base, parent_name, has_parent)
+            _translate_event(
+                arrays, out, cursor, pages, event, local, salt, namespace, needed, base, parent, has_parent
+            )
         cursor[PAGE_IN] += num_pages
         cursor[LOCAL_IN] += num_pages
     return pages.lengths.shape[0]
 
 
-# --- entry points: bare arrays in -----------------------------------------------------------------------------------
+# --- entry points -----------------------------------------------------------------------------------------------------
 
 
 @array_kernel(
     types.int64(
         _U64_IN, _I64, _U64, _U8, _U8, _U64, _U64, types.uint64, types.uint64, types.boolean, types.uint64,
-        types.uint16, _I64, _U64, _U64, _U64, _U8, _I64, _U64, _U8, *_NAMES,
+        types.uint16, _I64, _U64, _U64, _U64, _U8, _I64, _U64, _U8, *_HASHES,
     )
 )  # fmt: skip
-def name_pages(
-    block_hashes, lengths, parents, has_parent, is_removal, local, seeds, seed, base, is_stated, salt, group, cursor,
-    out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent,
-    keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock,
+def translate_pages(
+    block_hashes, lengths, parents, has_parent, is_removal, local, seeds, seed, base, is_stated, salt, namespace,
+    cursor, out_engine_hashes, out_block_hashes, out_sequence_hashes, out_flags, out_lengths, out_parents,
+    out_has_parent, keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces,
+    clock,
 ):  # fmt: skip
-    """Name the pages of stores, pass removed ones on. Returns the event where it stopped; the number of events: done.
+    """Translate stored pages and pass removed ones on. Returns the event where it stopped, or their number when done.
 
     block_hashes, lengths, parents, has_parent, is_removal: see `PageEvents`, m events.
-    local: uint64[stored pages], their local hashes by `seeds` (uint64[m], one an event). seed: that of the events' own
-    words; a child inherits its parent's instead, unless the events' words are the whole truth (is_stated). An event
-    whose local hashes were made with another seed than it needs is returned, with the right one put into `seeds`: hash
-    its pages anew and call again. base: seed that pages are rolled with, whatever their own. cursor: int64[6], zeros at
-    first. out_*: see `Named`; as long as the input.
+    local: uint64[stored pages], their local hashes by `seeds` (uint64[m], one an event). seed: that of the events; a
+    child inherits its parent's instead unless is_stated. If an event needs another seed than its local hashes were made
+    with, the kernel writes it into `seeds` and returns the event: hash its pages again and call again. base: seed that
+    all hashes are rolled with. cursor: int64[6], zeros at first. out_*: see `TranslatedColumns`; as long as the input.
     """
-    arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
-    out = Named(out_bases, out_block_hashes, out_names, out_flags, out_lengths, out_parents, out_has_parent)
+    arrays = _arrays(
+        keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock
+    )
+    out = TranslatedColumns(
+        out_engine_hashes, out_block_hashes, out_sequence_hashes, out_flags, out_lengths, out_parents, out_has_parent
+    )
     pages = PageEvents(block_hashes, lengths, parents, has_parent, is_removal)
     if cursor[EVENT] == 0:
         _tidy_up(arrays, local.shape[0])
-    return _name_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, group)
+    return _translate_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, namespace)
 
 
-@array_kernel(types.int64(_U64_IN, types.uint64, types.boolean, types.uint64, _U64, _U64, _U64, *_NAMES))
-def recall_pages(
-    block_hashes, seed, is_stated, salt, out_bases, out_block_hashes, out_names,
-    keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock,
+@array_kernel(types.int64(_U64_IN, types.uint64, types.boolean, types.uint64, _U64, _U64, _U64, *_HASHES))
+def look_up_pages(
+    block_hashes, seed, is_stated, salt, out_engine_hashes, out_block_hashes, out_sequence_hashes,
+    keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock,
 ):  # fmt: skip
-    """Names of pages by the engine's hashes alone. Returns how many are known, which fill columns of `Named`."""
-    arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
+    """Look pages up by engine hash alone. Returns how many are known; they fill the first columns of the output."""
+    arrays = _arrays(
+        keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock
+    )
     known = 0
     for i in range(block_hashes.shape[0]):
-        entry, block_hash = _recall(arrays, block_hashes[i], salt, seed, is_stated)
+        entry, block_hash = _look_up(arrays, block_hashes[i], salt, seed, is_stated)
         if entry >= 0:
-            out_bases[known], out_block_hashes[known] = block_hashes[i], block_hash
-            out_names[known] = arrays.names[entry]
+            out_engine_hashes[known], out_block_hashes[known] = block_hashes[i], block_hash
+            out_sequence_hashes[known] = arrays.sequence_hashes[entry]
             known += 1
     return known
 
 
-@array_kernel(types.void(_U64_IN, _U64_IN, types.uint64, types.uint64, types.uint16, _U64, _U8, *_NAMES))
-def enter_pages(
-    block_hashes, page_names, seed, salt, group, out_block_hashes, out_flags,
-    keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock,
+@array_kernel(types.void(_U64_IN, _U64_IN, types.uint64, types.uint64, types.uint16, _U64, _U8, *_HASHES))
+def remember_pages(
+    block_hashes, page_hashes, seed, salt, namespace, out_block_hashes, out_flags,
+    keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock,
 ):  # fmt: skip
-    """Remember pages whose names the engine gave itself."""
-    arrays = _arrays(keys, directory, slots, segments, meta, columns, tally, names, name_seeds, groups, clock)
+    """Remember pages whose sequence hashes the engine itself sent."""
+    arrays = _arrays(
+        keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock
+    )
     _tidy_up(arrays, block_hashes.shape[0])
     for i in range(block_hashes.shape[0]):
-        out_block_hashes[i], out_flags[i] = _enter(arrays, block_hashes[i], salt, group, page_names[i], seed)
+        out_block_hashes[i], out_flags[i] = _remember_page(
+            arrays, block_hashes[i], salt, namespace, page_hashes[i], seed
+        )

@@ -1,4 +1,4 @@
-"""The bridge's memory of one worker's pages: the engine's name -> the router's, beyond the page's own life."""
+"""One worker's engine hashes and their sequence hashes, remembered beyond the pages' lives."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy.typing as npt
 
 from bridge.decoding.runs import PageEvents
 from bridge.naming.hash_kernels import (
+    COLLIDING,
     HAND,
-    HAS_VARIANTS,
+    HAS_COLLISIONS,
     LOCAL_IN,
+    NUM_AMBIGUOUS,
     NUM_CURSORS,
-    NUM_SPECIAL,
     NUM_UNKNOWN,
     PAGE_OUT,
-    PLAIN,
-    RENAMED,
-    VARIANT,
-    NameArrays,
-    Named,
-    enter_pages,
-    name_pages,
-    recall_pages,
+    REASSIGNED,
+    UNIQUE,
+    HashArrays,
+    TranslatedColumns,
+    look_up_pages,
+    remember_pages,
+    translate_pages,
 )
 from kv_events import page_table
 from kv_events.hash_seed import process_seed
@@ -34,8 +34,8 @@ from publisher.blocks import Blocks, flat_blocks, forget_all, make_blocks, state
 from publisher.intake import StoredColumns
 
 
-class Space(NamedTuple):
-    """What keeps equal hashes of one worker apart: an attention group, or the owner of pooled pages."""
+class HashNamespace(NamedTuple):
+    """Keeps equal engine hashes of one worker apart: an attention group, or the owner of pooled pages."""
 
     label: str | None
     """The ledger's namespace."""
@@ -44,59 +44,59 @@ class Space(NamedTuple):
     """The ledger's salt of that namespace."""
 
 
-class Wording(NamedTuple):
-    """What an event says of its pages' namespace."""
+class NamespaceSeed(NamedTuple):
+    """Seed of an event's pages."""
 
     seed: int
-    is_whole_truth: bool
-    """Pages have this seed. Otherwise a child inherits its parent's: engines name a salt only where a prompt begins."""
+    is_stated: bool
+    """Whether the event itself states it. If not, a page inherits the seed of its parent: engines name a cache salt
+    only where a prompt begins."""
 
 
-class SpecialPage(NamedTuple):
-    """A page whose name needs care."""
+class AmbiguousPage(NamedTuple):
+    """A page whose engine hash is, or was, another page's, too."""
 
-    place: int
+    position: int
     """In the columns."""
-    base: int
-    """The engine's hash."""
+    engine_hash: int
     block_hash: int
-    """That of the ledger: another one for a variant, see `name_kernels`."""
-    is_renamed: bool
-    """The hash meant another page until now."""
+    """The ledger's hash. Differs from the engine's where pages collide, see `hash_kernels`."""
+    is_reassigned: bool
+    """Whether the hash meant another page until now."""
 
 
-class NamedPages(NamedTuple):
-    """What became of events."""
+class TranslatedPages(NamedTuple):
+    """Pages of events, with sequence hashes."""
 
     columns: StoredColumns
-    """Pages that have a name, and removed ones, as the publisher takes them; as many events as came, some empty."""
-    special: list[SpecialPage]
-    """Those of them that are variants, or renamed."""
+    """Stored pages whose hashes are known, and removed pages, for the publisher. As many events as came, some empty."""
+    ambiguous: list[AmbiguousPage]
     num_unknown: int
-    """Pages left out because the page before them is not known."""
+    """Pages left out because their parent is not known."""
 
 
-_UNHEARD_PAGES = 2**20
-"""Room for pages that were named, and that the ledger has still to hear of; no more than it may hold."""
+_UNAPPLIED_PAGES = 2**20
+"""Room for pages that were translated but not yet applied by the ledger. No more than the ledger may hold."""
 
 LocalHashes = Callable[[int, int, int], U64Array]
 """(first stored page, number of pages, seed) -> their local hashes."""
 
 
-class Names:
-    """A bounded map. Pages that lie somewhere are in it; of the others, what is not asked for any more is forgotten
-    first. Not thread-safe.
+class HashTranslator:
+    """A bounded map from engine hash to sequence hash. Not thread-safe.
+
+    Holds all pages that the worker holds, and of its former pages those that were used last.
     """
 
     def __init__(self, held_pages: int, idle_pages: int) -> None:
-        """held_pages: those that may lie somewhere at a time. idle_pages: most names of pages that lie nowhere.
+        """held_pages: most pages that the worker may hold. idle_pages: most former pages that are remembered.
 
-        Names of the engine's: several may be of one page, and then both bounds share the room.
+        If several engine hashes mean the same page, each counts.
         """
-        capacity = min(held_pages + idle_pages + min(held_pages, _UNHEARD_PAGES), MAX_CAPACITY)
+        capacity = min(held_pages + idle_pages + min(held_pages, _UNAPPLIED_PAGES), MAX_CAPACITY)
         self.blocks: Blocks = make_blocks(capacity, is_shared=True)
-        """For the ledger that is to say which pages lie somewhere."""
-        self._arrays = NameArrays(
+        """For the ledger, which marks the pages that are held."""
+        self._arrays = HashArrays(
             self.blocks,
             np.zeros(capacity + 1, np.uint64),
             np.zeros(capacity + 1, np.uint64),
@@ -106,29 +106,29 @@ class Names:
         self._flat = (*flat_blocks(self.blocks), *self._arrays[1:])
         self._base = np.uint64(process_seed())
         self._cursor = np.zeros(NUM_CURSORS, np.int64)
-        self._named = _empty_named(0, 0)
+        self._translated = _empty_columns(0, 0)
         self._seeds = np.empty(0, np.uint64)
 
     def __len__(self) -> int:
         return page_table.num_live(self.blocks.table)
 
-    def name(
-        self, pages: PageEvents, local: U64Array, local_of: LocalHashes, wording: Wording, space: Space
-    ) -> NamedPages:
-        """Give stored pages their sequence hashes, by their parents' and their tokens, and remember them.
+    def translate(
+        self, pages: PageEvents, local: U64Array, local_of: LocalHashes, seed: NamespaceSeed, namespace: HashNamespace
+    ) -> TranslatedPages:
+        """Compute the sequence hashes of stored pages from their parents and tokens, and remember them.
 
-        local: uint64[stored pages], local hashes by the wording's seed; changed where another seed is inherited, by
-        `local_of`. What is returned are views of buffers that the next call writes over.
+        local: uint64[stored pages], local hashes by `seed`; overwritten with those of `local_of` where a page inherits
+        another seed. Returns views of buffers that the next call overwrites.
         """
         num_events = len(pages.lengths)
         out, seeds = self._room(len(pages.block_hashes), num_events)
         cursor = self._cursor
         cursor[:] = 0
-        seeds[:] = wording.seed
+        seeds[:] = seed.seed
         while True:
-            event = name_pages(
-                *pages, local, seeds, np.uint64(wording.seed), self._base, wording.is_whole_truth, space.salt,
-                space.number, cursor, *out, *self._flat,
+            event = translate_pages(
+                *pages, local, seeds, np.uint64(seed.seed), self._base, seed.is_stated, namespace.salt,
+                namespace.number, cursor, *out, *self._flat,
             )  # fmt: skip
             if event == num_events:
                 break
@@ -137,66 +137,70 @@ class Names:
         end = int(cursor[PAGE_OUT])
         columns = StoredColumns(
             out.block_hashes[:end],
-            out.names[:end],
+            out.sequence_hashes[:end],
             out.lengths[:num_events],
             out.parents[:num_events],
             out.has_parent[:num_events],
         )
-        special = _special(out.bases[:end], columns.block_hashes, out.flags[:end]) if cursor[NUM_SPECIAL] else []
-        return NamedPages(columns, special, int(cursor[NUM_UNKNOWN]))
+        is_clear = cursor[NUM_AMBIGUOUS] == 0
+        ambiguous = [] if is_clear else _ambiguous(out.engine_hashes[:end], columns.block_hashes, out.flags[:end])
+        return TranslatedPages(columns, ambiguous, int(cursor[NUM_UNKNOWN]))
 
-    def recall(self, block_hashes: U64Array, wording: Wording, space: Space) -> NamedPages:
-        """The pages that are known by the engine's hashes alone."""
+    def look_up(self, block_hashes: U64Array, seed: NamespaceSeed, namespace: HashNamespace) -> TranslatedPages:
+        """Find pages by engine hash alone. Those that are not remembered are left out."""
         found = np.empty((3, len(block_hashes)), np.uint64)
-        num_known = recall_pages(
-            block_hashes, np.uint64(wording.seed), wording.is_whole_truth, space.salt, *found, *self._flat
+        num_known = look_up_pages(
+            block_hashes, np.uint64(seed.seed), seed.is_stated, namespace.salt, *found, *self._flat
         )
-        bases, hashes, names = found[:, :num_known]
-        return NamedPages(
-            single_pages(hashes, names), _special(bases, hashes, np.where(bases == hashes, PLAIN, VARIANT)), 0
-        )
+        engine_hashes, known_as, sequence_hashes = found[:, :num_known]
+        flags = np.where(engine_hashes == known_as, UNIQUE, COLLIDING)
+        return TranslatedPages(single_pages(known_as, sequence_hashes), _ambiguous(engine_hashes, known_as, flags), 0)
 
-    def enter(self, block_hashes: U64Array, names: U64Array, wording: Wording, space: Space) -> NamedPages:
-        """Remember pages whose engine names them by sequence hashes itself."""
-        hashes, flags = np.empty(len(names), np.uint64), np.empty(len(names), np.uint8)
-        enter_pages(
-            block_hashes, names, np.uint64(wording.seed), space.salt, space.number, hashes, flags, *self._flat
+    def remember(
+        self, block_hashes: U64Array, sequence_hashes: U64Array, seed: NamespaceSeed, namespace: HashNamespace
+    ) -> TranslatedPages:
+        """Remember pages whose sequence hashes the engine itself sent."""
+        known_as, flags = np.empty(len(block_hashes), np.uint64), np.empty(len(block_hashes), np.uint8)
+        remember_pages(
+            block_hashes, sequence_hashes, np.uint64(seed.seed), namespace.salt, namespace.number, known_as, flags,
+            *self._flat,
         )  # fmt: skip
-        return NamedPages(single_pages(hashes, names), _special(block_hashes, hashes, flags), 0)
+        return TranslatedPages(single_pages(known_as, sequence_hashes), _ambiguous(block_hashes, known_as, flags), 0)
 
-    def block_hashes_in(self, space: Space) -> U64Array:
-        """The ledger's hashes of all pages remembered of a space."""
+    def block_hashes_in(self, namespace: HashNamespace) -> U64Array:
+        """The ledger's hashes of all pages remembered in a namespace."""
         known = states(self.blocks) != 0
-        here = np.flatnonzero(known & (self._arrays.groups[: len(known)] == space.number))
-        hashes: U64Array = self.blocks.table.keys[here] ^ space.salt
+        here = np.flatnonzero(known & (self._arrays.namespaces[: len(known)] == namespace.number))
+        hashes: U64Array = self.blocks.table.keys[here] ^ namespace.salt
         return hashes
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all pages."""
         forget_all(self.blocks)
-        self._arrays.clock[HAND], self._arrays.clock[HAS_VARIANTS] = -1, 0
+        self._arrays.clock[HAND], self._arrays.clock[HAS_COLLISIONS] = -1, 0
 
-    def _room(self, num_pages: int, num_events: int) -> tuple[Named, U64Array]:
-        """Buffers for the columns, and for one seed an event."""
-        if num_pages > len(self._named.names) or num_events > len(self._named.lengths):
-            self._named = _empty_named(2 * num_pages, 2 * num_events)
+    def _room(self, num_pages: int, num_events: int) -> tuple[TranslatedColumns, U64Array]:
+        """Buffers for the columns and for the events' seeds."""
+        if num_pages > len(self._translated.sequence_hashes) or num_events > len(self._translated.lengths):
+            self._translated = _empty_columns(2 * num_pages, 2 * num_events)
             self._seeds = np.empty(2 * num_events, np.uint64)
-        return self._named, self._seeds[:num_events]
+        return self._translated, self._seeds[:num_events]
 
 
-def single_pages(block_hashes: U64Array, names: U64Array) -> StoredColumns:
-    """Pages whose place in a prompt is not said: each an event of its own."""
-    num_pages = len(names)
+def single_pages(block_hashes: U64Array, sequence_hashes: U64Array) -> StoredColumns:
+    """Columns of pages whose position in a prompt is not known: one event for each."""
+    num_pages = len(block_hashes)
     zeros = np.zeros(num_pages, np.uint64)
-    return StoredColumns(block_hashes, names, np.ones(num_pages, np.int64), zeros, np.zeros(num_pages, np.uint8))
+    ones, is_child = np.ones(num_pages, np.int64), np.zeros(num_pages, np.uint8)
+    return StoredColumns(block_hashes, sequence_hashes, ones, zeros, is_child)
 
 
-def _empty_named(num_pages: int, num_events: int) -> Named:
-    words = np.empty((3, num_pages), np.uint64)
-    return Named(
-        words[0],
-        words[1],
-        words[2],
+def _empty_columns(num_pages: int, num_events: int) -> TranslatedColumns:
+    hashes = np.empty((3, num_pages), np.uint64)
+    return TranslatedColumns(
+        hashes[0],
+        hashes[1],
+        hashes[2],
         np.empty(num_pages, np.uint8),
         np.empty(num_events, np.int64),
         np.empty(num_events, np.uint64),
@@ -204,10 +208,8 @@ def _empty_named(num_pages: int, num_events: int) -> Named:
     )
 
 
-def _special(bases: U64Array, block_hashes: U64Array, flags: npt.NDArray[np.uint8]) -> list[SpecialPage]:
+def _ambiguous(engine_hashes: U64Array, known_as: U64Array, flags: npt.NDArray[np.uint8]) -> list[AmbiguousPage]:
     pages = np.flatnonzero(flags)
-    columns = pages.tolist(), bases[pages].tolist(), block_hashes[pages].tolist(), (flags[pages] & RENAMED).tolist()
-    return [
-        SpecialPage(place, base, known_as, bool(renamed))
-        for place, base, known_as, renamed in zip(*columns, strict=True)
-    ]
+    is_reassigned = (flags[pages] & REASSIGNED).astype(np.bool_)
+    columns = pages.tolist(), engine_hashes[pages].tolist(), known_as[pages].tolist(), is_reassigned.tolist()
+    return [AmbiguousPage(*page) for page in zip(*columns, strict=True)]

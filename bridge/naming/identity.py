@@ -1,25 +1,25 @@
-"""Whose events a worker stream's translator takes, and what it knows of them beforehand."""
+"""What a translator knows about its worker stream before the first event."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Identity(NamedTuple):
-    """Whose events are taken."""
+class StreamIdentity(NamedTuple):
+    """The model and tenant whose events are accepted, and the namespace of pages whose events name none."""
 
     model: str
     tenant: str
     lora_name: str = ""
-    """Adapter of the pages of which events name none."""
+    """Adapter of pages whose events name none."""
     cache_salt: str = ""
-    """Salt of the pages of which events name none."""
+    """Salt of pages whose events name none."""
 
 
-class Unsaid(NamedTuple):
-    """What an engine's registration says, and its events need not."""
+class RegistrationDefaults(NamedTuple):
+    """Values of an engine's registration for what its events leave out."""
 
     block_size: int | None
-    """None: as stores say."""
+    """None: as its stores say."""
     lora_name: str = ""
     cache_salt: str = ""

@@ -1,4 +1,4 @@
-"""The names that engines give to storage media -> our four tiers."""
+"""Engines' names of storage media -> the four tiers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ _TIERS = {
     "GPU": _GPU,
     "CPU": _CPU,  # vLLM's offload, LMCache, Mooncake
     "CPU_PINNED": _CPU,  # SGLang
-    "CPU_TIER1": _CPU,  # Dynamo's block manager, this and the next two
+    "CPU_TIER1": _CPU,  # Dynamo's block manager; also the next two
     "CPU_TIER2": _DISK,
     "NVME": _DISK,
     "DISK": _DISK,
-    "FS": _DISK,  # vLLM's offload, this and the next two
+    "FS": _DISK,  # vLLM's offload; also the next two
     "OBJ": _DISK,
     "STORAGE": _DISK,
     "EXTERNAL": _EXTERNAL,  # SGLang's third level
     "REMOTE": _EXTERNAL,  # ATOM
 }
-_CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # what an LMCache version writes for GPU
+_CUDA_DEVICE = "DEVICE(TYPE='CUDA'"  # one LMCache version writes this for GPU
 
 
 def is_device(medium: str, locality: str = "") -> bool:
-    """Whether that is the accelerator's own memory."""
+    """Whether the medium is the accelerator's own memory."""
     return tier_of(medium, locality) == _GPU
 
 
 def tier_of(medium: str, locality: str = "") -> int | None:
-    """Tier index of a medium's name in any case; None: unknown, and so no tier of which a page could be said.
+    """Tier index of a medium's name, in any case. None if the name is unknown.
 
-    locality: vLLM's `LOCAL` or `REMOTE`; what lies on another machine is external, whatever it lies on there.
+    locality: vLLM's `LOCAL` or `REMOTE`. Pages on another machine are external, whatever their medium there.
     """
     name = medium.upper()
     tier = _GPU if name.startswith(_CUDA_DEVICE) else _TIERS.get(name)

@@ -1,45 +1,45 @@
-"""What keeps equal hashes of one worker apart, and which of it says that a whole prefix can be reused."""
+"""Hash namespaces of one worker, and which attention groups allow the reuse of a whole prefix."""
 
 from __future__ import annotations
 
-from bridge.naming.hash_translator import Space
+from bridge.naming.hash_translator import HashNamespace
 from publisher.ledger import namespace_salt
 
 FULL_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Attention groups of which a page says that its whole prefix can be reused."""
+"""Kinds of attention groups in which a page stands for its whole prefix."""
 
-_MOST_SPACES = 4096
+_MOST_NAMESPACES = 4096
 
 
-class Spaces:
-    """Attention groups (numbers, or None where events name none) and owners of pooled pages (texts)."""
+class HashNamespaces:
+    """One namespace for each attention group (number, or None if events name none) and each pool owner (text)."""
 
     def __init__(self) -> None:
-        self._spaces: dict[str | int | None, Space] = {}
+        self._namespaces: dict[str | int | None, HashNamespace] = {}
         self._is_full_prefix: dict[int | None, bool] = {}  # by attention group
 
-    def space(self, key: str | int | None) -> Space | None:
-        """None: there are too many."""
-        space = self._spaces.get(key)
-        if space is None and len(self._spaces) < _MOST_SPACES:
+    def get_or_add(self, key: str | int | None) -> HashNamespace | None:
+        """The namespace of a group or owner. None if there are too many."""
+        namespace = self._namespaces.get(key)
+        if namespace is None and len(self._namespaces) < _MOST_NAMESPACES:
             label = f"group {key}" if isinstance(key, int) else key
-            space = self._spaces[key] = Space(label, len(self._spaces), namespace_salt(label))
-        return space
+            namespace = self._namespaces[key] = HashNamespace(label, len(self._namespaces), namespace_salt(label))
+        return namespace
 
-    def known(self, key: str | int | None) -> Space | None:
-        """None: nothing was ever stored there."""
-        return self._spaces.get(key)
+    def get(self, key: str | int | None) -> HashNamespace | None:
+        """The namespace of a group or owner. None if nothing was ever stored in it."""
+        return self._namespaces.get(key)
 
-    def takes_stores(self, group: int | None, spec_kind: str) -> bool:
-        """Whether a group's pages count; learns the group's kind, where a store names it."""
+    def accepts_stores(self, attention_group: int | None, spec_kind: str) -> bool:
+        """Whether a group's stores count. Learns the group's kind if `spec_kind` is not empty."""
         if spec_kind:
-            self._is_full_prefix[group] = spec_kind in FULL_PREFIX_KINDS
-        return self._is_full_prefix.setdefault(group, True)
+            self._is_full_prefix[attention_group] = spec_kind in FULL_PREFIX_KINDS
+        return self._is_full_prefix.setdefault(attention_group, True)
 
-    def takes_removals(self, group: int | None) -> bool | None:
-        """Whether a group's pages count; None: nothing was ever stored in it."""
-        return self._is_full_prefix.get(group)
+    def accepts_removals(self, attention_group: int | None) -> bool | None:
+        """Whether a group's removals count. None if nothing was ever stored in it."""
+        return self._is_full_prefix.get(attention_group)
 
-    def meant_by(self, group: int | None) -> list[int | None]:
-        """Groups of a removal. One that names none means the hash in every group."""
-        return list(self._is_full_prefix) if group is None else [group]
+    def groups_of_removal(self, attention_group: int | None) -> list[int | None]:
+        """The groups that a removal affects. One that names no group removes the hash from every group."""
+        return list(self._is_full_prefix) if attention_group is None else [attention_group]

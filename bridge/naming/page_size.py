@@ -1,4 +1,4 @@
-"""How large a worker stream's pages are: told beforehand, or learned from what its engine stores."""
+"""The block size of a worker stream: registered, or learned from the engine's stores."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ _MOST_REFUSED = 64
 
 
 class PageSize:
-    """Only device pages say it for sure: a store behind the engine may cut its pages in its own way."""
+    """Decides which stores have the stream's block size.
 
-    def __init__(self, told: int | None) -> None:
-        self.tokens = told
-        """None: not known yet."""
-        self.doubt = ""
-        """Not empty while stores came, and none of this size: names both sizes."""
-        self._is_told = self._is_sure = told is not None
-        self._has_fitted = False
-        self._refused = 0  # device stores since the last one that fitted
+    Only stores on the device prove it. Storage behind the engine may cut pages in its own way.
+    """
 
-    def is_news(self, size: int, num_stores: int, *, is_on_device: bool) -> bool:
-        """Whether stores prove that pages are of another size than was thought; `learn` it then. Device stores do, if
-        the size was not sure, or if by now none fits any more.
+    def __init__(self, registered: int | None) -> None:
+        self.tokens = registered
+        """Tokens a page; None until the first store."""
+        self.mismatch = ""
+        """Names both sizes while stores arrive and none has the registered size; else empty."""
+        self._is_registered = self._is_proved = registered is not None
+        self._has_matched = False
+        self._refused = 0  # device stores since the last one that matched
+
+    def is_changed_by(self, size: int, num_stores: int, *, is_on_device: bool) -> bool:
+        """Whether stores of another size prove that the assumed size is wrong. If so, call `learn`.
+
+        Device stores do if no device store proved the assumed size, or if none has matched it for long.
         """
-        if self._is_told or size == self.tokens:
+        if self._is_registered or size == self.tokens:
             return False
         self._refused += num_stores * is_on_device
-        return self.tokens is None or (is_on_device and (not self._is_sure or self._refused > _MOST_REFUSED))
+        return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MOST_REFUSED))
 
     def learn(self, size: int) -> None:
-        """Pages are of this size."""
+        """Assume this size."""
         self.tokens = size
         self.forget_proof()
 
     def forget_proof(self) -> None:
-        """It may be another engine by now."""
-        self._is_sure, self._has_fitted, self._refused, self.doubt = self._is_told, False, 0, ""
+        """Keep the size as an assumption only, because the engine may have been replaced."""
+        self._is_proved, self._has_matched, self._refused, self.mismatch = self._is_registered, False, 0, ""
 
     def admits(self, size: int, *, is_on_device: bool) -> bool:
-        """Whether pages are of this size."""
+        """Whether a store has the stream's size."""
         if size == self.tokens:
-            self._is_sure = self._is_sure or is_on_device
-            self._has_fitted, self._refused, self.doubt = True, 0, ""
+            self._is_proved = self._is_proved or is_on_device
+            self._has_matched, self._refused, self.mismatch = True, 0, ""
             return True
-        if self._is_told and not self._has_fitted:
-            self.doubt = f"block size {size}, registered with {self.tokens}"
+        if self._is_registered and not self._has_matched:
+            self.mismatch = f"block size {size}, registered with {self.tokens}"
         return False

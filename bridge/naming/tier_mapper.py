@@ -1,4 +1,4 @@
-"""Pages that have their names -> the publisher: media, hashes that mean several pages, or another one than before."""
+"""Translated pages -> the publisher: media become tiers, and ambiguous hashes are resolved."""
 
 from __future__ import annotations
 
@@ -7,133 +7,133 @@ from itertools import pairwise
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import MixedRun, Place
-from bridge.naming.hash_collisions import Variants
-from bridge.naming.hash_translator import NamedPages, Space, SpecialPage, single_pages
+from bridge.decoding.runs import Location, MixedRun
+from bridge.naming.hash_collisions import HashCollisions
+from bridge.naming.hash_translator import AmbiguousPage, HashNamespace, TranslatedPages, single_pages
 from bridge.naming.media import tier_of
 from kv_events.errors import shorten
 from kv_events.hashing import U64Array
-from kv_events.rate_limited_log import RateLimitedLog
+from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
 from publisher.change_kernels import REMOVAL
 from publisher.intake import EventColumns, StoredColumns
 from publisher.publisher import EventPublisher
 
 _MOST_MEDIA_NAMES = 64
-_NOWHERE = 128
-"""Kind of an event on an unknown medium, which the ledger passes over."""
+_NO_TIER = 128
+"""Kind of an event on an unknown medium. The ledger skips it."""
 
 
-class Placer:
-    """Publishes stores and removals of one worker stream, once there is a publisher."""
+class TierMapper:
+    """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set."""
 
-    def __init__(self, counters: BridgeCounters, limited_log: RateLimitedLog) -> None:
+    def __init__(self, counters: BridgeCounters, limited_logger: RateLimitedLogger) -> None:
         self.publisher: EventPublisher | None = None
         self._counters = counters
-        self._limited_log = limited_log
-        self._variants = Variants()
+        self._limited_logger = limited_logger
+        self._collisions = HashCollisions()
 
     def clear(self) -> None:
-        """Nothing is held any more."""
-        self._variants.clear()
+        """Publish that the worker holds no pages."""
+        self._collisions.clear()
         if self.publisher is not None:
             self.publisher.publish([AllBlocksCleared()])
 
-    def store(self, named: NamedPages, space: Space, place: Place) -> None:
-        """Pages now lie on a medium."""
-        tier = self._tier(place, len(named.columns.hashes))
-        renamed = [page for page in named.special if page.is_renamed]
-        if (
-            tier is None and renamed
-        ):  # what the hashes meant until now is not there any more, wherever the new pages are
-            self._remove_everywhere(np.array([page.block_hash for page in renamed], np.uint64), space.label)
-        if tier is None or self.publisher is None or not len(named.columns.hashes):
+    def store(self, pages: TranslatedPages, namespace: HashNamespace, location: Location) -> None:
+        """Publish pages that were stored on a medium."""
+        tier = self._tier(location, len(pages.columns.hashes))
+        reassigned = [page for page in pages.ambiguous if page.is_reassigned]
+        if tier is None and reassigned:  # the hashes' former pages are removed, wherever the new ones are
+            self._remove_everywhere(np.array([page.block_hash for page in reassigned], np.uint64), namespace.label)
+        if tier is None or self.publisher is None or not len(pages.columns.hashes):
             return
-        for page in named.special:
-            if page.base != page.block_hash:
-                given_up = self._variants.add(page, space)
-                if given_up is not None:
-                    self._remove_everywhere(given_up[1], given_up[0])
-        self._counters.pages_stored += len(named.columns.hashes)
-        if renamed:
-            self._store_renamed(self.publisher, named.columns, renamed, space, tier)
+        for page in pages.ambiguous:
+            if page.engine_hash != page.block_hash:
+                dropped = self._collisions.add(page, namespace)
+                if dropped is not None:
+                    self._remove_everywhere(dropped[1], dropped[0])
+        self._counters.pages_stored += len(pages.columns.hashes)
+        if reassigned:
+            self._store_reassigned(self.publisher, pages.columns, reassigned, namespace, tier)
         else:
-            self.publisher.publish_columns(EventColumns.stored(named.columns, tier), space.label)
+            self.publisher.publish_columns(EventColumns.stored(pages.columns, tier), namespace.label)
 
-    def remove(self, block_hashes: U64Array, space: Space, place: Place) -> None:
-        """Pages left a medium."""
-        tier = self._tier(place, len(block_hashes))
+    def remove(self, block_hashes: U64Array, namespace: HashNamespace, location: Location) -> None:
+        """Publish pages that were removed from a medium."""
+        tier = self._tier(location, len(block_hashes))
         if tier is None or self.publisher is None:
             return
         self._counters.pages_removed += len(block_hashes)
-        hashes = self._variants.all_of(block_hashes, space)
-        self.publisher.publish_columns(EventColumns.removed(hashes, tier), space.label)
+        hashes = self._collisions.all_of(block_hashes, namespace)
+        self.publisher.publish_columns(EventColumns.removed(hashes, tier), namespace.label)
 
-    def remove_everywhere(self, block_hashes: U64Array, space: Space) -> None:
-        """Pages lie on no medium any more."""
-        self._remove_everywhere(block_hashes, space.label)
+    def remove_everywhere(self, block_hashes: U64Array, namespace: HashNamespace) -> None:
+        """Publish pages that were removed from all media."""
+        self._remove_everywhere(block_hashes, namespace.label)
 
-    def change(self, named: NamedPages, run: MixedRun, space: Space) -> None:
-        """Stores and removals of a run, whose pages were named."""
-        if named.special or self._variants:
-            self._change_in_parts(named, run, space)
+    def change(self, pages: TranslatedPages, run: MixedRun, namespace: HashNamespace) -> None:
+        """Publish the stores and removals of a run. pages: those of the run, translated."""
+        if pages.ambiguous or self._collisions:
+            self._change_one_by_one(pages, run, namespace)
         elif self.publisher is not None:
-            columns = named.columns
+            columns = pages.columns
             is_removal, lengths = run.stored.events.is_removal, columns.lengths
-            tiers = [_NOWHERE if tier is None else tier for tier in (tier_of(*place) for place in run.media)]
-            kinds = np.array(tiers, np.uint8)[run.places] + np.uint8(REMOVAL) * is_removal
+            tiers = [_NO_TIER if tier is None else tier for tier in (tier_of(*location) for location in run.locations)]
+            kinds = np.array(tiers, np.uint8)[run.location_indices] + np.uint8(REMOVAL) * is_removal
             num_pages, num_removed = len(columns.hashes), int(lengths @ is_removal)
-            if _NOWHERE in tiers:
+            if _NO_TIER in tiers:
                 self._count_unknown(run, columns)
-                is_somewhere = kinds < _NOWHERE
-                num_pages, num_removed = int(lengths @ is_somewhere), int(lengths @ (is_removal & is_somewhere))
+                has_tier = kinds < _NO_TIER
+                num_pages, num_removed = int(lengths @ has_tier), int(lengths @ (is_removal & has_tier))
             self._counters.pages_stored += num_pages - num_removed
             self._counters.pages_removed += num_removed
-            self.publisher.publish_columns(EventColumns(kinds, columns), space.label)
+            self.publisher.publish_columns(EventColumns(kinds, columns), namespace.label)
 
-    def _change_in_parts(self, named: NamedPages, run: MixedRun, space: Space) -> None:
-        """Event by event: what one of them means may depend on those before it."""
-        borders = np.cumsum([0, *named.columns.lengths]).tolist()
+    def _change_one_by_one(self, pages: TranslatedPages, run: MixedRun, namespace: HashNamespace) -> None:
+        """Publish event by event, because the meaning of an ambiguous hash may depend on the events before."""
+        borders = np.cumsum([0, *pages.columns.lengths]).tolist()
         for event, (first, end) in enumerate(pairwise(borders)):
-            place = run.media[run.places[event]]
-            part = named.columns.part(slice(event, event + 1), slice(first, end))
+            location = run.locations[run.location_indices[event]]
+            part = pages.columns.part(slice(event, event + 1), slice(first, end))
             if run.stored.events.is_removal[event]:
-                self.remove(part.block_hashes, space, place)
+                self.remove(part.block_hashes, namespace, location)
             else:
-                special = [
-                    page._replace(place=page.place - first) for page in named.special if first <= page.place < end
+                ambiguous = [
+                    page._replace(position=page.position - first)
+                    for page in pages.ambiguous
+                    if first <= page.position < end
                 ]
-                self.store(NamedPages(part, special, 0), space, place)
+                self.store(TranslatedPages(part, ambiguous, 0), namespace, location)
 
-    def _store_renamed(
+    def _store_reassigned(
         self,
         publisher: EventPublisher,
         columns: StoredColumns,
-        renamed: list[SpecialPage],
-        space: Space,
+        reassigned: list[AmbiguousPage],
+        namespace: HashNamespace,
         tier: int,
     ) -> None:
-        """In stretches, because a hash that means another page now has to be taken off right before."""
-        places = {page.place for page in renamed}
-        for start, stop in pairwise(sorted({0, *places, len(columns.hashes)})):
-            if start in places:
-                self._remove_everywhere(columns.block_hashes[start : start + 1], space.label)
+        """Publish in parts: a reassigned hash must be removed directly before its new page is stored."""
+        positions = {page.position for page in reassigned}
+        for start, stop in pairwise(sorted({0, *positions, len(columns.hashes)})):
+            if start in positions:
+                self._remove_everywhere(columns.block_hashes[start : start + 1], namespace.label)
             part = single_pages(columns.block_hashes[start:stop], columns.hashes[start:stop])
-            publisher.publish_columns(EventColumns.stored(part, tier), space.label)
+            publisher.publish_columns(EventColumns.stored(part, tier), namespace.label)
 
     def _remove_everywhere(self, block_hashes: U64Array, label: str | None) -> None:
         if self.publisher is not None:
             for tier in range(NUM_MEDIA):
                 self.publisher.publish_columns(EventColumns.removed(block_hashes, tier), label)
 
-    def _tier(self, place: Place, num_pages: int) -> int | None:
-        tier = tier_of(*place)
+    def _tier(self, location: Location, num_pages: int) -> int | None:
+        tier = tier_of(*location)
         if tier is None:
-            unknown, medium = self._counters.unknown_media, place.medium
+            unknown, medium = self._counters.unknown_media, location.medium
             unknown[medium if medium in unknown or len(unknown) < _MOST_MEDIA_NAMES else "others"] += num_pages
-            self._limited_log.warning("pages on medium %s left out: no medium of ours", shorten(medium))
+            self._limited_logger.warning("pages on medium %s left out: the medium is unknown", shorten(medium))
         return tier
 
     def _count_unknown(self, run: MixedRun, columns: StoredColumns) -> None:
-        for number, place in enumerate(run.media):
-            self._tier(place, int(columns.lengths @ (run.places == number)))
+        for number, location in enumerate(run.locations):
+            self._tier(location, int(columns.lengths @ (run.location_indices == number)))

@@ -1,7 +1,7 @@
-"""Publishers that run inside an engine, in place of its own: vLLM's or SGLang's events to our sink, without ZMQ.
+"""Publishers that run inside an engine: vLLM's or SGLang's events go to our sink without ZMQ.
 
-`engine_publisher.EnginePublisher` is what their factories make. They learn of it by `kvsight.plugins`, which loads
-nothing of this package until a publisher is asked for.
+Engines load `kvsight.plugins`, which makes an `engine_publisher.EnginePublisher` when one is asked for. Imports
+`naming` and `decoding`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The replay socket of an engine: batches that it still keeps."""
+"""Client of an engine's replay socket, which sends again the batches that the engine still keeps."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay, repla
 from kv_events.errors import KvsightError
 
 MAX_MESSAGE_BYTES = 4 * MAX_PAYLOAD_BYTES
-"""Beyond it, ZMQ drops the connection. Larger than the largest payload, so that one too large is counted, not fatal."""
+"""ZMQ drops the connection at a larger one. Above the payload limit, so that a payload too large is counted, not
+fatal."""
 
 _MOST_QUEUED = 100_000
 _CONNECT_S = 1.0
 
 
 class ReplayError(KvsightError):
-    """An answer did not come to its end in time, or makes no sense."""
+    """An answer was not complete in time, or is invalid."""
 
 
 class ReplayUnreachableError(ReplayError):
-    """There is no connection: nobody was asked."""
+    """There is no connection, so no request was sent."""
 
 
 class ReplayInterruptedError(KvsightError):
-    """The engine spoke of itself while it was being asked."""
+    """A live message arrived while the replay was pending."""
 
 
 class ReplayClient:
-    """Asks one engine. Each request has a socket of its own, so that no old answer can mix with a new one."""
+    """Requests replays from one engine. Each request has its own socket, so that answers never mix."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, timeout_s: float) -> None:
         self._context = context
@@ -43,23 +44,24 @@ class ReplayClient:
     async def batches(
         self, start: int, deadline: float, live: zmq.asyncio.Socket | None = None
     ) -> AsyncGenerator[ReplayMessage, None]:
-        """Kept batches from `start` on, their numbers rising, up to the newest; an answer may skip some.
+        """Yield the kept batches from `start` to the newest, numbers ascending. An answer may skip some.
 
-        deadline: of `time.monotonic()`. Raises ReplayUnreachableError; ReplayError when nothing comes for the time-out,
-        or the answer goes on beyond the deadline; ReplayInterruptedError when `live` has a message while none is here.
+        deadline: by `time.monotonic()`. live: a socket whose messages end the wait. Raises ReplayUnreachableError
+        without a connection, ReplayError when nothing arrives within the timeout or the answer is longer than the
+        deadline, and ReplayInterruptedError when `live` has a message and the replay has none.
         """
         socket = self._context.socket(zmq.DEALER)
-        # what a wait has found ready may be gone again when the engine dies: only waits wait, they end
-        at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
+        non_blocking: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         try:
             self._set_options(socket)
             await self._connect(socket, deadline, live)
-            at_once.send_multipart(replay_request(start), zmq.NOBLOCK)
+            non_blocking.send_multipart(replay_request(start), zmq.NOBLOCK)
             last = -1
             while True:
-                if not await self._comes(socket, self._timeout_s, deadline, live):
-                    raise ReplayError(f"{self._endpoint}: nothing for {self._timeout_s:.1f} s")
-                message = parse_replay(at_once.recv_multipart(zmq.NOBLOCK))
+                if not await self._is_readable(socket, self._timeout_s, deadline, live):
+                    raise ReplayError(f"{self._endpoint}: no message for {self._timeout_s:.1f} s")
+                message = parse_replay(non_blocking.recv_multipart(zmq.NOBLOCK))
                 if message.is_end:
                     return
                 if message.seq <= last:
@@ -78,26 +80,28 @@ class ReplayClient:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
     async def _connect(self, socket: zmq.asyncio.Socket, deadline: float, live: zmq.asyncio.Socket | None) -> None:
-        """Return when somebody is there. The socket's monitor tells: were it made to be ready only while connected
-        (ZMQ_IMMEDIATE), libzmq would end the process when the engine dies while a message is read, frame by frame.
+        """Wait for the connection by the socket's monitor.
+
+        The option ZMQ_IMMEDIATE would be simpler, but with it libzmq aborts the process when the engine dies between
+        the frames of a message.
         """
         wait_s = min(self._timeout_s, _CONNECT_S)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             socket.connect(self._endpoint)
-            if not await self._comes(monitor, wait_s, deadline, live):
+            if not await self._is_readable(monitor, wait_s, deadline, live):
                 raise ReplayUnreachableError(f"{self._endpoint}: no connection for {wait_s:.1f} s")
         finally:
             socket.disable_monitor()
             monitor.close(linger=0)
 
-    async def _comes(
+    async def _is_readable(
         self, socket: zmq.asyncio.Socket, wait_s: float, deadline: float, live: zmq.asyncio.Socket | None
     ) -> bool:
-        """Whether there is something to read within the time."""
+        """Wait until the socket is readable. False if it is not in time."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise ReplayError(f"{self._endpoint}: the answer has no end")
+            raise ReplayError(f"{self._endpoint}: the answer does not end")
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         if live is not None:

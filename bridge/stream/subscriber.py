@@ -1,4 +1,4 @@
-"""The live stream of one address: a SUB socket, its connection, and the publishers that speak on it."""
+"""The live stream of one address: a SUB socket, its connections, and the engine streams that send on it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from zmq.utils.monitor import parse_monitor_message
 
 from bridge.counters import BridgeCounters
 from bridge.settings import BridgeSettings, EngineSettings
-from bridge.stream.engine_stream import Source
-from bridge.stream.links import LINK_EVENTS, Links, descriptor_of
+from bridge.stream.connections import CONNECTION_EVENTS, Connections, descriptor_of
+from bridge.stream.engine_stream import EngineStream
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.endpoints import is_ipv6
 from kv_events.engine_wire import FrameError, LiveMessage, Payload, parse_live
-from kv_events.rate_limited_log import RateLimitedLog
+from kv_events.rate_limited_logger import RateLimitedLogger
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MESSAGES_AT_A_TIME = 256
 _BYTES_AT_A_TIME = 2**22
 _MOST_QUEUED = 10_000
-"""Messages that wait while others are replayed; what goes beyond is a gap, to be replayed in turn."""
+"""Messages that wait during a replay. More than that leave a gap, which is then replayed, too."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
 
 
-class LinkState(str, Enum):  # noqa: UP042  (serialised as its value)
-    """How the connection stands."""
+class ConnectionState(str, Enum):  # noqa: UP042  (serialised as its value)
+    """State of the connection to an engine."""
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
@@ -41,7 +41,7 @@ class LinkState(str, Enum):  # noqa: UP042  (serialised as its value)
 
 
 class Subscriber:
-    """Owns the socket; `run` is its life. Sources outlive it."""
+    """Owns the socket, which is open while `run` runs. Engine streams outlive it."""
 
     def __init__(
         self,
@@ -49,40 +49,40 @@ class Subscriber:
         engine: EngineSettings,
         settings: BridgeSettings,
         counters: BridgeCounters,
-        limited_log: RateLimitedLog,
-        source_of: Callable[[str], Source | None],
-        sources: Callable[[], list[Source]],
+        limited_logger: RateLimitedLogger,
+        stream_of_topic: Callable[[str], EngineStream | None],
+        engine_streams: Callable[[], list[EngineStream]],
         tidy_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """engine: one rank. source_of: the source of a topic. sources: those there are. tidy_up: called now and then,
-        while no source is at work.
+        """engine: one rank. stream_of_topic: finds or makes a topic's stream; None to refuse it. engine_streams: those
+        that exist. tidy_up: called regularly, between messages.
         """
-        self.state = LinkState.CONNECTING
+        self.state = ConnectionState.CONNECTING
         self.heard_at = time.monotonic()
-        """When the last message came, or the subscriber was made."""
+        """Time of the last message, or of creation. By `time.monotonic()`."""
         self._context = context
         self._engine = engine
         self._settings = settings
         self._counters = counters
-        self._limited_log = limited_log
-        self._source_of = source_of
-        self._sources = sources
+        self._limited_logger = limited_logger
+        self._stream_of_topic = stream_of_topic
+        self._engine_streams = engine_streams
         self._tidy_up = tidy_up
-        self._links = Links()
+        self._connections = Connections()
         self._monitor: zmq.Socket[bytes] | None = None
-        self._num_links = 0  # ever made
-        self._num_told = 0  # of these, known to the sources
+        self._num_connected = 0  # connections ever made
+        self._num_handled = 0  # of these, those that the engine streams know
         self._away_since: float | None = None
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can come; None: something can, or is still to be connected."""
+        """Why no message can arrive; None while connected or still connecting."""
         return f"{self._engine.endpoint}: the connection is lost" if self._away_since is not None else None
 
     async def run(self) -> None:
-        """Read until cancelled. Raises zmq.ZMQError where the address cannot be used."""
+        """Read until cancelled. Raises zmq.ZMQError if the address cannot be used."""
         socket = self._open()
-        monitor = socket.get_monitor_socket(LINK_EVENTS)
+        monitor = socket.get_monitor_socket(CONNECTION_EVENTS)
         self._monitor = zmq.Socket.shadow(monitor)
         reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         poller = zmq.asyncio.Poller()
@@ -93,22 +93,22 @@ class Subscriber:
                 socket.bind(self._engine.endpoint)
             else:
                 socket.connect(self._engine.endpoint)
-            for source in self._sources():
-                await source.open()
+            for engine_stream in self._engine_streams():
+                await engine_stream.open()
             while True:
                 ready = dict(await poller.poll(self._wait_ms()))
                 if monitor in ready:
                     if self._engine.worker is not None and self._engine.replay_endpoint is None:
-                        # what the old connection brought must not be taken for the new one's
+                        # messages of the old connection must not count for the new one
                         await self._read(reader, at_most=_MOST_QUEUED)
                     await self._watch(socket)
                 if socket in ready:
                     await self._read(reader)
-                    if self._num_links > self._num_told:
+                    if self._num_connected > self._num_handled:
                         await self._watch(socket)
                     await asyncio.sleep(0)
                 else:
-                    await self._be_idle(socket)
+                    await self._check_idle(socket)
                 await self._tidy_up()
         finally:
             self._monitor = None
@@ -130,27 +130,27 @@ class Subscriber:
         return socket
 
     async def _read(self, reader: zmq.Socket[bytes], at_most: int = _MESSAGES_AT_A_TIME) -> None:
-        """What is there, but not for too long: others want their turn, too."""
+        """Read waiting messages, up to a limit so that other engines get their turn."""
         self.heard_at = time.monotonic()
-        for source, connection, messages in self._received(reader, at_most):
-            is_there = self._links.speaks(connection)
-            if not is_there:  # lost, or so new that the monitor has still to be asked
+        for engine_stream, connection, messages in self._received(reader, at_most):
+            is_connected = self._connections.message_came(connection)
+            if not is_connected:  # lost, or the monitor has not reported it yet
                 self._take_events()
-                is_there = self._links.speaks(connection)
-            if is_there:
-                self._judge()
-                if source.lost_at is not None:
-                    await source.reconnected()
-                source.connection = connection
-            if self._away_since is None and source.lost_at is None:
-                source.hear(True)
-            await source.take_live(messages)
+                is_connected = self._connections.message_came(connection)
+            if is_connected:
+                self._update_state()
+                if engine_stream.lost_at is not None:
+                    await engine_stream.reconnected()
+                engine_stream.connection = connection
+            if self._away_since is None and engine_stream.lost_at is None:
+                engine_stream.set_heard(True)
+            await engine_stream.take_live(messages)
 
-    def _received(self, reader: zmq.Socket[bytes], at_most: int) -> Iterator[tuple[Source, int, list[LiveMessage]]]:
-        """Messages that wait, those of one source and connection that follow each other together; not too many bytes
-        at a time.
-        """
-        speaker: tuple[Source, int] | None = None
+    def _received(
+        self, reader: zmq.Socket[bytes], at_most: int
+    ) -> Iterator[tuple[EngineStream, int, list[LiveMessage]]]:
+        """Yield waiting messages, batched while engine stream and connection stay the same, up to a number of bytes."""
+        sender: tuple[EngineStream, int] | None = None
         messages: list[LiveMessage] = []
         num_bytes = 0
         for _ in range(at_most):
@@ -159,69 +159,69 @@ class Subscriber:
             except zmq.Again:
                 break
             message = self._parsed(frames)
-            source = None if message is None else self._source_of(message.topic)
-            if message is None or source is None:
+            engine_stream = None if message is None else self._stream_of_topic(message.topic)
+            if message is None or engine_stream is None:
                 self._counters.undecodable += 1
                 continue
-            now_speaks = source, connection
-            if speaker is not None and (now_speaks != speaker or num_bytes > _BYTES_AT_A_TIME):
-                yield *speaker, messages
+            this_sender = engine_stream, connection
+            if sender is not None and (this_sender != sender or num_bytes > _BYTES_AT_A_TIME):
+                yield *sender, messages
                 messages, num_bytes = [], 0
-            speaker = now_speaks
+            sender = this_sender
             messages.append(message)
             num_bytes += len(message.payload)
-        if speaker is not None:
-            yield *speaker, messages
+        if sender is not None:
+            yield *sender, messages
 
     def _parsed(self, frames: list[Payload]) -> LiveMessage | None:
         try:
             return parse_live(frames)
         except FrameError as error:
-            self._limited_log.warning("a message is left out: %s", error)
+            self._limited_logger.warning("a message is left out: %s", error)
             return None
 
     async def _watch(self, live: zmq.asyncio.Socket) -> None:
-        """Follow the connection. One that comes back may lead to another incarnation of the engine."""
+        """Follow the connection. After a reconnect, the engine may be another incarnation."""
         self._take_events()
-        self._judge()
-        is_new, self._num_told = self._num_links > self._num_told, self._num_links
+        self._update_state()
+        is_new, self._num_handled = self._num_connected > self._num_handled, self._num_connected
         if is_new and self._engine.worker is not None:
-            for source in self._sources():
-                await (source.connected(live) if self._num_links == 1 else source.reconnected())
+            for engine_stream in self._engine_streams():
+                await (engine_stream.connected(live) if self._num_connected == 1 else engine_stream.reconnected())
 
     def _take_events(self) -> None:
-        """What the monitor has to tell. Who names himself is lost with his connection, whatever others there are."""
+        """Apply the monitor's events. A self-named worker becomes stale when its own connection is lost."""
         while self._monitor is not None and self._monitor.poll(0):
             message = parse_monitor_message(self._monitor.recv_multipart())
             event, descriptor = message["event"], message["value"]
-            self._links.take(event, descriptor)
-            self._num_links += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._connections.take(event, descriptor)
+            self._num_connected += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event == zmq.EVENT_DISCONNECTED and self._engine.worker is None:
-                for source in self._sources():
-                    if source.connection == descriptor and source.lost_at is None:
-                        source.lost_at = time.monotonic()
-                        source.hear(False)
+                for engine_stream in self._engine_streams():
+                    if engine_stream.connection == descriptor and engine_stream.lost_at is None:
+                        engine_stream.lost_at = time.monotonic()
+                        engine_stream.set_heard(False)
 
-    def _judge(self) -> None:
-        """How the connection stands by what is known of it."""
-        if self._links:
-            self.state, self._away_since = LinkState.CONNECTED, None
-        elif self._away_since is None and self._num_links:
-            self.state, self._away_since = LinkState.AWAY, time.monotonic()
-            log.warning("bridge: %s", self.failure)
-            for source in self._sources():
-                source.hear(False)
+    def _update_state(self) -> None:
+        """Update the state from the connections."""
+        if self._connections:
+            self.state, self._away_since = ConnectionState.CONNECTED, None
+        elif self._away_since is None and self._num_connected:
+            self.state, self._away_since = ConnectionState.AWAY, time.monotonic()
+            logger.warning("bridge: %s", self.failure)
+            for engine_stream in self._engine_streams():
+                engine_stream.set_heard(False)
 
-    async def _be_idle(self, live: zmq.asyncio.Socket) -> None:
+    async def _check_idle(self, live: zmq.asyncio.Socket) -> None:
         now = time.monotonic()
         if self._away_since is not None:
             if now - self._away_since >= self._settings.bridge_away_s:
-                for source in self._sources():
-                    await source.away()
+                for engine_stream in self._engine_streams():
+                    await engine_stream.expire()
         elif now - self.heard_at >= self._settings.bridge_idle_check_s:
             self.heard_at = now
-            for source in self._sources():
-                await source.check(live)
+            for engine_stream in self._engine_streams():
+                await engine_stream.check(live)
 
     def _wait_ms(self) -> int:
         waits = [self._settings.bridge_idle_check_s]
@@ -231,7 +231,7 @@ class Subscriber:
 
 
 def _receive(reader: zmq.Socket[bytes]) -> tuple[list[Payload], int]:
-    """A message, of which only the last frame may be large and so is not copied; its connection. Raises zmq.Again."""
+    """A message's frames and its connection. Only the last frame may be large; it is not copied. Raises zmq.Again."""
     frame = reader.recv(zmq.NOBLOCK, copy=False)
     connection = descriptor_of(frame)
     frames: list[Payload] = []

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from kv_events.endpoints import is_ipv6
 from kv_events.engine_wire import END, FrameError, parse_replay_request, seq_frame
-from kv_events.rate_limited_log import RateLimitedLog
+from kv_events.rate_limited_logger import RateLimitedLogger
 from publisher.settings import PublisherSettings
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ReplaySocket:
         self._settings = settings
         self._topic = settings.zmq_topic.encode()
         self._kept = kept
-        self._limited_log = RateLimitedLog(log, f"replay {endpoint}")
+        self._limited_logger = RateLimitedLogger(log, f"replay {endpoint}")
         self._answers: dict[bytes, _Answer] = {}  # by reader, each of whom has one connection
         self._router: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class ReplaySocket:
             try:
                 start = parse_replay_request(frames)
             except FrameError as error:
-                self._limited_log.warning("a request is not answered: %s", error)
+                self._limited_logger.warning("a request is not answered: %s", error)
             else:
                 self._ask(reader, start)
 
@@ -137,7 +137,7 @@ class ReplaySocket:
         elif len(self._answers) < _MOST_READERS:
             self._answers[reader] = _Answer(start, time.monotonic())
         else:
-            self._limited_log.warning("a request is left unanswered: %d readers are being answered", _MOST_READERS)
+            self._limited_logger.warning("a request is left unanswered: %d readers are being answered", _MOST_READERS)
 
     def _go_on(self, socket: zmq.Socket[bytes], reader: bytes) -> bool:
         """Send a part of an answer; False: the reader has no room for any of it."""
@@ -149,12 +149,12 @@ class ReplaySocket:
             is_done = False
             if answer.position == before:
                 if time.monotonic() - answer.moved_at > _STUCK_S:
-                    self._limited_log.warning("an answer is given up: its reader took nothing for %.0f s", _STUCK_S)
+                    self._limited_logger.warning("an answer is given up: its reader took nothing for %.0f s", _STUCK_S)
                     del self._answers[reader]
                 return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # the reader is gone
-                self._limited_log.warning("an answer is given up: %s", error)
+                self._limited_logger.warning("an answer is given up: %s", error)
             del self._answers[reader]
             return True
         answer.moved_at = time.monotonic()

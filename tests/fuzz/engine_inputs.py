@@ -10,12 +10,12 @@ import msgspec
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, UndecodableError
-from bridge.naming.identity import Identity
-from bridge.naming.translator import Translator
+from bridge.naming.event_translator import EventTranslator
+from bridge.naming.identity import StreamIdentity
 from bridge.tensorrt import PolledEvents
 from kv_events.codec import decode_batch
 from kv_events.memory_log import MemoryLog
-from kv_events.rate_limited_log import RateLimitedLog
+from kv_events.rate_limited_logger import RateLimitedLogger
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
@@ -57,10 +57,10 @@ class BridgeTarget:
 
     def __init__(self) -> None:
         self._decoder = Decoder()
-        self._translator = Translator(
-            Identity("m", "default"),
+        self._translator = EventTranslator(
+            StreamIdentity("m", "default"),
             BridgeCounters(),
-            RateLimitedLog(logging.getLogger("tests"), "engine w"),
+            RateLimitedLogger(logging.getLogger("tests"), "engine w"),
             _publisher,
             block_size=None,
             ledger_pages=4096,

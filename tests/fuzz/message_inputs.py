@@ -13,12 +13,12 @@ import zmq.asyncio
 from bridge import BridgeSettings, EngineSettings, Fleet
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import Unsaid
+from bridge.naming.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
-from bridge.stream.engine_stream import Source
-from bridge.stream.subscriber import LinkState
-from bridge.worker_threads import Workers
+from bridge.stream.engine_stream import EngineStream
+from bridge.stream.subscriber import ConnectionState
+from bridge.worker_threads import WorkerThreads
 from kv_events.engine_wire import FrameError, LiveMessage, ReplayMessage, parse_live, parse_replay, parse_topic
 from kv_events.memory_log import MemoryLog
 from kv_events.streams import StreamId
@@ -72,7 +72,7 @@ class ReplayTarget:
     """Live batches and replay answers of one engine, by sequence number."""
 
     def __init__(self) -> None:
-        self._workers = Workers()
+        self._threads = WorkerThreads()
         self._settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096)
         self._template = PublisherSettings.ignoring_environment(
             model="m", worker="w", block_size=4, ledger_pages=4096, queue_pages=4096
@@ -87,13 +87,19 @@ class ReplayTarget:
         ]
         registry = StreamRegistry(self._settings, self._template, SharedSink(MemorySink(MemoryLog())))
         replay: Any = _ScriptedReplay(messages[len(messages) // 2 :])
-        source = Source(
-            StreamId("m", "default", "w", 0), Unsaid(4), registry, Decoder(), BridgeCounters(), replay, self._workers
+        engine_stream = EngineStream(
+            StreamId("m", "default", "w", 0),
+            RegistrationDefaults(4),
+            registry,
+            Decoder(),
+            BridgeCounters(),
+            replay,
+            self._threads,
         )
-        await source.open()
+        await engine_stream.open()
         for message in messages[: len(messages) // 2]:
-            await source.take_live([LiveMessage("", abs(message.seq), message.payload)])
-        await source.close(0.0, clear=True)
+            await engine_stream.take_live([LiveMessage("", abs(message.seq), message.payload)])
+        await engine_stream.close(0.0, clear=True)
 
 
 NUMBERED = [
@@ -124,7 +130,7 @@ async def _hear(messages: list[list[bytes]]) -> None:
                 engine.send_raw(*message)
             engine.send(payload(stored([1], [1, 2, 3, 4])))
             await async_wait_until(lambda: "known" in _workers_of(fleet), 5)
-            assert fleet.status()[0].state is LinkState.CONNECTED
+            assert fleet.status()[0].state is ConnectionState.CONNECTED
 
 
 def _workers_of(fleet: Fleet) -> set[str]:

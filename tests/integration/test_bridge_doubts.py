@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from bridge.stream.engine_stream import Source
+from bridge.stream.engine_stream import EngineStream
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
@@ -177,7 +177,7 @@ async def test_an_engine_whose_reading_task_failed_is_doubted_by_a_failure_put_i
             engine.send(store(0))
             await bridge.doubts("")
             with monkeypatch.context() as patched:
-                patched.setattr(Source, "take_live", None)
+                patched.setattr(EngineStream, "take_live", None)
                 engine.send(store(1))
                 await bridge.doubts(ENGINE_UNHEARD)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from bridge import BridgeSettings, EngineConflictError, EngineSettings, Fleet, LinkState
+from bridge import BridgeSettings, ConnectionState, EngineConflictError, EngineSettings, Fleet
 from indexer.views import ViewState
 from kv_events.errors import InvalidValueError
 from publisher import PublisherSettings
@@ -129,10 +129,10 @@ async def test_an_address_that_cannot_be_used_is_shown_and_tried_again() -> None
     with ZmqEngine(replay=False) as engine:
         async with LiveBridge() as bridge:
             await bridge.fleet.add(EngineSettings(worker="w", model="m", endpoint=engine.endpoint, bind=True))
-            await async_wait_until(lambda: bridge.status().state is LinkState.FAILED)
+            await async_wait_until(lambda: bridge.status().state is ConnectionState.FAILED)
             assert "in use" in (bridge.status().failure or "")
             engine.stop()
-            await async_wait_until(lambda: bridge.status().state is not LinkState.FAILED)
+            await async_wait_until(lambda: bridge.status().state is not ConnectionState.FAILED)
 
 
 async def test_a_block_size_that_is_known_beforehand_shows_the_worker_before_its_first_page() -> None:

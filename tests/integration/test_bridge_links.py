@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from bridge import EngineSettings, LinkState
+from bridge import ConnectionState, EngineSettings
 from kv_events.schema import ENGINE_UNHEARD
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import names_of, payload, stored
@@ -57,7 +57,7 @@ async def test_strangers_on_a_bound_address_do_not_make_the_engine_look_away(str
             for number in range(40):
                 engine.send(store(number))
                 await bridge.shows(pages(*range(number + 1)))
-                assert bridge.status().state is LinkState.CONNECTED
+                assert bridge.status().state is ConnectionState.CONNECTED
             assert bridge.counters()["restarts"] == 0
 
 

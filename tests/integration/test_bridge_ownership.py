@@ -116,7 +116,7 @@ async def test_an_engine_whose_batches_cannot_be_taken_loses_them_and_is_read_on
             engine.send(STORE)
             await bridge.shows(PAGE)
             with monkeypatch.context() as patched:
-                patched.setattr("bridge.registry.WorkerStream.apply", None)
+                patched.setattr("bridge.worker_stream.WorkerStream.apply", None)
                 engine.send(STORE)
                 await bridge.shows(set())
             engine.send(OTHER_STORE)

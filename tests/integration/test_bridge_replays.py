@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from bridge.stream.ranks import Ranks
+from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import ReplayClient, ReplayError
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import names_of, payload, stored
@@ -128,16 +128,16 @@ async def test_an_answer_without_an_end_is_left_at_the_deadline() -> None:
 
 async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[tuple[int, str]] = []
-    apply_waiting = Ranks.apply_waiting
+    apply_waiting = RankStreams.apply_waiting
 
-    def watched(ranks: Ranks) -> None:
+    def watched(ranks: RankStreams) -> None:
         where.append((ranks.waiting_bytes, threading.current_thread().name))
         apply_waiting(ranks)
 
     def large_ones() -> list[str]:
         return [thread for num_bytes, thread in where if num_bytes > 2**17]
 
-    monkeypatch.setattr(Ranks, "apply_waiting", watched)
+    monkeypatch.setattr(RankStreams, "apply_waiting", watched)
     num_pages = 20_000
     tokens = list(range(num_pages * 4))
     with ZmqEngine() as engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.stream import continuity
+from bridge.stream import sequence_check
 from kv_events.schema import ENGINE_UNHEARD
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import names_of, payload, stored
@@ -22,7 +22,7 @@ def store(number: int) -> bytes:
 async def test_publishers_that_share_an_address_are_left_out_for_a_while_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(continuity, "_QUIET_S", 3.0)
+    monkeypatch.setattr(sequence_check, "_QUIET_S", 3.0)
     with ZmqEngine(replay=False) as engine:
         async with LiveBridge(bridge_idle_check_s=30.0) as bridge:
             await bridge.read(engine)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.naming.hash_translator import Names, Space, Wording
+from bridge.naming.hash_translator import HashNamespace, HashTranslator, NamespaceSeed
 from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batch
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId
@@ -21,7 +21,7 @@ from publisher.packing import pack
 
 CAPACITY = 300
 STREAM = StreamId("m", "t", "w", 0)
-SPACE = Space(None, 1, np.uint64(0))
+SPACE = HashNamespace(None, 1, np.uint64(0))
 
 
 class Event(NamedTuple):
@@ -96,7 +96,7 @@ def drained(queue: HandOver, pages: set[tuple[int, int]]) -> set[tuple[int, int]
 @given(calls=calls)
 def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls: list[list[Event] | None]) -> None:
     queue = HandOver(10_000)
-    ledger, names, model = Ledger(CAPACITY, queue), Names(CAPACITY, CAPACITY), Model()
+    ledger, names, model = Ledger(CAPACITY, queue), HashTranslator(CAPACITY, CAPACITY), Model()
     if is_shared:
         ledger.share(names.blocks)
     view: set[tuple[int, int]] = set()
@@ -107,7 +107,7 @@ def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls:
         else:
             blocks = np.array([block for each in events if each.kind < REMOVAL for block in each.blocks], np.uint64)
             named = np.array([name_of(int(block)) for block in blocks], np.uint64)
-            names.enter(blocks, named, Wording(0, is_whole_truth=True), SPACE)
+            names.remember(blocks, named, NamespaceSeed(0, is_stated=True), SPACE)
             ledger.change(columns(events), None)
             for each in events:
                 model.take(each)

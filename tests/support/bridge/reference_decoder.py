@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bridge.decoding.decoder import Decoder
-from bridge.decoding.envelopes import Envelope
+from bridge.decoding.mooncake_events import MooncakeEvent
 from bridge.decoding.runs import BadEvent, ClearedRun, MixedRun, RemovedRun, StoredRun
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
@@ -121,10 +121,10 @@ def flat(run: Any) -> Iterator[Any]:
             yield "bad"
         case ClearedRun():
             yield "cleared"
-        case Envelope():
+        case MooncakeEvent():
             yield "envelope"
         case RemovedRun():
-            yield ("removed", run.block_hashes.tolist(), *run.place, run.group)
+            yield ("removed", run.block_hashes.tolist(), *run.location, run.attention_group)
         case MixedRun():
             for part in run.parts():
                 yield from flat(part)
@@ -139,8 +139,8 @@ def flat_stores(run: StoredRun) -> Iterator[Any]:
         hashes, tokens = stores.block_hashes[page : page + length], run.tokens[token : token + num_tokens]
         parent = int(stores.parents[event]) if stores.has_parent[event] else None
         yield (
-            "stored", hashes.tolist(), parent, tokens.tolist(), run.is_bigram, run.block_size, *run.place,
-            run.group, run.spec_kind, run.lora_name, run.cache_salt, run.extra_keys,
+            "stored", hashes.tolist(), parent, tokens.tolist(), run.is_bigram, run.block_size, *run.location,
+            run.attention_group, run.spec_kind, run.lora_name, run.cache_salt, run.extra_keys,
         )  # fmt: skip
         page, token = page + length, token + num_tokens
     assert (page, token) == (len(stores.block_hashes), len(run.tokens))

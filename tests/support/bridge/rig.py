@@ -12,11 +12,11 @@ from typing import Any, Self
 from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import Identity
-from bridge.naming.translator import Translator
+from bridge.naming.event_translator import EventTranslator
+from bridge.naming.identity import StreamIdentity
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
-from kv_events.rate_limited_log import RateLimitedLog
+from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
@@ -131,10 +131,10 @@ class Rig:
         self.counters = BridgeCounters()
         self._view = View()
         self._decoder = Decoder()
-        self.translator = Translator(
-            Identity(model, "default"),
+        self.translator = EventTranslator(
+            StreamIdentity(model, "default"),
             self.counters,
-            RateLimitedLog(logging.getLogger("tests"), "engine w"),
+            RateLimitedLogger(logging.getLogger("tests"), "engine w"),
             self._publisher,
             block_size=block_size,
             ledger_pages=ledger_pages,

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from bridge.worker_threads import Workers
+from bridge.worker_threads import WorkerThreads
 
 LARGE = 1 << 20
 
 
 async def run(num_bytes: int) -> tuple[int, int]:
     """Native id and niceness of the thread that does the work."""
-    workers = Workers()
+    workers = WorkerThreads()
     try:
         return await workers.run(num_bytes, _me)
     finally:
@@ -49,7 +49,7 @@ def test_where_a_mocked_system_refuses_another_niceness_work_is_done_all_the_sam
 
 async def test_work_in_a_thread_is_done_before_a_cancelled_caller_goes_on() -> None:
     begun, may_end = threading.Event(), threading.Event()
-    workers = Workers()
+    workers = WorkerThreads()
 
     def work() -> bool:
         begun.set()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.decoding.decoder import Batch, Decoder, Unreadable
+from bridge.decoding.decoder import Batch, Decoder, UnreadableBatch
 from bridge.decoding.runs import MixedRun, RemovedRun, StoredRun
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.schema import SnapshotBegin, SnapshotEnd
@@ -185,7 +185,7 @@ def test_batches_read_together_are_what_they_are_alone(some: list[Any]) -> None:
     together: list[Any] = []
     num_bad_ranks = 0
     for batch in Decoder().decode_all(payloads):
-        if isinstance(batch, Unreadable):
+        if isinstance(batch, UnreadableBatch):
             together.append(("unreadable", batch.number))
         else:
             num_bad_ranks += batch.num_bad_ranks
@@ -193,7 +193,7 @@ def test_batches_read_together_are_what_they_are_alone(some: list[Any]) -> None:
     alone: list[Any] = []
     for number, data in enumerate(payloads):
         batch = next(Decoder().decode_all([data]))
-        if isinstance(batch, Unreadable):
+        if isinstance(batch, UnreadableBatch):
             alone.append(("unreadable", number))
         else:
             num_bad_ranks -= batch.num_bad_ranks
@@ -224,4 +224,4 @@ def test_a_payload_beyond_the_bound_takes_no_other_along(monkeypatch: pytest.Mon
     monkeypatch.setattr("bridge.decoding.decoder.MAX_PAYLOAD_BYTES", 1000)
     small, large = payload(removed([1])), msgspec.msgpack.encode([1.0, [["BlockRemoved", list(range(2000))]], 0])
     found = [type(batch) for batch in Decoder().decode_all([small, large, small])]
-    assert found == [Batch, Unreadable, Batch]
+    assert found == [Batch, UnreadableBatch, Batch]

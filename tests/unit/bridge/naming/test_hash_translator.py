@@ -1,4 +1,4 @@
-"""Names of pages: adapters, salts, objects and pairs of tokens, wherever engines say them."""
+"""Sequence hashes of pages: adapters, salts, objects and pairs of tokens, in all forms that engines send."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""A source without a socket: what it makes of a connection that its subscriber tells it of."""
+"""An engine stream without a socket: how it treats a connection that its subscriber reports."""
 
 from __future__ import annotations
 
 from bridge import BridgeSettings
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import Unsaid
+from bridge.naming.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
-from bridge.stream.engine_stream import Source
-from bridge.worker_threads import Workers
+from bridge.stream.engine_stream import EngineStream
+from bridge.worker_threads import WorkerThreads
 from kv_events.engine_wire import LiveMessage
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
@@ -28,16 +28,18 @@ async def test_a_connection_that_was_back_before_anybody_saw_it_go_is_not_taken_
     template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=10_000)
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))
     stream = StreamId("m", "default", "w", 0)
-    source = Source(stream, Unsaid(4), registry, Decoder(), BridgeCounters(), None, Workers())
+    engine_stream = EngineStream(
+        stream, RegistrationDefaults(4), registry, Decoder(), BridgeCounters(), None, WorkerThreads()
+    )
 
     def shown() -> tuple[object, ...]:
         for record in log.read(0):
             view.read(record.payload)
         return view.pages, view.doubt
 
-    source.hear(True)
-    await source.take_live([LiveMessage("", 0, payload(stored([1], [1, 2, 3, 4])))])
+    engine_stream.set_heard(True)
+    await engine_stream.take_live([LiveMessage("", 0, payload(stored([1], [1, 2, 3, 4])))])
     await async_wait_until(lambda: shown() == (PAGE, ""))
-    await source.reconnected()
+    await engine_stream.reconnected()
     await async_wait_until(lambda: shown() == (set(), ENGINE_UNHEARD))
-    await source.close(1.0, clear=False)
+    await engine_stream.close(1.0, clear=False)

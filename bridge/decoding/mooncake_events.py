@@ -1,4 +1,4 @@
-"""Events as Mooncake's RFC #1527 has them, and as `mooncake_master` really sends them: maps with an `event_type`."""
+"""Events of Mooncake's RFC #1527, and as `mooncake_master` sends them: maps with an `event_type`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 _Name = Annotated[str, msgspec.Meta(max_length=256)] | None
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """One event, whatever stream it belongs to. Absent and null are the same."""
+class MooncakeEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of any stream. Absent and null fields mean the same."""
 
     event_type: Literal["stored", "removed", "cleared"]
     model_name: _Name = None
@@ -19,20 +19,20 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: _Name = None
     tenant_id: _Name = None
     backend_id: _Name = None
-    """Owner of the pages; not the instance that a router would choose."""
+    """Owner of the pages. Not the instance that a router would choose."""
     medium: _Name = None
     dp_rank: int | None = None
     seq_hashes: list[int] = []
-    """Rolling hashes; empty where `mooncake_master` cannot read one from the object's key."""
+    """Rolling hashes. Empty if `mooncake_master` cannot read one from the object's key."""
     base_block_idx: int | None = None
-    """Depth of the first page."""
+    """Number of pages before the first one."""
     parent_hash: int | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]] | None = None
-    """Needed where the hashes are not the standard's."""
+    """Required if the hashes are not the standard's."""
 
     @property
     def owner(self) -> str:
-        """The stream as far as it keeps equal hashes apart, as text that no other stream has."""
+        """Key of the namespace in which the hashes are unique. Differs from keys of attention groups."""
         parts = (self.backend_id, self.additional_salt, self.lora_name)
         return "pool " + msgspec.json.encode([part or "" for part in parts]).decode()
 
@@ -41,17 +41,20 @@ class _Kind(msgspec.Struct, frozen=True):
     event_type: str
 
 
-_decoder = msgspec.msgpack.Decoder(Envelope)
+_decoder = msgspec.msgpack.Decoder(MooncakeEvent)
 _kind_decoder = msgspec.msgpack.Decoder(_Kind)
 
 
-def decode_envelope(data: bytes | memoryview) -> Envelope:
-    """Raises msgspec.DecodeError (its ValidationError where a field is wrong), UnicodeDecodeError, RecursionError."""
+def decode_mooncake_event(data: bytes | memoryview) -> MooncakeEvent:
+    """Decode an event.
+
+    Raises msgspec.DecodeError (ValidationError for a bad field), UnicodeDecodeError, RecursionError.
+    """
     return _decoder.decode(data)
 
 
 def may_remove(data: bytes | memoryview) -> bool:
-    """Whether an envelope that cannot be decoded may have said that pages are gone."""
+    """Whether an event that cannot be decoded may have removed pages."""
     try:
         return _kind_decoder.decode(data).event_type != "stored"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -59,5 +62,5 @@ def may_remove(data: bytes | memoryview) -> bool:
 
 
 def decode_any(data: bytes | memoryview) -> Any:
-    """Plain objects from msgpack; raises the same."""
+    """Decode msgpack to plain objects. Raises the same as `decode_mooncake_event`."""
     return msgspec.msgpack.decode(data)

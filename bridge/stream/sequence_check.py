@@ -1,7 +1,7 @@
-"""Is the next batch the next one? The order of one engine's batches, judged by number and content. No I/O.
+"""Whether the next batch of an engine is the one that follows. Judged by sequence number and content; no I/O.
 
-The protocol has no mark of an incarnation. That an engine was restarted shows when its numbers go back, or when a
-number comes again with another content; so the newest batches are remembered, the last one as it is, others by hash.
+The protocol does not mark restarts. An engine was restarted if its numbers went back, or if a number came again with
+different content. So the content of the last batch is kept, and a hash of those that were replayed before it.
 """
 
 from __future__ import annotations
@@ -20,55 +20,60 @@ _MANY_RESTARTS, _MANY_WITHIN_S, _QUIET_S = 10, 10.0, 30.0
 
 
 class Verdict(Enum):
-    """What to do with a live batch."""
+    """What a live batch is, given those before it."""
 
     APPLY = auto()
+    """The expected one."""
     DUPLICATE = auto()
-    """It was replayed before it came."""
+    """It was applied before, from a replay."""
     GAP = auto()
     """Batches before it are missing."""
     RESTART = auto()
-    """It is of another incarnation than those before it."""
+    """It is of another incarnation of the engine."""
 
 
-class Continuity:
-    """What was applied, and what came live."""
+class SequenceCheck:
+    """What was applied of one engine incarnation, and what of it came live."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with another incarnation, whose numbers start again."""
         self.expected = 0
         """Number of the next batch to apply."""
-        self._last_applied: Payload | None = None  # the batch before it
+        self._last_applied: Payload | None = None  # content of the batch before it
         self._last_live = -1
         self._last_live_payload: Payload = b""
-        self._ahead: OrderedDict[int, int] = OrderedDict()  # number -> content of what was replayed and may come live
+        self._ahead: OrderedDict[int, int] = OrderedDict()  # number -> content hash, of replayed batches
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch was applied in this incarnation."""
+        """Whether a batch of this incarnation was applied."""
         return self._last_applied is not None
 
     def judge(self, seq: int, payload: Payload) -> Verdict:
-        """A live batch; changes nothing."""
+        """Judge a live batch. Changes nothing."""
         if seq <= self._last_live:
             is_last_again = seq == self._last_live and payload == self._last_live_payload
             return Verdict.DUPLICATE if is_last_again else Verdict.RESTART
         if seq < self.expected:
             known = self._ahead.get(seq)
-            return Verdict.DUPLICATE if known is None or known == _content(payload) else Verdict.RESTART
+            return Verdict.DUPLICATE if known is None or known == _content_hash(payload) else Verdict.RESTART
         return Verdict.APPLY if seq == self.expected else Verdict.GAP
 
     def came_live(self, seq: int, payload: Payload) -> None:
-        """A live batch is of this incarnation."""
+        """Note a live batch of this incarnation."""
         self._last_live, self._last_live_payload = seq, payload
         while self._ahead and next(iter(self._ahead)) <= seq:
             self._ahead.popitem(last=False)
 
     def applied(self, seq: int, payload: Payload) -> None:
-        """A batch was applied; whatever is missing before it is given up."""
+        """Note a batch that was applied. Batches missing before it are no longer expected."""
         self.expected = seq + 1
         self._last_applied = payload
         if seq > self._last_live:
-            self._ahead[seq] = _content(payload)
+            self._ahead[seq] = _content_hash(payload)
             if len(self._ahead) > _MOST_AHEAD:
                 self._ahead.popitem(last=False)
 
@@ -76,24 +81,20 @@ class Continuity:
         """Whether this is the content of the batch before the expected one."""
         return payload == self._last_applied
 
-    def restart(self) -> None:
-        """Another incarnation: numbers begin anew."""
-        self.__init__()  # type: ignore[misc]
-
 
 class RestartLimit:
-    """No engine is restarted so often as several that send on one address seem to be, each by the other's batches."""
+    """Detects several engines that send on one address: each makes the other look restarted."""
 
     def __init__(self) -> None:
         self._restarts: deque[float] = deque(maxlen=_MANY_RESTARTS)
         self._quiet_until = -math.inf
 
     def is_exceeded(self) -> bool:
-        """Whether nothing should be taken at present."""
+        """Whether batches should be ignored at present."""
         return time.monotonic() < self._quiet_until
 
     def restarted(self) -> bool:
-        """One restart more. True: that were too many, from now on for a while."""
+        """Count a restart. Returns True if that exceeds the limit; batches should then be ignored for a while."""
         now = time.monotonic()
         self._restarts.append(now)
         if len(self._restarts) < _MANY_RESTARTS or now - self._restarts[0] >= _MANY_WITHIN_S:
@@ -103,5 +104,5 @@ class RestartLimit:
         return True
 
 
-def _content(payload: Payload) -> int:
+def _content_hash(payload: Payload) -> int:
     return xxhash.xxh3_64_intdigest(payload)

@@ -226,7 +226,7 @@ def test_names_of_pages_that_are_gone_are_forgotten_when_there_are_too_many() ->
     rig = Rig(name_pages=1024, block_size=1)
     come_and_go(rig, range(1, 4097))
     rig.take(stored([9_000], [7], 1))
-    assert rig.translator.num_names <= 1024 + 1
+    assert rig.translator.num_remembered <= 1024 + 1
     rig.take(stored([10_000], [5], 1, parent=1), stored([10_001], [5], 1, parent=4096))
     assert rig.counters.unknown_parents == 1
     assert len(rig.pages) == 2
@@ -241,13 +241,13 @@ def test_the_name_of_a_page_that_lies_somewhere_is_never_forgotten() -> None:
     rig.take(*(stored([50_000 + i], [i], 1, parent=i) for i in (*range(1, 501), *range(2001, 3001))))
     assert rig.counters.unknown_parents == 0
     assert len(rig.pages) == 3000
-    assert rig.translator.num_names <= 3000 + 1024 + 64
+    assert rig.translator.num_remembered <= 3000 + 1024 + 64
 
 
 def test_names_do_not_grow_with_an_engines_work() -> None:
     rig = Rig(name_pages=1_000_000, block_size=1)
     come_and_go(rig, range(1, 200_001), 5000)
-    assert 65_536 <= rig.translator.num_names <= 65_536 + 5000
+    assert 65_536 <= rig.translator.num_remembered <= 65_536 + 5000
 
 
 def test_what_a_cleared_engine_held_may_be_forgotten() -> None:
@@ -255,7 +255,7 @@ def test_what_a_cleared_engine_held_may_be_forgotten() -> None:
     rig.take(*(stored([i], [i], 1) for i in range(1, 5001)))
     rig.take(cleared())
     rig.take(stored([9_000], [7], 1))
-    assert rig.translator.num_names <= 1024 + 1
+    assert rig.translator.num_remembered <= 1024 + 1
     assert len(rig.pages) == 1
 
 
@@ -270,7 +270,7 @@ def test_names_of_what_an_engine_may_still_hold_survive_that_all_is_given_up() -
     assert (rig.counters.unknown_parents, rig.counters.unresolved_pages) == (0, 0)
     for first in range(2 * 10**6, 2 * 10**6 + 50):  # what is too much goes step by step
         rig.take(stored([first], [first], 1))
-    assert rig.translator.num_names <= 80_000 + len(rig.pages)
+    assert rig.translator.num_remembered <= 80_000 + len(rig.pages)
 
 
 def test_a_page_whose_hash_is_anothers_and_that_is_forgotten_does_not_stay_when_it_is_renamed() -> None:

@@ -9,7 +9,7 @@ import time
 _INTERVAL_S = 30.0
 
 
-class RateLimitedLog:
+class RateLimitedLogger:
     """Logs each kind of warning at most once in 30 seconds. Counters keep the full number. Thread-safe."""
 
     def __init__(self, log: logging.Logger, subject: str) -> None:

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from kv_events.rate_limited_log import RateLimitedLog
+from kv_events.rate_limited_logger import RateLimitedLogger
 
 
 def test_each_kind_of_warning_is_logged_once_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    limited = RateLimitedLog(logging.getLogger("engines"), "engine w")
+    limited = RateLimitedLogger(logging.getLogger("engines"), "engine w")
     for number in range(3):
         limited.warning("batch %d is lost", number)
     limited.warning("no connection")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import zmq
 
-from bridge.stream.links import Links
+from bridge.stream.connections import Connections
 
 BEGUN, MADE, LOST = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
-def after(*events: tuple[int, int]) -> Links:
-    links = Links()
+def after(*events: tuple[int, int]) -> Connections:
+    connections = Connections()
     for event, descriptor in events:
-        links.take(event, descriptor)
-    return links
+        connections.take(event, descriptor)
+    return connections
 
 
 def test_a_connection_is_there_from_its_handshake_until_it_is_lost() -> None:
@@ -30,12 +30,12 @@ def test_losing_what_never_shook_hands_changes_nothing() -> None:
 
 
 def test_a_message_shows_which_connection_shook_hands() -> None:
-    links = after((BEGUN, 5), (BEGUN, 6), (MADE, 0))
-    assert links.speaks(5)
-    links.take(LOST, 6)
-    assert links
-    assert not links.speaks(6)
-    assert not links.speaks(-1)
+    connections = after((BEGUN, 5), (BEGUN, 6), (MADE, 0))
+    assert connections.message_came(5)
+    connections.take(LOST, 6)
+    assert connections
+    assert not connections.message_came(6)
+    assert not connections.message_came(-1)
 
 
 def test_a_handshake_of_a_connection_that_nobody_saw_begin_is_none() -> None:

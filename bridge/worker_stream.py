@@ -1,0 +1,185 @@
+"""One worker's stream: a translator for its events, and one publisher for each incarnation of its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from bridge.counters import BridgeCounters
+from bridge.decoding.runs import ClearedRun, Run
+from bridge.naming.event_translator import EventTranslator
+from bridge.naming.identity import RegistrationDefaults, StreamIdentity
+from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
+from kv_events.streams import StreamId
+from publisher.publisher import EventPublisher, PublisherStats
+
+_OLD_DEADLINE_S = 0.2
+"""For the events that an old incarnation has still queued."""
+
+
+class StreamStatus(NamedTuple):
+    """Status of one worker stream."""
+
+    stream: StreamId
+    block_size: int | None
+    """None until the first store arrives, unless it was registered."""
+    epoch: int | None
+    publisher: PublisherStats | None
+    """None until the block size is known."""
+    names: int
+    """Pages whose hashes are remembered."""
+
+    @property
+    def pages_held(self) -> int:
+        """Distinct pages."""
+        return 0 if self.publisher is None else self.publisher.pages["held"]
+
+
+class StreamHome(NamedTuple):
+    """What a worker stream needs of the registry that opened it."""
+
+    new_publisher: Callable[[StreamId, int], EventPublisher]
+    """(stream, block size) -> a publisher that is not started."""
+    release: Callable[[WorkerStream], None]
+    """Called when the stream is closed."""
+    ledger_pages: int
+    """Most pages that a worker may hold."""
+    name_pages: int
+    """Most pages that are remembered beyond those held."""
+
+
+class WorkerStream:
+    """Applies one worker's events. `apply` and `restart` never wait; `settle` starts and closes publishers for them."""
+
+    def __init__(
+        self,
+        home: StreamHome,
+        stream: StreamId,
+        defaults: RegistrationDefaults,
+        counters: BridgeCounters,
+        limited_logger: RateLimitedLogger,
+    ) -> None:
+        self.stream = stream
+        self.is_replaced = False
+        """Whether another engine was registered under this name. The stream must then be closed and not be used."""
+        self._home = home
+        self._defaults = defaults
+        self._counters = counters
+        self._limited_logger = limited_logger
+        self._unstarted: list[EventPublisher] = []
+        self._retired: list[EventPublisher] = []
+        self._spare: EventPublisher | None = None  # made before the block size of its incarnation was known
+        self._is_heard = False
+        self._is_incomplete = False  # the engine may hold pages that its events since then did not name
+        self._translator = self._new_translator()
+        self._update_degraded_reason()
+
+    @property
+    def block_size_mismatch(self) -> str:
+        """See `EventTranslator.block_size_mismatch`."""
+        return self._translator.block_size_mismatch
+
+    def apply(self, run: Run) -> None:
+        """Apply one run of events."""
+        before = self._translator.publisher
+        self._translator.apply(run)
+        if before is not None and before is not self._translator.publisher:  # the block size changed
+            self._retired.append(before)
+        if isinstance(run, ClearedRun):
+            self._is_incomplete = False
+        self._update_degraded_reason()
+
+    def set_heard(self, is_heard: bool) -> None:
+        """Note whether messages of the engine arrive. False at first."""
+        self._is_heard = is_heard
+        self._update_degraded_reason()
+
+    def begin_late(self) -> None:
+        """Note that batches before the next one are missing. The engine may hold unknown pages until it clears all."""
+        self._is_incomplete = True
+        self._update_degraded_reason()
+
+    def lose(self) -> None:
+        """Note that batches were lost: drop all pages, because some may have been removed."""
+        self._translator.clear()
+        self.begin_late()
+
+    def restart(self, *, is_certain: bool) -> None:
+        """Drop all pages and begin a new epoch at once, with the old block size until a store proves another one.
+
+        is_certain: whether the engine surely restarted. If not, its hashes are kept, because the same engine may go on
+        to name pages by them.
+        """
+        old = self._translator.publisher
+        self._is_incomplete = False
+        if old is not None and old is not self._spare:  # a spare one has published nothing yet
+            self._retired.append(old)
+            if is_certain:
+                self._forget(old.block_size)
+            else:
+                self._translator.replace_publisher(self._make_publisher(old.block_size))
+        self._update_degraded_reason()
+
+    async def settle(self) -> None:
+        """Start new publishers and close those of old incarnations."""
+        while self._unstarted:
+            await self._unstarted.pop(0).start()
+        while self._retired:
+            await self._retired.pop().aclose(_OLD_DEADLINE_S)
+
+    async def close(self, deadline_s: float, *, clear: bool) -> None:
+        """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""
+        try:
+            await self.settle()
+            publisher = self._translator.publisher
+            if clear:
+                self._translator.clear()
+            if publisher is not None:
+                await publisher.aclose(deadline_s)
+        finally:
+            self._home.release(self)
+
+    def status(self) -> StreamStatus:
+        """Current status."""
+        publisher = self._translator.publisher
+        return StreamStatus(
+            self.stream,
+            self._translator.block_size,
+            None if publisher is None else publisher.epoch,
+            None if publisher is None else publisher.stats(),
+            self._translator.num_remembered,
+        )
+
+    def _update_degraded_reason(self) -> None:
+        reason = BATCHES_LOST if self._is_incomplete else self._translator.block_size_mismatch
+        if self._translator.publisher is not None:
+            self._translator.publisher.set_doubt(reason if self._is_heard else ENGINE_UNHEARD)
+
+    def _forget(self, block_size: int) -> None:
+        """Begin with an empty translator, and with a publisher whose block size is not certain yet."""
+        self._translator = self._new_translator()
+        if self._translator.publisher is None:
+            self._spare = self._translator.publisher = self._make_publisher(block_size)
+
+    def _new_translator(self) -> EventTranslator:
+        return EventTranslator(
+            StreamIdentity(self.stream.model, self.stream.tenant, self._defaults.lora_name, self._defaults.cache_salt),
+            self._counters,
+            self._limited_logger,
+            self._publisher_of_size,
+            block_size=self._defaults.block_size,
+            ledger_pages=self._home.ledger_pages,
+            name_pages=self._home.name_pages,
+        )
+
+    def _publisher_of_size(self, block_size: int) -> EventPublisher:
+        """The spare publisher if its block size is right, else a new one."""
+        spare, self._spare = self._spare, None
+        is_fit = spare is not None and spare.block_size == block_size
+        return spare if spare is not None and is_fit else self._make_publisher(block_size)
+
+    def _make_publisher(self, block_size: int) -> EventPublisher:
+        publisher = self._home.new_publisher(self.stream, block_size)
+        self._unstarted.append(publisher)
+        return publisher
