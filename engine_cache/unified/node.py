@@ -28,7 +28,7 @@ class ComponentType(IntEnum):
 class ComponentData:
     """What a node has of one kind."""
 
-    __slots__ = ("host_lock_ref", "host_value", "lock_ref", "metadata", "pending_id", "value")
+    __slots__ = ("host_lock_ref", "host_value", "lock_ends", "lock_gaps", "lock_ref", "pending_id", "value")
 
     def __init__(self) -> None:
         self.value: IndexArray | None = None
@@ -41,8 +41,10 @@ class ComponentData:
         """Transfers that need the host rows; above 0 they must stay."""
         self.pending_id: int | None = None
         """The backup of this kind alone that has not been acknowledged; until then the host rows are not filled."""
-        self.metadata: dict[str, int] = {}
-        """Whatever else the component notes here."""
+        self.lock_ends: frozenset[int] = frozenset()
+        """Tickets of the locks that begin below and end at this node."""
+        self.lock_gaps: frozenset[int] = frozenset()
+        """Tickets of the locks that go on above this node but found no rows here."""
 
 
 class FullData:

@@ -4,14 +4,14 @@
                                  not at B (2 units, then a gap)
 
 The root counts as covered: a prefix shorter than the window needs SWA rows all along. A lock runs from a node up to
-where one window is covered and leaves a number there, by which its release finds the end again whatever is split in
-between.
+where it has found one window of rows. Its ticket is left at that node, and at the gaps below it, so that the release
+finds the locked nodes again whatever is split or filled in between.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, takewhile
 from typing import ClassVar
 
@@ -25,11 +25,9 @@ from engine_cache.storage_operations import PrefetchOperation
 from engine_cache.types import IndexArray
 from engine_cache.unified.component import AuxiliaryComponent, LockTicket
 from engine_cache.unified.match import MatchedPath, MatchValidator
-from engine_cache.unified.node import ComponentType, UnifiedNode, unified
+from engine_cache.unified.node import ComponentData, ComponentType, UnifiedNode, unified
 from kv_events.errors import InvalidValueError
 from kv_events.streams import swa_group
-
-_LOCK_END, _HOST_LOCK_END = "lock_uuid", "host_lock_uuid"
 
 
 class SWAComponent(AuxiliaryComponent):
@@ -121,7 +119,7 @@ class SWAComponent(AuxiliaryComponent):
     def redistribute_on_split(self, upper: UnifiedNode, lower: UnifiedNode, split_len: int) -> None:
         above, below = self.data(upper), self.data(lower)
         above.lock_ref, above.host_lock_ref = below.lock_ref, below.host_lock_ref
-        above.metadata, below.metadata = below.metadata, {}
+        above.lock_ends, below.lock_ends, above.lock_gaps = below.lock_ends, frozenset(), below.lock_gaps
         if below.value is not None:
             above.value, below.value = below.value[:split_len].copy(), below.value[split_len:].copy()
             self.device_lru_list.insert_below(upper, lower)
@@ -136,40 +134,55 @@ class SWAComponent(AuxiliaryComponent):
     # --- locks ------------------------------------------------------------------------------------------------------
 
     def acquire(self, node: UnifiedNode) -> LockTicket | None:
-        last = None
-        for step in self._window_above(node):
-            if self.data(step).value is None:
-                break
-            self.lock(step)
-            last = step
-        return self._mark(last, _LOCK_END)
+        """One window of rows, not counting gaps. A node that is not on the device stands for the first above it that
+        is, which is where the release begins."""
+        while node.value is None:
+            assert node.parent is not None
+            node = unified(node.parent)
+        return self._lock_window(node, self.lock, lambda data: data.value)
 
     def release(self, node: UnifiedNode, ticket: LockTicket) -> None:
-        for step in self._up_to(node, _LOCK_END, ticket):
-            self.unlock(step)
+        self._unlock_window(node, ticket, self.unlock)
 
     def acquire_host(self, node: UnifiedNode) -> LockTicket | None:
-        last = None
-        for step in self._window_above(node):
-            if self.data(step).host_value is None:
-                break
-            self.lock_host(step)
-            last = step
-        return self._mark(last, _HOST_LOCK_END)
+        return self._lock_window(node, self.lock_host, lambda data: data.host_value)
 
     def release_host(self, node: UnifiedNode, ticket: LockTicket) -> None:
-        for step in self._up_to(node, _HOST_LOCK_END, ticket):
-            self.unlock_host(step)
+        self._unlock_window(node, ticket, self.unlock_host)
 
-    def _mark(self, last: UnifiedNode | None, field: str) -> LockTicket | None:
-        """The number of the locks that end at this node."""
-        return None if last is None else self.data(last).metadata.setdefault(field, next(self._lock_ids))
+    def _lock_window(
+        self,
+        node: UnifiedNode,
+        lock: Callable[[UnifiedNode], None],
+        rows: Callable[[ComponentData], IndexArray | None],
+    ) -> LockTicket | None:
+        ticket, covered, last, gaps = next(self._lock_ids), 0, None, []
+        step = node
+        while step.parent is not None and covered < self.window:
+            if rows(self.data(step)) is None:
+                gaps.append(step)
+            else:
+                lock(step)
+                covered += len(step.key)
+                for gap in gaps:  # the release must not take locks that others get there meanwhile
+                    self.data(gap).lock_gaps |= {ticket}
+                last, gaps = step, []
+            step = unified(step.parent)
+        if last is None:
+            return None
+        self.data(last).lock_ends |= {ticket}
+        return ticket
 
-    def _up_to(self, node: UnifiedNode, field: str, ticket: LockTicket) -> Iterator[UnifiedNode]:
+    def _unlock_window(self, node: UnifiedNode, ticket: LockTicket, unlock: Callable[[UnifiedNode], None]) -> None:
         step = node
         while True:
-            yield step
-            if self.data(step).metadata.get(field) == ticket:
+            data = self.data(step)
+            if ticket in data.lock_gaps:
+                data.lock_gaps -= {ticket}
+            else:
+                unlock(step)
+            if ticket in data.lock_ends:
+                data.lock_ends -= {ticket}
                 return
             above = step.parent or step.former_parent  # an anchor may leave the tree when its own backup has failed
             assert above is not None, f"no lock {ticket} ends above node {node.id}"

@@ -53,14 +53,13 @@ def _is_usable(rig, pages, num_pages, tiers):
 
 
 def needed_on_device(rig, node):
-    """By kind, the nodes whose device data a request needs that goes on from the node; of a window up to a gap."""
+    """By kind, the nodes whose device data a request needs that goes on from the node; of a window also behind gaps."""
     needed = {"mamba": [node][: rig.data(node, "mamba").value is not None], "swa": []}
     covered = 0
     for step in rig.up(node):
-        if covered >= rig.window or rig.data(step, "swa").value is None:
-            break
-        needed["swa"].append(step)
-        covered += len(step.key)
+        if covered < rig.window and rig.data(step, "swa").value is not None:
+            needed["swa"].append(step)
+            covered += len(step.key)
     return needed
 
 
