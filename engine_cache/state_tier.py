@@ -185,10 +185,10 @@ class StateTier(StorageTier, MambaRadixCache):
     def _assign_extras(self, ack_id: int, node: TreeNode, extras: list[PoolTransfer], req: Request | None) -> None:
         if extras and extras[0].device_indices is not None:
             self._attach_state(hybrid(node), extras[0].device_indices)
+            self._touch([node])
         if extras and req is not None:
             req.mamba_pool_idx, req.mamba_cow_src_index = extras[1].device_indices, None
             self._begin_slot_load(ack_id, req)
-        self._touch(self._path_to_root(node)[::-1])
 
     def _end_load(self, ack_id: int, node: TreeNode) -> None:
         self._release_host_state(hybrid(node))

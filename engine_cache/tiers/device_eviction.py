@@ -25,10 +25,12 @@ class DeviceEviction(Backups):
             while before - self._evictable_size + promised < num_tokens and (leaf := leaves.pop()) is not None:
                 if leaf in looked_at:  # what it was refused for has changed meanwhile: it has its turn next time
                     continue
-                looked_at[leaf] = None
+                looked_at[leaf], parent = None, leaf.parent
                 left = self._evict_or_wait(leaf, waiting)
                 if left is None:
                     continue
+                if left is not parent and left in leaves:  # laid bare by a cascade: it has its turn next time, too
+                    looked_at[left] = None
                 if leaf in waiting:
                     promised += len(leaf.key)
                     num_waiting_below[left] += 1

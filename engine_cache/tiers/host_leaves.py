@@ -25,9 +25,15 @@ class HostLeaves(RadixCache):
         """Delete nodes that are on the host only, until `num_tokens` units of host rows are free or none is left that
         may go; the units."""
         leaves, pool = self.evictable_host_leaves, self.controller.kv.host_pool
-        before = pool.available_size()
+        before, laid_bare = pool.available_size(), []
         while pool.available_size() - before < num_tokens and (leaf := leaves.pop()) is not None:
-            self._evict_host_leaf(leaf)
+            parent = leaf.parent
+            left = self._evict_host_leaf(leaf)
+            if left is not parent:  # after a cascade: it has its turn next time
+                leaves.discard(left)
+                laid_bare.append(left)
+        for node in laid_bare:
+            self._update_host_leaf(node)
         return pool.available_size() - before
 
     def _evict_host_leaf(self, leaf: TreeNode) -> TreeNode:

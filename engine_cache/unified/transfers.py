@@ -223,7 +223,6 @@ class UnifiedTransfers(OptionalHostTier):
         for component in self.auxiliaries:
             transfers = [transfer for transfer in extras if transfer.name is component.pool]
             component.commit_load(unified(node), transfers, req)
-        self._touch(self._path_to_root(node)[::-1])
 
     # --- storage ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,15 @@
 
 import pytest
 
-from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
+from engine_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+    RadixCache,
+    RadixKey,
+    Request,
+)
 from engine_cache.tree.node import iter_nodes
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.mamba_rig import Rig as MambaRig
@@ -140,3 +148,53 @@ def test_an_insert_uses_what_its_new_leaf_lacks_of_a_window_of_the_nodes_above()
     rig.cache.evict(EvictParams(0, swa_num_tokens=1))
     assert windows(rig) == {(0,), (0, 1), (0, 1, 2)}
     rig.check()
+
+
+def test_what_a_cascade_lays_bare_on_the_device_waits_for_the_next_call():
+    rig = HybridRig(page_size=1)
+    rig.host.alloc(rig.host.size)  # so that nothing is backed up, and eviction deletes
+    rig.insert([1])
+    rig.insert([1, 2, 3])
+    rig.match([1, 2])
+    rig.insert([9])
+    assert rig.cache.evict(EvictParams(3)).num_tokens_evicted == 3
+    assert on_device(rig) == {(1,)}
+    assert rig.cache.evict(EvictParams(1)).num_tokens_evicted == 1
+    assert on_device(rig) == set()
+
+
+def test_what_a_cascade_lays_bare_on_the_host_waits_for_the_next_call():
+    rig = HybridRig(page_size=1)
+    fill(rig, [1], [1, 2, 3])
+    rig.match([1, 2])
+    fill(rig, [9])
+    rig.cache.evict(EvictParams(4))
+    assert rig.cache.evict_host(3) == 3
+    assert prefixes_of(rig.cache, lambda node: True) == {(1,)}
+    assert rig.cache.evict_host(1) == 1
+    rig.check()
+
+
+def test_what_a_cascade_lays_bare_is_evicted_by_the_same_call_without_a_host_tier():
+    rig = MambaRig()
+    fill(rig, [1], [1, 2, 3])
+    rig.match([1, 2])
+    fill(rig, [9])
+    rig.cache.evict(EvictParams(3))
+    assert on_device(rig) == {(9,)}
+
+
+@pytest.mark.parametrize("make", [lambda: HybridRig(page_size=1), lambda: UnifiedRig(("mamba",), page_size=1)])
+def test_a_load_back_does_not_use_the_states_on_the_way(make):
+    rig = make()
+    fill(rig, [1], [1, 2])
+    rig.cache.evict(EvictParams(1))
+    match = rig.match([1, 2])
+    fill(rig, [9])
+    lock = rig.cache.inc_lock_ref(match.last_device_node)
+    req = Request("r", [], 0, last_node=match.last_device_node)
+    rig.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req))
+    rig.cache.release(lock)
+    rig.settle()
+    rig.cache.evict_mamba(1)
+    assert states(rig) == {(1, 2), (9,)}
