@@ -113,10 +113,11 @@ class HiCacheController:
 
     def finished_writes(self, *, wait: bool = False, wait_for: int | None = None) -> list[Ack]:
         """Backups that have ended, oldest first, up to the first that has not; each is told once. wait: wait for all of
-        them; wait_for: for the one with this `ack_id`."""
-        for ack in self._writes:
-            if wait or wait_for in ack.ids:
-                ack.ticket.synchronize()
+        them; wait_for: for those up to the one with this `ack_id`."""
+        for ack in self._writes if wait or wait_for is not None else ():
+            ack.ticket.synchronize()
+            if wait_for in ack.ids:
+                break
         return [self._writes.popleft() for _ in range(_num_finished(self._writes))]
 
     # --- host to device ---------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Backups(HostLeaves):
         self._end_backups(self.controller.finished_writes(wait=write_back))
 
     def _await_backup(self, ack_id: int) -> None:
-        """Wait for one backup; those that were begun before it have ended, too."""
+        """Wait for one backup and for those that were started before it."""
         self._end_backups(self.controller.finished_writes(wait_for=ack_id))
 
     def _end_backups(self, finished: list[Ack]) -> None:

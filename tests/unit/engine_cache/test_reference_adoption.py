@@ -56,3 +56,15 @@ def test_the_backup_of_a_node_on_the_path_is_waited_for_and_later_ones_are_not(r
     assert told == [PROMPT[start : start + 2] for start in range(0, 8, 2)]
     rig.settle()
     rig.check()
+
+
+def test_a_backup_that_overtook_an_older_one_is_waited_for_with_it(rig):
+    assert prefetch(rig) is not None
+    run(rig)
+    rig.insert([9, 9])
+    rig.insert(PROMPT[:2])
+    rig.engine.step(Lane.WRITE, 1)
+    assert rig.cache.check_prefetch_progress("r")
+    assert rig.cache.ongoing_write_through == {}
+    rig.settle()
+    rig.check()
