@@ -197,11 +197,11 @@ class Ledger:
 
 @lru_cache(maxsize=1024)
 def namespace_salt(extra_key: str | None) -> np.uint64:
-    """What sets the blocks of a namespace apart inside the ledger; "" counts as absent.
+    """What sets the blocks of a namespace apart inside the ledger. "" is a namespace of its own.
 
     Raises UnicodeEncodeError (a ValueError) for text that has no UTF-8 form.
     """
-    return np.uint64(xxhash.xxh3_64_intdigest(extra_key.encode())) if extra_key else np.uint64(0)
+    return np.uint64(xxhash.xxh3_64_intdigest(extra_key.encode())) if extra_key is not None else np.uint64(0)
 
 
 def _check_equal(what: str, counted: object, stated: object) -> None:

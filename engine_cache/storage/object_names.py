@@ -32,7 +32,7 @@ _FINGERPRINT_DIGITS = 20
 
 
 def page_key(block_hash: str, extra_key: str | None = None) -> str:
-    """Storage key of a page. block_hash: 64 hex digits. extra_key: namespace of the page; None or "": the common one.
+    """Storage key of a page. block_hash: 64 hex digits. extra_key: namespace of the page; None: the common one.
 
     Raises InvalidValueError for anything that is not a block hash.
     """
@@ -41,7 +41,7 @@ def page_key(block_hash: str, extra_key: str | None = None) -> str:
 
 def page_keys(block_hashes: Iterable[str], extra_key: str | None = None) -> list[str]:
     """`page_key` of many pages of one namespace."""
-    tag = f"{_digest(extra_key, _NAMESPACE_DIGITS)}_" if extra_key else ""
+    tag = f"{_digest(extra_key, _NAMESPACE_DIGITS)}_" if extra_key is not None else ""
     return [f"{tag}{_checked(block_hash)}" for block_hash in block_hashes]
 
 

@@ -52,7 +52,7 @@ class Prefetches(Adoption):
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
         is_root = last_host_node is self.root_node
         namespace = extra_key if is_root else last_host_node.key.extra_key
-        if extra_key is not None and (extra_key or None) != (namespace or None):
+        if extra_key is not None and extra_key != namespace:
             raise InvalidValueError("extra_key", extra_key, f"that of node {last_host_node.id}, {namespace!r}")
         if self.storage is None or (last_host_node.host_value is None and not is_root):
             return

@@ -176,7 +176,7 @@ def _common_prefix(a: U32Array, b: U32Array) -> int:
 
 def _namespace(extra_key: str | None) -> str | None:
     """None for the common one. What is in a tree must be fit for hashes, storage keys and events."""
-    if extra_key is None or extra_key == "":
+    if extra_key is None:
         return None
     if not isinstance(extra_key, str):
         raise InvalidValueError("extra_key", extra_key, "a text or None")

@@ -169,8 +169,8 @@ def test_page_keys_are_equal_exactly_when_child_keys_are(is_bigram):
             assert (a.page_key(2, 1) == b.page_key(2, 1)) == (a[1:].child_key(2) == b[1:].child_key(2))
 
 
-def test_an_empty_namespace_is_the_common_one():
-    assert RadixKey([1], "").extra_key is None
+def test_an_empty_namespace_is_kept():
+    assert RadixKey([1], "").extra_key == ""
 
 
 def test_pages_are_lists_of_units():

@@ -28,9 +28,16 @@ def test_the_longest_and_the_oddest_that_can_be_named_are(extra_key):
     assert RadixKey([1, 2], extra_key).extra_key == extra_key
 
 
-@pytest.mark.parametrize("extra_key", [None, ""])
-def test_the_common_namespace_has_no_name(extra_key):
-    assert RadixKey([1, 2], extra_key).extra_key is None
+def test_an_empty_extra_key_is_a_namespace_of_its_own():
+    cache = RadixCache(page_size=1, enable_kv_cache_events=True)
+    cache.take_events()
+    cache.insert(InsertParams(RadixKey([1, 2])))
+    assert len(cache.match_prefix(MatchPrefixParams(RadixKey([1, 2], ""))).device_indices) == 0
+    cache.insert(InsertParams(RadixKey([1, 2], "")))
+    assert [event.extra_key for event in cache.take_events()] == [None, None, "", ""]
+    cache.evict(EvictParams(2))
+    assert [event.extra_key for event in cache.take_events()] == [None, None]
+    assert len(cache.match_prefix(MatchPrefixParams(RadixKey([1, 2], ""))).device_indices) == 2
 
 
 def test_pages_that_cannot_be_named_for_events_leave_the_tree_as_it_was():
