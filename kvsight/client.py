@@ -1,7 +1,7 @@
-"""The API from Python: `Client` for threads, `AsyncClient` for coroutines, with the same methods.
+"""Clients of the API: `Client` blocks, `AsyncClient` has the same methods as coroutines.
 
-Prompts travel as msgpack with packed numbers, the fastest form. Calls that change nothing, or nothing twice, are tried
-again after a broken connection, a 429 and a 503 (`RetryPolicy`). What is sent, and what answers mean, is in `calls`.
+Prompts are sent as msgpack with packed numbers, the fastest form. Requests that can be repeated safely are retried
+after a broken connection, a 429 and a 503 (`RetryPolicy`). `calls` defines the requests and how answers are read.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from functools import wraps
+from itertools import count
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import httpx
 
@@ -26,17 +28,63 @@ from kvsight.schemas.events import FeedEvent
 P = ParamSpec("P")
 T = TypeVar("T")
 Outcome: TypeAlias = httpx.Response | httpx.HTTPError
-"""Of one attempt."""
+"""The outcome of one attempt."""
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-_KEEPALIVE_S = 4.0  # the server hangs up after 5
+_KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
-_TOKEN = re.compile(r"[!-~]+")  # what a header carries as it is
+_TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
 
 
-class _Side:
-    """What both clients share: the address, the headers, the verdict on each attempt."""
+class _Attempt(NamedTuple):
+    """One attempt: wait, then send."""
+
+    pause_s: float
+    request: dict[str, Any]
+    """Arguments for httpx."""
+
+
+class _Method(Generic[P, T]):
+    """A call of `kvsight.calls` as a method: it blocks in `Client` and is a coroutine in `AsyncClient`."""
+
+    def __init__(self, make: Callable[P, Call[T]]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Callable[P, Call[T]]: ...
+    @overload
+    def __get__(self, client: Client, owner: type) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: AsyncClient, owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, client: Client | AsyncClient | None, owner: type) -> Callable[P, Any]:
+        if client is None:
+            return self._make
+
+        @wraps(self._make)
+        def method(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return client._call(self._make, args, kwargs)
+
+        return method
+
+
+class _BaseClient:
+    """Everything but the I/O: the methods, the address, the headers, the verdict on each attempt."""
+
+    query = _Method(calls.query)
+    query_by_hash = _Method(calls.query_by_hash)
+    query_batch = _Method(calls.query_batch)
+    query_raw = _Method(calls.query_raw)
+    best_worker = _Method(calls.best_worker)
+    workers = _Method(calls.workers)
+    view = _Method(calls.view)
+    resync = _Method(calls.resync)
+    dump = _Method(calls.dump)
+    register = _Method(calls.register)
+    unregister = _Method(calls.unregister)
+    health = _Method(calls.health)
+    ready = _Method(calls.ready)
 
     def __init__(self, url: str, token: str | None, timeout_s: float, retry: RetryPolicy | None) -> None:
         self._shown_url = _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
@@ -50,18 +98,16 @@ class _Side:
             "limits": httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_KEEPALIVE_S),
         }
 
-    def _request(self, call: Call[T]) -> dict[str, Any]:
-        """Arguments for httpx."""
-        return {
-            "method": call.method,
-            "url": call.path,
-            "params": {name: value for name, value in (call.params or {}).items() if value is not None},
-            "content": call.content,
-            "headers": {"Content-Type": call.content_type} if call.content_type else {},
-        }
-
-    def _pause(self, call: Call[T], attempt: int, outcome: Outcome) -> float | None:
-        return self._retry.pause(attempt, outcome) if call.may_repeat else None
+    def _attempts(self, call: Call[T]) -> Generator[_Attempt, Outcome, T]:
+        """Yield each attempt, receive its outcome, and return the result of the last one, or raise its error."""
+        request = _request(call)
+        outcome = yield _Attempt(0.0, request)
+        for attempt in count():
+            pause_s = self._retry.pause(attempt, outcome) if call.may_repeat else None
+            if pause_s is None:
+                break
+            outcome = yield _Attempt(pause_s, request)
+        return self._result(call, outcome)
 
     def _result(self, call: Call[T], outcome: Outcome) -> T:
         if isinstance(outcome, httpx.HTTPError):
@@ -75,65 +121,19 @@ class _Side:
         return FeedReader(f"{self._shown_url}/events")
 
     def _check_feed(self, response: httpx.Response) -> None:
-        """response: read, where it is a refusal."""
+        """Raise the error of a refused event stream. The body of a refusal has been read."""
         if not response.is_success:
             self._result(calls.events(), response)
 
 
-def _checked(url: str, shown: str) -> httpx.URL:
-    expected = "an address such as http://HOST:PORT"
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL:
-        raise InvalidValueError("url", shown, expected) from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidValueError("url", shown, expected)
-    return parsed
+class Client(_BaseClient):
+    """A blocking client of one API address. Threads may share it.
 
+    Every method raises KvsightHttpError if the API refuses the request, KvsightConnectionError if the server does not
+    answer, UnexpectedAnswerError if the answer is not from a kvsight API, and InvalidValueError for invalid arguments.
 
-def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
-    """Arguments for httpx; no error shows them."""
-    if token and not _TOKEN.fullmatch(token):
-        raise InvalidValueError("token", f"{len(token)} characters", "printable ASCII without spaces or line ends")
-    if token and url.userinfo:
-        raise InvalidValueError("token", f"{len(token)} characters", "no user in `url` beside it: both are credentials")
-    if token:
-        return {"headers": {"Authorization": f"Bearer {token}"}}
-    return {"auth": (url.username, url.password)} if url.userinfo else {}
-
-
-def _waits(make: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
-    """A call as a method of `Client`."""
-
-    def send(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.send(make(*args, **kwargs))
-
-    return _named_after(make, send)
-
-
-def _awaits(make: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """A call as a method of `AsyncClient`."""
-
-    async def send(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.send(make(*args, **kwargs))
-
-    return _named_after(make, send)
-
-
-def _named_after(make: Callable[..., Any], method: T) -> T:
-    for attribute in ("__name__", "__doc__"):
-        setattr(method, attribute, getattr(make, attribute))
-    return method
-
-
-class Client(_Side):
-    """Asks one address of the API. Threads may share one.
-
-    Every method raises KvsightHttpError where the API refuses, KvsightConnectionError where nobody answers,
-    UnexpectedAnswerError where somebody else does, and InvalidValueError for arguments that could not be sent.
-
-    url: a user and a password in it are sent as such, in place of a token; no error and no log line shows either.
-    timeout_s: of each of connecting, sending and receiving, in every attempt. transport: in place of the network's.
+    url: may contain a user and a password, which are sent instead of a token. Errors and log lines show neither.
+    timeout_s: for each of connecting, sending and receiving, in every attempt. transport: replaces the network.
     """
 
     def __init__(
@@ -148,42 +148,26 @@ class Client(_Side):
         super().__init__(url, token, timeout_s, retry)
         self._http = httpx.Client(transport=transport, **self._options)
 
-    query = _waits(calls.query)
-    query_by_hash = _waits(calls.query_by_hash)
-    query_batch = _waits(calls.query_batch)
-    query_raw = _waits(calls.query_raw)
-    best_worker = _waits(calls.best_worker)
-    workers = _waits(calls.workers)
-    view = _waits(calls.view)
-    resync = _waits(calls.resync)
-    dump = _waits(calls.dump)
-    register = _waits(calls.register)
-    unregister = _waits(calls.unregister)
-    health = _waits(calls.health)
-    ready = _waits(calls.ready)
-
     def send(self, call: Call[T]) -> T:
-        """Make a call of `kvsight.calls`."""
-        request, attempt = self._request(call), 0
-        while True:
-            outcome: Outcome
-            try:
-                outcome = self._http.request(**request)
-            except httpx.HTTPError as error:
-                outcome = error
-            pause_s = self._pause(call, attempt, outcome)
-            if pause_s is None:
-                return self._result(call, outcome)
-            time.sleep(pause_s)
-            attempt += 1
+        """Send a call of `kvsight.calls`."""
+        attempts = self._attempts(call)
+        try:
+            attempt = next(attempts)
+            while True:
+                if attempt.pause_s:
+                    time.sleep(attempt.pause_s)
+                attempt = attempts.send(self._outcome(attempt.request))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
-    ) -> Iterator[FeedEvent]:
-        """What happens to views, as it happens: first the state of each, then batches and changes of states.
+    ) -> Generator[FeedEvent]:
+        """Iterate over what happens to the views: first the state of each, then batches and state changes.
 
-        Ends when the server stops, or after `ClientDropped`, which says that this side read too slowly. What happens
-        between two calls is missed. Closing the iterator hangs up.
+        The iterator ends when the server stops, or after `ClientDropped`, which reports that this client read too
+        slowly. Events between two calls are missed. Closing the iterator closes the connection.
         """
         reader = self._feed()
         try:
@@ -197,8 +181,17 @@ class Client(_Side):
             raise self._broken("/events", error) from error
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         self._http.close()
+
+    def _call(self, make: Callable[..., Call[T]], args: Any, kwargs: Any) -> T:
+        return self.send(make(*args, **kwargs))
+
+    def _outcome(self, request: dict[str, Any]) -> Outcome:
+        try:
+            return self._http.request(**request)
+        except httpx.HTTPError as error:
+            return error
 
     def __enter__(self) -> Self:
         return self
@@ -209,8 +202,8 @@ class Client(_Side):
         self.close()
 
 
-class AsyncClient(_Side):
-    """`Client` for coroutines: the same methods, to be awaited."""
+class AsyncClient(_BaseClient):
+    """`Client` for asyncio: the same methods, as coroutines."""
 
     def __init__(
         self,
@@ -224,38 +217,22 @@ class AsyncClient(_Side):
         super().__init__(url, token, timeout_s, retry)
         self._http = httpx.AsyncClient(transport=transport, **self._options)
 
-    query = _awaits(calls.query)
-    query_by_hash = _awaits(calls.query_by_hash)
-    query_batch = _awaits(calls.query_batch)
-    query_raw = _awaits(calls.query_raw)
-    best_worker = _awaits(calls.best_worker)
-    workers = _awaits(calls.workers)
-    view = _awaits(calls.view)
-    resync = _awaits(calls.resync)
-    dump = _awaits(calls.dump)
-    register = _awaits(calls.register)
-    unregister = _awaits(calls.unregister)
-    health = _awaits(calls.health)
-    ready = _awaits(calls.ready)
-
     async def send(self, call: Call[T]) -> T:
-        """Make a call of `kvsight.calls`."""
-        request, attempt = self._request(call), 0
-        while True:
-            outcome: Outcome
-            try:
-                outcome = await self._http.request(**request)
-            except httpx.HTTPError as error:
-                outcome = error
-            pause_s = self._pause(call, attempt, outcome)
-            if pause_s is None:
-                return self._result(call, outcome)
-            await asyncio.sleep(pause_s)
-            attempt += 1
+        """Send a call of `kvsight.calls`."""
+        attempts = self._attempts(call)
+        try:
+            attempt = next(attempts)
+            while True:
+                if attempt.pause_s:
+                    await asyncio.sleep(attempt.pause_s)
+                attempt = attempts.send(await self._outcome(attempt.request))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     async def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
-    ) -> AsyncGenerator[FeedEvent, None]:
+    ) -> AsyncGenerator[FeedEvent]:
         """See `Client.events`."""
         reader = self._feed()
         try:
@@ -270,8 +247,17 @@ class AsyncClient(_Side):
             raise self._broken("/events", error) from error
 
     async def aclose(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         await self._http.aclose()
+
+    async def _call(self, make: Callable[..., Call[T]], args: Any, kwargs: Any) -> T:
+        return await self.send(make(*args, **kwargs))
+
+    async def _outcome(self, request: dict[str, Any]) -> Outcome:
+        try:
+            return await self._http.request(**request)
+        except httpx.HTTPError as error:
+            return error
 
     async def __aenter__(self) -> Self:
         return self
@@ -280,3 +266,36 @@ class AsyncClient(_Side):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _request(call: Call[T]) -> dict[str, Any]:
+    """Arguments for httpx."""
+    return {
+        "method": call.method,
+        "url": call.path,
+        "params": {name: value for name, value in (call.params or {}).items() if value is not None},
+        "content": call.content,
+        "headers": {"Content-Type": call.content_type} if call.content_type else {},
+    }
+
+
+def _checked(url: str, shown: str) -> httpx.URL:
+    expected = "an address such as http://HOST:PORT"
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        raise InvalidValueError("url", shown, expected) from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidValueError("url", shown, expected)
+    return parsed
+
+
+def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
+    """Arguments for httpx. Errors do not contain the credentials."""
+    if token and not _TOKEN.fullmatch(token):
+        raise InvalidValueError("token", f"{len(token)} characters", "printable ASCII without spaces or line ends")
+    if token and url.userinfo:
+        raise InvalidValueError("token", f"{len(token)} characters", "no user in `url` besides: both are credentials")
+    if token:
+        return {"headers": {"Authorization": f"Bearer {token}"}}
+    return {"auth": (url.username, url.password)} if url.userinfo else {}
