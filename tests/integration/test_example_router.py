@@ -291,7 +291,7 @@ async def test_requests_are_served_without_kvsight_and_before_any_engine_was_hea
 async def test_an_engine_that_is_down_is_named_and_its_work_forgotten(router: str) -> None:
     async with routed(router, down={"engine-1"}) as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS)
-        for prompt in ([*TOKENS, *range(1000, 1020)], TOKENS):  # engine-0 is idle again
+        for prompt in ([*TOKENS, *range(1000, 1020)], TOKENS):  # a leftover count of 20 would choose engine-0
             answer = await rig.complete(prompt)
             assert (answer.status_code, "engine-1 does not answer" in answer.text) == (502, True)
             assert "engine-0" not in answer.text
