@@ -1,7 +1,7 @@
-"""Bytes <-> records. Encoders and decoders are built once; whatever passes `decode_batch` keeps the contract.
+"""Encoding and decoding of records. Encoders and decoders are built once; `decode_batch` checks the whole contract.
 
-Version rule: the same major version, any minor. Trailing fields of newer writers are ignored, so are event tags that
-only a newer minor version knows. Everything else that does not fit is a `RecordRejectedError`.
+Version rule: the same major version, any minor. Trailing fields of newer writers and event tags of newer minor versions
+are ignored. Any other deviation raises `RecordRejectedError`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from kv_events.streams import StreamId
 _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(DoubtedBatch)
 _event_decoder = msgspec.msgpack.Decoder(WireEvent)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # all that msgspec raises on bad bytes
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for invalid bytes
 _control_decoder = msgspec.msgpack.Decoder(ResyncRequest)
 
 
 class StoredPages(NamedTuple):
-    """A `PackedStored`, checked and ready for kernels. Arrays are read-only views of the record."""
+    """A checked `PackedStored` in the form that kernels need. Arrays are read-only views of the record."""
 
     medium: int
     """Tier index, 0 to 3."""
@@ -59,11 +59,11 @@ class StoredPages(NamedTuple):
     chain_starts: npt.NDArray[np.uint8]
     """[ceil(n / 8)] bitmap, see `PackedStored`."""
     parents: npt.NDArray[np.uint64]
-    """[chains] sequence hash before each chain; 0: none."""
+    """[chains] sequence hash of the page before each chain; 0 if there is none."""
 
 
 class RemovedPages(NamedTuple):
-    """A `PackedRemoved`, checked and ready for kernels."""
+    """A checked `PackedRemoved` in the form that kernels need."""
 
     medium: int
     hashes: npt.NDArray[np.uint64]
@@ -74,7 +74,7 @@ Step: TypeAlias = StoredPages | RemovedPages | AllBlocksCleared | SnapshotBegin 
 
 
 class DecodedBatch(NamedTuple):
-    """One record of the log, checked. `steps` is empty for a heartbeat."""
+    """One checked record of the log. `steps` is empty in a heartbeat."""
 
     stream: StreamId
     block_size: int
@@ -83,7 +83,7 @@ class DecodedBatch(NamedTuple):
     timestamp: float
     steps: list[Step]
     digest: Digest
-    """uint64[8], read-only: what the worker holds after this batch."""
+    """uint64[8], read-only: digest of the pages that the worker holds after this batch."""
     doubt: str = ""
     """Why its own publisher does not fully trust it; "": it does."""
 
@@ -116,12 +116,12 @@ def encode_batch(
 
 
 def encode_event(event: WireEvent) -> bytes:
-    """One event of a batch."""
+    """Encode one event of a batch."""
     return _encoder.encode(event)
 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
-    """Decode and check one record. Raises RecordRejectedError; never returns a part of a record."""
+    """Decode and check one record. Raises RecordRejectedError; never returns part of a record."""
     if len(payload) > MAX_RECORD_BYTES:
         raise RecordRejectedError("record_size", f"{len(payload)} bytes, at most {MAX_RECORD_BYTES}")
     try:
@@ -147,7 +147,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
 
 
 def encode_resync(request: ResyncRequest) -> bytes:
-    """A message of the control topic."""
+    """Encode a message of the control topic."""
     return _encoder.encode(request)
 
 
@@ -160,7 +160,7 @@ def decode_resync(payload: bytes) -> ResyncRequest:
 
 
 def _check_version(version: int) -> bool:
-    """Whether the record is of a newer minor version than ours."""
+    """Check the version. Returns whether the record has a newer minor version than this decoder."""
     if version >> 8 != SCHEMA_MAJOR:
         raise RecordRejectedError("schema_version", f"major {version >> 8}, this decoder reads {SCHEMA_MAJOR}")
     return version > SCHEMA_VERSION

@@ -1,8 +1,8 @@
-"""The digest: proof, batch by batch, that a view equals the cache.
+"""The digest shows, batch by batch, that a view equals the cache.
 
-Per medium, the number of pages held and the XOR of their mixed sequence hashes. Adding and removing a page are the same
-O(1) step, order does not matter, and both sides use this code. As an array: uint64[8], four counts, then four XORs, in
-the order of `schema.MEDIA`; on the wire, the same 64 bytes, little-endian.
+For each medium it is the number of pages held and the XOR of their mixed sequence hashes. Adding or removing a page
+takes O(1), the order does not matter, and both sides use this code. As an array: uint64[8], four counts, then four
+XORs, in the order of `schema.MEDIA`. On the wire: the same 64 bytes, little-endian.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Digest: TypeAlias = npt.NDArray[np.uint64]
 
 @array_helper
 def mix(sequence_hash):
-    """SplitMix64's finaliser (Steele, Lea, Flood, 2014): hashes related by an XOR do not cancel out."""
+    """SplitMix64's finaliser (Steele, Lea, Flood, 2014). Hashes related by XOR do not cancel out after it."""
     x = sequence_hash + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -32,29 +32,29 @@ def mix(sequence_hash):
 
 @array_helper
 def add_page(digest, medium, sequence_hash):
-    """Count one page that became resident. digest: uint64[8]; medium: tier index."""
+    """Add one page that became resident. digest: uint64[8]; medium: tier index."""
     digest[medium] += np.uint64(1)
     digest[medium + NUM_MEDIA] ^= mix(sequence_hash)
 
 
 @array_helper
 def remove_page(digest, medium, sequence_hash):
-    """Count one page that left."""
+    """Subtract one page that was removed. digest: uint64[8]; medium: tier index."""
     digest[medium] -= np.uint64(1)
     digest[medium + NUM_MEDIA] ^= mix(sequence_hash)
 
 
 def empty_digest() -> Digest:
-    """Digest of a worker that holds nothing."""
+    """Return the digest of a worker that holds nothing."""
     return np.zeros(DIGEST_WORDS, np.uint64)
 
 
 def digest_bytes(digest: Digest) -> bytes:
-    """Wire form, 64 bytes."""
+    """Return the wire form, 64 bytes."""
     return digest.astype("<u8", copy=False).tobytes()
 
 
 def page_counts(digest: Digest) -> list[int]:
-    """Pages held per medium, in the order of `schema.MEDIA`."""
+    """Return the number of pages on each medium, in the order of `schema.MEDIA`."""
     counts: list[int] = digest[:NUM_MEDIA].tolist()
     return counts

@@ -1,4 +1,4 @@
-"""Root of the error tree. Facts a caller may want to act on are attributes, not only words."""
+"""Root of the error tree. Facts that a caller may act on are attributes, not only part of the message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import ClassVar
 
 _MOST_ELEMENTS = 16
-"""Of a container, or characters of an element, that a message still shows."""
+"""Largest container, in elements, and longest element, in characters, that a message shows."""
 
 
 class KvsightError(Exception):
@@ -19,7 +19,7 @@ class KvsightError(Exception):
 
 
 class InvalidValueError(KvsightError, ValueError):
-    """A value from outside is not acceptable. Names the field and the value."""
+    """A value from outside is invalid. Names the field and the value."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
         super().__init__(f"{field}: got {shorten(value)}, expected {expected}")
@@ -31,7 +31,7 @@ class InvalidValueError(KvsightError, ValueError):
 class RecordRejectedError(KvsightError):
     """A record cannot be decoded or breaks the contract. The record is dead-lettered, never applied in part.
 
-    `reason` is one of a small fixed set of words, fit for a metric label.
+    `reason` is one of a small fixed set of words, suitable as a metric label.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -41,9 +41,9 @@ class RecordRejectedError(KvsightError):
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """A value as a message may show it, at a bounded cost, whatever it is.
+    """Return a short text for a value in a message, at a bounded cost.
 
-    Long text is cut at `limit` characters; a container that is large or nested is only named, with its length.
+    Text is cut at `limit` characters. A large or nested container is described by type and length only.
     """
     if isinstance(value, str | bytes | bytearray) and len(value) > limit:
         return f"{value[:limit]!r}... (length {len(value)})"

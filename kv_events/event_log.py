@@ -1,7 +1,7 @@
-"""An event log in a folder: append-only segments that one process writes and any number read while it grows.
+"""An event log in a folder: append-only segments with one writer process and any number of concurrent readers.
 
-Start at `EventLogWriter` and `EventLogReader`; `kv_events.log_segment` has the bytes, `docs/event_log.md` their
-layout.
+Start at `EventLogWriter` and `EventLogReader`. `kv_events.log_segment` reads and writes the bytes;
+`docs/event_log.md` documents their layout.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ class EventLogLockedError(EventLogError):
 
 
 class EventLogWriter:
-    """Appends to a log, for one thread at a time. Opening makes the folder, and cuts a torn tail off.
+    """Appends to a log; for one thread at a time. Opening it creates the folder and truncates a torn tail.
 
     Raises EventLogLockedError, EventLogCorruptedError (the last segment is damaged, and not only at its end),
     InvalidValueError or OSError.
     """
 
     def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
-        """segment_bytes: size at which a new segment is begun; a record is never split."""
+        """segment_bytes: size at which a new segment is started. A record is never split."""
         if segment_bytes < 1:
             raise InvalidValueError("segment_bytes", segment_bytes, "a positive integer")
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._fd = -1  # the last segment
         self._next_index = 0
-        self._pending = bytearray()  # whole records that no reader sees yet
-        self._written = 0  # bytes of the segment that are in the file, all of them sound
+        self._pending = bytearray()  # complete records that readers do not see yet
+        self._written = 0  # bytes of the segment in the file, all of them valid
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
             self._lock = _lock(folder)
@@ -77,13 +77,13 @@ class EventLogWriter:
 
     @property
     def next_index(self) -> int:
-        """Index that the next record will get."""
+        """Index of the next record to be appended."""
         return self._next_index
 
     def append(self, record: LogRecord) -> int:
         """Add one record and return its index in the log. Readers see it after `flush()`, or earlier.
 
-        Raises InvalidValueError, or OSError (disk full): the record was not taken then, and the log is sound.
+        Raises InvalidValueError, or OSError (disk full). The record is then not appended and the log stays intact.
         """
         self._check_open()
         encoded = encode_record(record)
@@ -97,9 +97,9 @@ class EventLogWriter:
         return self._next_index - 1
 
     def flush(self, sync: bool = True) -> None:
-        """Show every appended record to readers; with sync, return only once they would outlast a power cut.
+        """Make every appended record visible to readers. With sync, return after they would survive a power failure.
 
-        Raises OSError; what could not be written is kept for the next try.
+        Raises OSError. Records that could not be written are kept for the next call.
         """
         self._check_open()
         self._write_out()
@@ -107,7 +107,7 @@ class EventLogWriter:
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Flush and let go of the log. Closing twice is harmless."""
+        """Flush and release the log. Closing twice is harmless."""
         if self._fd < 0:
             return
         try:
@@ -164,7 +164,7 @@ class EventLogWriter:
         try:
             _write_at(self._fd, self._pending, self._written)
         except OSError:
-            os.ftruncate(self._fd, self._written)  # no half record may stay where the next try does not reach
+            os.ftruncate(self._fd, self._written)  # the next call must not append to half a record
             raise
         self._written += len(self._pending)
         self._pending.clear()
@@ -175,7 +175,7 @@ class EventLogWriter:
 
 
 class _Mark(NamedTuple):
-    """Where a record begins. Compares by index."""
+    """Position of a record. Compares by index."""
 
     record_index: int
     segment: int
@@ -184,28 +184,28 @@ class _Mark(NamedTuple):
 
 
 class EventLogReader:
-    """Reads a log, also one that is being written; for one thread at a time.
+    """Reads a log, even while it is being written; for one thread at a time.
 
-    Where reading ended is remembered, so reading on from there costs what was appended since.
+    The reader remembers where it stopped, so continuing from there costs only the records appended since.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises EventLogError if there is no such folder. An empty folder is an empty log."""
+        """Raises EventLogError if the folder does not exist. An empty folder is an empty log."""
         if not folder.is_dir():
             raise EventLogError(f"{folder}: no such folder")
         self._folder = folder
-        self._marks: list[_Mark] = []  # every `_MARK_EVERY`th record that was passed, in order
-        self._end: _Mark | None = None  # behind the last record that was passed
+        self._marks: list[_Mark] = []  # every `_MARK_EVERY`th record that was read, in order
+        self._end: _Mark | None = None  # after the last record that was read
 
     @property
     def first_index(self) -> int:
-        """Index of the oldest record kept: not 0 where old segments were deleted."""
+        """Index of the oldest record kept. It is not 0 if old segments were deleted."""
         segments = list_segments(self._folder)
         return segments[0].first_index if segments else 0
 
     @property
     def next_index(self) -> int:
-        """Index that the next record will get. Passes what was appended since the last call."""
+        """Index of the next record to be appended. Reads everything appended since the last call."""
         segments = list_segments(self._folder)
         if not segments:
             return 0
@@ -215,9 +215,9 @@ class EventLogReader:
         return next_index
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
-        """(index, record) from `start` on, up to before `stop`, or to the last whole record there is now.
+        """Yield (index, record) from `start` up to but excluding `stop`, or up to the last complete record.
 
-        Raises LogTruncatedError where `start` is no longer kept, EventLogCorruptedError at a damaged record.
+        Raises LogTruncatedError if `start` is no longer kept, EventLogCorruptedError at a damaged record.
         """
         segments = list_segments(self._folder)
         if segments and start < segments[0].first_index:
@@ -229,9 +229,9 @@ class EventLogReader:
                 yield index, record
 
     def index_at_time(self, timestamp_ms: int) -> int:
-        """Index of the first record whose timestamp is at least the given one; `next_index` if there is none.
+        """Return the index of the first record with at least the given timestamp, or `next_index` if there is none.
 
-        Reads the log from its beginning: the timestamps of several partitions are in no order.
+        Reads the log from its beginning, because timestamps of several partitions are not ordered.
         """
         following = self.first_index
         for index, record in self.read(following):
@@ -241,7 +241,7 @@ class EventLogReader:
         return following
 
     def _from_nearest(self, segments: list[Segment], start: int) -> Iterator[tuple[int, LogRecord]]:
-        """Every record from the nearest known place at or before `start` on."""
+        """Yield records from the nearest known position at or before `start`."""
         if not segments:
             return
         mark = self._nearest(segments, start)

@@ -1,4 +1,4 @@
-"""The seed of the sequence hashes: one for a whole deployment, because two seeds give two names to every page."""
+"""The seed of the sequence hashes. A deployment uses one seed, because two seeds give every page two hashes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kv_events.errors import InvalidValueError
 
 SEED_VARIABLE = "KVSIGHT_HASH_SEED"
 SEED = 1337
-"""The seed of Dynamo, the SMG gateway and TokenSpeed; what holds where nothing else is said."""
+"""The seed of Dynamo, the SMG gateway and TokenSpeed, and the default."""
 SEEDS = {"dynamo": SEED}
-"""Seeds that have a name."""
+"""Named seeds."""
 
 _HIGHEST = 2**64 - 1
 
 
 def parse_seed(text: str, field: str = SEED_VARIABLE) -> int:
-    """A name in `SEEDS`, or a decimal number of 64 bits. Raises InvalidValueError naming the field."""
+    """Parse a name of `SEEDS` or a decimal 64-bit number. Raises InvalidValueError naming the field."""
     if text in SEEDS:
         return SEEDS[text]
     if text.isascii() and text.isdecimal() and len(text) <= len(str(_HIGHEST)) and int(text) <= _HIGHEST:
@@ -27,6 +27,8 @@ def parse_seed(text: str, field: str = SEED_VARIABLE) -> int:
 
 @cache
 def process_seed() -> int:
-    """The seed of this process, `KVSIGHT_HASH_SEED`: of its caches, publishers, bridge and API alike. Read once, so
-    that no two parts of a process can differ. Raises InvalidValueError."""
+    """Return the seed of this process, `KVSIGHT_HASH_SEED`, used by caches, publishers, bridge and API.
+
+    The variable is read once, so that all parts of a process agree. Raises InvalidValueError.
+    """
     return parse_seed(os.environ.get(SEED_VARIABLE, "dynamo"))

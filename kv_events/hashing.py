@@ -1,13 +1,13 @@
-"""The two names of a page.
+"""The two hashes of a page.
 
-*Block hash*: the engine's own, SGLang's SHA-256 chain over a page's tokens, cut to a signed 64-bit integer. It names a
-page inside one worker. *Sequence hash*: the router's, XXH3-64 rolled along the pages of a prompt after Mooncake's
-RFC #1527. It names a page together with its whole prefix, is equal on every worker and can be computed from a prompt
-alone.
+*Block hash*: the engine's own identifier of a page inside one worker: SGLang's SHA-256 chain over the tokens of a page,
+cut to a signed 64-bit integer. *Sequence hash*: the router's identifier of a page together with its whole prefix:
+XXH3-64 rolled along the pages of a prompt, after Mooncake's RFC #1527. It is equal on every worker and can be computed
+from a prompt alone.
 
-The *base* is the seed of `kv_events.hash_seed` (NVIDIA Dynamo's, unless it is set). LoRA adapter and cache salt change
-the seed of *local* hashes, those of the pages' own tokens. Pages are rolled with the base in every namespace, as in
-Dynamo 1.6, so that whoever has local hashes need not know the namespace.
+The *base* is the seed of `kv_events.hash_seed` (NVIDIA Dynamo's by default). LoRA adapter and cache salt change the
+seed of the *local* hashes, which cover the tokens of one page. Pages are rolled with the base in every namespace, as in
+Dynamo 1.6, so that a caller with local hashes need not know the namespace.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MASK64 = 2**64 - 1
 
 
 def block_hash_chain(tokens: U32Array, page_size: int, prior_hash: str | None, *, is_bigram: bool) -> list[str]:
-    """SHA-256 names of the whole pages of a key, each chained to the one before it, as lower-case hex.
+    """Return the SHA-256 hashes of the complete pages of a key, each chained to the one before it, in lower-case hex.
 
-    tokens: uint32[n], the key's raw tokens. page_size: logical units a page. prior_hash: hex name of the page before
-    the first one, or None. In bigram mode unit j is the pair (tokens[j], tokens[j + 1]), both of which are hashed.
+    tokens: uint32[n], the key's raw tokens. page_size: logical units a page. prior_hash: hex hash of the page before
+    the first one, or None. In bigram mode, unit j is the pair (tokens[j], tokens[j + 1]), and both tokens are hashed.
     """
     if is_bigram:
         tokens = np.stack((tokens[:-1], tokens[1:]), axis=1).reshape(-1) if len(tokens) > 1 else tokens[:0]
@@ -56,7 +56,7 @@ def block_hash_chain(tokens: U32Array, page_size: int, prior_hash: str | None, *
 
 
 def get_hash_str(token_ids: Sequence[int] | Sequence[tuple[int, int]], prior_hash: str | None = None) -> str:
-    """SGLang's name of one page: hex SHA-256 of the prior hash's bytes and the units as u32, little-endian."""
+    """Return SGLang's hash of one page: hex SHA-256 of the prior hash's bytes and the units as u32, little-endian."""
     flat = token_array(np.asarray(token_ids, dtype=object).reshape(-1).tolist())
     page = sha256(bytes.fromhex(prior_hash) if prior_hash else b"")
     page.update(flat.astype("<u4", copy=False).tobytes())
@@ -64,23 +64,23 @@ def get_hash_str(token_ids: Sequence[int] | Sequence[tuple[int, int]], prior_has
 
 
 def hash_str_to_int64(hash_str: str) -> int:
-    """First 16 hex digits, read as a signed 64-bit integer."""
+    """Return the first 16 hex digits as a signed 64-bit integer."""
     value = int(hash_str[:16], 16)
     return value - 2**64 if value >= 2**63 else value
 
 
 def hash_strs_to_int64(hash_strs: Sequence[str]) -> npt.NDArray[np.int64]:
-    """int64[n]: `hash_str_to_int64` of many 64-digit names at once."""
+    """Return int64[n]: `hash_str_to_int64` of many 64-digit hashes at once."""
     return np.frombuffer(bytes.fromhex("".join(hash_strs)), dtype=">i8")[::4].astype(np.int64)
 
 
 def namespaced_block_hashes(
     hashes: npt.NDArray[np.int64], extra_key: str | None, cache_salt: str | None
 ) -> npt.NDArray[np.int64]:
-    """int64[n]: the names under which SGLang publishes pages of a namespace.
+    """Return int64[n]: the hashes with which SGLang publishes the pages of a namespace.
 
-    hashes: int64[n], their names in the tree. SGLang does so with `"format": "dynamo"` always; in the default format
-    for pages of a named LoRA adapter, without the salt.
+    hashes: int64[n], the hashes in the tree. With `"format": "dynamo"` SGLang always publishes these hashes; in the
+    default format only for pages of a named LoRA adapter, and without the salt.
     """
     seed = sha256(_SGLANG_NAMESPACE + _tagged(extra_key) + _tagged(cache_salt)).digest()
     words = hashes.astype(">i8").tobytes()
@@ -89,7 +89,7 @@ def namespaced_block_hashes(
 
 
 def _tagged(name: str | None) -> bytes:
-    """An absent name and an empty one differ, and no name can run into the next."""
+    """Return bytes that distinguish an absent name from an empty one and delimit each name."""
     if name is None:
         return b"\0"
     data = name.encode()
@@ -100,12 +100,12 @@ def _tagged(name: str | None) -> bytes:
 
 
 def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, *, base: int | None = None) -> int:
-    """Seed of a namespace's local hashes: the base plus a tagged term for each of LoRA name and salt.
+    """Return the seed of a namespace's local hashes: the base plus a tagged term for the LoRA name and for the salt.
 
-    A name of "" counts as absent. base: here and below None is `process_seed()`.
+    A name of "" counts as absent. base: None means `process_seed()`, here and below.
 
-    The terms are XXH3-64 of the UTF-8 name with seed 0 (LoRA) and 1 (salt), added modulo 2**64, so that a salt "x" and
-    an adapter "x" differ. As Dynamo 1.6 does it.
+    The terms are XXH3-64 of the UTF-8 name with seed 0 (LoRA) and 1 (salt), added modulo 2**64, as in Dynamo 1.6. A
+    salt "x" and an adapter "x" therefore give different seeds.
     """
     seed = process_seed() if base is None else base
     if lora_name:
@@ -116,12 +116,12 @@ def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, 
 
 
 def num_whole_pages(num_tokens: int, block_size: int, *, is_bigram: bool = False) -> int:
-    """Pages that are full; the partial last one has no name."""
+    """Return the number of complete pages. A partial last page has no hash."""
     return max(0, num_tokens - is_bigram) // block_size
 
 
 def local_hashes(tokens: U32Array, block_size: int, seed: int | None = None, *, is_bigram: bool = False) -> U64Array:
-    """uint64[pages]: XXH3-64 of each whole page's tokens as little-endian u32, independent of what precedes it.
+    """Return uint64[pages]: XXH3-64 of the tokens of each complete page as little-endian u32, without its prefix.
 
     tokens: uint32[n]. seed: the `namespace_seed`. In bigram mode a page of block_size pairs spans block_size + 1 tokens
     and shares its last one with the next page.
@@ -134,9 +134,9 @@ def local_hashes(tokens: U32Array, block_size: int, seed: int | None = None, *, 
 
 
 def rolling_hashes(local: U64Array, *, parent: int | None = None, base: int | None = None) -> U64Array:
-    """uint64[pages]: local hashes of any namespace chained into sequence hashes.
+    """Return uint64[pages]: the sequence hashes of local hashes of any namespace.
 
-    parent: the sequence hash before the first page.
+    parent: sequence hash of the page before the first one.
     """
     out = np.empty(len(local), dtype=np.uint64)
     roll(local, _seed_word(base), np.uint64(parent or 0), parent is not None, out)
@@ -152,9 +152,9 @@ def sequence_hashes(
     base: int | None = None,
     is_bigram: bool = False,
 ) -> U64Array:
-    """uint64[pages]: the router's names of a prompt's whole pages. See `local_hashes` and `rolling_hashes`.
+    """Return uint64[pages]: the sequence hashes of a prompt's complete pages. See `local_hashes` and `rolling_hashes`.
 
-    seed: the `namespace_seed`, of local hashes only; None is the base's own.
+    seed: the `namespace_seed`, used for local hashes only. None means the base.
     """
     local = local_hashes(tokens, block_size, base if seed is None else seed, is_bigram=is_bigram)
     return rolling_hashes(local, parent=parent, base=base)

@@ -1,12 +1,12 @@
-"""Bounds on every size that comes from outside. Beyond them: a clear error, never an allocation."""
+"""Limits on every size that comes from outside. A larger value is a clear error, never an allocation."""
 
 from __future__ import annotations
 
 MAX_RECORD_BYTES = 1_000_000
-"""Largest record on the log, in bytes: under the 1 MiB that Kafka accepts by default, framing included."""
+"""Largest record in the log, in bytes. With its framing it is below the 1 MiB that Kafka accepts by default."""
 
 MAX_PAGES_PER_BATCH = 32_768
-"""Largest number of pages that one record may store and remove together."""
+"""Largest number of pages that one record may store and remove in total."""
 
 MAX_EVENTS_PER_BATCH = 4_096
 MAX_TOKENS_PER_QUERY = 4_194_304
@@ -20,6 +20,6 @@ MAX_DOUBT_BYTES = 256
 """Largest UTF-8 length of what a publisher says against its own records."""
 
 MAX_EXTRA_KEY_BYTES = 1024
-"""Largest UTF-8 length of an extra key, the name of a namespace of pages."""
+"""Largest UTF-8 length of an extra key, which separates the pages of a namespace."""
 
 MAX_TOKEN_ID = 2**32 - 1

@@ -1,6 +1,6 @@
-"""The bytes of one event-log segment: header, records, and how the end of a segment is judged.
+"""The bytes of one event-log segment: header, records, and the rules for an incomplete end.
 
-The layout is documented, with byte offsets, in `docs/event_log.md`. All integers are little-endian.
+`docs/event_log.md` documents the layout with byte offsets. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ MAX_KEY_BYTES = 65_535
 _NAME_DIGITS = 20
 _MAGIC = b"KVSLOG\r\n"
 _FORMAT_VERSION = 1
-_SEGMENT = struct.Struct("<8sIQ")  # magic, format version, index of the first record; then its CRC-32
-_FRAME = struct.Struct("<II")  # bytes of the body, CRC-32 of the body; then the CRC-32 of these eight bytes
-_BODY = struct.Struct("<IqqI")  # partition, offset, timestamp_ms, bytes of the key; then key and payload
+_SEGMENT = struct.Struct("<8sIQ")  # magic, format version, index of the first record; followed by its CRC-32
+_FRAME = struct.Struct("<II")  # length of the body, CRC-32 of the body; followed by the CRC-32 of these eight bytes
+_BODY = struct.Struct("<IqqI")  # partition, offset, timestamp_ms, length of the key; followed by key and payload
 _CRC = struct.Struct("<I")
 
 HEADER_BYTES = _SEGMENT.size + _CRC.size
 _FRAME_BYTES = _FRAME.size + _CRC.size
 _MAX_BODY_BYTES = _BODY.size + MAX_KEY_BYTES + MAX_RECORD_BYTES
-_CHUNK_BYTES = 2 << 20  # read at once; more than the largest record
+_CHUNK_BYTES = 2 << 20  # bytes per read; more than the largest record
 
 
 class EventLogError(KvsightError):
-    """An event log cannot be used. Names the path and why."""
+    """An event log cannot be used. Names the path and the cause."""
 
 
 class EventLogCorruptedError(EventLogError):
-    """Bytes that were once written whole are not what was written. Records before `index` are sound."""
+    """Bytes that were written completely have changed. Records before `index` are valid."""
 
     def __init__(self, segment: Path, position: int, index: int, detail: str, resume_index: int | None) -> None:
         onward = "it is the last segment" if resume_index is None else f"the next segment begins at {resume_index}"
@@ -49,15 +49,15 @@ class EventLogCorruptedError(EventLogError):
         self.index = index
         """Index of the damaged record."""
         self.resume_index = resume_index
-        """Index of the next segment's first record, from which reading can go on; None: there is none."""
+        """Index of the next segment's first record, at which reading can continue. None if there is no next segment."""
 
 
 class Located(NamedTuple):
-    """A record and where the next one begins."""
+    """A record and the position of the next one."""
 
     record_index: int
     end: int
-    """Byte offset just behind the record."""
+    """Byte offset after the record."""
     record: LogRecord
 
 
@@ -67,11 +67,11 @@ class Segment(NamedTuple):
     path: Path
     first_index: int
     next_first_index: int | None
-    """First index of the segment after it: this one is complete then. None: it may still grow."""
+    """First index of the next segment, in which case this segment is complete. None if it may still grow."""
 
 
 def list_segments(folder: Path) -> list[Segment]:
-    """The segments of a log, oldest first. Files of other names are not part of it."""
+    """Return the segments of a log, oldest first. Files with other names are ignored."""
     stems = [path.stem for path in folder.glob(f"*{SUFFIX}")]
     firsts = sorted(int(stem) for stem in stems if len(stem) == _NAME_DIGITS and stem.isdecimal())
     after: list[int | None] = [*firsts[1:], None]
@@ -79,18 +79,18 @@ def list_segments(folder: Path) -> list[Segment]:
 
 
 def segment_path(folder: Path, first_index: int) -> Path:
-    """Name of the segment that begins with a record; names sort as the records do."""
+    """Return the name of the segment that begins with this record. Names sort as records do."""
     return folder / f"{first_index:0{_NAME_DIGITS}d}{SUFFIX}"
 
 
 def segment_header(first_index: int) -> bytes:
-    """The first `HEADER_BYTES` of a segment."""
+    """Encode the header of a segment, `HEADER_BYTES` long."""
     fields = _SEGMENT.pack(_MAGIC, _FORMAT_VERSION, first_index)
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """One record as it stands in a segment. Raises InvalidValueError."""
+    """Encode one record of a segment. Raises InvalidValueError."""
     if not 0 <= record.partition < 2**32:
         raise InvalidValueError("partition", record.partition, "0 .. 2**32 - 1")
     if not 0 <= record.offset < 2**63:
@@ -108,7 +108,7 @@ def encode_record(record: LogRecord) -> bytes:
 
 
 def has_header(segment: Segment) -> bool:
-    """Whether the segment's header is there. False: its writer is, or ended, between creating and heading it.
+    """Return whether the segment has a header. Without one, its writer is, or died, between creating it and writing it.
 
     Raises EventLogCorruptedError for any other bytes.
     """
@@ -123,12 +123,12 @@ def has_header(segment: Segment) -> bool:
 
 
 def scan(segment: Segment, position: int, index: int) -> Iterator[Located]:
-    """The records of a segment from a record's byte position on, `index` being that record's.
+    """Yield the records of a segment from a byte position, which is that of record `index`.
 
-    Ends at the last whole record. What may follow is a torn tail, an append that was cut off or is going on:
-    fewer bytes than a record announces, a last record whose checksum is wrong, or nothing but zeros (a file that
-    grew, but whose data never reached the disk). Everything else raises EventLogCorruptedError, and so does a torn
-    tail in a segment that has a successor.
+    Ends at the last complete record. A torn tail may follow, which is an append that is in progress or was cut off:
+    fewer bytes than a record announces, a last record with a wrong checksum, or only zeros (the file was extended, but
+    its data did not reach the disk). Anything else raises EventLogCorruptedError, and so does a torn tail in a segment
+    that has a successor.
     """
     with segment.path.open("rb", buffering=0) as file:
         while True:
@@ -149,11 +149,11 @@ def scan(segment: Segment, position: int, index: int) -> Iterator[Located]:
 class _Fault(NamedTuple):
     detail: str
     corrupted: bool
-    """False: it may be a torn tail."""
+    """Whether the damage cannot be a torn tail."""
 
 
 def _whole_records(data: bytes, position: int, index: int) -> Iterator[Located]:
-    """Sound records at the beginning of data, which was read at a byte position of the segment."""
+    """Yield the valid records at the beginning of data that was read at a byte position of the segment."""
     view = memoryview(data)
     start = 0
     while (body := _frame(view, start)) is not None:
@@ -176,7 +176,7 @@ class _Body(NamedTuple):
 
 
 def _frame(view: memoryview, start: int) -> _Body | None:
-    """What a record's first twelve bytes announce; None: they are not there or not sound."""
+    """Decode the first twelve bytes of a record. None if they are incomplete or invalid."""
     if start + _FRAME_BYTES > len(view):
         return None
     num_bytes, checksum = _FRAME.unpack_from(view, start)
@@ -186,13 +186,13 @@ def _frame(view: memoryview, start: int) -> _Body | None:
 
 
 def _fault(fd: int, position: int) -> _Fault | None:
-    """Why no record follows at a byte position; None: the file ends there."""
+    """Return why no record follows at a byte position, or None if the file ends there."""
     num_left = os.fstat(fd).st_size - position
     if num_left <= 0:
         return None
     rest = os.pread(fd, num_left, position)
     if any(_whole_records(rest, position, 0)):
-        return None  # an append ended since we looked
+        return None  # an append has finished since the read
     if rest.count(0) == len(rest) or len(rest) < _FRAME_BYTES:
         return _Fault(f"a torn tail of {len(rest)} bytes", corrupted=False)
     body = _frame(memoryview(rest), 0)

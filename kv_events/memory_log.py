@@ -1,4 +1,4 @@
-"""The log of the embedded mode: records and resync requests between threads of one process."""
+"""The log of the embedded mode: passes records and resync requests between threads of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class LogTruncatedError(KvsightError):
-    """Records from the wanted offset on are no longer kept."""
+    """Records from the requested offset are no longer kept."""
 
     def __init__(self, wanted: int, first: int) -> None:
         super().__init__(f"offset {wanted} is gone, the log begins at {first}")
@@ -25,14 +25,14 @@ class LogTruncatedError(KvsightError):
 
 
 class MemoryLog:
-    """A bounded in-process log of one partition, and the control channel back. Any thread may call anything.
+    """A bounded in-process log of one partition, with a control channel in the other direction. Thread-safe.
 
-    When more than `capacity_bytes` of payload are kept, the oldest records go; a reader that missed them finds out
-    by `LogTruncatedError`, as it would from a Kafka topic's retention.
+    Beyond `capacity_bytes` of payload, the oldest records are dropped. A reader that missed them gets
+    `LogTruncatedError`, as with the retention of a Kafka topic.
     """
 
     def __init__(self, capacity_bytes: int = 256 * 2**20, *, is_read_once: bool = False) -> None:
-        """is_read_once: there is one reader, who never goes back, so what lies before an offset that is read goes."""
+        """is_read_once: there is one reader, which never seeks backwards, so records before its offset are dropped."""
         if capacity_bytes < 1:
             raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
         self._capacity_bytes = capacity_bytes
@@ -51,12 +51,12 @@ class MemoryLog:
 
     @property
     def next_offset(self) -> int:
-        """Offset that the next record will get."""
+        """Offset of the next record to be appended."""
         with self._lock:
             return self._first + len(self._records)
 
     def append(self, key: bytes, payload: bytes, timestamp_ms: int) -> int:
-        """Add one record and return its offset."""
+        """Append one record and return its offset."""
         with self._lock:
             offset = self._first + len(self._records)
             self._records.append(LogRecord(0, offset, timestamp_ms, key, payload))
@@ -69,7 +69,7 @@ class MemoryLog:
         return offset
 
     def read(self, offset: int, max_records: int = 500) -> Sequence[LogRecord]:
-        """Records from `offset` on, at most `max_records`. Raises LogTruncatedError."""
+        """Return records from `offset`, at most `max_records`. Raises LogTruncatedError."""
         with self._lock:
             if offset < self._first:
                 raise LogTruncatedError(offset, self._first)
@@ -80,18 +80,18 @@ class MemoryLog:
             return [self._records[i] for i in range(start, stop)]
 
     def request(self, request: ResyncRequest) -> None:
-        """Send a request back to whoever publishes that stream."""
+        """Send a request to the publishers of the stream."""
         with self._lock:
             listeners = list(self._on_request)
         for listener in listeners:
             listener(request)
 
     def watch(self) -> LogWatch:
-        """A way to wait for records from inside the running event loop."""
+        """Return an object that waits for records inside the running event loop."""
         return LogWatch(self, asyncio.get_running_loop())
 
     def listen(self, on_request: Callable[[ResyncRequest], None]) -> Callable[[], None]:
-        """Call back on every resync request, on the requester's thread. Returns a function that ends it."""
+        """Call a function for each resync request, on the thread of the caller. Returns a function to unsubscribe."""
         with self._lock:
             self._on_request.append(on_request)
         return lambda: self._forget(self._on_request, on_request)
@@ -122,7 +122,7 @@ class LogWatch:
             loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until a record came since the last call. False: none within the time."""
+        """Wait until a record has arrived since the last call. Returns False after the timeout."""
         try:
             await asyncio.wait_for(self._event.wait(), timeout_s)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""One record of a log, whichever log it is: Kafka topic, event-log file or memory."""
+"""One record of a log: of a Kafka topic, an event-log file or a log in memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class LogRecord(NamedTuple):
-    """What a log stores and hands back."""
+    """A record as a log stores and returns it."""
 
     partition: int
     offset: int
-    """Position inside the partition, rising by at least one from record to record."""
+    """Position inside the partition, which increases by at least one from record to record."""
     timestamp_ms: int
-    """Milliseconds since 1970, the writer's clock."""
+    """Milliseconds since 1970, by the writer's clock."""
     key: bytes
     payload: bytes

@@ -1,8 +1,8 @@
 """Events and records.
 
-Two forms of one thing. *Engine events* (`BlockStored`, `BlockRemoved`, `AllBlocksCleared`) carry SGLang's names and
-meaning; a cache emits them and `publish()` takes them. *Wire events* (`PackedStored`, `PackedRemoved`, ...) carry the
-same pages column by column, hashes as little-endian bytes, inside an `EventBatch`, which is one record on the log.
+Events have two forms. *Engine events* (`BlockStored`, `BlockRemoved`, `AllBlocksCleared`) have SGLang's names and
+meaning; a cache emits them and `publish()` accepts them. *Wire events* (`PackedStored`, `PackedRemoved`, ...) contain
+the same pages as columns, with hashes as little-endian bytes, inside an `EventBatch`, which is one record of the log.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SCHEMA_MINOR = 0
 SCHEMA_VERSION = SCHEMA_MAJOR << 8 | SCHEMA_MINOR
 
 
-class StorageMedium(str, Enum):  # noqa: UP042  (StrEnum's str() is wanted by nobody; the wire value is the contract)
-    """Where a page lies, fastest first. Equal to, and serialised as, its string."""
+class StorageMedium(str, Enum):  # noqa: UP042  (the wire value is the contract, not StrEnum's str())
+    """Media on which pages are stored, fastest first. Equal to, and serialised as, their strings."""
 
     GPU = "GPU"
     CPU = "CPU_PINNED"
@@ -38,11 +38,11 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
     """Pages that became resident on `medium`, in prefix order, each the child of the one before it."""
 
     block_hashes: list[int]
-    """The engine's 64-bit names of the pages, signed or unsigned; compared modulo 2**64."""
+    """The engine's 64-bit identifiers of the pages, signed or unsigned; compared modulo 2**64."""
     parent_block_hash: int | None
-    """Name of the page before the first one; None directly below the root."""
+    """Block hash of the page before the first one; None at the beginning of a prompt."""
     token_ids: TokenIds
-    """Tokens of all pages in a row; pairs in bigram mode. Empty when the engine does not say."""
+    """Tokens of all pages, concatenated; pairs in bigram mode. Empty if the engine does not send them."""
     block_size: int
     """Logical units a page: tokens, or pairs in bigram mode."""
     lora_id: int | None = None
@@ -51,9 +51,10 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
     extra_key: str | None = None
     """Namespace of the pages inside their worker. Equal block hashes under two extra keys are two pages."""
     sequence_hashes: bytes = b""
-    """The router's names of the pages, u64 little-endian in a row. Empty: the publisher derives them from the tokens.
+    """Sequence hashes of the pages, u64 little-endian. If empty, the publisher computes them from the tokens.
 
-    Bytes, because a cache makes one event a page: what the garbage collector need not look at costs half as much."""
+    They are bytes because a cache creates one event for each page, and objects that the garbage collector does not
+    track cost half as much."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -65,7 +66,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fa
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """The worker holds nothing any more, on any medium."""
+    """The worker no longer holds any page, on any medium."""
 
 
 ENGINE_UNHEARD = "engine not heard"
@@ -85,13 +86,13 @@ class PackedStored(msgspec.Struct, frozen=True, tag="BlockStored", array_like=Tr
     block_hashes: bytes
     """n x u64, little-endian."""
     chain_starts: bytes
-    """Bitmap of ceil(n / 8) bytes, least significant bit first: bit i set = page i begins a chain. Bit 0 is set."""
+    """Bitmap of ceil(n / 8) bytes, least significant bit first. Bit i is set if page i begins a chain; bit 0 is set."""
     parents: bytes
-    """m x u64, little-endian: sequence hash of the page before each chain; 0 directly below the root."""
+    """m x u64, little-endian: sequence hash of the page before each chain; 0 at the beginning of a prompt."""
     token_ids: bytes | None = None
-    """u32, little-endian, the pages' tokens in a row (block_size a page; block_size + 1 in bigram mode)."""
+    """u32, little-endian: the tokens of all pages, concatenated (block_size a page; block_size + 1 in bigram mode)."""
     extra_key: str | None = None
-    """Only together with `token_ids`: salts and LoRA names are nobody's business on the wire."""
+    """Only sent together with `token_ids`, because salts and LoRA names are private."""
 
 
 class PackedRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved", array_like=True, gc=False):
@@ -103,20 +104,20 @@ class PackedRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved", array_like=
 
 
 class SnapshotBegin(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """What follows, up to `SnapshotEnd`, names everything the worker holds."""
+    """Beginning of a resync: the events up to `SnapshotEnd` contain everything that the worker holds."""
 
     reason: str = ""
 
 
 class SnapshotEnd(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Pages that were not named since `SnapshotBegin` are not held. The batch's digest states the result."""
+    """End of a resync: pages not stored since `SnapshotBegin` are not held. The batch's digest states the result."""
 
 
 WireEvent: TypeAlias = PackedStored | PackedRemoved | AllBlocksCleared | SnapshotBegin | SnapshotEnd
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One record of the log: what happened in one worker stream, in order."""
+    """One record of the log: consecutive events of one worker stream."""
 
     schema_version: int
     """major << 8 | minor. Another major is refused; a newer minor may add trailing fields and event tags."""
@@ -126,15 +127,15 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dp_rank: int
     block_size: int
     epoch: int
-    """Incarnation of the publisher: nanoseconds since 1970 at its start. A larger epoch supersedes a smaller."""
+    """Start time of the publisher in nanoseconds since 1970. A larger epoch supersedes a smaller one."""
     seq: int
     """0, 1, 2, ... without holes inside an epoch."""
     timestamp: float
-    """Seconds since 1970, when the batch was closed."""
+    """Time at which the batch was closed, in seconds since 1970."""
     events: list[msgspec.Raw]
-    """`WireEvent`s. Empty: a heartbeat."""
+    """`WireEvent`s. Empty in a heartbeat."""
     digest: bytes
-    """See `kv_events.digest`: what the worker holds after this batch."""
+    """Digest of the pages that the worker holds after this batch; see `kv_events.digest`."""
 
 
 class DoubtedBatch(EventBatch, frozen=True, array_like=True, gc=False):
@@ -148,10 +149,10 @@ class DoubtedBatch(EventBatch, frozen=True, array_like=True, gc=False):
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Router side to publisher, on the control topic: name everything you hold again."""
+    """Message on the control topic: asks a publisher to resend everything that its worker holds."""
 
     stream: str
     """`StreamId.key` of the worker stream."""
     epoch: int
-    """The incarnation whose view was found wrong; a publisher of a newer epoch ignores the request."""
+    """Epoch of the view that was found wrong. A publisher with a newer epoch ignores the request."""
     reason: str = ""

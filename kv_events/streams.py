@@ -1,8 +1,8 @@
 """Names of topics, worker streams and group streams.
 
-What a worker of a hybrid model holds beside full KV is one more stream of that worker for each *group* of layers, in a
-companion model: `m#mamba` for the model `m`. It is a stream like any other; who knows nothing of groups sees a model
-that nobody asks for.
+A worker with a hybrid model publishes one more stream for each *group* of layers that keeps something other than full
+KV, under a companion model: `m#mamba` for the model `m`. It is an ordinary stream. A reader without support for groups
+sees a model that no one queries.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ CONTROL_TOPIC = "kv-control"
 DEFAULT_TENANT = "default"
 
 MAMBA_GROUP = "mamba"
-"""A page is held on a medium if a recurrent state lies there that is valid exactly at the page's end."""
+"""A page is held on a medium if a recurrent state that is valid exactly at its end is stored there."""
 
 _GROUP = re.compile(rf"{MAMBA_GROUP}|swa:([1-9][0-9]{{0,8}})", re.ASCII)
 _COMPANION = re.compile(rf"(.+)#({_GROUP.pattern})", re.ASCII | re.DOTALL)
 
 
 def swa_group(window: int) -> str:
-    """The group of sliding-window layers: a page is held if its KV of these layers is. window: units, 1 .. 999999999.
+    """Return the group of layers with a sliding window. A page is held if its KV of these layers is stored.
+
+    window: units, 1 .. 999999999.
 
     Raises InvalidValueError.
     """
@@ -36,8 +38,7 @@ def swa_group(window: int) -> str:
 
 
 def group_model(model: str, group: str) -> str:
-    """Model name of a group's streams. Raises InvalidValueError for a group of unknown form, or of a model without a
-    name."""
+    """Return the model name of a group's streams. Raises InvalidValueError for an invalid group or an empty model."""
     companion = f"{model}#{group}"
     if split_group(companion) != (model, group):
         raise InvalidValueError("group", companion, f"MODEL#{MAMBA_GROUP} or MODEL#swa:WINDOW")
@@ -45,14 +46,16 @@ def group_model(model: str, group: str) -> str:
 
 
 def split_group(model: str) -> tuple[str, str | None]:
-    """Inverse of `group_model`; a name that does not end like a group's is a model's own, whatever `#` is in it."""
+    """Inverse of `group_model`. A name that does not end with a group is the name of a model, even if it has a `#`."""
     found = _COMPANION.fullmatch(model)
     return (found[1], found[2]) if found else (model, None)
 
 
 def group_window(group: str) -> int:
-    """Units before a page's end that must be held so that a prefix can end there; 1 for a state, which is all in the
-    last page. Raises InvalidValueError."""
+    """Return the number of units before a page's end that must be held for a prefix to end there.
+
+    It is 1 for a state, which belongs to the last page alone. Raises InvalidValueError.
+    """
     found = _GROUP.fullmatch(group)
     if found is None:
         raise InvalidValueError("group", group, f"{MAMBA_GROUP} or swa:WINDOW")
@@ -60,7 +63,7 @@ def group_window(group: str) -> int:
 
 
 class StreamId(NamedTuple):
-    """One publisher's stream: its batches keep their order because they share a record key."""
+    """Identity of a worker stream. Its batches keep their order because they share a record key."""
 
     model: str
     tenant: str
@@ -69,7 +72,7 @@ class StreamId(NamedTuple):
 
     @property
     def key(self) -> str:
-        """`tenant/model/worker/dp_rank`, each name percent-encoded, so that no name can imitate another stream."""
+        """`tenant/model/worker/dp_rank`, each part percent-encoded, so that no name can imitate another stream."""
         return "/".join((quote(self.tenant, ""), quote(self.model, ""), quote(self.worker, ""), str(self.dp_rank)))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Tokens from outside -> uint32. Needs numpy alone, so that a client loads no kernels for it."""
+"""Conversion of tokens to uint32. Needs only numpy, so that a client loads no kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ U32Array: TypeAlias = npt.NDArray[np.uint32]
 
 
 def token_array(token_ids: Sequence[int] | npt.NDArray[np.integer], field: str = "token_ids") -> U32Array:
-    """Tokens as uint32[n], C order. Raises InvalidValueError naming the first position outside 0 .. 2**32 - 1."""
+    """Return tokens as uint32[n], C order. Raises InvalidValueError naming the first position out of 0 .. 2**32 - 1."""
     try:
         wide = np.asarray(token_ids if isinstance(token_ids, np.ndarray) else array("q", token_ids))
     except (OverflowError, TypeError):
