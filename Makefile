@@ -32,14 +32,26 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.installed ## a fleet, the index and the API in one process; EXIT=1 ends by itself
 	@$(BIN)/kvsight demo $(if $(EXIT),--exit)
 
+# One worker process a core, at most four: some hold 2 GB.
+WORKERS ?= logical --maxprocesses 4
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 .PHONY: test
-test: $(VENV)/.installed-dev ## every test, with real Kafka and Redis; ARGS="-k name" narrows it
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.installed-dev ## the tests, with real Kafka and Redis; ARGS="-k name" narrows them
+	@$(PYTEST) $(ARGS)
+
+.PHONY: soak
+soak: $(VENV)/.installed-dev ## the tests that take long: soaks, and many more random cases
+	@$(PYTEST) --soak $(ARGS)
+
+.PHONY: coverage
+coverage: $(VENV)/.installed-dev ## the tests, and the lines they reach; kernels, compiled, are left out; HTML in build/coverage
+	@$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage $(ARGS)
 
 .PHONY: test-bounds
 test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked
 	@rm -rf .cache/numba-bounds  # whatever was compiled without the checks
-	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(BIN)/python -m pytest $(addprefix tests/properties/test_,bridge.py ledger.py overlap_index.py page_table.py reuse.py) tests/unit/indexer tests/unit/bridge $(ARGS)
+	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-bounds $(PYTEST) $(addprefix tests/properties/test_,bridge.py ledger.py overlap_index.py page_table.py reuse.py) tests/unit/indexer tests/unit/bridge $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.installed-dev ## format, lint and types; changes nothing

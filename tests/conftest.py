@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
+from tests.support.effort import SOAK, register_profiles
 from tests.support.servers.child_process import PartMissingError
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.mooncake_master import MooncakeAccess, MooncakeMaster
@@ -34,13 +35,19 @@ _MARK_OF_FIXTURE = {
 _SERVERS = pytest.StashKey[Servers]()
 _T = TypeVar("_T")
 
-# a shared two-core machine stalls at times: the time limit of a whole test is the one that counts
-settings.register_profile("kvsight", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kvsight")
+register_profiles()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that chooses between the two halves of the tests."""
+    description = "run the soaks and the long versions of the property tests, and nothing else"
+    parser.addoption("--soak", action="store_true", help=description)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The process that controls the run owns the shared servers; workers of pytest-xdist ask it."""
+    if config.getoption("soak"):
+        settings.load_profile(SOAK)
     socket = getattr(config, "workerinput", {}).get("shared_servers")
     config.stash[_SERVERS] = RemoteServers(socket) if socket else SharedServers()
 
@@ -60,12 +67,27 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         servers.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that takes a server's fixture bears its mark."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests that take a server's fixture and tests of random cases; drops those of the other half."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in _MARK_OF_FIXTURE:
                 item.add_marker(_MARK_OF_FIXTURE[fixture])
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("random_cases")
+    is_soak = config.getoption("soak")
+    halves: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        halves[_belongs(item, is_soak=is_soak)].append(item)
+    config.hook.pytest_deselected(items=halves[False])
+    items[:] = halves[True]
+
+
+def _belongs(item: pytest.Item, *, is_soak: bool) -> bool:
+    """Whether a test is part of a soak, or of the usual run. Tests of random cases are part of both."""
+    if is_soak:
+        return any(item.get_closest_marker(name) for name in ("soak", "random_cases"))
+    return item.get_closest_marker("soak") is None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -265,6 +265,7 @@ class MambaSoak(RadixSoak):
             req.mamba_track_idx, req.mamba_last_track_seqlen = slot, len(prefixes) * self.page_size
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("policy", ["lru", "mru", "slru"])
 def test_ten_thousand_operations_on_a_radix_cache_leave_everything_in_order(policy):
     machine = RadixSoak()
@@ -274,6 +275,7 @@ def test_ten_thousand_operations_on_a_radix_cache_leave_everything_in_order(poli
     assert machine.num_evicted > 1000
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("page_size", "is_eagle"), [(1, False), (2, False), (2, True)])
 def test_ten_thousand_operations_on_a_mamba_cache_leave_everything_in_order(page_size, is_eagle):
     machine = MambaSoak()

@@ -27,6 +27,7 @@ from engine_cache.storage import (  # noqa: E402
 )
 from engine_cache.storage.directory import DirectoryStorage  # noqa: E402
 from tests.support.caches.page_pools import PagePool  # noqa: E402
+from tests.support.effort import num_examples  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NUM_PAGES = 6
@@ -185,12 +186,12 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 TestDirectory = DirectoryMachine.TestCase
-TestDirectory.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestDirectory.settings = settings(max_examples=num_examples(80), stateful_step_count=30)
 
 STATES = st.sets(st.integers(0, NUM_PAGES - 1))
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     kv=STATES,
     pools=st.lists(st.tuples(STATES, st.one_of(st.none(), st.integers(0, 3))), min_size=1, max_size=2),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kv_events.event_log import EventLogCorruptedError, EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
+from tests.support.effort import num_examples
 
 RECORDS = st.lists(
     st.builds(
@@ -45,7 +46,7 @@ def payloads(folder: Path) -> list[LogRecord]:
     return [item for _, item in EventLogReader(folder).read()]
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(RECORDS)
 def test_a_log_cut_at_any_byte_gives_back_exactly_its_whole_records(records: list[LogRecord]) -> None:
     with log_of(records) as (folder, ends):
@@ -57,7 +58,7 @@ def test_a_log_cut_at_any_byte_gives_back_exactly_its_whole_records(records: lis
             assert payloads(folder) == records[: sum(end <= cut for end in ends)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(RECORDS, st.data())
 def test_a_log_cut_at_any_byte_and_written_on_reads_as_if_never_cut(
     records: list[LogRecord], data: st.DataObject
@@ -72,7 +73,7 @@ def test_a_log_cut_at_any_byte_and_written_on_reads_as_if_never_cut(
         assert payloads(folder) == records
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 @given(RECORDS, st.data())
 def test_a_flipped_bit_never_gives_a_wrong_record(records: list[LogRecord], data: st.DataObject) -> None:
     with log_of(records) as (folder, ends):
@@ -93,7 +94,7 @@ def test_a_flipped_bit_never_gives_a_wrong_record(records: list[LogRecord], data
         assert found or hit == len(records) - 1  # a damaged last record may be a torn tail
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(RECORDS, st.integers(1, 300), st.data())
 def test_any_window_is_read_whatever_was_read_before(
     records: list[LogRecord], segment_bytes: int, data: st.DataObject

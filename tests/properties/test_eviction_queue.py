@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine_cache import EVICTION_POLICIES, CacheStateError, RadixKey
 from engine_cache.tree.eviction import EvictionQueue, find_policy
 from engine_cache.tree.node import TreeNode
+from tests.support.effort import num_examples
 
 POLICIES = sorted(EVICTION_POLICIES)
 NUM_NODES = 12
@@ -83,7 +84,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
 
 TestEvictionQueue = EvictionQueueMachine.TestCase
-TestEvictionQueue.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestEvictionQueue.settings = settings(max_examples=num_examples(200), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

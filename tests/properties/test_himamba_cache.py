@@ -13,6 +13,7 @@ from tests.support.caches.cache_machine import operation, soak
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.tier_rig import LAYOUTS
 from tests.support.caches.tiered_machine import EVERYTHING, OldMatches, is_stepped
+from tests.support.effort import num_examples
 
 pytestmark = pytest.mark.torch
 
@@ -132,9 +133,10 @@ class HiMambaCacheMachine(OldMatches):
 
 
 TestHiMambaCache = HiMambaCacheMachine.TestCase
-TestHiMambaCache.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestHiMambaCache.settings = settings(max_examples=num_examples(150), stateful_step_count=50)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
 def test_ten_thousand_operations_leave_everything_in_order(write_policy):
     machine = HiMambaCacheMachine()

@@ -8,6 +8,7 @@ from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from tests.support.caches.cache_machine import soak
 from tests.support.caches.tier_rig import LAYOUTS, Rig
 from tests.support.caches.tiered_machine import OldMatches
+from tests.support.effort import num_examples
 
 pytestmark = pytest.mark.torch
 
@@ -28,9 +29,10 @@ class HiRadixCacheMachine(OldMatches):
 
 
 TestHiRadixCache = HiRadixCacheMachine.TestCase
-TestHiRadixCache.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestHiRadixCache.settings = settings(max_examples=num_examples(150), stateful_step_count=50)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
 def test_ten_thousand_operations_leave_everything_in_order(write_policy):
     machine = HiRadixCacheMachine()

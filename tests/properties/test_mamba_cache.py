@@ -16,6 +16,7 @@ from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.cache_machine import CacheMachine, operation, soak
 from tests.support.caches.mamba_engine import CHUNK, Hybrid, evicted_by_hand
+from tests.support.effort import num_examples
 
 
 def has_request(machine):
@@ -206,9 +207,10 @@ class MambaCacheMachine(CacheMachine):
 
 
 TestMambaCache = MambaCacheMachine.TestCase
-TestMambaCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestMambaCache.settings = settings(max_examples=num_examples(150), stateful_step_count=40)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("page_size", "is_bigram", "extra_buffer"), [(1, False, False), (1, False, True), (2, False, True), (2, True, True)]
 )

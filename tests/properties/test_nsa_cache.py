@@ -18,6 +18,7 @@ from tests.support.caches.cache_machine import soak
 from tests.support.caches.nsa_pools import NsaPools
 from tests.support.caches.tier_rig import LAYOUTS, Rig
 from tests.support.caches.tiered_machine import TieredCacheMachine
+from tests.support.effort import num_examples
 
 pytestmark = pytest.mark.torch
 
@@ -51,9 +52,10 @@ class NsaCacheMachine(TieredCacheMachine):
 
 
 TestNsaCache = NsaCacheMachine.TestCase
-TestNsaCache.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestNsaCache.settings = settings(max_examples=num_examples(40), stateful_step_count=40)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
 def test_three_thousand_operations_leave_every_index_with_its_kv(write_policy):
     machine = NsaCacheMachine()

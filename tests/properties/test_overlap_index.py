@@ -12,6 +12,7 @@ from indexer.errors import IndexFullError
 from indexer.index import Marks, OverlapIndex
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.errors import InvalidValueError
+from tests.support.effort import num_examples
 from tests.support.log.records import Stream, digest_of, removed, stored
 
 # a small universe of prompts: pages 1.. of eight chains that share their first pages
@@ -152,10 +153,10 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=num_examples(60), stateful_step_count=40)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20))
 @given(st.integers(0, 2**32), st.integers(1, 200))
 def test_large_random_views_equal_the_model(seed: int, num_streams: int) -> None:
     random = np.random.default_rng(seed)

@@ -11,6 +11,7 @@ from kv_events import page_table, page_table_kernels
 from kv_events.kernels import array_kernel
 from kv_events.page_table import TABLE_ARRAYS, Table
 from kv_events.xxh3 import U64_IN
+from tests.support.effort import num_examples
 
 _INT64_OUT = types.Array(types.int64, 1, "C")
 
@@ -87,7 +88,7 @@ def test_any_order_of_inserts_and_removals_equals_a_dict(steps: list[tuple[objec
         assert page_table.num_live(table) == len(model)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=num_examples(5))
 @given(st.integers(0, 2**32))
 def test_a_table_grows_over_many_segments_and_keeps_every_key(seed: int) -> None:
     table = page_table.make_table(40_000)
@@ -108,7 +109,7 @@ def test_neighbours_in_arrival_get_neighbouring_entries_again_after_removal() ->
     assert run(_insert_all, table, list(range(500, 510))) == list(range(20, 30))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=num_examples(10))
 @given(st.integers(0, 511), st.integers(0, 2**32))
 def test_keys_with_one_tag_fill_a_segment_but_for_one_slot_and_are_then_refused(bucket: int, seed: int) -> None:
     table = page_table.make_table(10_000)

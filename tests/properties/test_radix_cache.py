@@ -20,6 +20,7 @@ from engine_cache import (
 )
 from engine_cache.tree.node import iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation
+from tests.support.effort import num_examples
 
 POOL_PAGES = 20
 
@@ -138,4 +139,4 @@ class RadixCacheMachine(CacheMachine):
 
 
 TestRadixCache = RadixCacheMachine.TestCase
-TestRadixCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRadixCache.settings = settings(max_examples=num_examples(150), stateful_step_count=40)

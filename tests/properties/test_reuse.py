@@ -12,6 +12,7 @@ from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.questions import score_all
 from indexer.settings import IndexerSettings
+from tests.support.effort import num_examples
 from tests.support.log.records import Stream, stored
 from tests.support.log.reuse_oracle import num_reusable
 
@@ -20,7 +21,7 @@ GROUPS = ["mamba", "swa:1", "swa:12", "swa:100", "swa:9"]
 LENGTHS = st.integers(0, 40)
 
 
-@settings(max_examples=150)
+@settings(max_examples=num_examples(150))
 @given(data=st.data(), num_workers=st.sampled_from([1, 3, 70]), base_first=st.booleans())
 def test_what_can_be_reused_is_what_a_count_by_hand_finds(
     data: st.DataObject, num_workers: int, base_first: bool

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from tests.support.caches.cache_machine import soak
 from tests.support.caches.unified_matrix import machine_of
+from tests.support.effort import num_examples
 
 pytestmark = pytest.mark.torch
 
@@ -20,7 +21,7 @@ BOTH, BOTH_THE_OTHER_WAY = ("mamba", "swa"), ("swa", "mamba")
 
 def _machine(kinds, tiers, examples):
     case = machine_of(kinds, tiers).TestCase
-    case.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=num_examples(examples), stateful_step_count=40)
     return case
 
 
@@ -46,6 +47,7 @@ TestDirectoryDsa = _machine(DSA, "host+directory", 50)
 TestDirectoryBoth = _machine(BOTH, "host+directory", 50)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kinds", [BOTH, BOTH_THE_OTHER_WAY], ids="+".join)
 @pytest.mark.parametrize(
     ("tiers", "options"),

@@ -77,6 +77,7 @@ def media_told(machine):
     return {medium for medium in StorageMedium if all(machine.told[kind, medium] for kind in kinds)}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings["write_policy"])
 @pytest.mark.parametrize(("model", "tiers"), COMBINATIONS)
 def test_thousands_of_operations_keep_every_promise(begin, model, tiers, settings):

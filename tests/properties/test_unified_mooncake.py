@@ -14,6 +14,7 @@ from tests.support.caches.cache_machine import operation, run_some
 from tests.support.caches.event_replay import PageNames, Replay
 from tests.support.caches.unified_matrix import MODELS, MooncakeMachine, machine_of
 from tests.support.caches.unified_rig import UnifiedRig
+from tests.support.effort import num_examples
 from tests.support.waiting import wait_until
 
 pytest.importorskip("mooncake", reason="pip install kvsight[mooncake]")
@@ -24,10 +25,11 @@ NAMES = PageNames(2, is_bigram=False)
 PAGES = {NAMES.named(prefix)[0] for prefix in NAMES.prefixes(PROMPT)}
 
 
+@pytest.mark.random_cases
 @pytest.mark.parametrize("model", MODELS)
 def test_any_order_of_operations_keeps_every_promise(mooncake_master, model):
     machine = machine_of(MODELS[model], "host+mooncake", master=mooncake_master)
-    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=num_examples(20), stateful_step_count=40))
 
 
 # --- two trees -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ workers of pytest-xdist ask through a Unix socket.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -72,7 +73,7 @@ class SharedServers:
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: Connection) -> None:
-        with connection:
+        with connection, contextlib.suppress(EOFError, OSError):  # the worker was interrupted
             name = connection.recv_bytes(64).decode()
             try:
                 answer = {"address": self.address(name)}

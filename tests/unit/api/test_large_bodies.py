@@ -14,6 +14,7 @@ from msgspec import Raw
 
 from api.large_bodies import LARGE_BYTES, elements, number_slices
 from kv_events.errors import InvalidValueError
+from tests.support.effort import num_examples
 from tests.support.http_checks import check_problem
 from tests.support.log.records import Stream
 from tests.support.loop_watch import check_turns
@@ -112,7 +113,7 @@ def _glance_s(data: bytes) -> float:
     return time.process_time() - before
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(st.lists(JUNK, max_size=12), st.sampled_from([None, 1]))
 def test_elements_are_those_of_the_array(values: list[Any], indent: int | None) -> None:
     text = json.dumps(values, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.effort import num_examples
 from tests.support.http_checks import check_problem
 from tests.support.log.records import Stream
 
@@ -242,7 +243,7 @@ NAMES += ["routing_group", "instance_id", "lora_name", "cache_salt", "additional
 BODIES = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     queries=st.lists(BODIES | VALUES, max_size=8),
     noise=st.binary(max_size=40),

@@ -15,6 +15,7 @@ from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from tests.support.effort import num_examples
 from tests.support.log.records import Stream, removed, stored
 
 
@@ -257,7 +258,7 @@ EVENTS = st.one_of(
 FATES = st.sampled_from(["keep", "keep", "keep", "lose", "twice", "restart"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150))
 @given(st.lists(st.tuples(FATES, st.lists(EVENTS, max_size=3)), max_size=25))
 def test_a_live_view_is_right_and_one_resync_mends_any_other(steps: list[tuple[str, list[object]]]) -> None:
     applier = Applier(Namespaces(IndexerSettings(max_pages=1000)), DeadLetters())
