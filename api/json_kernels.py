@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba import types
 
+from kv_events.bundles import I64Vector, U8Input
 from kv_events.kernels import array_kernel
 
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
@@ -11,7 +12,7 @@ _OPENING = (ord("["), ord("{"))
 _CLOSING = (ord("]"), ord("}"))
 
 
-@array_kernel(types.int64(types.Array(types.uint8, 1, "C", readonly=True), types.Array(types.int64, 1, "C")))
+@array_kernel(types.int64, U8Input, I64Vector)
 def top_commas(text, places):
     """Find the commas between the elements of an array.
 

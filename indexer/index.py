@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from indexer.errors import IndexFullError
 from indexer.kernels import apply, holder_sets
-from indexer.kernels.find import find
+from indexer.kernels.find import Asked, find
 from indexer.kernels.reuse import sets_of_pages, shorten
 from kv_events import page_table
+from kv_events.bundles import resident
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.digest import Digest, empty_digest
 from kv_events.errors import InvalidValueError
@@ -134,7 +135,7 @@ class OverlapIndex:
         if not self._has_sets:
             return 0, stop - start
         known, refused = apply.store(
-            *self._arrays,
+            self._resident,
             self.digest(stream),
             _NO_MARKS if marks is None else marks,
             event.hashes,
@@ -156,7 +157,7 @@ class OverlapIndex:
         enough).
         """
         unknown, refused = apply.remove(
-            *self._arrays,
+            self._resident,
             self.digest(stream),
             _NO_MARKS if marks is None else marks,
             event.hashes,
@@ -173,7 +174,7 @@ class OverlapIndex:
             if not self.digest(stream)[:NUM_MEDIA].any():
                 return
             yield apply.sweep(
-                *self._arrays, self.digest(stream), _NO_MARKS if marks is None else marks, stream, start, stop
+                self._resident, self.digest(stream), _NO_MARKS if marks is None else marks, stream, start, stop
             )
 
     # --- questions ---
@@ -182,7 +183,7 @@ class OverlapIndex:
         """How far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from the first page on."""
         streams = np.empty(64 * self._width, _INT32)
         pages = np.empty((64 * self._width, NUM_MEDIA), _UINT32)
-        found = find(*self._asked, hashes, self._alive, streams, pages)
+        found = find(self._asked, hashes, self._alive, streams, pages)
         return Matches(streams[:found], pages)
 
     def holders(self, hashes: U64Array) -> npt.NDArray[np.uint32]:
@@ -191,7 +192,7 @@ class OverlapIndex:
         hashes: uint64[n], C order, sequence hashes.
         """
         sets = np.empty(len(hashes), _UINT32)
-        sets_of_pages(*self._asked, hashes, sets)
+        sets_of_pages(self._asked, hashes, sets)
         return sets
 
     def shorten(
@@ -215,7 +216,7 @@ class OverlapIndex:
         entries = np.empty(_SCAN_ENTRIES, np.int64)
         tiers = np.empty(_SCAN_ENTRIES, np.uint8)
         for start, stop in self._entry_ranges(_SCAN_ENTRIES):
-            found = apply.collect(*self._arrays, stream, start, stop, entries, tiers)
+            found = apply.collect(self._resident, stream, start, stop, entries, tiers)
             if found:
                 held = entries[:found]
                 yield HeldPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
@@ -254,10 +255,10 @@ class OverlapIndex:
                 raise InvalidValueError("image", len(hashes), "columns of equal length")
             if len(holders) and int(holders.max()) >= num_sets:
                 raise InvalidValueError("image.holders", int(holders.max()), f"less than {num_sets}")
-        if not apply.restore_sets(*self._arrays, image.sets, ids):
+        if not apply.restore_sets(self._resident, image.sets, ids):
             raise InvalidValueError("image.sets", num_sets, "distinct sets, within the bounds of this index")
         for columns in zip(image.hashes, image.parents, image.holders, strict=True):
-            if not apply.restore_pages(*self._arrays, *columns, ids):
+            if not apply.restore_pages(self._resident, *columns, ids):
                 raise InvalidValueError(
                     "image.hashes", len(columns[0]), "distinct pages, within the bounds of this index"
                 )
@@ -325,5 +326,5 @@ class OverlapIndex:
 
     def _set_pages(self, pages: apply.Pages) -> None:
         self._pages = pages
-        self._arrays = apply.flat(pages)
-        self._asked = (*pages.table, pages.holders, pages.sets.words)
+        self._resident = resident(pages)
+        self._asked = resident(Asked(pages.table, pages.holders, pages.sets.words))

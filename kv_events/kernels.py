@@ -1,79 +1,106 @@
-"""How kernels are compiled: three decorators that every numba kernel on named tuples of arrays uses.
+"""How kernels are compiled: three decorators that every numba kernel uses.
 
-Arrays that travel in a named tuple are reference-counted at every access, which costs more than the work itself. These
-kernels own no memory (the caller allocates everything), so they are compiled without numba's memory runtime: the
-counting disappears, and an allocation inside a kernel is a compile error instead of a slow kernel.
-
-Compiled kernels are kept on disk, in a folder named after a digest of all sources that may be part of them: numba by
-itself looks only at the file of the entry point, and would go on with old code after a change in a function it calls.
+numba counts references to an array of a named tuple at every access, which costs more than the work itself. Kernels own
+no memory (the caller allocates everything), so they are compiled without numba's memory runtime: nothing is counted,
+and an allocation inside a kernel is a compile error instead of a slow kernel.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from hashlib import sha256
-from itertools import takewhile
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba.core.config
 from numba import njit
+from numba.core import typing
 
-_config: Any = numba.core.config
-_NO_COUNTING: dict[str, Any] = {"_nrt": False}
+from kv_events.bundles import RESIDENT_TYPE, Spread, field_names, numba_type, prepare, reader
+from kv_events.kernel_cache import kept_on_disk
+from kv_events.numba_internals import NO_MEMORY_RUNTIME, member_types
 
-array_helper = njit(inline="always", **_NO_COUNTING)
+array_helper = njit(inline="always", **NO_MEMORY_RUNTIME)
 """A few lines that become part of their callers."""
 
-array_function = njit(**_NO_COUNTING)
+array_function = njit(**NO_MEMORY_RUNTIME)
 """A function called from kernels only; compiled with its caller."""
 
+_array_body = njit(forceinline=True, **NO_MEMORY_RUNTIME)
 
-def array_kernel(signature):
-    """An entry point called from Python: compiled at import for this signature, or loaded from the disk cache."""
+
+def array_kernel(returns, *parameters):
+    """An entry point called from Python: compiled at import for these types, or loaded from the disk cache.
+
+    returns: a type of numba's. parameters, one for each of the function's: a type of numba's; an annotated array of
+    `bundles` (`U64Vector`); the class of a bundle, where callers pass a `resident` one; or `spread` of such a class,
+    where they pass the named tuple itself. In the function all bundles are named tuples.
+    """
+
+    if isinstance(returns, typing.Signature):
+        returns, parameters = returns.return_type, returns.args
 
     def compiled(function):
-        with _cached_beside(Path(function.__code__.co_filename).parent):
-            return njit(signature, nogil=True, cache=True, **_NO_COUNTING)(function)
+        entry = _entry_point(function, parameters)
+        types = [each for parameter in parameters for each in _entry_types(parameter)]
+        source = Path(function.__code__.co_filename)
+        with kept_on_disk(source):
+            kernel = njit(returns(*types), nogil=True, cache=True, **NO_MEMORY_RUNTIME)(entry)
+        return _caller(function, parameters, kernel) if any(isinstance(each, Spread) for each in parameters) else kernel
 
     return compiled
 
 
-@contextmanager
-def _cached_beside(folder: Path) -> Iterator[None]:
-    """Let numba keep what is compiled in the block in the folder of this state of the sources."""
-    usual = _config.CACHE_DIR
-    try:
-        cache = _cache_root(usual) / _digest_of_kernels(folder)
-        cache.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or not ours
-        yield  # nowhere to write: numba finds a place of its own, or compiles anew at each start
-        return
-    _config.CACHE_DIR = str(cache)
-    try:
-        yield
-    finally:
-        _config.CACHE_DIR = usual
+def _entry_types(parameter: Any) -> list[Any]:
+    """numba's types of the arguments that a parameter becomes."""
+    if isinstance(parameter, Spread):
+        return [numba_type(member) for member in member_types(numba_type(parameter.bundle))]
+    return [RESIDENT_TYPE if _is_resident(parameter) else numba_type(parameter)]
 
 
-def _cache_root(numba_cache_dir: str) -> Path:
-    """NUMBA_CACHE_DIR, or the user's cache folder."""
-    if numba_cache_dir:
-        return Path(numba_cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvsight" / "kernels"
+def _is_resident(parameter: Any) -> bool:
+    return isinstance(parameter, type) and issubclass(parameter, tuple)
 
 
-def _digest_of_kernels(folder: Path) -> str:
-    """Digest of this package, whose constants are frozen into kernels, and of the kernels in another folder and in the
-    packages that it lies in.
+def _entry_point(function: Callable[..., Any], parameters: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function of bare arrays that numba compiles: it puts the bundles together and calls the kernel's function."""
+    names: dict[str, Any] = {"_body": _array_body(function)}
+    arguments, values = [], []
+    for name, parameter in zip(inspect.signature(function).parameters, parameters, strict=True):
+        if isinstance(parameter, Spread):
+            names[f"_make_{name}"] = parameter.bundle
+            members = [f"{name}_{field}" for field in field_names(parameter.bundle)]
+            arguments += members
+            values.append(f"_make_{name}({', '.join(members)})")
+        elif _is_resident(parameter):
+            prepare(parameter)
+            names[f"_read_{name}"] = reader(parameter)
+            arguments.append(name)
+            values.append(f"_read_{name}({name})")
+        else:
+            arguments.append(name)
+            values.append(name)
+    return _defined(function, arguments, f"_body({', '.join(values)})", names)
+
+
+def _caller(function: Callable[..., Any], parameters: tuple[Any, ...], kernel: Any) -> Callable[..., Any]:
+    """The function that Python calls: it spreads bundles over the kernel's arguments."""
+    names = list(inspect.signature(function).parameters)
+    arguments = [f"*{name}" if isinstance(each, Spread) else name for name, each in zip(names, parameters, strict=True)]
+    return _defined(function, names, f"_kernel({', '.join(arguments)})", {"_kernel": kernel})
+
+
+def _defined(
+    function: Callable[..., Any], arguments: list[str], value: str, names: dict[str, Any]
+) -> Callable[..., Any]:
+    """A function that returns the value of an expression, with a given function's name, place and docstring.
+
+    numba compiles no function of a variable number of arguments that would be as fast to call, so its source is put
+    together from parameter names, as in `collections.namedtuple`.
     """
-    digest = sha256()
-    here = Path(__file__).parent
-    packages = takewhile(lambda each: (each / "__init__.py").exists(), folder.parents)
-    for source in sorted({path for each in (here, folder, *packages) for path in each.glob("*.py")}):
-        text = source.read_bytes()
-        if source.parent == here or b"numba" in text or b"kv_events.kernels" in text:
-            digest.update(text)
-    return digest.hexdigest()[:16]
+    name, code = function.__name__, function.__code__
+    text = "\n" * (code.co_firstlineno - 1) + f"def {name}({', '.join(arguments)}): return {value}"
+    names["__name__"] = function.__module__
+    exec(compile(text, code.co_filename, "exec"), names)  # noqa: S102  names of parameters in our own sources
+    defined: Callable[..., Any] = names[name]
+    defined.__doc__ = function.__doc__
+    return defined

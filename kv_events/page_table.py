@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from kv_events.bundles import I64Vector, U32Matrix, U32Vector, U64Vector
 from kv_events.errors import InvalidValueError
 from kv_events.instructions import NUM_LANES
 
@@ -43,16 +44,16 @@ MAX_CAPACITY = 2**31
 class Table(NamedTuple):
     """Arrays of one table; pass it to the kernels, never touch them from elsewhere."""
 
-    keys: npt.NDArray[np.uint64]
+    keys: U64Vector
     """[capacity + 1] key of each live entry; a freed entry holds the id of the next free one. The last element is never
     used: whoever looks at an entry's neighbour stays inside."""
-    directory: npt.NDArray[np.uint32]
+    directory: U32Vector
     """[2**max_depth] segment number for each value of a tag's low bits."""
-    slots: npt.NDArray[np.uint64]
+    slots: U64Vector
     """[(segments + 1) * 4096] tag << 32 | id + 1, or 0; eight a bucket. Behind the last segment: scratch."""
-    segments: npt.NDArray[np.uint32]
+    segments: U32Matrix
     """[segments, 2] number of tag bits that all keys of a segment share; number of used slots."""
-    meta: npt.NDArray[np.int64]
+    meta: I64Vector
     """[7] see the column numbers above."""
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from numba import types
 
 from kv_events import page_table
+from kv_events.bundles import I64Vector, U32Matrix
 from kv_events.kernels import array_helper
 from kv_events.page_table import TABLE_ARRAYS, Table
 from kv_events.schema import NUM_MEDIA
@@ -35,10 +36,10 @@ class Blocks(NamedTuple):
     """The table, and what belongs to its entries."""
 
     table: Table
-    columns: npt.NDArray[np.uint32]
+    columns: U32Matrix
     """[capacity + 1, 2] entry of the page that the block carries, meant while it lies somewhere; state, 0: a free
     entry. The last row stays free."""
-    tally: npt.NDArray[np.int64]
+    tally: I64Vector
     """[3] blocks that lie somewhere; the most there were, as far as was noted; 1: entries are made and given up by
     another than the ledger."""
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kv_events.bundles import resident
 from kv_events.errors import InvalidValueError
 from publisher.queue_kernels import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
@@ -67,6 +68,8 @@ class HandOver:
             np.zeros(capacity, np.uint32),
             np.zeros(6, np.int64),
         )
+        self.resident = resident(self.arrays)
+        """For kernels."""
         self._num_delivered = 0
 
     @property

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kv_events.bundles import I64Input, U8Input, U64Input
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes, token_array
 from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_HASHES_PER_QUERY
@@ -40,15 +41,15 @@ class BadEventError(KvsightError):
 class StoredColumns(NamedTuple):
     """Stored pages of several events, all on one medium and in one namespace."""
 
-    block_hashes: U64Array
+    block_hashes: U64Input
     """[n] all events' pages in a row."""
-    hashes: U64Array
+    hashes: U64Input
     """[n] sequence hashes."""
-    lengths: npt.NDArray[np.int64]
+    lengths: I64Input
     """[m] pages of each event."""
-    parents: U64Array
+    parents: U64Input
     """[m] block hash before each event's first page."""
-    has_parent: npt.NDArray[np.uint8]
+    has_parent: U8Input
     """[m] 1 where `parents` is meant."""
 
     def part(self, events: slice, pages: slice) -> StoredColumns:

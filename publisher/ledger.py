@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from kv_events import page_table
+from kv_events.bundles import resident
 from kv_events.digest import DIGEST_WORDS, Digest, empty_digest
 from kv_events.errors import InvalidValueError
 from kv_events.page_table import make_table
@@ -27,7 +28,6 @@ from publisher.ledger_kernels import (
     LedgerArrays,
     change_pages,
     find_entry,
-    flat,
 )
 from publisher.queue_kernels import queue_cleared
 
@@ -71,8 +71,8 @@ class Ledger:
             digest=empty_digest(),
             counts=np.zeros(len(COUNT_NAMES), np.int64),
         )
-        self._queue = hand_over.arrays
-        self._flat = flat(self._arrays, hand_over.arrays)
+        self._queue = hand_over.resident
+        self._resident = resident(self._arrays)
 
     def share(self, blocks: Blocks) -> None:
         """Have blocks in a table of the caller's, a shared one, in place of an own one. A store of a block that he did
@@ -82,7 +82,7 @@ class Ledger:
             raise InvalidValueError("pages held", self.num_pages, "none")
         put_down(blocks)
         self._arrays = self._arrays._replace(blocks=blocks)
-        self._flat = flat(self._arrays, self._queue)
+        self._resident = resident(self._arrays)
 
     @property
     def num_pages(self) -> int:
@@ -102,7 +102,7 @@ class Ledger:
         medium, and so were queued. Removals of unknown pages are counted.
         """
         queued = np.zeros(len(events.pages.block_hashes), np.bool_)
-        change_pages(events.kinds, *events.pages, namespace_salt(extra_key), queued, *self._flat)
+        change_pages(self._resident, self._queue, events.kinds, events.pages, namespace_salt(extra_key), queued)
         return queued
 
     def clear(self) -> None:
@@ -115,12 +115,12 @@ class Ledger:
         arrays.page_copies[arrays.digest[:NUM_MEDIA] != 0, : self._num_used] = 0
         page_table.clear(arrays.pages)
         arrays.digest[:] = 0
-        queue_cleared(*self._queue)
+        queue_cleared(self._queue)
 
     def sequence_hash(self, block_hash: int, extra_key: str | None) -> int | None:
         """The router's name of a page that is held; block_hash signed or unsigned."""
         blocks = self._arrays.blocks
-        entry = find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), *blocks.table)
+        entry = find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), blocks.table)
         if entry < 0 or not blocks.columns[entry, STATE] & ON_MEDIA:
             return None
         return int(self._arrays.pages.keys[blocks.columns[entry, PAGE]])

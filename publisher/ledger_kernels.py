@@ -11,17 +11,28 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
+from kv_events.bundles import (
+    BoolVector,
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U32Matrix,
+    U32Vector,
+    U64Matrix,
+    U64Vector,
+    spread,
+)
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.page_table import Table
 from kv_events.page_table_kernels import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
-from publisher.blocks import BLOCK_ARRAYS, HELD, IS_SHARED, PAGE, STATE, Blocks, flat_blocks, is_held
+from publisher.blocks import HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
 from publisher.change_kernels import CLEARED, REMOVAL
-from publisher.queue_kernels import GROUP, QUEUE_ARRAYS, QueueArrays, append
+from publisher.intake import StoredColumns
+from publisher.queue_kernels import GROUP, QueueArrays, append
 
 # columns of page_words
 PARENT, FIRST_BLOCK = range(2)
@@ -47,40 +58,23 @@ class LedgerArrays(NamedTuple):
 
     blocks: Blocks
     pages: Table
-    page_media: npt.NDArray[np.uint8]
+    page_media: U8Vector
     """[capacity] bit m: some block carries the page on medium m. 0: a free entry."""
-    page_copies: npt.NDArray[np.uint32]
+    page_copies: U32Matrix
     """[4, capacity] blocks that carry the page, per medium. 0 for a free entry."""
-    page_words: npt.NDArray[np.uint64]
+    page_words: U64Matrix
     """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
-    page_stored_in: npt.NDArray[np.uint32]
+    page_stored_in: U32Vector
     """[capacity] where the page was queued as stored the last time: number of the group modulo 2**28, and behind it
     four bits, bit m: on medium m."""
-    page_changed: npt.NDArray[np.bool_]
+    page_changed: BoolVector
     """[capacity / SLICE_PAGES, rounded up] whether media of the slice's pages changed since it was last copied."""
-    found: npt.NDArray[np.int64]
+    found: I64Vector
     """[FOUND_BLOCKS] scratch: entries of blocks that are about to be removed."""
-    digest: npt.NDArray[np.uint64]
+    digest: U64Vector
     """[8] see `kv_events.digest`."""
-    counts: npt.NDArray[np.int64]
+    counts: I64Vector
     """[7] see `COUNT_NAMES`."""
-
-
-def _input(dtype: types.Type) -> types.Array:
-    return types.Array(dtype, 1, "C", readonly=True)
-
-
-_U8_IN, _U64_IN, _I64_IN = _input(types.uint8), _input(types.uint64), _input(types.int64)
-_COLUMNS = (
-    types.uint8[::1], types.uint32[:, ::1], types.uint64[:, ::1], types.uint32[::1], types.boolean[::1],
-    types.int64[::1],
-)  # fmt: skip
-_STATE = (*BLOCK_ARRAYS, *TABLE_ARRAYS, *_COLUMNS, types.uint64[::1], types.int64[::1], *QUEUE_ARRAYS)
-
-
-def flat(ledger: LedgerArrays, queue: QueueArrays) -> tuple[npt.NDArray[np.generic], ...]:
-    """The arrays in the order in which `change_pages` takes them."""
-    return (*flat_blocks(ledger.blocks), *ledger.pages, *ledger[2:], *queue)
 
 
 @array_helper
@@ -244,11 +238,12 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
 
 
 @array_helper
-def _store(ledger, queue, block_hashes, hashes, start, stop, parent, salt, medium, queued, entry):
+def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry):
     """Pages of one event. entry: that of the block stored before, where the first one is looked for first.
 
     Returns the last page's name and its block's entry.
     """
+    block_hashes, hashes = pages.block_hashes, pages.hashes
     name, is_shared = parent, ledger.blocks.tally[IS_SHARED] != 0
     for i in range(start, stop):
         ahead = i + AHEAD
@@ -309,62 +304,41 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
     return entry
 
 
-@array_function
-def _change(ledger, queue, kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued):
+# --- entry points -------------------------------------------------------------------------------------------------
+
+
+@array_kernel(types.void, LedgerArrays, QueueArrays, U8Input, spread(StoredColumns), types.uint64, BoolVector)
+def change_pages(ledger, queue, kinds, pages, salt, queued):
+    """Take the events of one namespace in their order: enter stored pages, take removed ones off their medium, and
+    queue those that became resident or left.
+
+    kinds: uint8[m], medium of a store, REMOVAL + medium, or anything larger: an event to pass over. pages: m events.
+    salt: of the namespace. queued: bool[n], set where a stored page became resident on the medium.
+    """
     previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # of the page stored last
     stored, removed = np.int64(-1), np.int64(-1)
     start = event = 0
-    while event < lengths.shape[0]:
-        kind, stop = np.int64(kinds[event]), start + lengths[event]
+    while event < pages.lengths.shape[0]:
+        kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
         if kind < REMOVAL:
             parent = _NO_HASH
-            if has_parent[event]:
-                key = parents[event] ^ salt
+            if pages.has_parent[event]:
+                key = pages.parents[event] ^ salt
                 parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
-            name, stored = _store(
-                ledger, queue, block_hashes, hashes, start, stop, parent, salt, kind, queued, stored
-            )  # fmt: skip
+            name, stored = _store(ledger, queue, pages, start, stop, parent, salt, kind, queued, stored)
             if stop > start:
-                previous_key, previous_name, is_held = block_hashes[stop - 1] ^ salt, name, True
+                previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
         elif kind < CLEARED:
-            while event + 1 < lengths.shape[0] and kinds[event + 1] == kind:  # small ones in a row are like a large one
+            while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # small ones in a row: one large one
                 event += 1
-                stop += lengths[event]
-            removed = _remove(ledger, queue, block_hashes, start, stop, salt, kind - REMOVAL, removed)
+                stop += pages.lengths[event]
+            removed = _remove(ledger, queue, pages.block_hashes, start, stop, salt, kind - REMOVAL, removed)
             is_held = False
         start = stop
         event += 1
 
 
-# --- entry points: bare arrays in, as `flat` orders them ----------------------------------------------------------
-
-
-@array_kernel(types.void(_U8_IN, _U64_IN, _U64_IN, _I64_IN, _U64_IN, _U8_IN, types.uint64, types.boolean[::1], *_STATE))
-def change_pages(
-    event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued,
-    b_keys, b_directory, b_slots, b_segments, b_meta, b_columns, b_tally,
-    p_keys, p_directory, p_slots, p_segments, p_meta,
-    page_media, page_copies, page_words, page_stored_in, page_changed, found, digest, counts,
-    q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors,
-):  # fmt: skip
-    """Take the events of one namespace in their order: enter stored pages, take removed ones off their medium, and
-    queue those that became resident or left.
-
-    event_kinds: uint8[m], medium of a store, REMOVAL + medium, or anything larger: an event to pass over.
-    block_hashes: uint64[n], all events' pages in a row. hashes: uint64[n], for stores. lengths: int64[m], pages of each
-    event. parents: uint64[m], block hash before a store's first page, meant where has_parent (uint8[m]) is not 0.
-    queued: bool[n], set where a stored page became resident on the medium.
-    """
-    blocks = Blocks(Table(b_keys, b_directory, b_slots, b_segments, b_meta), b_columns, b_tally)
-    pages = Table(p_keys, p_directory, p_slots, p_segments, p_meta)
-    ledger = LedgerArrays(
-        blocks, pages, page_media, page_copies, page_words, page_stored_in, page_changed, found, digest, counts
-    )
-    queue = QueueArrays(q_kinds, q_hashes, q_block_hashes, q_parents, q_groups, q_cursors)
-    _change(ledger, queue, event_kinds, block_hashes, hashes, lengths, parents, has_parent, salt, queued)
-
-
-@array_kernel(types.int64(types.uint64, *TABLE_ARRAYS))
-def find_entry(key, keys, directory, slots, segments, meta):
+@array_kernel(types.int64, types.uint64, spread(Table))
+def find_entry(key, table):
     """Entry id of a key in a table, or -1."""
-    return find(Table(keys, directory, slots, segments, meta), key)
+    return find(table, key)

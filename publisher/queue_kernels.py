@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
+from kv_events.bundles import I64Vector, U8Vector, U32Vector, U64Vector
 from kv_events.kernels import array_helper, array_kernel
 from publisher.change_kernels import CLEARED
 
@@ -21,18 +21,13 @@ _NO_HASH = np.uint64(0)
 class QueueArrays(NamedTuple):
     """Ring of page changes, [capacity] a column; change number i lies at i modulo the capacity. See `PageChanges`."""
 
-    kinds: npt.NDArray[np.uint8]
-    hashes: npt.NDArray[np.uint64]
-    block_hashes: npt.NDArray[np.uint64]
-    parents: npt.NDArray[np.uint64]
-    groups: npt.NDArray[np.uint32]
-    cursors: npt.NDArray[np.int64]
+    kinds: U8Vector
+    hashes: U64Vector
+    block_hashes: U64Vector
+    parents: U64Vector
+    groups: U32Vector
+    cursors: I64Vector
     """[6] see HEAD, TAKEN, TAIL, DROPPED, BROKEN, GROUP."""
-
-
-_U64 = types.uint64[::1]
-QUEUE_ARRAYS = (types.uint8[::1], _U64, _U64, _U64, types.uint32[::1], types.int64[::1])
-"""numba types of a `QueueArrays`' arrays."""
 
 
 @array_helper
@@ -53,10 +48,9 @@ def append(queue, kind, sequence_hash, block_hash, parent):
         cursors[HEAD] += 1
 
 
-@array_kernel(types.void(*QUEUE_ARRAYS))
-def queue_cleared(kinds, hashes, block_hashes, parents, groups, cursors):
+@array_kernel(types.void, QueueArrays)
+def queue_cleared(queue):
     """Queue the change "everything cleared", a group of its own."""
-    cursors[GROUP] += 1
-    queue = QueueArrays(kinds, hashes, block_hashes, parents, groups, cursors)
+    queue.cursors[GROUP] += 1
     append(queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
-    cursors[GROUP] += 1
+    queue.cursors[GROUP] += 1

@@ -9,62 +9,37 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
-from indexer.kernels.holder_sets import HOLDER_SET_ARRAYS, HolderSets, adopt, flipped, holds, move_user
+from indexer.kernels.holder_sets import HolderSets, adopt, flipped, holds, move_user
 from kv_events import page_table_kernels
+from kv_events.bundles import (
+    I64Vector,
+    U8Input,
+    U8Vector,
+    U32Input,
+    U32Vector,
+    U64Input,
+    U64MatrixInput,
+    U64Vector,
+)
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_helper, array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
-from kv_events.xxh3 import U64_IN
 
-_U8_IN = types.Array(types.uint8, 1, "C", readonly=True)
-_U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
-_U64_2D_IN = types.Array(types.uint64, 2, "C", readonly=True)
-_U8 = types.Array(types.uint8, 1, "C")
-_U32 = types.Array(types.uint32, 1, "C")
-_DIGEST = types.Array(types.uint64, 1, "C")
+_TWO_COUNTS = types.UniTuple(types.int64, 2)
 
 
 class Pages(NamedTuple):
     """Everything the index knows of pages: the table and the columns under its entry ids."""
 
     table: Table
-    parents: npt.NDArray[np.uint64]
+    parents: U64Vector
     """[capacity] sequence hash of the page before; 0 = directly below the root, or not known."""
-    holders: npt.NDArray[np.uint32]
+    holders: U32Vector
     """[capacity] holder set; 0 = the entry is free."""
     sets: HolderSets
-
-
-PAGE_ARRAYS = (
-    *TABLE_ARRAYS,
-    types.Array(types.uint64, 1, "C"),
-    types.Array(types.uint32, 1, "C"),
-    *HOLDER_SET_ARRAYS,
-)
-"""numba types of a `Pages`' arrays, in the order of `flat`."""
-
-
-def flat(pages: Pages) -> tuple[npt.NDArray[np.generic], ...]:
-    """All arrays of a `Pages` in a row: the first fourteen arguments of every kernel."""
-    return (*pages.table, pages.parents, pages.holders, *pages.sets.table, pages.sets.words, pages.sets.users)
-
-
-@array_helper
-def bundle(
-    keys, directory, slots, segments, meta, parents_of, holders,
-    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-):  # fmt: skip
-    """The inverse of `flat`, inside a kernel, at no cost."""
-    return Pages(
-        Table(keys, directory, slots, segments, meta),
-        parents_of,
-        holders,
-        HolderSets(Table(set_keys, set_directory, set_slots, set_segments, set_meta), words, users),
-    )
 
 
 @array_helper
@@ -106,25 +81,16 @@ def _starts_chain(bitmap, i):
 
 
 @array_kernel(
-    types.UniTuple(types.int64, 2)(
-        *PAGE_ARRAYS, _DIGEST, _U8, U64_IN, _U8_IN, U64_IN, types.int64, types.int64, types.int64, types.int64
-    )
-)
-def store(
-    keys, directory, slots, segments, meta, parents_of, holders,
-    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    digest, marks, hashes, chain_starts, parents, stream, tier, start, stop,
-):  # fmt: skip
+    _TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, U8Input, U64Input,
+    types.int64, types.int64, types.int64, types.int64,
+)  # fmt: skip
+def store(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop):
     """Store pages [start, stop) of an event for one stream on one tier.
 
     digest: uint64[8], kept up. marks: uint8[capacity] or empty; bit `tier` of each named page is set.
     hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
     Returns (pages that were there already, pages refused because there is no room for them or for their set).
     """
-    pages = bundle(
-        keys, directory, slots, segments, meta, parents_of, holders,
-        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    )  # fmt: skip
     known = refused = 0
     is_cold = False  # whether pages are new, so that their neighbours do not tell where they are
     chain = -1
@@ -172,24 +138,12 @@ def store(
     return known, refused
 
 
-@array_kernel(
-    types.UniTuple(types.int64, 2)(
-        *PAGE_ARRAYS, _DIGEST, _U8, U64_IN, types.int64, types.int64, types.int64, types.int64
-    )
-)
-def remove(
-    keys, directory, slots, segments, meta, parents_of, holders,
-    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    digest, marks, hashes, stream, tier, start, stop,
-):  # fmt: skip
+@array_kernel(_TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, types.int64, types.int64, types.int64, types.int64)
+def remove(pages, digest, marks, hashes, stream, tier, start, stop):
     """Remove pages [start, stop) of an event from one stream's tier. Arguments as in `store`.
 
     Returns (pages that the stream did not hold there, pages that stay because there is no room for their new set).
     """
-    pages = bundle(
-        keys, directory, slots, segments, meta, parents_of, holders,
-        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    )  # fmt: skip
     unknown = refused = 0
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
@@ -219,20 +173,12 @@ def remove(
     return unknown, refused
 
 
-@array_kernel(types.int64(*PAGE_ARRAYS, _DIGEST, _U8, types.int64, types.int64, types.int64))
-def sweep(
-    keys, directory, slots, segments, meta, parents_of, holders,
-    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    digest, marks, stream, start, stop,
-):  # fmt: skip
+@array_kernel(types.int64, Pages, U64Vector, U8Vector, types.int64, types.int64, types.int64)
+def sweep(pages, digest, marks, stream, start, stop):
     """Remove a stream from all entries [start, stop) but where `marks` (if not empty) names the tier.
 
     Returns the number of removed (page, tier) pairs. Arguments as in `store`.
     """
-    pages = bundle(
-        keys, directory, slots, segments, meta, parents_of, holders,
-        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    )  # fmt: skip
     removed = 0
     for entry in range(start, stop):
         old = np.int64(pages.holders[entry])
@@ -254,20 +200,12 @@ def sweep(
     return removed
 
 
-@array_kernel(types.int64(*PAGE_ARRAYS, types.int64, types.int64, types.int64, types.int64[::1], _U8))
-def collect(
-    keys, directory, slots, segments, meta, parents_of, holders,
-    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    stream, start, stop, entries, tiers,
-):  # fmt: skip
+@array_kernel(types.int64, Pages, types.int64, types.int64, types.int64, I64Vector, U8Vector)
+def collect(pages, stream, start, stop, entries, tiers):
     """Entries [start, stop) that a stream holds, with a bitmask of tiers each. Returns their number.
 
     entries: int64, tiers: uint8, both at least stop - start long.
     """
-    pages = bundle(
-        keys, directory, slots, segments, meta, parents_of, holders,
-        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    )  # fmt: skip
     found = 0
     for entry in range(start, stop):
         held = np.int64(pages.holders[entry])
@@ -283,20 +221,12 @@ def collect(
     return found
 
 
-@array_kernel(types.boolean(*PAGE_ARRAYS, _U64_2D_IN, _U32))
-def restore_sets(
-    keys, directory, slots, segments, meta, parents_of, holders,
-    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    rows, ids,
-):  # fmt: skip
+@array_kernel(types.boolean, Pages, U64MatrixInput, U32Vector)
+def restore_sets(pages, rows, ids):
     """Intern distinct holder sets. rows: uint64[s, 4 * width]; ids: uint32[s], written: the set of each row.
 
     Returns False, with a part interned, when two rows are equal, one is empty, or there is no room.
     """
-    pages = bundle(
-        keys, directory, slots, segments, meta, parents_of, holders,
-        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    )  # fmt: skip
     for row in range(rows.shape[0]):
         holder_set = adopt(pages.sets, rows, row)
         if holder_set < 0:
@@ -305,20 +235,12 @@ def restore_sets(
     return True
 
 
-@array_kernel(types.boolean(*PAGE_ARRAYS, U64_IN, U64_IN, _U32_IN, _U32))
-def restore_pages(
-    keys, directory, slots, segments, meta, parents_of, holders,
-    set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    hashes, saved_parents, rows_of_pages, ids,
-):  # fmt: skip
+@array_kernel(types.boolean, Pages, U64Input, U64Input, U32Input, U32Vector)
+def restore_pages(pages, hashes, saved_parents, rows_of_pages, ids):
     """Add new pages: page i has hashes[i], saved_parents[i] and the holder set ids[rows_of_pages[i]].
 
     Returns False, with a part added, when a hash is there already or there is no room.
     """
-    pages = bundle(
-        keys, directory, slots, segments, meta, parents_of, holders,
-        set_keys, set_directory, set_slots, set_segments, set_meta, words, users,
-    )  # fmt: skip
     for i in range(hashes.shape[0]):
         if page_table_kernels.find(pages.table, hashes[i]) >= 0:
             return False

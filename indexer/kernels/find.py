@@ -5,23 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
 from indexer.kernels.apply import look_up
+from kv_events.bundles import I32Vector, U32Matrix, U32Vector, U64Input, U64Matrix
 from kv_events.instructions import lowest_bit
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
-from kv_events.xxh3 import U64_IN
 
 
 class Asked(NamedTuple):
     """The part of `apply.Pages` that a query reads."""
 
     table: Table
-    holders: npt.NDArray[np.uint32]
-    words: npt.NDArray[np.uint64]
+    holders: U32Vector
+    words: U64Matrix
 
 
 @array_helper
@@ -72,30 +71,15 @@ def _begin(pages, held, alive, out_streams, out_pages):
     return found
 
 
-@array_kernel(
-    types.int64(
-        *TABLE_ARRAYS,
-        types.Array(types.uint32, 1, "C"),
-        types.Array(types.uint64, 2, "C"),
-        U64_IN,
-        types.Array(types.uint64, 2, "C"),
-        types.Array(types.int32, 1, "C"),
-        types.Array(types.uint32, 2, "C"),
-    )
-)
-def find(
-    keys, directory, slots, segments, meta, holders, words,
-    hashes, alive, out_streams, out_pages,
-):  # fmt: skip
+@array_kernel(types.int64, Asked, U64Input, U64Matrix, I32Vector, U32Matrix)
+def find(pages, hashes, alive, out_streams, out_pages):
     """Longest held prefix of a prompt, for every stream that holds its first page on any tier.
 
-    Takes the arrays of `Asked`, one by one: each argument costs 35 ns of the two microseconds that a short query takes.
     hashes: uint64[n], sequence hashes. alive: scratch, uint64[4, width]. out_streams: int32[64 * width], the streams
     found, in ascending order. out_pages: uint32[64 * width, 4]; out_pages[stream, t] = leading pages that the stream
     holds on tier t or a faster one, page by page; rows of streams that were not found are not written. Returns the
     number of streams found.
     """
-    pages = Asked(Table(keys, directory, slots, segments, meta), holders, words)
     n = hashes.shape[0]
     if n == 0:
         return 0

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from numba import types
 
 from kv_events import page_table, page_table_kernels
+from kv_events.bundles import U32Vector, U64Matrix, spread
 from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
 _ONE = np.uint64(1)
@@ -32,14 +33,10 @@ class HolderSets(NamedTuple):
 
     table: Table
     """Zobrist hash -> id."""
-    words: npt.NDArray[np.uint64]
+    words: U64Matrix
     """[capacity, 4 * width] plane after plane, fastest tier first."""
-    users: npt.NDArray[np.uint32]
+    users: U32Vector
     """[capacity] number of pages with this set; 0 = free."""
-
-
-HOLDER_SET_ARRAYS = (*TABLE_ARRAYS, types.Array(types.uint64, 2, "C"), types.Array(types.uint32, 1, "C"))
-"""numba types of a `HolderSets`' arrays in a row; see `page_table.TABLE_ARRAYS`."""
 
 
 def make_holder_sets(capacity: int, width: int) -> HolderSets:
@@ -48,13 +45,13 @@ def make_holder_sets(capacity: int, width: int) -> HolderSets:
     width: words a plane, so streams / 64.
     """
     table = page_table.make_table(capacity)
-    _insert_empty(*table)
+    _insert_empty(table)
     return HolderSets(table, np.zeros((capacity, NUM_MEDIA * width), np.uint64), np.zeros(capacity, np.uint32))
 
 
-@array_kernel(types.void(*TABLE_ARRAYS))
-def _insert_empty(keys, directory, slots, segments, meta):
-    page_table_kernels.insert(Table(keys, directory, slots, segments, meta), _EMPTY)
+@array_kernel(types.void, spread(Table))
+def _insert_empty(table):
+    page_table_kernels.insert(table, _EMPTY)
 
 
 def num_sets(sets: HolderSets) -> int:

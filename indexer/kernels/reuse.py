@@ -11,27 +11,20 @@ from numba import types
 
 from indexer.kernels.apply import look_up
 from indexer.kernels.find import Asked
+from kv_events.bundles import I64Vector, U32Vector, U64Input, U64Matrix
 from kv_events.kernels import array_function, array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table
 from kv_events.schema import NUM_MEDIA
-from kv_events.xxh3 import U64_IN
 
 _EMPTY = np.uint64(0)
-_SETS = types.Array(types.uint32, 1, "C")
-_WORDS = types.Array(types.uint64, 2, "C")
 
 
-@array_kernel(types.void(*TABLE_ARRAYS, _SETS, _WORDS, U64_IN, _SETS))
-def sets_of_pages(
-    keys, directory, slots, segments, meta, holders, words,
-    hashes, out_sets,
-):  # fmt: skip
+@array_kernel(types.void, Asked, U64Input, U32Vector)
+def sets_of_pages(pages, hashes, out_sets):
     """Holder sets of a prompt's pages: one look-up a page, for all streams.
 
-    Takes the arrays of `Asked`, one by one. hashes: uint64[n], sequence hashes. out_sets: uint32[n], written; 0, the
+    hashes: uint64[n], sequence hashes. out_sets: uint32[n], written; 0, the
     empty set, for a page that nobody holds. Good until the next change.
     """
-    pages = Asked(Table(keys, directory, slots, segments, meta), holders, words)
     entry = np.int64(-1)
     for i in range(hashes.shape[0]):
         entry = look_up(pages, entry, hashes[i])
@@ -61,12 +54,7 @@ def _longest(words, sets, stream, window, length):
     return length
 
 
-@array_kernel(
-    types.boolean(
-        _WORDS, types.Array(types.uint32, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,
-        types.Array(types.int64, 1, "C"),
-    )
-)  # fmt: skip
+@array_kernel(types.boolean, U64Matrix, U32Vector, I64Vector, types.int64, I64Vector)
 def shorten(words, sets, streams, window, lengths):
     """Shorten prefixes until each can end where it ends. Returns whether one of them became shorter.
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
+    *,
     trace: Annotated[
         Path | None, typer.Option(help="Mooncake trace (.jsonl or .jsonl.gz). Without: a generated workload.")
     ] = None,

@@ -17,7 +17,7 @@ _ENTRY = """
 from numba import types
 from callee import answer
 from kv_events.kernels import array_kernel
-@array_kernel(types.int64())
+@array_kernel(types.int64)
 def ask():
     return answer()
 print(ask(), sum(ask.stats.cache_hits.values()))
@@ -53,6 +53,19 @@ def test_a_kernel_is_compiled_anew_when_a_package_that_it_lies_in_changes(tmp_pa
     assert run(tmp_path, cache, "outer.inner.entry") == ["41", "1"]
     (inner.parent / "callee.py").write_text(_CALLEE.format(value=42))
     assert run(tmp_path, cache, "outer.inner.entry") == ["42", "0"]
+
+
+def test_a_kernel_is_compiled_anew_when_another_package_that_it_imports_from_changes(tmp_path: Path) -> None:
+    ours, theirs, cache = tmp_path / "ours", tmp_path / "theirs", tmp_path / "cache"
+    for package in (ours, theirs):
+        package.mkdir()
+        (package / "__init__.py").touch()
+    (ours / "entry.py").write_text(_ENTRY.replace("from callee", "from theirs.callee"))
+    (theirs / "callee.py").write_text(_CALLEE.format(value=41))
+    assert run(tmp_path, cache, "ours.entry") == ["41", "0"]
+    assert run(tmp_path, cache, "ours.entry") == ["41", "1"]
+    (theirs / "callee.py").write_text(_CALLEE.format(value=42))
+    assert run(tmp_path, cache, "ours.entry") == ["42", "0"]
 
 
 def test_without_a_place_to_write_kernels_work_all_the_same(tmp_path: Path) -> None:

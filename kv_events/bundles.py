@@ -1,0 +1,179 @@
+"""Bundles: named tuples of arrays, as kernels take them.
+
+numba takes a named tuple from Python as it is, but looks at every array of it at every call: 180 ns an array, where a
+bare array costs 30 ns. So a bundle that lives longer than a call is made `resident` once: its arrays' addresses and
+shapes are written into one array of words, and a kernel is given that one array, whose address costs 30 ns. A bundle
+that is made anew for each call is `spread` over bare arrays.
+
+The fields of a bundle say by their annotations what they hold, for mypy and for numba: `U64Vector`, `U32Matrix` ...
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, typeof, types
+from numba.extending import intrinsic
+
+from kv_events.kernel_cache import kept_on_disk
+from kv_events.numba_internals import (
+    NO_MEMORY_RUNTIME,
+    array_length,
+    element_address,
+    native_size,
+    native_type,
+    num_words,
+    raise_unless,
+    tuple_type,
+)
+
+# one-dimensional, in C order
+U8Vector: TypeAlias = Annotated[npt.NDArray[np.uint8], types.uint8[::1]]
+U16Vector: TypeAlias = Annotated[npt.NDArray[np.uint16], types.uint16[::1]]
+U32Vector: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[::1]]
+U64Vector: TypeAlias = Annotated[npt.NDArray[np.uint64], types.uint64[::1]]
+I32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], types.int32[::1]]
+I64Vector: TypeAlias = Annotated[npt.NDArray[np.int64], types.int64[::1]]
+BoolVector: TypeAlias = Annotated[npt.NDArray[np.bool_], types.boolean[::1]]
+
+# the same, for reading only: takes read-only arrays as well
+U8Input: TypeAlias = Annotated[npt.NDArray[np.uint8], types.Array(types.uint8, 1, "C", readonly=True)]
+U32Input: TypeAlias = Annotated[npt.NDArray[np.uint32], types.Array(types.uint32, 1, "C", readonly=True)]
+U64Input: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 1, "C", readonly=True)]
+I64Input: TypeAlias = Annotated[npt.NDArray[np.int64], types.Array(types.int64, 1, "C", readonly=True)]
+
+# two-dimensional, in C order
+U32Matrix: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[:, ::1]]
+U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], types.uint64[:, ::1]]
+I64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], types.int64[:, ::1]]
+U64MatrixInput: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 2, "C", readonly=True)]
+
+Resident: TypeAlias = npt.NDArray[np.uint64]
+"""A resident bundle: a number that tells its class, and the bundle as numba lays it out. It keeps the arrays alive."""
+
+RESIDENT_TYPE = types.uint64[::1]
+
+_WORD = ir.IntType(64)
+_typeof: Any = typeof
+_intrinsic: Any = intrinsic
+
+
+class Spread(NamedTuple):
+    """A parameter of a kernel whose arrays are passed one by one."""
+
+    bundle: type
+
+
+def spread(bundle: type) -> Spread:
+    """Declare a parameter that takes a bundle made anew for each call. It has arrays only, no other bundles."""
+    return Spread(bundle)
+
+
+@lru_cache
+def numba_type(annotation: Any) -> Any:
+    """numba's type of a field or a parameter: of a bundle's class, of an annotated array, or of what is one already."""
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        hints = get_type_hints(annotation, include_extras=True)
+        return tuple_type(annotation, tuple(numba_type(hints[name]) for name in field_names(annotation)))
+    if hasattr(annotation, "__metadata__"):
+        return annotation.__metadata__[0]
+    if not isinstance(annotation, types.Type):
+        raise TypeError(f"{annotation!r} is neither a named tuple, nor an annotated array, nor a type of numba's")
+    return annotation
+
+
+def field_names(bundle: Any) -> tuple[str, ...]:
+    """Of a named tuple's class."""
+    names: tuple[str, ...] = bundle._fields
+    return names
+
+
+def resident(bundle: NamedTuple) -> Resident:
+    """Make a bundle resident, for kernels that take its class. Costs microseconds. Raises TypeError where an array is
+    not what its field says.
+
+    The arrays stay the caller's: a kernel sees what is written into them, but not another array put in their place.
+    """
+    declared = numba_type(type(bundle))
+    if _typeof(bundle) != declared:
+        raise TypeError(f"{_typeof(bundle)} is not {declared}")
+    words = _KeepingWords(8 * (1 + num_words(declared)))
+    words.bundle = bundle
+    block = np.frombuffer(words, np.uint64)
+    block[0] = class_number(type(bundle))
+    _write_resident(block, bundle)
+    return block
+
+
+class _KeepingWords(bytearray):
+    """Memory of a resident bundle. Arrays on it keep it alive, and it keeps the bundle's arrays alive."""
+
+    bundle: tuple[Any, ...]
+
+
+@lru_cache
+def class_number(bundle: type) -> int:
+    """A number that tells bundles apart by their names and types; the same in every process."""
+    return crc32(str(numba_type(bundle)).encode())
+
+
+@lru_cache
+def reader(bundle: type) -> Any:
+    """An intrinsic: resident bundle -> named tuple. Raises TypeError in the kernel for a bundle of another class."""
+    bundle_type, number = numba_type(bundle), class_number(bundle)
+    message = f"not a resident {bundle.__name__}"
+
+    @intrinsic
+    def read(_typing: Any, block: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array_type, array = signature.args[0], args[0]
+            _check_length(context, builder, array_type, array, bundle_type, message)
+            stated = builder.load(element_address(context, builder, array_type, array, _WORD(0)))
+            is_ours = builder.icmp_unsigned("==", stated, _WORD(number))
+            raise_unless(context, builder, is_ours, TypeError, message)
+            return builder.load(_place(context, builder, array_type, array, bundle_type), align=8)
+
+        return bundle_type(block), codegen
+
+    return read
+
+
+@_intrinsic
+def _write(_typing: Any, block: Any, bundle: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _check_length(context, builder, signature.args[0], args[0], signature.args[1], "another size than numba's")
+        builder.store(args[1], _place(context, builder, signature.args[0], args[0], signature.args[1]), align=8)
+        return context.get_dummy_value()
+
+    return types.none(block, bundle), codegen
+
+
+def _check_length(context: Any, builder: Any, array_type: Any, array: Any, bundle_type: Any, message: str) -> None:
+    length = array_length(context, builder, array_type, array)
+    wanted = length.type(1 + native_size(context, bundle_type) // 8)
+    raise_unless(context, builder, builder.icmp_unsigned("==", length, wanted), TypeError, message)
+
+
+def _place(context: Any, builder: Any, array_type: Any, array: Any, bundle_type: Any) -> Any:
+    """Where a bundle lies in its words."""
+    address = element_address(context, builder, array_type, array, _WORD(1))
+    return builder.bitcast(address, native_type(context, bundle_type).as_pointer())
+
+
+def _write_bundle(block: Any, bundle: Any) -> None:
+    _write(block, bundle)
+
+
+with kept_on_disk(Path(__file__)):
+    _write_resident: Any = njit(cache=True, **NO_MEMORY_RUNTIME)(_write_bundle)
+
+
+def prepare(bundle: type) -> None:
+    """Compile what makes bundles of a class resident, so that nothing is compiled later."""
+    _write_resident.compile((RESIDENT_TYPE, numba_type(bundle)))
