@@ -27,8 +27,6 @@ from kv_events.errors import KvsightError
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId, split_group
-from publisher.settings import PublisherSettings
-from publisher.sinks.memory import MemorySink
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +56,7 @@ class Registrations:
         self._consumer = consumer
         self._settings = settings
         self._kept = None if store is None else KeptRegistrations(store)
-        # every stream has a name and a block size of its own
-        template = PublisherSettings(model="bridge", worker="bridge", dp_rank=0, block_size=1)
-        self._fleet = Fleet(bridge, template, MemorySink(memory_log))
+        self._fleet = Fleet.embedded(bridge, memory_log)
         self._engines: dict[StreamId, EngineSettings] = {}
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, and saved before the next

@@ -15,8 +15,10 @@ from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
 from bridge.worker_threads import WorkerThreads
 from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.memory_log import MemoryLog
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import Sink
+from publisher.sinks.memory import MemorySink
 
 _Key = tuple[str | None, str, str, int]
 
@@ -47,6 +49,13 @@ class Fleet:
         self._context = zmq.asyncio.Context()
         self._readers: dict[_Key, EngineReader] = {}
         self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but still closing their streams
+
+    @classmethod
+    def embedded(cls, settings: BridgeSettings, memory_log: MemoryLog) -> Self:
+        """A fleet that publishes to a log in memory, which an indexer of the same process reads."""
+        # every stream gets its own names and block size
+        template = PublisherSettings(model="bridge", worker="bridge", dp_rank=0, block_size=1)
+        return cls(settings, template, MemorySink(memory_log))
 
     async def add(self, engine: EngineSettings) -> bool:
         """Begin to read all ranks of an engine. Waits for ranks that are still being removed.

@@ -18,10 +18,32 @@ MAY_IMPORT = {
     "publisher": {"kv_events"},
     "bridge": {"kv_events", "publisher"},
     "indexer": {"kv_events"},
-    "api": {"kv_events", "indexer", "publisher", "bridge", "kvsight"},
+    "api": {"kv_events", "indexer", "bridge", "kvsight"},
     "simulation": {"kv_events", "engine_cache", "publisher", "indexer"},
     "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "api", "simulation"},
 }
+ROOMS = {
+    "bridge.decoding": set(),
+    "bridge.naming": {"decoding", "counters"},
+    "bridge.plugins": {"decoding", "naming", "counters", "settings"},
+    "bridge.stream": {
+        "decoding",
+        "naming.identity",
+        "registry",
+        "worker_stream",
+        "worker_threads",
+        "counters",
+        "settings",
+    },
+    "engine_cache.pools": {"copying", "errors", "settings", "types"},
+    "engine_cache.storage": {"errors", "settings", "tree.node", "types"},
+    "engine_cache.tree": {"base", "errors", "types"},
+    "indexer.kernels": set(),
+    "indexer.snapshots": {"errors", "index", "namespaces", "settings", "views"},
+    "indexer.sources": {"errors", "settings"},
+    "publisher.sinks": {"settings"},
+}
+"""Sub-packages, and what each may import of its own package besides itself."""
 SCHEMAS = "kvsight.schemas"
 """All that `api` may import of `kvsight`, and what imports nothing of the project."""
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
@@ -47,7 +69,11 @@ def full_names(path: Path) -> set[str]:
     """Dotted names of the modules that a file imports."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None}
+    from_imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    parts = {
+        f"{node.module}.{alias.name}" for node in from_imports if node.module in MAY_IMPORT for alias in node.names
+    }
+    return names | parts | {node.module for node in from_imports if node.module and node.module not in MAY_IMPORT}
 
 
 def modules(package: str) -> list[str]:
@@ -60,6 +86,25 @@ def modules(package: str) -> list[str]:
             if module.ispkg:
                 folders.append((module.name, folder / module.name.rpartition(".")[2]))
     return [name for name in found if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_sub_package_imports_only_what_it_builds_on(room: str) -> None:
+    package = room.partition(".")[0]
+    allowed = (room, *(f"{package}.{name}" for name in ROOMS[room]))
+    offences = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / room.replace(".", "/")).rglob("*.py"))
+        for name in full_names(path)
+        if name.partition(".")[0] == package and not any(f"{name}.".startswith(f"{each}.") for each in allowed)
+    ]
+    assert offences == []
+
+
+@pytest.mark.parametrize("package", ["bridge", "indexer", "publisher"])
+def test_every_sub_package_has_a_rule(package: str) -> None:
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert folders == {room.partition(".")[2] for room in ROOMS if room.startswith(f"{package}.")}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
