@@ -43,12 +43,13 @@ def test_a_namespace_that_is_not_the_anchors_is_told(rig):
     rig.insert(PROMPT[:2])
     rig.settle()
     own, common = (rig.match(PROMPT, extra_key).last_host_node for extra_key in ("tenant", None))
-    for anchor, extra_key, expected in ((own, "other", "'tenant'"), (own, "", "'tenant'"), (common, "tenant", "None")):
+    foreign = ((own, "other", "'tenant'"), (own, "", "'tenant'"), (common, "", "None"), (common, "tenant", "None"))
+    for anchor, extra_key, expected in foreign:
         with pytest.raises(InvalidValueError, match=f"extra_key: got '{extra_key}', expected .*{expected}"):
             rig.cache.prefetch_from_storage("r", anchor, PROMPT[2:], extra_key=extra_key)
     rig.cache.prefetch_from_storage("a", own, [3, 4], extra_key="tenant")
     rig.cache.prefetch_from_storage("b", own, [3, 4])
-    rig.cache.prefetch_from_storage("c", common, [3, 4], extra_key="")
+    rig.cache.prefetch_from_storage("c", common, [3, 4])
     namespaces = {req_id: operation.key.extra_key for req_id, operation in rig.cache.ongoing_prefetch.items()}
     assert namespaces == {"a": "tenant", "b": "tenant", "c": None}
 
