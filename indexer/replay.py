@@ -11,7 +11,6 @@ from indexer.dead_letters import DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
-from indexer.sources.base import Source
 from kv_events.event_log import EventLogReader
 from kv_events.records import LogRecord
 
@@ -79,24 +78,3 @@ def log_records(folder: Path, stop: int | None = None) -> Iterator[LogRecord]:
     reader = EventLogReader(folder)
     for index, record in reader.read(reader.first_index, stop):
         yield record._replace(offset=index)
-
-
-async def replay_topic(
-    source: Source, until: Until, start: Mapping[int, int] | None = None, settings: IndexerSettings | None = None
-) -> Replay:
-    """Views from a live log: what it holds now from `start` (partition -> offset; or its beginning) up to `until`.
-
-    Views whose streams began before `start` are stale, as they were for a router that joined there. Raises
-    SourceUnavailableError.
-    """
-    replay = Replay(settings or IndexerSettings())
-    try:
-        reached = dict(await source.start(start or {}))
-        ends = await source.ends()
-        while any(reached.get(partition, 0) < end for partition, end in ends.items()):
-            records = await source.fetch()
-            replay.apply_all(records, until)
-            reached.update({record.partition: record.offset + 1 for record in records})
-    finally:
-        await source.stop()
-    return replay

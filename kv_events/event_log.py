@@ -228,18 +228,6 @@ class EventLogReader:
             if index >= start:
                 yield index, record
 
-    def index_at_time(self, timestamp_ms: int) -> int:
-        """Return the index of the first record with at least the given timestamp, or `next_index` if there is none.
-
-        Reads the log from its beginning, because timestamps of several partitions are not ordered.
-        """
-        following = self.first_index
-        for index, record in self.read(following):
-            if record.timestamp_ms >= timestamp_ms:
-                return index
-            following = index + 1
-        return following
-
     def _from_nearest(self, segments: list[Segment], start: int) -> Iterator[tuple[int, LogRecord]]:
         """Yield records from the nearest known position at or before `start`."""
         if not segments:

@@ -56,11 +56,6 @@ class MooncakeTrace:
             tokens = block_tokens(row.hash_ids)[: row.input_length]
             yield Request(row.arrival_s, tokens, session=f"request-{number}")
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts together."""
-        return sum(row.input_length for row in self._rows)
-
 
 def block_tokens(hash_ids: npt.NDArray[np.uint64]) -> U32Array:
     """uint32[512 * n]: the tokens that n blocks stand for. hash_ids: uint64[n], at most `MAX_HASH_ID`."""

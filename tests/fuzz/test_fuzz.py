@@ -6,11 +6,13 @@ import pytest
 
 from tests.fuzz.runner import check, within_bounds
 from tests.fuzz.targets import Target, targets
+from tests.support.effort import num_examples
 
 TARGETS = targets()
-EXAMPLES = 150
+EXAMPLES = num_examples(150)
 
 
+@pytest.mark.random_cases
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_decoder_stands_hostile_bytes(name: str) -> None:
     check(TARGETS[name], EXAMPLES, number=0)
@@ -28,7 +30,7 @@ def test_a_decoder_that_raises_is_found() -> None:
             raise KeyError("unexpected")
 
     with pytest.raises(KeyError):
-        check(Target([b"\x01\x02\x03"], fragile), EXAMPLES, number=0)
+        check(Target([b"\x01\x02\x03"], fragile), 150, number=0)
 
 
 def test_memory_beyond_the_bound_is_found() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from indexer.replay import Replay, Until, log_records, replay_topic
+from indexer.replay import Replay, Until, log_records
+from indexer.sources.base import Source
 from indexer.views import View
 from kv_events.streams import StreamId
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
@@ -38,6 +39,19 @@ def held_by(views: list[View]) -> Held:
     return {v.stream: {h for part in v.index.held_pages(v.number) for h in part.hashes.tolist()} for v in views}
 
 
+async def replay_of(source: Source, until: Until) -> Replay:
+    """Views from all that a live log holds now, up to `until`."""
+    replay = Replay()
+    reached = await source.start({})
+    ends = await source.ends()
+    while any(reached.get(partition, 0) < end for partition, end in ends.items()):
+        records = await source.fetch()
+        replay.apply_all(records, until)
+        reached = {**reached, **{record.partition: record.offset + 1 for record in records}}
+    await source.stop()
+    return replay
+
+
 async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafka_bootstrap: str) -> None:
     name = uuid.uuid4().hex
     transport = KafkaTransport(kafka_bootstrap, f"events-{name}", f"control-{name}")
@@ -52,7 +66,7 @@ async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafk
             fleet.trial.step(request)
         await fleet.settle()
         now = held_by(fleet.consumer.namespaces.views)
-        replayed = await replay_topic(transport.source(), Until())
+        replayed = await replay_of(transport.source(), Until())
         assert held_by(replayed.namespaces.views) == now != then
-        replayed = await replay_topic(transport.source(), Until(positions=offsets))
+        replayed = await replay_of(transport.source(), Until(positions=offsets))
         assert held_by(replayed.namespaces.views) == then

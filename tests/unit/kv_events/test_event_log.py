@@ -139,20 +139,6 @@ def test_polling_reads_only_what_was_appended(tmp_path: Path) -> None:
             list(reader.read(0))
 
 
-def test_the_first_record_of_a_time_is_found(tmp_path: Path) -> None:
-    write(tmp_path, range(30), segment_bytes=1000)
-    reader = EventLogReader(tmp_path)
-    begin = record(0).timestamp_ms
-    assert [reader.index_at_time(begin + ms) for ms in (-5, 0, 1, 10, 290, 291)] == [0, 0, 1, 1, 29, 30]
-
-
-def test_records_out_of_time_order_are_searched_in_log_order(tmp_path: Path) -> None:
-    with EventLogWriter(tmp_path) as writer:
-        for timestamp_ms in (50, 10, 70, 20, 70):
-            writer.append(LogRecord(0, 0, timestamp_ms, b"", b""))
-    assert EventLogReader(tmp_path).index_at_time(60) == 2
-
-
 def test_a_torn_tail_is_ignored_by_readers_and_cut_by_the_writer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -121,4 +121,4 @@ def test_the_real_trace_is_read_whole(trace_path: Path) -> None:
         lengths = [json.loads(line)["input_length"] for line in file]
     trace = MooncakeTrace(trace_path)
     assert len(trace) == len(lengths)
-    assert trace.num_prompt_tokens == sum(lengths)
+    assert sum(len(request.token_ids) for request in trace) == sum(lengths)
