@@ -1,10 +1,10 @@
-"""A fleet of simulated workers under a routing policy, to see what a policy finds in cache.
+"""A fleet of simulated workers under a routing policy, which measures how much a policy finds in cache.
 
-Owns workloads (generated, or Mooncake traces), workers that keep a real cache of any kind and a real publisher,
-policies that see only what a router sees, and the reports. Engines compute nothing here and copies move no bytes;
-everything between cache and router is the real thing. Imports `kv_events`, `engine_cache`, `publisher` and `indexer`.
+Owns workloads (generated, or Mooncake traces), workers with a real cache of any kind and a real publisher, policies
+that see only what a router sees, and the reports. The engines compute nothing and copies move no bytes; everything
+between cache and router is real. Imports `kv_events`, `engine_cache`, `publisher` and `indexer`.
 
-Start at `run.simulate`; then `trial` (one request), `worker` (what a cache has to do with it), `direct` and `live` (how
+Start at `run.simulate`; then read `trial` (one request), `worker` (the cache's part of it), `direct` and `live` (how
 events reach the router).
 """
 

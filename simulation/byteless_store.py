@@ -1,4 +1,4 @@
-"""A disk without bytes: which pages it would hold, and which it would have pushed out."""
+"""A storage backend without bytes: tracks which pages a disk would hold and which it would have evicted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kv_events.schema import StorageMedium
 
 
 class BytelessStore(HiCacheStorage):
-    """Keeps the names of the pages used last. What else belongs to a page, such as a state, goes along with it.
+    """Keeps the keys of the most recently used pages. Other data of a page, such as a state, is evicted with it.
 
-    capacity_pages: pages of KV. Any thread. Raises InvalidValueError for a capacity below 1.
+    capacity_pages: pages of KV. Thread-safe. Raises InvalidValueError for a capacity below 1.
     """
 
     medium: ClassVar[StorageMedium] = StorageMedium.DISK
@@ -26,7 +26,7 @@ class BytelessStore(HiCacheStorage):
             raise InvalidValueError("capacity_pages", capacity_pages, "a positive integer")
         super().__init__()
         self._capacity = capacity_pages
-        self._lock = Lock()  # guards all below
+        self._lock = Lock()  # guards everything below
         self._kinds_of_key: dict[str, set[PoolName]] = {}  # least recently used first
         self._removed: dict[str, None] = {}  # keys for take_removed(), in order
         self._counts: Counter[str] = Counter()
@@ -37,7 +37,7 @@ class BytelessStore(HiCacheStorage):
             return PoolName.KV in self._kinds_of_key.get(key, ())
 
     def held_keys(self) -> set[str]:
-        """Keys of all KV pages; a copy."""
+        """Return a copy of the keys of all KV pages."""
         with self._lock:
             return {key for key, kinds in self._kinds_of_key.items() if PoolName.KV in kinds}
 
@@ -70,7 +70,7 @@ class BytelessStore(HiCacheStorage):
         return there
 
     def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
-        kept = keys[: self._capacity]  # the beginning of a prefix is of more use than its end
+        kept = keys[: self._capacity]  # the beginning of a prefix is more useful than its end
         with self._lock:
             for key in kept:
                 kinds = self._kinds_of_key.setdefault(key, set())
@@ -84,7 +84,7 @@ class BytelessStore(HiCacheStorage):
         return [True] * len(kept) + [False] * (len(keys) - len(kept))
 
     def _touch(self, keys: Sequence[str]) -> None:
-        """Used now, the first last: of a prefix, pages at the end are pushed out before those they follow."""
+        """Mark keys as used, the first one last, so that the end of a prefix is evicted before its beginning."""
         for key in reversed(keys):
             self._kinds_of_key[key] = self._kinds_of_key.pop(key)
 

@@ -1,4 +1,4 @@
-"""The kinds of caches that a simulated worker can have, built whole: pools without bytes, tiers, states."""
+"""Construction of the caches of simulated workers: pools without bytes, tiers, states."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from simulation.settings import SimulationSettings
 from simulation.states import States
 from simulation.tiers import Tiers
 
-_TOKENS_PER_STATE = 512  # a state is as large as the KV of some hundred tokens, so there are few of them
+_TOKENS_PER_STATE = 512  # a state is as large as the KV of a few hundred tokens, so there are few of them
 _MIN_STATES = 8
-_CHUNK_TOKENS = 64  # an engine saves states between chunks only
+_CHUNK_TOKENS = 64  # an engine saves states only between chunks
 
 
 class WorkerCache(NamedTuple):
-    """A cache and what is around it."""
+    """A cache with its tiers and states."""
 
     cache: RadixCache
     allocator: PagedTokenToKVPoolAllocator
     tiers: Tiers | None = None
-    """None: the device is all there is."""
+    """None if the cache has only the device."""
     states: States | None = None
-    """None: the model has no recurrent layers."""
+    """None if the model has no recurrent layers."""
 
 
 def create_cache(settings: SimulationSettings) -> WorkerCache:
-    """An empty cache of the kind `settings.cache`."""
+    """Return an empty cache of the kind `settings.cache`."""
     allocator = PagedTokenToKVPoolAllocator(settings.capacity_tokens, settings.page_size)
     return _CREATE[settings.cache](settings, allocator)
 
 
 def num_ledger_pages(settings: SimulationSettings) -> int:
-    """Pages that a worker can hold on all tiers together."""
+    """Return the number of pages that a worker can hold on all tiers together."""
     pages = settings.capacity_tokens // settings.page_size
     if settings.has_tiers:
         pages += _host_rows(settings) // settings.page_size + _disk_pages(settings)

@@ -1,4 +1,4 @@
-"""Events go from the publishers straight into the index, in simulated time: deterministic, one thread, no waiting."""
+"""The direct mode: publishers feed the index without a log, in simulated time: deterministic, one thread, no waiting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from simulation.trial import Progress, Trial, publisher_settings
 def run_direct(
     requests: Requests, settings: SimulationSettings, policy: str, progress: Progress | None = None
 ) -> PolicyReport:
-    """One policy over the whole workload. Raises what `Trial` and the event log raise."""
+    """Run one policy over the whole workload. Raises the errors of `Trial` and of the event log."""
     began = time.perf_counter()
     with contextlib.ExitStack() as closing:
         log = None
@@ -40,10 +40,10 @@ def run_direct(
 
 
 class DirectFleet:
-    """Publishers that were never started, asked for their records; and a clock that stands still between arrivals."""
+    """Polls publishers that are not started for their records, with a clock that advances only between arrivals."""
 
     def __init__(self, settings: SimulationSettings, policy: str, log: EventLogWriter | None) -> None:
-        unused = MemorySink(MemoryLog())  # nobody starts these publishers, so nothing is ever sent
+        unused = MemorySink(MemoryLog())  # these publishers are never started, so the sink is not used
         self._publishers = [
             {group: EventPublisher(each, unused) for group, each in own.items()}
             for own in publisher_settings(settings, policy)
@@ -56,7 +56,7 @@ class DirectFleet:
         self.trial = Trial(policy, settings, self._publishers, self._applier.namespaces, self._freshness)
 
     def advance(self, arrival_s: float) -> None:
-        """Move the clock and send what is due: heartbeats, mostly."""
+        """Advance the clock and send what is due, which is mostly heartbeats."""
         self._now = self._began_at + arrival_s
         for own in self._publishers:
             for publisher in own.values():

@@ -1,4 +1,4 @@
-"""Whether a view is what it should be, page by page, from both ends and by nothing in between."""
+"""Page-by-page comparison of views and caches, which reads both ends and nothing in between."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from simulation.worker import SimulatedWorker
 
 
 def divergent_pages(worker: SimulatedWorker, view: View | None) -> dict[StorageMedium, int]:
-    """Pages on each medium that either the worker or the router's view of it holds, but not both.
+    """Return the number of pages that either the worker or its view holds on a medium, but not both.
 
-    The worker's side is a walk of its tree and the content of its disk, the view's side everything the index has for
-    the stream. None: no view.
+    The worker's pages come from a walk of its tree and from its disk, the view's pages from the index. view: None if
+    there is no view.
     """
     viewed = _viewed(view)
     found = {}
@@ -25,7 +25,7 @@ def divergent_pages(worker: SimulatedWorker, view: View | None) -> dict[StorageM
 
 
 def _held(worker: SimulatedWorker, medium: StorageMedium) -> tuple[U64Array, int]:
-    """Pages that the worker holds, and the number of those that it holds and never told of."""
+    """Return the pages that the worker holds, and the number of pages that it holds and has not published."""
     if medium is StorageMedium.DISK and worker.tiers is not None:
         return worker.tiers.on_disk()
     if medium not in (StorageMedium.GPU, StorageMedium.CPU):

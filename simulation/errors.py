@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, beyond bad values."""
+"""Errors of a simulation other than invalid values."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from kv_events.errors import KvsightError
 
 
 class SimulationError(KvsightError):
-    """A part of a live fleet ended, or a view did not catch up in time."""
+    """A part of a live fleet has ended, or a view did not catch up in time."""

@@ -1,6 +1,6 @@
-"""The real way: running publishers, a log, and a consumer, all in one event loop and in real time.
+"""The live mode: running publishers, a log and a consumer, in one event loop and in real time.
 
-The router sees events a little later than they happen, as routers do, so two runs differ slightly.
+The router sees events with a small delay, as real routers do, so two runs differ slightly.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Transport(Protocol):
     """A log that a fleet writes and a router reads."""
 
     def sink(self, settings: PublisherSettings) -> Sink:
-        """The writing end, for one publisher."""
+        """Return the writing end for one publisher."""
         ...
 
     def source(self) -> Source:
-        """A reading end."""
+        """Return a reading end."""
         ...
 
 
 class MemoryTransport:
-    """A log of this process."""
+    """A log in memory."""
 
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
@@ -60,7 +60,7 @@ class MemoryTransport:
 
 
 class KafkaTransport:
-    """Topics of a broker."""
+    """Topics of a Kafka broker."""
 
     def __init__(self, bootstrap: str, events_topic: str, control_topic: str) -> None:
         self._bootstrap = bootstrap
@@ -104,7 +104,7 @@ class LiveFleet:
         stats = publisher.stats()
         if view is None or stats.queue.queued or stats.queue.in_flight or stats.is_snapshot_begun:
             return False
-        state = self.consumer.freshness.state(view)  # one that came late counts with the next heartbeat only
+        state = self.consumer.freshness.state(view)  # a late one counts only with the next heartbeat
         return (view.epoch, view.next_seq, state) == (publisher.epoch, stats.next_seq, ViewState.LIVE)
 
     def _check_alive(self, publishers: list[EventPublisher]) -> None:
@@ -118,7 +118,7 @@ class LiveFleet:
 
 @asynccontextmanager
 async def live_fleet(settings: SimulationSettings, policy: str, transport: Transport) -> AsyncIterator[LiveFleet]:
-    """A fleet and its router that run inside the block. See `publishing_fleet`."""
+    """Run a fleet and its router inside the block. See `publishing_fleet`."""
     indexer = IndexerSettings.ignoring_environment()
     consumer = Consumer(transport.source(), Applier(Namespaces(indexer), DeadLetters()), indexer)
     async with consumer.running(), publishing_fleet(settings, policy, transport, consumer) as fleet:
@@ -129,7 +129,7 @@ async def live_fleet(settings: SimulationSettings, policy: str, transport: Trans
 async def publishing_fleet(
     settings: SimulationSettings, policy: str, transport: Transport, consumer: Consumer
 ) -> AsyncIterator[LiveFleet]:
-    """A fleet that publishes inside the block, for a running consumer, every view up to date at its beginning.
+    """Run a fleet that publishes inside the block, for a running consumer. All views are up to date at its beginning.
 
     Raises SimulationError.
     """
@@ -154,12 +154,12 @@ async def run_live(
     transport: Transport,
     progress: Progress | None = None,
 ) -> PolicyReport:
-    """One policy over the whole workload, as fast as it goes. Raises InvalidValueError or SimulationError."""
+    """Run one policy over the whole workload without pauses. Raises InvalidValueError or SimulationError."""
     began = time.perf_counter()
     async with live_fleet(settings, policy, transport) as fleet:
         for request in requests:
             fleet.trial.step(request)
             fleet.trial.show(progress, len(requests))
-            await asyncio.sleep(0)  # publishers and consumer do their part
+            await asyncio.sleep(0)  # lets publishers and consumer run
         await fleet.settle()
         return fleet.trial.report(time.perf_counter() - began)

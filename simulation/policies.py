@@ -1,4 +1,4 @@
-"""Routing policies: which worker gets a request."""
+"""Routing policies, which choose the worker of a request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from simulation.router import Router
 
 
 class Policy(Protocol):
-    """Made for one run; may remember what it chose."""
+    """A policy for one run. It may remember its choices."""
 
     def choose(self, request: Request, router: Router) -> int:
-        """Number of the worker that gets the request."""
+        """Return the number of the worker that gets the request."""
         ...
 
 
 class RandomPolicy:
-    """Any worker, equally likely."""
+    """Chooses a worker at random."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -32,7 +32,7 @@ class RandomPolicy:
 
 
 class RoundRobinPolicy:
-    """One worker after the other."""
+    """Chooses the workers in turns."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -45,17 +45,17 @@ class RoundRobinPolicy:
 
 
 class KvAwarePolicy:
-    """The worker with the least to do: tokens of this prompt that it would have to compute, plus a share of its load.
+    """Chooses the worker with the least work: tokens of this prompt that it must compute, plus a share of its load.
 
-    Load is what was sent to a worker lately, in tokens to compute and a fixed number for the request itself, and fades
-    with `_WINDOW_S`. Weighed too lightly, a popular prefix piles up on one worker; too heavily, and prefixes are copied
-    all over the fleet. On the Mooncake conversation trace a weight of 0.1 finds almost what one cache of the fleet's
-    whole size would, with the load within a tenth of even; a weight of 1 finds a fifth less.
+    Load is the recent work of a worker: tokens to compute and a fixed number for each request, which decay with
+    `_WINDOW_S`. If its weight is too low, a popular prefix overloads one worker; if it is too high, prefixes are copied
+    to all workers. On the Mooncake conversation trace, a weight of 0.1 finds almost as much as one cache of the fleet's
+    total size, with a load within 10% of even; a weight of 1 finds a fifth less.
     """
 
     _WINDOW_S = 30.0
     _LOAD_WEIGHT = 0.1
-    _REQUEST_TOKENS = 1000  # a request keeps a worker busy even if its prompt is all in cache
+    _REQUEST_TOKENS = 1000  # a request keeps a worker busy even if its whole prompt is in cache
 
     def __init__(self, num_workers: int) -> None:
         self._load = [0.0] * num_workers
@@ -81,11 +81,11 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "round-robin": lambda num_workers, seed: RoundRobinPolicy(),
     "kv-aware": lambda num_workers, seed: KvAwarePolicy(num_workers),
 }
-"""Name -> a new policy, given the number of workers and a seed."""
+"""Name -> function of the number of workers and a seed that returns a new policy."""
 
 
 def create_policy(name: str, num_workers: int, seed: int) -> Policy:
-    """A new policy. Raises InvalidValueError for a name that is not in `POLICIES`."""
+    """Return a new policy. Raises InvalidValueError for a name that is not in `POLICIES`."""
     create = POLICIES.get(name)
     if create is None:
         raise InvalidValueError("policy", name, f"one of {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""What a run says about a policy."""
+"""The results of a run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """What one worker got to do."""
+    """The work of one worker."""
 
     worker: str
     requests: int = 0
     prompt_tokens: int = 0
     found_tokens: int = 0
-    """Tokens of its prompts that were in its cache; the others had to be computed."""
+    """Tokens of its prompts that were in its cache. The others had to be computed."""
     cut_requests: int = 0
-    """Requests longer than the cache, of which only the beginning was kept."""
+    """Requests longer than the cache, of which only the beginning was cached."""
     divergent_pages: int = 0
-    """Pages at the end that its cache or the router's view of it held, but not both."""
+    """Pages that either its cache or the router's view held at the end, but not both."""
     divergent_answers: int = 0
-    """Of the last prompts, with group streams: those of which its cache matched another length at the end than the
-    router said could be reused."""
+    """With group streams: number of the last prompts whose match in its cache differs from the router's `reusable`."""
 
     @property
     def computed_tokens(self) -> int:
@@ -44,12 +43,12 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """One policy, one fleet, one workload. Deterministic but for `seconds`, unless the run was live."""
+    """One policy, one fleet, one workload. Deterministic except for `seconds`, unless the run was live."""
 
     policy: str
     workers: tuple[WorkerLoad, ...]
     queries: int
-    """Questions that the policy asked the index."""
+    """Queries of the policy to the index."""
     seconds: float
     """Wall-clock time of the whole run."""
 
@@ -75,21 +74,21 @@ class PolicyReport:
 
     @property
     def imbalance(self) -> float:
-        """Requests of the busiest worker over the mean: 1 is even."""
+        """Requests of the busiest worker divided by the mean; 1 is even."""
         return max(load.requests for load in self.workers) * len(self.workers) / max(1, self.requests)
 
     @property
     def divergent_pages(self) -> int:
-        """Over all workers; 0 means that every view equalled its cache."""
+        """Sum over all workers; 0 means that every view equalled its cache."""
         return sum(load.divergent_pages for load in self.workers)
 
     @property
     def divergent_answers(self) -> int:
-        """Over all workers; 0 means that the router knew what every cache would match."""
+        """Sum over all workers; 0 means that the router knew what every cache would match."""
         return sum(load.divergent_answers for load in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         summary = {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
@@ -103,7 +102,7 @@ class PolicyReport:
 
 
 def reports_table(reports: Sequence[PolicyReport]) -> Table:
-    """A row for each policy, at most 80 columns wide; load is min / mean / max over the workers."""
+    """Return a table with a row for each policy, at most 80 columns wide. Load is min / mean / max over the workers."""
     table = Table(title="Routing policies", box=SIMPLE, show_edge=False, padding=0)
     table.add_column("policy", no_wrap=True)
     for title in _COLUMNS:

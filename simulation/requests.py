@@ -1,4 +1,4 @@
-"""What a workload consists of."""
+"""Requests of a workload."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NO_TOKENS: U32Array = np.zeros(0, np.uint32)
 
 
 class Request(NamedTuple):
-    """One prompt on its way to some worker."""
+    """One request with its prompt."""
 
     arrival_s: float
-    """Seconds since the workload began."""
+    """Arrival, in seconds since the workload began."""
     token_ids: U32Array
     """uint32[n], the prompt."""
     output_tokens: U32Array = NO_TOKENS
-    """uint32[m], what the engine will generate; empty where the workload does not say."""
+    """uint32[m], the tokens that the engine will generate; empty if the workload does not contain them."""
     session: str = ""
     """The conversation or loop that it belongs to."""
     extra_key: str | None = None
@@ -28,12 +28,12 @@ class Request(NamedTuple):
 
 
 class Requests(Protocol):
-    """A workload: can be gone through any number of times, in order of arrival. A list of requests is one."""
+    """A workload, which can be iterated any number of times, in order of arrival. A list of requests is one."""
 
     def __len__(self) -> int:
         """Number of requests."""
         ...
 
     def __iter__(self) -> Iterator[Request]:
-        """The same requests every time."""
+        """Iterate over the same requests every time."""
         ...

@@ -1,4 +1,4 @@
-"""What a policy can know: the index's answers, and nothing of the caches behind them."""
+"""The information of a policy: the answers of the index, without access to the caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulation.requests import Request
 
 
 class Router:
-    """Asks the index on behalf of a policy, and counts the questions."""
+    """Queries the index for a policy and counts the queries."""
 
     def __init__(self, namespaces: Namespaces, freshness: Freshness, model: str, workers: Sequence[str]) -> None:
         self._namespaces = namespaces
@@ -26,16 +26,16 @@ class Router:
 
     @property
     def num_workers(self) -> int:
-        """Workers that a policy can choose from, numbered from 0."""
+        """Number of workers that a policy can choose from, numbered from 0."""
         return len(self._number_of_worker)
 
     def overlaps(self, request: Request) -> list[int]:
-        """Tokens of the prompt that each worker could go on from, by worker number."""
+        """Return the tokens of the prompt that each worker can reuse, by worker number."""
         self.num_queries += 1
         return self.reusable(request)
 
     def reusable(self, request: Request) -> list[int]:
-        """The same. Not counted: nobody acts on it."""
+        """Return the same without counting a query, for checks."""
         found = [0] * self.num_workers
         for held in self._scores(request):
             number = self._number_of_worker.get(held.worker)
@@ -44,7 +44,7 @@ class Router:
         return found
 
     def num_tiers(self, request: Request) -> int:
-        """Most tiers over which one worker's part of the prompt is spread. Not counted: no policy asks that."""
+        """Return the largest number of tiers that hold one worker's part of the prompt. Not counted as a query."""
         return max((len({*held.tiers} - {0}) for held in self._scores(request)), default=0)
 
     def _scores(self, request: Request) -> list[WorkerScore]:

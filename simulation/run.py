@@ -1,4 +1,4 @@
-"""All policies over one workload."""
+"""Runs of all policies over one workload."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def simulate(
 ) -> list[PolicyReport]:
     """Run the workload once for each policy, each time with a fresh fleet.
 
-    With `settings.kafka` the events go through a broker, in an event loop of its own; inside a running loop use
-    `live.run_live`. Raises InvalidValueError, before anything runs, for a policy that is not in `POLICIES`; and
-    SimulationError or EventLogError.
+    With `settings.kafka` the events pass through a broker, in a new event loop; inside a running loop, use
+    `live.run_live`. Raises InvalidValueError before anything runs for a policy that is not in `POLICIES`. Also raises
+    SimulationError and EventLogError.
     """
     for policy in policies:
         create_policy(policy, settings.workers, settings.seed)

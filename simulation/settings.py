@@ -1,4 +1,4 @@
-"""What one simulation is made of."""
+"""Settings of a simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC, MAMBA_GROUP
 MAX_WORKERS = 4096
 MAX_RATIO = 1000
 CACHES = ("radix", "hiradix", "mamba", "himamba")
-"""Kinds of caches: on the device alone or with host and disk (`hi`), without and with recurrent states (`mamba`)."""
+"""Kinds of caches: device only, or with host and disk (`hi`); without or with recurrent states (`mamba`)."""
 _HYBRID = ("mamba", "himamba")
 
 
@@ -22,25 +22,25 @@ class SimulationSettings:
 
     workers: int = 8
     capacity_tokens: int = 2**20
-    """Tokens that a worker's cache holds on the device: a whole number of pages."""
+    """Tokens that a worker's cache holds on the device; a multiple of the page size."""
     page_size: int = 64
     """Tokens a page."""
     cache: str = "radix"
     """One of `CACHES`."""
     host_ratio: float = 2.0
-    """Tokens on the host for each on the device, in caches with tiers. The host must be the larger of the two."""
+    """Tokens on the host for each token on the device, in caches with tiers. At least 1."""
     disk_ratio: float = 8.0
-    """The same for the disk."""
+    """Tokens on the disk for each token on the device."""
     seed: int = 0
-    """Of the policies that draw."""
+    """Seed of the random policy."""
     model: str = "simulation"
-    """Each policy's fleet serves the model `<model>-<policy>`, so that fleets on one log are kept apart."""
+    """The fleet of each policy serves the model `<model>-<policy>`, so that several fleets can share a log."""
     event_log_dir: Path | None = None
     """Record every policy's run as an event log in `<event_log_dir>/<policy>`."""
     groups: bool = False
-    """Workers with recurrent states say where these are, in group streams (see `kv_events.streams`)."""
+    """Whether workers with recurrent states publish them in group streams (see `kv_events.streams`)."""
     kafka: str | None = None
-    """Bootstrap servers: events go through this broker. None: straight into the index, which is deterministic."""
+    """Bootstrap servers of a broker for the events. None: events are applied directly, which is deterministic."""
     events_topic: str = EVENTS_TOPIC
     control_topic: str = CONTROL_TOPIC
     """Topics of that broker."""
@@ -68,14 +68,14 @@ class SimulationSettings:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there are host and disk below the device."""
+        """Whether the cache has a host tier and a disk."""
         return self.cache in ("hiradix", "himamba")
 
     @property
     def event_groups(self) -> tuple[str, ...]:
-        """Groups of which every worker publishes a stream."""
+        """Groups for which every worker publishes a stream."""
         return (MAMBA_GROUP,) if self.groups else ()
 
     def model_of(self, policy: str) -> str:
-        """Model name of a policy's fleet."""
+        """Return the model name of a policy's fleet."""
         return f"{self.model}-{policy}"

@@ -1,4 +1,4 @@
-"""Recurrent states of a simulated worker: where an engine saves them, and how they get into the tree."""
+"""Recurrent states of a simulated worker: where an engine saves them, and how they are inserted into the tree."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from engine_cache import EvictParams, IndexArray, InsertParams, MambaRadixCache,
 
 
 class States:
-    """The slots of a cache of a model with recurrent layers."""
+    """The state slots of a cache for a model with recurrent layers."""
 
     def __init__(self, cache: MambaRadixCache, slots: MambaSlotAllocator) -> None:
         self._cache = cache
         self._slots = slots
 
     def insert(self, key: RadixKey, rows: IndexArray, num_found: int, ends: set[int]) -> None:
-        """Put the key into the tree with a state at its end and, as far as there are slots, at each of `ends`.
+        """Insert the key with a state at its end and, if slots are available, at each of `ends`.
 
-        rows: one a unit, of which the tree owns the first `num_found`; it takes the others over.
+        rows: one for each unit. The tree owns the first `num_found` and becomes the owner of the others.
         """
         lengths = sorted({end for end in ends if num_found < end < len(key)} | {len(key)})
-        # all slots first: evicting for one must not touch what the insert before it has just handed over
+        # all slots first: an eviction for one must not remove what the previous insert has added
         slots = self._allocate(len(lengths))
         for length, slot in zip(lengths[len(lengths) - len(slots) :], slots, strict=True):
             state = slot.reshape(1)
@@ -32,5 +32,5 @@ class States:
         if missing > 0:
             self._cache.evict(EvictParams(0, mamba_num=missing))
         slots = self._slots.alloc(min(wanted, self._slots.available_size()))
-        assert slots is not None, "no more is asked for than is free"
+        assert slots is not None, "the request fits into the free slots"
         return slots

@@ -1,9 +1,9 @@
-"""Host and disk of a simulated worker: what an engine does with them before and after it serves a request.
+"""Host and disk of a simulated worker: the steps of an engine before and after it serves a request.
 
-    match ── prefetch ──> host ── load back ──> device      before: found() on whatever tier the prompt lies
+    match ── prefetch ──> host ── load back ──> device      before: found(), on any tier
     insert ── backup ──> host ── archive ──> disk           after: settle()
 
-Copies take no time here: whatever was begun has ended when a method returns.
+Copies take no time here: every copy has ended when a method returns.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ TieredCache: TypeAlias = HiRadixCache | HiMambaRadixCache
 
 
 class Found(NamedTuple):
-    """What a request can go on from."""
+    """The prefix that a request can reuse."""
 
     rows: IndexArray
-    """Device rows of the prefix, the tree's own."""
+    """Device rows of the prefix, owned by the tree."""
     node: TreeNode
     """Node at the end of the prefix."""
     branching_seqlen: int | None = None
-    """As in `MatchResult`, where KV goes on without a state."""
+    """As in `MatchResult`, if KV continues without a state."""
 
 
 class Tiers:
-    """A cache's copy engine and its store, which is attached here and announced like the other tiers."""
+    """A cache's copy engine and its storage backend, which is attached here and announced like the other tiers."""
 
     def __init__(self, cache: TieredCache, engine: ManualCopyEngine, store: BytelessStore) -> None:
         self.store = store
@@ -54,7 +54,7 @@ class Tiers:
         assert attached, message
 
     def find(self, key: RadixKey) -> Found:
-        """The prefix of a prompt that is on any tier, on the device now as far as it has room."""
+        """Return the cached prefix of a prompt, after copying it to the device as far as there is room."""
         match = self._match(key)
         if self._prefetch(key, match.last_host_node):
             match = self._match(key)
@@ -67,13 +67,13 @@ class Tiers:
         return Found(rows[: _prefix_len(node)], node, match.mamba_branching_seqlen)
 
     def settle(self) -> None:
-        """Let copies end and tell the tree, twice: the end of a backup is the beginning of an archive."""
+        """Finish copies and update the tree, twice, because a finished backup starts an archive."""
         for _ in range(2):
             self._engine.drain()
             self._cache.check_hicache_events()
 
     def on_disk(self) -> tuple[U64Array, int]:
-        """Sequence hashes of the pages on disk, and the number of those there that events say nothing of."""
+        """Return the sequence hashes of the pages on disk, and the number of pages there that were not announced."""
         keys, announced = self.store.held_keys(), dict(self._cache.iter_announced())
         words = b"".join(event.sequence_hashes for key, event in announced.items() if key in keys)
         return np.frombuffer(words, "<u8").astype(np.uint64), len(keys - announced.keys())
@@ -81,17 +81,17 @@ class Tiers:
     def _match(self, key: RadixKey) -> MatchResult:
         return self._cache.match_prefix(MatchPrefixParams(key))
 
-    def _prefetch(self, key: RadixKey, anchor: TreeNode) -> bool:
-        """Bring what the disk has behind the anchor's prefix to the host; whether that was anything."""
-        req_id, rest = str(next(self._request_ids)), key[_prefix_len(anchor) :]
-        self._cache.prefetch_from_storage(req_id, anchor, rest.raw, extra_key=key.extra_key)
-        self.settle()  # a prefetch that found too little is over now
+    def _prefetch(self, key: RadixKey, start_node: TreeNode) -> bool:
+        """Prefetch the pages on disk that follow the prefix of the start node. Returns whether there were any."""
+        req_id, rest = str(next(self._request_ids)), key[_prefix_len(start_node) :]
+        self._cache.prefetch_from_storage(req_id, start_node, rest.raw, extra_key=key.extra_key)
+        self.settle()  # a prefetch that found too little has ended
         self._cache.check_prefetch_progress(req_id)
         return self._cache.pop_prefetch_loaded_tokens(req_id) > 0
 
 
 def _prefix_len(node: TreeNode) -> int:
-    """Units from the root to the end of the node."""
+    """Return the number of units from the root to the end of the node."""
     length = 0
     step: TreeNode | None = node
     while step is not None:

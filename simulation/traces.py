@@ -1,8 +1,8 @@
-"""Mooncake traces: real arrival times and prompt lengths, contents known by block only.
+"""Mooncake traces: real arrival times and prompt lengths, with contents known only by block.
 
-One JSON object a line: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, `hash_ids`, of which
-each stands for a block of 512 tokens and everything before it. Equal ids become equal tokens, different ids different
-ones, so prefixes are shared exactly where they were.
+Each line is a JSON object: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and `hash_ids`,
+each of which identifies a block of 512 tokens together with its prefix. Equal ids become equal tokens and different ids
+different tokens, so prefixes are shared exactly as in the original.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from simulation.requests import Request
 
 BLOCK_TOKENS = 512
 MAX_HASH_ID = 2**53 - 1
-"""Largest integer that every JSON reader keeps exactly."""
+"""Largest integer that every JSON reader represents exactly."""
 
 _TOKEN_BITS = 17  # a vocabulary of 131,072
 _POSITIONS = np.arange(BLOCK_TOKENS, dtype=np.uint64)
@@ -36,9 +36,10 @@ class _Row(NamedTuple):
 
 
 class MooncakeTrace:
-    """The requests of a trace, in order of arrival. Tokens are made anew on every pass: cheaper than keeping them.
+    """The requests of a trace, in order of arrival. Each iteration computes the tokens again, which is cheaper than
+    keeping them.
 
-    path: `.jsonl`, or gzip of it. The whole file is checked at once; raises InvalidValueError naming the file, the
+    path: `.jsonl` or `.jsonl.gz`. The whole file is checked at once; raises InvalidValueError naming the file, the
     line, the field and its value. Outputs are unknown, so requests have none.
     """
 
@@ -58,8 +59,8 @@ class MooncakeTrace:
 
 
 def block_tokens(hash_ids: npt.NDArray[np.uint64]) -> U32Array:
-    """uint32[512 * n]: the tokens that n blocks stand for. hash_ids: uint64[n], at most `MAX_HASH_ID`."""
-    # splitmix64 of (id, position): a bijection on 64 bits, so that two blocks agree in 64 tokens by no chance at all
+    """Return uint32[512 * n]: the tokens of n blocks. hash_ids: uint64[n], at most `MAX_HASH_ID`."""
+    # splitmix64 of (id, position) is a bijection on 64 bits, so that no two blocks agree in 64 tokens
     mixed = (hash_ids[:, None] * np.uint64(BLOCK_TOKENS) + _POSITIONS).reshape(-1)
     mixed += np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(30)
@@ -70,7 +71,7 @@ def block_tokens(hash_ids: npt.NDArray[np.uint64]) -> U32Array:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1 and lines that are not blank."""
+    """Yield line numbers from 1 with lines that are not blank."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:

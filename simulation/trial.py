@@ -1,4 +1,4 @@
-"""One policy with a fleet of its own."""
+"""One policy with its own fleet."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from simulation.settings import SimulationSettings
 from simulation.worker import SimulatedWorker
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called now and then with a policy's name, requests done, and requests in all."""
+"""Called at intervals with the policy's name, the number of requests done, and the total."""
 
 _PROGRESS_EVERY = 32
 _REQUESTS_TO_CHECK = 64
 
 
 GroupName: TypeAlias = str | None
-"""A group of a worker's streams; None: full KV, which is in none."""
+"""The group of a worker's stream; None for full KV."""
 
 
 def publisher_settings(settings: SimulationSettings, policy: str) -> list[dict[GroupName, PublisherSettings]]:
-    """Those of a policy's fleet, by worker."""
+    """The publishers of a policy's fleet, by worker."""
     model = settings.model_of(policy)
     models = {None: model} | {group: group_model(model, group) for group in settings.event_groups}
     return [
@@ -49,7 +49,7 @@ def publisher_settings(settings: SimulationSettings, policy: str) -> list[dict[G
 
 
 class Trial:
-    """Takes requests one at a time; how the workers' events reach `namespaces` is the caller's business."""
+    """Serves requests one at a time. The caller carries the workers' events to `namespaces`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Trial:
         namespaces: Namespaces,
         freshness: Freshness,
     ) -> None:
-        """publishers: of each worker. Raises InvalidValueError for an unknown policy."""
+        """publishers: those of each worker. Raises InvalidValueError for an unknown policy."""
         names = [own[None].stream.worker for own in publishers]
         self._name = policy
         self._policy = create_policy(policy, settings.workers, settings.seed)
@@ -86,14 +86,16 @@ class Trial:
         return chosen
 
     def show(self, progress: Progress | None, total: int) -> None:
-        """Report progress if it is time to."""
+        """Report progress if the interval has passed."""
         done = sum(load.requests for load in self._loads)
         if progress is not None and (done % _PROGRESS_EVERY == 0 or done == total):
             progress(self._name, done, total)
 
     def report(self, seconds: float) -> PolicyReport:
-        """The result; compares every view with its cache and, where workers tell of their states, the router's answers
-        with what the caches match."""
+        """Return the result.
+
+        Compares every view with its cache and, with group streams, the router's answers with the caches' matches.
+        """
         for number, (worker, load) in enumerate(zip(self.workers, self._loads, strict=True)):
             divergent = divergent_pages(worker, self._namespaces.view(worker.publisher.stream))
             load.divergent_pages = sum(divergent.values())

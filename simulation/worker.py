@@ -15,16 +15,16 @@ from simulation.tiers import Found
 
 
 class Served(NamedTuple):
-    """What became of one request."""
+    """The result of one request."""
 
     found_tokens: int
-    """Tokens of the prompt that were in cache, on whatever tier."""
+    """Tokens of the prompt that were in cache, on any tier."""
     is_cut: bool
     """Whether the request was longer than the worker's capacity, so that only its beginning is cached."""
 
 
 class SimulatedWorker:
-    """Serves one request at a time, at once: find, lock, evict, allocate, insert, unlock, publish."""
+    """Serves one request at a time, without delay: find, lock, evict, allocate, insert, unlock, publish."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SimulatedWorker:
         cache: WorkerCache,
         group_publishers: Mapping[str, EventPublisher] | None = None,
     ) -> None:
-        """group_publishers: one for each group of which the cache records events."""
+        """group_publishers: one for each group whose events the cache records."""
         self.publisher = publisher
         self.group_publishers = group_publishers or {}
         self.cache, self._allocator, self.tiers, self._states = cache
@@ -40,7 +40,7 @@ class SimulatedWorker:
 
     @property
     def publishers(self) -> list[EventPublisher]:
-        """All of them."""
+        """All publishers of this worker."""
         return [self.publisher, *self.group_publishers.values()]
 
     def _publish(self) -> None:
@@ -49,12 +49,12 @@ class SimulatedWorker:
             self.group_publishers[group].publish(events)
 
     def match_length(self, request: Request) -> int:
-        """Tokens of the prompt that the cache matches now, on device and host."""
+        """Return the tokens of the prompt that the cache matches now, on device and host."""
         match = self.cache.match_prefix(MatchPrefixParams(RadixKey(request.token_ids, request.extra_key)))
         return len(match.device_indices) + match.host_hit_length
 
     def serve(self, request: Request) -> Served:
-        """Prompt and output are in cache afterwards, as far as they fit."""
+        """Serve a request. Prompt and output are in cache afterwards, as far as they fit."""
         key = self._key(request)
         found = self._find(RadixKey(request.token_ids, request.extra_key))
         num_found = len(found.rows)
@@ -68,7 +68,7 @@ class SimulatedWorker:
         return Served(num_found, is_cut=len(held) < len(key))
 
     def _key(self, request: Request) -> RadixKey:
-        """Whole pages of prompt and output."""
+        """Return the complete pages of prompt and output."""
         tokens = request.token_ids
         if len(request.output_tokens):
             tokens = np.concatenate((tokens, request.output_tokens))
@@ -81,22 +81,22 @@ class SimulatedWorker:
         return Found(match.device_indices, match.last_device_node, match.mamba_branching_seqlen)
 
     def _allocate(self, num_tokens: int) -> IndexArray:
-        """Rows for as many of the tokens as can be had; evicts what is not locked."""
+        """Allocate rows for as many tokens as possible. Evicts pages that are not locked."""
         missing = num_tokens - self._allocator.available_size()
         if missing > 0:
             self.cache.evict(EvictParams(missing))
         rows = self._allocator.alloc(min(num_tokens, self._allocator.available_size()))
-        assert rows is not None, "no more is asked for than is free"
+        assert rows is not None, "the request fits into the free rows"
         return rows
 
     def _insert(self, key: RadixKey, held: IndexArray, found: Found, prompt_len: int) -> None:
-        """Hand the rows behind what was found over to the tree."""
+        """Insert the rows after the found prefix into the tree."""
         num_found = len(found.rows)
         if self._states is not None:
-            # where other prompts part from this one, and where its answer begins
+            # where other prompts branch off, and where the answer begins
             ends = {found.branching_seqlen or 0, prompt_len // self.cache.page_size * self.cache.page_size}
             self._states.insert(key, held, num_found, ends)
             return
         taken = self.cache.insert(InsertParams(key, held))
-        # an output that an earlier request brought along is there already: its rows are duplicates
+        # rows of an output that an earlier request has inserted are duplicates
         self._allocator.free(held[num_found : taken.prefix_len])

@@ -1,8 +1,8 @@
 """Generated workloads: conversations that share system prompts, agent loops, bursts.
 
-chat    system prompt | user | answer | user | answer ...            people think between turns
-agent   system prompt | task | call | tool result | call ...         the context grows fast, pauses are short
-burst   many sessions begin at one moment with one system prompt
+chat    system prompt | user | answer | user | answer ...            long pauses between turns
+agent   system prompt | task | call | tool result | call ...         a fast-growing context, short pauses
+burst   many sessions start at the same time with one system prompt
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class WorkloadSettings:
     num_requests: int = 2000
     seed: int = 0
     num_system_prompts: int = 12
-    """Their popularity falls as 1 / rank."""
+    """Number of system prompts. Their popularity falls as 1 / rank."""
     sessions_per_s: float = 2.0
-    """Rate at which sessions, or bursts of them, begin."""
+    """Rate at which sessions or bursts start."""
     agent_share: float = 0.3
     """Probability that a session is an agent loop."""
     burst_share: float = 0.05
-    """Probability that a session brings `burst_sessions` along."""
+    """Probability that a session starts a burst of `burst_sessions`."""
     burst_sessions: int = 20
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class WorkloadSettings:
 
 
 class _Kind(NamedTuple):
-    """Means of a kind of session."""
+    """Mean values of a kind of session."""
 
     name: str
     turns: float
@@ -68,7 +68,7 @@ _AGENT = _Kind("agent", turns=12, input_tokens=700, output_tokens=120, pause_s=1
 
 
 def generate(settings: WorkloadSettings) -> list[Request]:
-    """`num_requests` requests in order of arrival; equal settings give equal requests."""
+    """Return `num_requests` requests in order of arrival. Equal settings give equal requests."""
     return _Generator(settings).requests()
 
 
@@ -93,7 +93,7 @@ class _Generator:
         return found[: settings.num_requests]
 
     def _session(self, now_s: float, context: U32Array) -> Iterator[Request]:
-        """Every prompt is the one before it, its answer, and something new."""
+        """Yield prompts, each of which consists of the previous one, its answer, and new tokens."""
         kind = _AGENT if self._random.random() < self._settings.agent_share else _CHAT
         self._num_sessions += 1
         session = f"{kind.name}-{self._num_sessions}"
