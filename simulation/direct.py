@@ -1,4 +1,4 @@
-"""The direct mode: publishers feed the index without a log, in simulated time: deterministic, one thread, no waiting."""
+"""The direct mode: publishers feed the index without a log, in simulated time, deterministically and in one thread."""
 
 from __future__ import annotations
 
