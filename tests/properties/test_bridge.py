@@ -169,4 +169,4 @@ def test_with_hardly_any_names_of_gone_pages_it_still_does_where_engines_build_o
     rig.take(cleared())
     rig.take(stored([1], [1, 2], 2))
     rig.take(stored([2], [3, 4], 2))
-    assert rig.translator.num_names <= name_pages + 2
+    assert rig.translator.num_remembered <= name_pages + 2

@@ -11,8 +11,9 @@ from engine_cache.tree.node import iter_nodes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 from tests.support.caches.cache_machine import operation, soak
 from tests.support.caches.hybrid_rig import HybridRig
+from tests.support.caches.storage_machine import is_stepped
 from tests.support.caches.tier_rig import LAYOUTS
-from tests.support.caches.tiered_machine import EVERYTHING, OldMatches, is_stepped
+from tests.support.caches.tiered_machine import EVERYTHING, OldMatches
 from tests.support.effort import num_examples
 
 pytestmark = pytest.mark.torch

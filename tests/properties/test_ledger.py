@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,8 +130,15 @@ def digest_of(pages: set[tuple[int, int]]) -> list[int]:
     return words
 
 
-def make(**settings: object) -> EventPublisher:
-    values = {"model": "m", "worker": "w", "block_size": 4, "ledger_pages": 64, "queue_pages": 10_000, **settings}
+def make(**settings: Any) -> EventPublisher:
+    values = {
+        "model": "m",
+        "worker": "w",
+        "block_size": 4,
+        "ledger_pages": 64,
+        "queue_pages": 10_000,
+        **settings,
+    }
     return EventPublisher(PublisherSettings(**values), MemorySink(MemoryLog()))
 
 
@@ -207,10 +216,10 @@ def test_a_snapshot_names_parents_before_children_on_every_tier(
         publisher.publish([BlockStored(names, None, [], 4, None, MEDIA[tier], None, words(names))])
         parent_of.update(zip(names, [0, *names[:-1]], strict=True))
         tiers_of[tier].update(names)
-    for tier, names in enumerate(tiers_of):
-        gone = data.draw(st.sets(st.sampled_from(sorted(names)))) if names else set()
+    for tier, held in enumerate(tiers_of):
+        gone = data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
         publisher.publish([BlockRemoved(sorted(gone), MEDIA[tier])])
-        names -= gone
+        held -= gone
     named = [set() for _ in MEDIA]
     for tier, name, parent in pages_of(publisher.take_records(1000.0, force=True)):
         assert parent == parent_of[name]

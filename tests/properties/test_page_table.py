@@ -17,7 +17,7 @@ _INT64_OUT = types.Array(types.int64, 1, "C")
 
 
 @array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
-def _insert_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
+def _insert_all(keys, directory, slots, segments, meta, wanted, out):
     table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
         out[i] = page_table_kernels.find(table, wanted[i])
@@ -26,7 +26,7 @@ def _insert_all(keys, directory, slots, segments, meta, wanted, out):  # type: i
 
 
 @array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
-def _enter_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
+def _enter_all(keys, directory, slots, segments, meta, wanted, out):
     """As `_insert_all`, with a single walk for each key."""
     table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
@@ -37,7 +37,7 @@ def _enter_all(keys, directory, slots, segments, meta, wanted, out):  # type: ig
 
 
 @array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
-def _remove_all(keys, directory, slots, segments, meta, wanted, out):  # type: ignore[no-untyped-def]
+def _remove_all(keys, directory, slots, segments, meta, wanted, out):
     table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
         out[i] = page_table_kernels.find(table, wanted[i])

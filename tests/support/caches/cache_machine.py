@@ -12,7 +12,7 @@ import inspect
 import random
 from collections import Counter
 from time import process_time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -31,7 +31,7 @@ def operation(weight=1, when=None):
         marked = rule(draw=_RANDOMS)(method)
         if when is not None:
             marked = precondition(when)(marked)
-        marked.weight, marked.when = weight, when
+        vars(marked).update(weight=weight, when=when)
         return marked
 
     return mark
@@ -44,6 +44,9 @@ class CacheMachine(RuleBasedStateMachine):
     """What `begin` is called with: values to choose from, by name."""
     MEDIA = (StorageMedium.GPU,)
     """Media whose pages `held` knows."""
+
+    cache: Any
+    """The cache under test. `begin` makes it."""
 
     @initialize(draw=_RANDOMS)
     def start(self, draw):

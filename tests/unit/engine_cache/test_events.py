@@ -46,7 +46,7 @@ def rolling(tokens, page_size, seed=1337, width=None):
 
 def test_the_mixins_take_events_wins():
     assert RadixCache.take_events is KVCacheEventMixin.take_events
-    assert RadixCache.take_events is not BasePrefixCache.take_events
+    assert RadixCache.take_events is not BasePrefixCache.take_events  # type: ignore[comparison-overlap]
 
 
 def test_a_store_is_one_event_a_page_chained_to_the_page_before_it():
