@@ -25,7 +25,6 @@ from engine_cache.copying import CopyEngine, Lane, ManualCopyEngine, ThreadCopyE
 from engine_cache.errors import CacheStateError, PoolError, PoolExhaustedError, StackError, TransferError
 from engine_cache.himamba import HiMambaRadixCache
 from engine_cache.hiradix import HiRadixCache
-from engine_cache.hybrid_transfer import HybridCacheController
 from engine_cache.mamba import MambaRadixCache
 from engine_cache.pool_entry import HostPoolGroup, PoolEntry
 from engine_cache.pools import MambaSlotAllocator, PagedTokenToKVPoolAllocator, ReqToTokenPool
@@ -34,7 +33,7 @@ from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.radix import RadixCache
 from engine_cache.storage_operations import StoragePolicy
 from engine_cache.tiers.backup import WRITE_POLICIES
-from engine_cache.transfer import HiCacheController
+from engine_cache.transfer import HiCacheController, HybridCacheController
 from engine_cache.tree.events import KVCacheEventMixin, ResidentPage
 from engine_cache.tree.eviction import EVICTION_POLICIES
 from engine_cache.tree.key import RadixKey

@@ -15,12 +15,12 @@ from typing import Unpack
 from engine_cache.base import EvictResult, IncLockRefResult, MatchResult
 from engine_cache.checks import check_host_states, check_host_tier, check_mamba_states, check_radix_cache
 from engine_cache.errors import CacheStateError
-from engine_cache.hybrid_transfer import HybridCacheController
 from engine_cache.mamba import MambaOptions
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.state_tier import StateTier
 from engine_cache.storage.base import PoolName
 from engine_cache.tiers.host_tier import live_prefix
+from engine_cache.transfer import HybridCacheController
 from engine_cache.tree.events import LAST_PAGE
 from engine_cache.tree.node import MambaNode, TreeNode, hybrid
 from engine_cache.types import IndexArray

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypedDict, TypeVar, Un
 
 from engine_cache.copying import CopyEngine
 from engine_cache.errors import StackError
-from engine_cache.hybrid_transfer import HybridCacheController
 from engine_cache.pool_entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage_operations import StoragePolicy
+from engine_cache.transfer import HybridCacheController
 from kv_events.errors import InvalidValueError
 
 if TYPE_CHECKING:

@@ -1,16 +1,20 @@
-"""HiCacheController: pages between device, host and store, for a tree that says which. No torch; an engine copies.
+"""The controller that moves pages between device and host on behalf of a tree. No torch: an engine does the copying.
 
-    tree ── write ──> rows on the host, copy queued ── engine ──> ticket ──> finished_writes ──> tree
-    tree ── load ───> rows on the device ── start_loading ── engine ──> ticket ──> finished_loads ──> tree
+    tree ── write ──> host rows, copy queued ── engine ──> ticket ──> finished_writes ──> tree
+    tree ── load ───> device rows ── start_loading ── engine ──> ticket ──> finished_loads ──> tree
 
-What moves is a list of transfers, KV first. Here KV is all there is; `hybrid_transfer.py` says what moves along with it
-in models that keep more.
+One operation is a list of transfers with a single acknowledgement, KV first and then its sidecars:
+
+    KV ──────────────── allocates and frees its rows
+    ├── on its rows     (the index of sparse attention): takes the rows of KV's transfer
+    └── rows of its own (recurrent states, windows): allocated together with KV's, all or nothing
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -20,21 +24,20 @@ from engine_cache.copying import CopyEngine, Lane, Step, Ticket
 from engine_cache.errors import TransferError
 from engine_cache.pool_entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.pools.host_rows import require_larger_than_device
-from engine_cache.storage.base import HiCacheStorage, PoolName, PoolTransfer
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
+from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
 Side: TypeAlias = Literal["host_indices", "device_indices"]
-"""The field of a `PoolTransfer` that names the rows a copy goes to."""
+"""The field of a `PoolTransfer` that holds the rows a copy writes to."""
 
 
 class Ack(NamedTuple):
-    """An operation that was handed to the engine."""
+    """An operation that was submitted to the engine."""
 
     ticket: Ticket
     ids: list[int]
-    """What the tree called the parts of it."""
+    """The tree's ids of the operations that were merged into it."""
 
 
 class _QueuedLoad(NamedTuple):
@@ -43,19 +46,19 @@ class _QueuedLoad(NamedTuple):
 
 
 class HiCacheController:
-    """Moves the pages of one KV pool. Belongs to the thread of its tree, save for what says otherwise; the engine may
-    be shared by nobody else.
+    """Moves the pages of KV and of the sidecar pools beside it.
 
-    kv: the pools whose rows name the pages. transfer_layer_num: layers of the model; None: as many as KV has. Raises
-    InvalidValueError for a host that is not larger than its device, and for layers that no pool or no layer of a pool
-    answers for.
+    pools: the pool group, or the entry of KV if there is no sidecar. engine: not shared with other controllers.
+    transfer_layer_num: layers of the model; defaults to those of the KV pool. Raises InvalidValueError if the host pool
+    is not larger than the device pool, or if a layer of the model or of a pool is not mapped.
+
+    Methods belong to the tree's thread unless they state otherwise.
     """
 
-    def __init__(self, kv: PoolEntry, engine: CopyEngine, *, transfer_layer_num: int | None = None) -> None:
-        self._set_up(HostPoolGroup.of(kv), engine, transfer_layer_num)
-
-    def _set_up(self, group: HostPoolGroup, engine: CopyEngine, transfer_layer_num: int | None) -> None:
-        self.group = group
+    def __init__(
+        self, pools: PoolEntry | HostPoolGroup, engine: CopyEngine, *, transfer_layer_num: int | None = None
+    ) -> None:
+        self.group = group = pools if isinstance(pools, HostPoolGroup) else HostPoolGroup.of(pools)
         self.kv = group.anchor
         self.entries = group.entries
         self.engine = engine
@@ -66,20 +69,20 @@ class HiCacheController:
         self._forget()
 
     def _forget(self) -> None:
-        self._first_consumer = self._next_consumer  # of those whose loads were not given up
+        self._first_consumer = self._next_consumer  # loads with smaller numbers were abandoned in a reset
         self._writes: deque[Ack] = deque()
         self._load_queue: list[_QueuedLoad] = []
         self._loads: deque[Ack] = deque()
         self._load_tickets: dict[int, Ticket] = {}
 
     def reset(self) -> None:
-        """Let what runs end, forget what is queued, and free every host page."""
+        """Wait for running copies, drop queued ones and free all host pages."""
         self.engine.drain()
         self._forget()
         self.group.clear()
 
     def entry(self, name: PoolName) -> PoolEntry:
-        """The pools of that name. Raises InvalidValueError, which lists the known ones."""
+        """The pool entry of that name. Raises InvalidValueError, which lists the known names."""
         return self.group.entry(name)
 
     # --- device to host ---------------------------------------------------------------------------------------------
@@ -87,12 +90,17 @@ class HiCacheController:
     def write(
         self, device_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
-        """Start a backup: host rows that hold the data once `ack_id` is among the finished writes. None: no room, and
-        nothing taken. extra_pools: what moves along, for a `HybridCacheController`."""
+        """Start a backup and return its host rows, or None, with nothing allocated, if a pool has no room.
+
+        The rows hold the data once `ack_id` is among the finished writes. extra_pools: transfers of sidecars, which are
+        given host rows where they have none. Raises InvalidValueError for a transfer of an unknown pool, without rows
+        to copy from, or with different numbers of rows on the two sides, and if a pool that shares KV's rows is left
+        out.
+        """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
         lacking = [transfer for transfer in transfers if transfer.host_indices is None]
-        if not self._resolve_pool_transfers_allocation(transfers, "host_indices"):
+        if not self._allocate_rows(transfers, "host_indices"):
             return None
         try:
             ticket = self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))])
@@ -112,8 +120,10 @@ class HiCacheController:
         return copy
 
     def finished_writes(self, *, wait: bool = False, wait_for: int | None = None) -> list[Ack]:
-        """Backups that have ended, oldest first, up to the first that has not; each is told once. wait: wait for all of
-        them; wait_for: for those up to the one with this `ack_id`."""
+        """Return finished backups in the order they were started, up to the first unfinished one; each only once.
+
+        wait: wait for all of them. wait_for: wait for those up to the one with this `ack_id`.
+        """
         for ack in self._writes if wait or wait_for is not None else ():
             ack.ticket.synchronize()
             if wait_for in ack.ids:
@@ -125,19 +135,19 @@ class HiCacheController:
     def load(
         self, host_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
-        """Queue a load for `start_loading`: the device rows it will fill. None: no room, and nothing taken. Raises
-        TransferError after a load that failed."""
+        """Queue a load for `start_loading` and return its device rows, or None, with nothing allocated, if a pool has
+        no room. Raises TransferError after a failed load, and otherwise as `write` does."""
         self.require_loads()
         kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
         transfers = [kv, *extra_pools]
-        if not self._resolve_pool_transfers_allocation(transfers, "device_indices"):
+        if not self._allocate_rows(transfers, "device_indices"):
             return None
         self._load_queue.append(_QueuedLoad(ack_id, transfers))
         return kv.device_indices
 
     def start_loading(self) -> int:
-        """Start all queued loads as one operation, layer by layer; its number for `wait_for_layer`, -1 if there was
-        none."""
+        """Start all queued loads as one operation, layer by layer. Return its number for `wait_for_layer`, or -1 if
+        none was queued."""
         if not self._load_queue:
             return -1
         moves = _moves([transfer for load in self._load_queue for transfer in load.transfers])
@@ -160,93 +170,104 @@ class HiCacheController:
         return copy
 
     def wait_for_layer(self, consumer: int, layer: int) -> None:
-        """Return once a layer of an operation that `start_loading` began is on the device; -1 is none. Any thread.
-        Raises TransferError if its copy failed or a reset gave it up, InvalidValueError for one that never began."""
+        """Wait until a layer of the operation that `start_loading` numbered `consumer` is on the device; -1 returns at
+        once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for an
+        unknown number."""
         if not -1 <= consumer < self._next_consumer:
             raise InvalidValueError("consumer", consumer, f"-1 .. {self._next_consumer - 1}, as start_loading gave it")
         if 0 <= consumer < self._first_consumer:
             raise TransferError(f"load {consumer} was given up in a reset")
         ticket = self._load_tickets.get(consumer)
-        if ticket is not None:  # else there is nothing to load, or it is acknowledged already
+        if ticket is not None:  # otherwise it is acknowledged already
             ticket.wait_for_step(layer)
 
     def require_loads(self) -> None:
-        """Raises TransferError if a load has failed since the last reset: device rows of the tree hold anything."""
+        """Raise TransferError if a load has failed since the last reset: device rows of the tree may hold anything."""
         for ack in self._loads:
             if ack.ticket.error is not None:
                 raise TransferError(f"load of {len(ack.ids)} nodes failed: {ack.ticket.error}") from ack.ticket.error
 
     def finished_loads(self) -> list[Ack]:
-        """Loads that have ended, oldest first, up to the first that has not; each is told once. Raises TransferError
-        if one failed, then and until a reset: its rows may be in use already."""
+        """Return finished loads in the order they were started, up to the first unfinished one; each only once. Raises
+        TransferError if one failed, and again until a reset, since its rows may be in use."""
         num_finished = _num_finished(self._loads)
-        self.require_loads()  # what has failed stays, and so says so again
+        self.require_loads()
         finished = [self._loads.popleft() for _ in range(num_finished)]
         ended = {id(ack.ticket) for ack in finished}
         self._load_tickets = {n: ticket for n, ticket in self._load_tickets.items() if id(ticket) not in ended}
         return finished
 
-    # --- host and store ---------------------------------------------------------------------------------------------
-    # Called in the jobs of a `StorageIO`, for one batch of an operation.
-
-    def find_pages(self, backend: HiCacheStorage, operation: PrefetchOperation) -> int:
-        """Leading pages of the operation that the store can give back, with all that belongs to them."""
-        return backend.batch_exists(operation.keys)
-
-    def fetch_pages(
-        self, backend: HiCacheStorage, operation: PrefetchOperation, keys: list[str], rows: IndexArray
-    ) -> int:
-        """Read pages of KV, and what lives on their rows: leading ones of which all has arrived."""
-        return num_leading(backend.batch_get_v1(keys, rows))
-
-    def fetch_extras(
-        self, backend: HiCacheStorage, operation: PrefetchOperation, hit_pages: int, max_pages: int
-    ) -> bool:
-        """Read what has rows of its own, at most so many pages, of a prefix that has `hit_pages`; whether there was
-        something."""
-        return False
-
-    def archive_pages(
-        self, backend: HiCacheStorage, operation: ArchiveOperation, keys: list[str], rows: IndexArray
-    ) -> int:
-        """Write pages of KV, but first what lives on their rows: leading ones of which all is stored."""
-        return num_leading(backend.batch_set_v1(keys, rows))
-
-    def archive_extras(self, backend: HiCacheStorage, operation: ArchiveOperation, max_pages: int) -> bool:
-        """Write what has rows of its own, at most so many pages; whether there was something."""
-        return False
-
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _resolve_pool_transfers_allocation(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
-        """Give the transfers, KV first, the rows that they lack on the side `wanted`; False: no room, and nothing
-        taken. Raises InvalidValueError for any but KV."""
-        kv, *extras = transfers
-        if extras:
-            names = [extra.name.value for extra in extras]
-            raise InvalidValueError("extra_pools", names, f"none: {self.kv.name.value} is all that is moved")
-        return self._take_rows(kv, wanted)
+    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
+        """Give every transfer the rows it lacks on the side `wanted`. False, with nothing allocated, if a pool has no
+        room. Transfers that share rows are resolved last."""
+        self._check_transfers(transfers, wanted)
+        with ExitStack() as undo:
+            for transfer in transfers:
+                if getattr(transfer, wanted) is None and self.group.source_of(transfer) is None:
+                    if not self._take_rows(transfer, wanted):
+                        return False
+                    undo.callback(self._give_back, transfer, wanted)
+            undo.pop_all()
+        for transfer in transfers:
+            source = self._source(transfer, transfers)
+            if source is not None:
+                transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
+        return True
+
+    def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
+        """Check that every transfer has rows to copy from or a transfer to share rows with, and that all pools on KV's
+        rows move with it."""
+        for transfer in transfers:
+            name, given = transfer.name.value, transfer.device_indices
+            if wanted == "device_indices":
+                given = transfer.host_indices
+            if self._source(transfer, transfers) is None and given is None:
+                raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {wanted}")
+            there = getattr(transfer, wanted)
+            if given is not None and there is not None and len(given) != len(there):
+                raise InvalidValueError(
+                    f"{wanted} of pool {name}", len(there), f"as many as on the other side, {len(given)}"
+                )
+        left = {entry.name for entry in self.group.sharing_entries()} - {transfer.name for transfer in transfers}
+        kv = transfers[0]
+        if left and len(_first_of(kv.device_indices, kv.host_indices)):
+            missing = sorted(name.value for name in left)
+            raise InvalidValueError("transfers", [each.name.value for each in transfers], f"{missing}, too")
+
+    def _source(self, transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
+        """The transfer whose rows this one shares, or None if it has its own. Raises InvalidValueError if that transfer
+        is missing or shares rows itself."""
+        name = self.group.source_of(transfer)
+        if name is None:
+            return None
+        source = next((each for each in transfers if each.name is name), None)
+        if source is None or self.group.source_of(source) is not None:
+            raise InvalidValueError(
+                f"transfer of pool {transfer.name.value}", transfer, f"one of {name.value} beside it"
+            )
+        return source
 
     def _take_rows(self, transfer: PoolTransfer, wanted: Side) -> bool:
-        """Give a transfer rows of its own on the side `wanted`; False: no room."""
+        """Allocate rows for one transfer. False if there is no room."""
         entry = self.entry(transfer.name)
         alloc = entry.alloc_host if wanted == "host_indices" else entry.alloc_device
-        rows = alloc(num_rows(transfer))
+        rows = alloc(len(_first_of(transfer.device_indices, transfer.host_indices)))
         setattr(transfer, wanted, rows)
         return rows is not None
 
     def _give_back(self, transfer: PoolTransfer, wanted: Side) -> None:
-        """Undo `_resolve_pool_transfers_allocation` for one transfer."""
-        entry = self.entry(transfer.name)
-        pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
-        pool.free(getattr(transfer, wanted))
+        """Undo `_allocate_rows` for one transfer."""
+        if self.group.source_of(transfer) is None:  # otherwise the rows belong to another transfer
+            entry = self.entry(transfer.name)
+            pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
+            pool.free(getattr(transfer, wanted))
         setattr(transfer, wanted, None)
 
 
-def num_rows(transfer: PoolTransfer) -> int:
-    """Rows that a transfer moves."""
-    rows = transfer.host_indices if transfer.device_indices is None else transfer.device_indices
-    return 0 if rows is None else len(rows)
+HybridCacheController = HiCacheController
+"""The name under which models with sidecar pools know the controller."""
 
 
 class _Move(NamedTuple):
@@ -256,23 +277,23 @@ class _Move(NamedTuple):
 
 
 def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
-    """The rows of all transfers, one move a pool, in order of first mention; the transfers are not needed any more."""
+    """The rows of all transfers, merged into one move per pool, in the order in which the pools first appear."""
     hosts: dict[PoolName, list[IndexArray]] = {}
     devices: dict[PoolName, list[IndexArray]] = {}
     for transfer in transfers:
-        assert transfer.host_indices is not None
-        assert transfer.device_indices is not None
-        hosts.setdefault(transfer.name, []).append(transfer.host_indices)
-        devices.setdefault(transfer.name, []).append(transfer.device_indices)
+        hosts.setdefault(transfer.name, []).append(_first_of(transfer.host_indices))
+        devices.setdefault(transfer.name, []).append(_first_of(transfer.device_indices))
     moves = [_Move(name, np.concatenate(hosts[name]), np.concatenate(devices[name])) for name in hosts]
     return [move for move in moves if len(move.host)]
 
 
+def _first_of(*rows: IndexArray | None) -> IndexArray:
+    """The first that is not None; checked before."""
+    found = next((each for each in rows if each is not None), None)
+    assert found is not None
+    return found
+
+
 def _num_finished(acks: deque[Ack]) -> int:
-    """Leading ones whose jobs have ended."""
+    """Leading operations that have ended."""
     return sum(1 for _ in takewhile(lambda ack: ack.ticket.query(), acks))
-
-
-def num_leading(done: Iterable[bool]) -> int:
-    """Leading pages that have moved."""
-    return sum(takewhile(bool, done))

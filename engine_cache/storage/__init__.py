@@ -1,8 +1,7 @@
-"""Stores of pages behind the host tier: a local folder, and a Mooncake store that engines share.
+"""Storage backends behind the host tier: a local directory, and a Mooncake store shared by engines.
 
-Owns the interface that caches and the controller use (`base`), the names pages have in a store (`object_names`) and
-the stores themselves; imports the tree's node and index types and `kv_events`. Start at `base.py`. `directory.py` needs
-torch and `mooncake.py` the Mooncake client: they are imported by their users, not by this module.
+Contains the interface of backends (`base`), the names of pages (`object_names`) and the backends themselves. Start at
+`base.py`. `directory.py` needs torch and `mooncake.py` the Mooncake client, so this module imports neither.
 """
 
 from engine_cache.storage.base import (

@@ -1,8 +1,7 @@
-"""What a cache asks of a store for KV pages, the same for every kind of store.
+"""The interface of storage backends.
 
-A page is named by a *storage key* (`object_names.page_key`) and moves between a host pool and the store as flat bytes.
-Nothing here is all or nothing: a batch answers page by page, and a page that could not be read or written is false,
-never an exception.
+A page is identified by a *storage key* (`object_names.page_key`) and moves between a host pool and the backend as flat
+bytes. A batch returns one bool per page: a page that cannot be read or written is False, never an exception.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class StorageClosedError(KvsightError, RuntimeError):
-    """A store was used after `close()`."""
+    """A storage backend was used after `close()`."""
 
     def __init__(self) -> None:
         super().__init__("store is closed")
 
 
 class PoolName(str, Enum):  # noqa: UP042  (as StorageMedium: the value is what names and settings carry)
-    """Kinds of state that a page may have."""
+    """Kinds of state of a page, one pool each."""
 
     KV = "kv"
     MAMBA = "mamba"
@@ -42,7 +41,7 @@ class PoolName(str, Enum):  # noqa: UP042  (as StorageMedium: the value is what 
 
 
 class PoolHitPolicy(Enum):
-    """Which pages of an extra pool must be there for a prefix of KV pages to be usable."""
+    """Which pages of a sidecar pool must be stored for a prefix of KV pages to be usable."""
 
     ALL_PAGES = "all_pages"
     """Every page of the prefix."""
@@ -52,8 +51,8 @@ class PoolHitPolicy(Enum):
 
 @dataclass(slots=True)
 class PoolTransfer:
-    """What one pool has to do with one operation. Between host and store `keys` and `host_indices` count, one key a
-    page of indices; between device and host `device_indices` and `host_indices`."""
+    """The part of one pool in one operation. Transfers between host and storage use `keys` and `host_indices`, one key
+    per page of indices; transfers between device and host use `device_indices` and `host_indices`."""
 
     name: PoolName
     host_indices: IndexArray | None = None
@@ -62,87 +61,88 @@ class PoolTransfer:
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[TreeNode] | None = None
     indices_from_pool: PoolName | None = None
-    """Pool whose indices (and keys, unless set) this one shares; None: it has its own."""
+    """Pool whose indices (and keys, unless set) this one shares. None if it has its own."""
 
 
 class PoolTransferResult(NamedTuple):
-    """What a store holds of a prefix at this moment; a later read may still miss."""
+    """The part of a prefix that a backend holds at this moment. A later read may still miss."""
 
     kv_hit_pages: int
-    """Leading pages that are usable: KV and all extra pools."""
+    """Leading pages that are usable with KV and all sidecar pools."""
     extra_pool_hit_pages: dict[PoolName, int]
-    """The same per extra pool; a pool without a usable page is not in it."""
+    """Usable pages per sidecar pool. Pools without a usable page are left out."""
 
 
 class StorageStats(NamedTuple):
-    """Pages of all pools since the store was opened, and what it holds now."""
+    """Counts of pages of all pools since the backend was opened, and what it holds now."""
 
     num_read: int
     num_missed: int
-    """Asked for and not there, or not readable."""
+    """Requested but absent or unreadable."""
     num_written: int
     num_already_stored: int
     num_failed_writes: int
     num_damaged: int
-    """Found damaged and removed; each counts once."""
+    """Found damaged and removed."""
     num_evicted: int
     num_held: int
     held_bytes: int
 
 
 class PagedHostPool(Protocol):
-    """What a store needs of a host pool. An index is the first row of a page; the pool checks it."""
+    """What a backend requires of a host pool. An index is the first row of a page and is checked by the pool."""
 
     @property
     def page_size(self) -> int:
-        """Rows a page."""
+        """Rows per page."""
 
     def get_data_page(self, index: int, /) -> torch.Tensor:
-        """The page as a flat tensor of its own, any dtype."""
+        """Return a copy of the page as a flat tensor of any dtype."""
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """A tensor of the length and dtype that `get_data_page` gives, to be read into."""
+        """Return a buffer with the length and dtype of `get_data_page`."""
 
     def set_from_flat_data_page(self, index: int, data: torch.Tensor, /) -> None:
-        """Copy such a tensor into the page."""
+        """Copy such a buffer into the page."""
 
 
 @runtime_checkable
 class ZeroCopyHostPool(PagedHostPool, Protocol):
-    """What a store needs that reads and writes the pages of a host pool in place. The tensors outlive the store."""
+    """A host pool whose pages a backend reads and writes in place. The tensors must outlive the backend."""
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
-        """All tensors that pages lie in."""
+        """Return all tensors that hold pages."""
 
     def get_page_buffer_meta(self, indices: IndexArray, /) -> tuple[list[int], list[int]]:
-        """Address and length in bytes of every run of memory of the pages, page by page, equally many a page. Raises
-        InvalidValueError for a layout in which a page is no run, for no indices, too."""
+        """Return address and length in bytes of every contiguous run of the pages, page by page, the same number for
+        each page. Raises InvalidValueError for a layout whose pages are not contiguous, even without indices."""
 
 
 class HiCacheStorage(abc.ABC):
-    """A store of pages behind the host tier.
+    """Storage of pages behind the host tier.
 
-    Threads: every method may be called from any thread, several at once. Raises InvalidValueError for a pool that is
-    not registered, for keys that are none or do not fit the indices, and StorageClosedError after `close()`.
+    Methods may be called from several threads at once. They raise InvalidValueError for a pool that is not registered
+    and for invalid keys or keys that do not match the indices, and StorageClosedError after `close()`.
     """
 
     medium: ClassVar[StorageMedium]
-    """What events call a page that lies here."""
+    """Medium of the pages in events."""
     needs_bytes: ClassVar[bool] = True
-    """False: pages are names and nothing else, so host pools without bytes will do."""
+    """False if the backend stores keys only, so that host pools without bytes suffice."""
     works_in_place: ClassVar[bool] = False
-    """True: host pools must be `ZeroCopyHostPool`s, in a layout in which a page is runs of memory."""
+    """True if host pools must be `ZeroCopyHostPool`s in a layout with contiguous pages."""
     should_split_heads: ClassVar[bool] = False
-    """True: an object holds some of the heads of a page, for ranks that have fewer. States and indexes have no heads,
-    so such a store takes no pool but KV."""
+    """True if an object holds some of a page's heads, for ranks with fewer heads. States and indexes have no heads, so
+    such a backend accepts the KV pool only."""
 
     def __init__(self) -> None:
         self._pools: dict[PoolName, PagedHostPool] = {}
         self._closed = False
 
     def register_host_pools(self, pools: Mapping[PoolName, PagedHostPool]) -> None:
-        """Name all pools of a cache, which has the store to itself until `unregister_host_pools`. If one is refused the
-        store knows no pool. Raises InvalidValueError, and keeps what it knows, while it has pools of another cache."""
+        """Register all pools of a cache, which has the backend to itself until `unregister_host_pools`. If one pool is
+        refused, none is registered. Raises InvalidValueError, without a change, while pools of another cache are
+        registered."""
         for name, known in self._pools.items():
             if pools.get(name) is not known:
                 got = type(pools.get(name)).__name__
@@ -158,16 +158,16 @@ class HiCacheStorage(abc.ABC):
             raise
 
     def unregister_host_pools(self) -> None:
-        """As if no pool had been named: their memory is let go of, and another cache may take the store. No page is on
-        its way. Harmless for a store without pools, and after `close()`."""
+        """Release the memory of all pools, so that another cache may use the backend. No transfer may be running.
+        Harmless without pools and after `close()`."""
         self._pools.clear()
 
     def register_mem_pool_host(self, pool: PagedHostPool) -> None:
-        """Name the KV pool: the host pool itself, or the anchor of a hybrid group. Once, before the first page."""
+        """Register the KV pool: the host pool itself, or the anchor of a pool group."""
         self._register(PoolName.KV, pool)
 
     def register_mem_host_pool_v2(self, pool: PagedHostPool, name: PoolName) -> None:
-        """Name an extra pool of a hybrid model. KV is left as `register_mem_pool_host` named it."""
+        """Register a sidecar pool. Does nothing for KV."""
         if name is PoolName.KV:
             return
         if self.should_split_heads:
@@ -175,14 +175,14 @@ class HiCacheStorage(abc.ABC):
         self._register(name, pool)
 
     def batch_exists(self, keys: Sequence[str]) -> int:
-        """Number of KV pages that are there, from the first key up to the first one that is missing."""
+        """Return the number of leading KV pages that are stored."""
         self._pool(PoolName.KV)
-        return _num_leading(self._present(PoolName.KV, keys))
+        return num_leading(self._present(PoolName.KV, keys))
 
     def batch_exists_v2(self, keys: Sequence[str], transfers: Iterable[PoolTransfer]) -> PoolTransferResult:
-        """How much of the prefix `keys` is usable with the extra pools of `transfers`, each by its hit policy.
+        """Return how much of the prefix `keys` is usable with the sidecar pools of `transfers`, by their hit policies.
 
-        Of a transfer only name, policy and the number of its keys count: its pages are those of `keys`.
+        Of a transfer, only name, policy and number of keys are used: its pages are those of `keys`.
         """
         usable = self.batch_exists(keys)
         found = []
@@ -192,14 +192,14 @@ class HiCacheStorage(abc.ABC):
             usable = _boundary(present, transfer)
             found.append((transfer, present))
         before = -1
-        while usable != before:  # what one pool cuts may end where another has no state: until all agree
+        while usable != before:  # a prefix that one pool has cut may end where another has no state
             before = usable
             for transfer, present in found:
                 usable = _boundary(present[:usable], transfer)
         return PoolTransferResult(usable, {transfer.name: usable for transfer, _ in found if usable})
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: IndexArray) -> list[bool]:
-        """Read KV pages into the host pool; whether each is there now. After a false the page's content is undefined.
+        """Read KV pages into the host pool. Return whether each was read; the content of other pages is undefined.
 
         host_indices: int64[len(keys) * page_size], rows page by page.
         """
@@ -207,56 +207,56 @@ class HiCacheStorage(abc.ABC):
         return self._read(PoolName.KV, pool, keys, rows)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: IndexArray) -> list[bool]:
-        """Write KV pages of the host pool; whether each is stored now. A page that was there is not rewritten."""
+        """Write KV pages from the host pool. Return whether each is stored now. Stored pages are not rewritten."""
         pool, rows = self._pages(PoolName.KV, keys, host_indices)
         return self._write(PoolName.KV, pool, keys, rows)
 
     def batch_get_v2(self, transfers: Iterable[PoolTransfer]) -> dict[PoolName, list[bool]]:
-        """`batch_get_v1` for several pools, by their `keys` and `host_indices`."""
+        """`batch_get_v1` for several pools, with the `keys` and `host_indices` of the transfers."""
         return self._by_pool(self._read, transfers)
 
     def batch_set_v2(self, transfers: Iterable[PoolTransfer]) -> dict[PoolName, list[bool]]:
-        """`batch_set_v1` for several pools, by their `keys` and `host_indices`."""
+        """`batch_set_v1` for several pools, with the `keys` and `host_indices` of the transfers."""
         return self._by_pool(self._write, transfers)
 
     @abc.abstractmethod
     def is_held(self, key: str) -> bool:
-        """Whether the store, as far as it knows without looking, holds this KV page now.
+        """Return whether the backend holds this KV page, as far as it knows without a lookup.
 
-        Together with `take_removed` this is what storage events are made of. On the thread of the tree: announce an
-        acknowledged page if it is held and was not announced; then withdraw those of `take_removed()` that were. So
-        what is announced ends as what is held, however writes, evictions and acknowledgements interleave.
+        Storage events are derived from this and `take_removed`, on the tree's thread: an acknowledged page is announced
+        if it is held and was not announced before; announced pages in `take_removed()` are withdrawn. The announced
+        pages therefore converge to the held ones, however writes, evictions and acknowledgements interleave.
         """
 
     @abc.abstractmethod
     def take_removed(self) -> list[str]:
-        """Keys of the KV pages that the store lost since the last call (evicted, damaged, gone) and that it does not
-        hold again. Pages removed by `clear()` are not among them."""
+        """Return the keys of KV pages that were evicted, damaged or lost since the last call and are not held again.
+        Pages removed by `clear()` are not included."""
 
     @abc.abstractmethod
     def clear(self) -> None:
-        """Remove every page that this model and rank has in the store, and nothing else."""
+        """Remove all pages of this model and rank, and no others."""
 
     @abc.abstractmethod
     def get_stats(self) -> StorageStats:
-        """Figures for metrics and tests. Also after `close()`."""
+        """Return figures for metrics and tests. Allowed after `close()`."""
 
     def close(self) -> None:
-        """Let go of the store and of the memory of the pools; the pages stay in it. Closing twice is harmless."""
+        """Close the backend and release the memory of the pools. Stored pages stay. Closing twice is harmless."""
         self._closed = True
         self._pools.clear()
 
     @abc.abstractmethod
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterable[bool]:
-        """Whether each page is there; may be lazy."""
+        """Whether each page is stored; may be lazy."""
 
     @abc.abstractmethod
     def _read(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
-        """Pages of the store into the pool. rows: first row of each page."""
+        """Read pages into the pool. rows: first row of each page."""
 
     @abc.abstractmethod
     def _write(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
-        """Pages of the pool into the store."""
+        """Write pages from the pool."""
 
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         self._check_open()
@@ -288,7 +288,7 @@ class HiCacheStorage(abc.ABC):
         transfers: Iterable[PoolTransfer],
     ) -> dict[PoolName, list[bool]]:
         jobs = []
-        for transfer in transfers:  # all of them are checked before the first page moves
+        for transfer in transfers:  # check all of them before the first page moves
             name, keys, indices = transfer.name, transfer.keys, transfer.host_indices
             if keys is None or indices is None:
                 raise InvalidValueError(f"transfer of pool {name.value}", transfer, "keys and host indices")
@@ -304,9 +304,9 @@ class HiCacheStorage(abc.ABC):
 
 
 def _boundary(present: Sequence[bool], transfer: PoolTransfer) -> int:
-    """Largest number of leading pages that the pool's policy allows. present: one a page of the prefix."""
+    """The largest number of leading pages that the pool's policy allows. present: one bool per page of the prefix."""
     if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
-        return _num_leading(present)
+        return num_leading(present)
     window = max(1, len(transfer.keys or ()))
     boundary = run = 0
     for end, there in enumerate(present, 1):
@@ -316,5 +316,6 @@ def _boundary(present: Sequence[bool], transfer: PoolTransfer) -> int:
     return boundary
 
 
-def _num_leading(present: Iterable[bool]) -> int:
+def num_leading(present: Iterable[bool]) -> int:
+    """The number of leading true values."""
     return sum(takewhile(bool, present))

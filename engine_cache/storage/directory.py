@@ -1,8 +1,8 @@
-"""Pages as files of one local folder.
+"""Pages as files in a local directory.
 
-A file is the page's flat bytes and eight bytes of checksum over them and the file's name. It is written beside its
-name and renamed, so a reader sees all of it or nothing. It is not synced: what a power cut leaves behind is told by its
-checksum, and a page that is lost is computed again.
+A file consists of the page's flat bytes and an eight-byte checksum over them and the file name. It is written under a
+temporary name and renamed, so readers never see a part of it. It is not synced: files damaged by a power cut are
+recognised by their checksum, and lost pages are computed again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ log = logging.getLogger(__name__)
 _KEY = re.compile(PAGE_KEY_PATTERN)
 _CHECKSUM_BYTES = 8
 _ABANDONED_AFTER_S = 600
-_MAX_FAILED_EVICTIONS = 4  # a page; what cannot be removed gets behind the others and has its turn again
+_MAX_FAILED_EVICTIONS = 4  # per page; a file that cannot be removed is retried later
 
 
 class DirectoryStorage(HiCacheStorage):
-    """Keeps at most `capacity_bytes` of pages in `folder`, which is made if missing; the least recently used go first.
+    """Keeps at most `capacity_bytes` of pages in `folder`, which is created if missing, and evicts the least recently
+    used ones.
 
-    What lies there already under the same identity is taken over, oldest first. Several stores may share a folder: they
-    read each other's pages, and each bounds what it found at opening, wrote, or read since. Raises InvalidValueError,
-    or OSError if the folder cannot be made or listed; later a failing disk makes pages false and is logged.
+    Files of the same identity that are there already are taken over, oldest first. Several storages may share a folder:
+    they read each other's pages, and each counts the files it found when it was opened, wrote or read since. Raises
+    InvalidValueError, and OSError if the folder cannot be created or listed. Later disk errors are logged, and the
+    pages concerned are False.
     """
 
     medium: ClassVar[StorageMedium] = StorageMedium.DISK
@@ -55,9 +57,9 @@ class DirectoryStorage(HiCacheStorage):
         self._prefix, self._suffix = identity.prefix, identity.file_suffix
         self._own = _pattern_of(identity)
         self._file_bytes: dict[PoolName, int] = {}
-        self._lock = threading.Lock()  # guards what follows, and every change of names in the folder by this store
+        self._lock = threading.Lock()  # guards what follows, and renaming and removal of files
         self._held: OrderedDict[str, int] = OrderedDict()  # file name -> bytes, least recently used first
-        self._used = 0  # bytes of _held and of files that are being written
+        self._used = 0  # bytes of _held and of unfinished files
         self._removed: dict[str, None] = {}  # keys for take_removed(), in order
         self._counts: Counter[str] = Counter()
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +93,7 @@ class DirectoryStorage(HiCacheStorage):
         return StorageStats(**counts)
 
     def check(self) -> None:
-        """Recount, with no write under way. Raises CacheStateError with both figures."""
+        """Recount while no write is running. Raises CacheStateError with both figures."""
         with self._lock:
             counted = sum(self._held.values())
             if not counted == self._used <= self._capacity:
@@ -160,7 +162,7 @@ class DirectoryStorage(HiCacheStorage):
         return True
 
     def _load(self, file_name: str, data: memoryview) -> bool:
-        """The file's page into `data`, if the file is sound."""
+        """Read the file's page into `data`. False if the file is missing or damaged."""
         checksum = bytearray(_CHECKSUM_BYTES)
         file_bytes = len(data) + _CHECKSUM_BYTES
         try:
@@ -172,7 +174,7 @@ class DirectoryStorage(HiCacheStorage):
                 if checksum != _checksum(file_name, data):
                     self._remove_damaged(file_name, seen, "wrong checksum")
                     return False
-                with contextlib.suppress(OSError):  # only the order after the next opening depends on it
+                with contextlib.suppress(OSError):  # affects only the order after a restart
                     os.utime(file.fileno())
         except FileNotFoundError:
             self._forget_if_gone(file_name)
@@ -183,7 +185,7 @@ class DirectoryStorage(HiCacheStorage):
         return True
 
     def _store(self, file_name: str, file_bytes: int, pool: PagedHostPool, row: int, keep: Collection[str]) -> bool:
-        """Write one page. keep: files that must not go for it, those of the same batch: they are its prefix."""
+        """Write one page. keep: files that must not be evicted for it, those of its prefix in the same batch."""
         page = pool.get_data_page(row)
         if not self._reserve(file_bytes, keep):
             return False
@@ -220,7 +222,7 @@ class DirectoryStorage(HiCacheStorage):
             return True
 
     def _evict(self, file_name: str) -> bool:
-        """Lock held. False: the file is still there, and counts."""
+        """Remove a file; the lock is held. False if that failed and the file still counts."""
         try:
             (self._folder / file_name).unlink(missing_ok=True)
         except OSError as error:
@@ -232,8 +234,8 @@ class DirectoryStorage(HiCacheStorage):
         return True
 
     def _touch(self, file_names: list[str]) -> None:
-        """Make files of one prefix the most recently used ones, the first of them last to go: without it the others
-        are worth nothing. Files that this store did not know become its own."""
+        """Mark files of one prefix as used, the first page as the most recent one: without it the others are useless.
+        Files that this storage did not know are added."""
         with self._lock:
             for file_name in reversed(file_names):
                 if file_name in self._held:
@@ -250,7 +252,7 @@ class DirectoryStorage(HiCacheStorage):
         self._removed.pop(self._kv_key(file_name), None)
 
     def _forget(self, file_name: str) -> None:
-        """Lock held. What was not known to be there is not reported either."""
+        """Drop a file; the lock is held. Unknown files are not reported as removed."""
         num_bytes = self._held.pop(file_name, None)
         if num_bytes is None:
             return
@@ -265,7 +267,7 @@ class DirectoryStorage(HiCacheStorage):
                 self._forget(file_name)
 
     def _remove_damaged(self, file_name: str, seen: os.stat_result, why: str) -> None:
-        """seen: the damaged file, so that a sound one that took its name meanwhile stays."""
+        """Remove a damaged file. seen: its status, so that a valid file written since then stays."""
         path = self._folder / file_name
         with self._lock:
             try:
@@ -287,7 +289,7 @@ class DirectoryStorage(HiCacheStorage):
         for entry in self._own_files():
             try:
                 seen = entry.stat()
-            except FileNotFoundError:  # another store on this folder removed it
+            except FileNotFoundError:  # removed by another storage on this folder
                 continue
             if not entry.name.endswith(".tmp"):
                 found.append((seen.st_mtime_ns, entry.name, seen.st_size))
@@ -309,7 +311,7 @@ class DirectoryStorage(HiCacheStorage):
         return f"{self._prefix}{key}{pool}{self._suffix}.bin"
 
     def _kv_key(self, file_name: str) -> str:
-        """Storage key of a KV page's file; "" for those of other pools."""
+        """Storage key of a KV page's file, "" for files of other pools."""
         key = file_name.removeprefix(self._prefix).removesuffix(f"{self._suffix}.bin")
         return "" if "." in key else key
 
@@ -319,7 +321,7 @@ class DirectoryStorage(HiCacheStorage):
 
 
 def _pattern_of(identity: StorageIdentity) -> re.Pattern[str]:
-    """File names of one model and rank, whole or unfinished."""
+    """Regular expression of finished and unfinished files of one model and rank."""
     pools = "|".join(name.value for name in PoolName if name is not PoolName.KV)
     name = rf"{re.escape(identity.prefix)}{PAGE_KEY_PATTERN}(?:\.(?:{pools}))?{re.escape(identity.file_suffix)}\.bin"
     return re.compile(rf"{name}(?:\.[0-9a-f]{{8}}\.tmp)?")
@@ -331,5 +333,5 @@ def _bytes_of(page: torch.Tensor) -> memoryview:
 
 
 def _checksum(file_name: str, data: memoryview) -> bytes:
-    """The name is part of it: a file under a wrong name must not pass for that page."""
+    """Checksum over content and name, so that a renamed file is not mistaken for another page."""
     return xxhash.xxh3_64_digest(data, seed=xxhash.xxh3_64_intdigest(file_name.encode()))

@@ -1,7 +1,7 @@
 """Pages in a Mooncake store, which the machines of a fleet share.
 
-The store reads and writes host pages in place, one object a run of memory: what one engine wrote is what another finds
-byte for byte, without a copy in between. It may drop any object at any time, and is gone when its master ends.
+The store reads and writes host pages in place, one object per contiguous run of memory, without a copy in between. It
+may evict any object at any time, and its content is lost when its master ends.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from engine_cache.storage.base import (
     StorageStats,
     ZeroCopyHostPool,
 )
-from engine_cache.storage.held_pages import HeldPages
 from engine_cache.storage.mooncake_client import MooncakeClient, StorageUnreachableError
 from engine_cache.storage.mooncake_watch import MooncakeWatch
 from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
+from engine_cache.storage.tracked_pages import TrackedPages
 from engine_cache.types import no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
@@ -44,7 +44,7 @@ _MOST_LOOKS = 3  # for one batch
 
 @dataclass(frozen=True, slots=True)
 class _Objects:
-    """Objects that pages consist of, page by page, equally many a page."""
+    """The objects of some pages, page by page, the same number for each page."""
 
     names: list[str]
     addresses: list[int]
@@ -57,21 +57,21 @@ class _Objects:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """A pool that the store knows."""
+    """A registered pool."""
 
     pool: ZeroCopyHostPool
     buffers: list[torch.Tensor]
     name_ends: list[str]
-    """One an object of a page."""
+    """One per object of a page."""
     page_bytes: int
 
 
 class MooncakeStorage(HiCacheStorage):
-    """One rank's view of a Mooncake store. The host pools must lay out pages as runs of memory, not `layer_first`.
+    """One rank's view of a Mooncake store. Host pools must not have the layout `layer_first`.
 
-    client: the storage's own from now on. Raises what `MooncakeClient` raises. Once it is open, a store that is away
-    makes pages false, and those it had are withdrawn; it is used again when it is back. A call takes no longer than
-    the client's time limit or, where a machine that lends memory stands still, a minute.
+    client: closed together with the storage. Raises what `MooncakeClient` raises. While the store is unreachable, reads
+    and writes return False and its pages are withdrawn; it is used again when it is back. A call returns within the
+    client's time limit, or within a minute if a machine that lends memory hangs.
     """
 
     medium: ClassVar[StorageMedium] = StorageMedium.EXTERNAL
@@ -82,7 +82,7 @@ class MooncakeStorage(HiCacheStorage):
         self._client = client
         self._identity = identity
         self._owns_store = settings.mooncake_owns_store
-        self._held = HeldPages(settings.mooncake_max_tracked_pages)
+        self._held = TrackedPages(settings.mooncake_max_tracked_pages)
         self._registered: dict[PoolName, _Registered] = {}
         self._counts_lock = threading.Lock()  # guards _counts
         self._counts: Counter[str] = Counter()
@@ -92,7 +92,7 @@ class MooncakeStorage(HiCacheStorage):
 
     @classmethod
     def connect(cls, identity: StorageIdentity, settings: MooncakeSettings | None = None) -> MooncakeStorage:
-        """With a client of its own. settings: None for those of the environment."""
+        """Create a storage with its own client. settings: None for those of the environment."""
         settings = settings or MooncakeSettings()
         return cls(MooncakeClient(settings, tp_size=identity.tp_size), identity, settings)
 
@@ -105,15 +105,15 @@ class MooncakeStorage(HiCacheStorage):
         return self._held.take_lost()
 
     def clear(self) -> None:
-        """See `HiCacheStorage`; a store that is this project's own is emptied. Raises StorageUnreachableError if the
-        master does not answer."""
+        """See `HiCacheStorage`. With `mooncake_owns_store` the whole store is emptied. Raises StorageUnreachableError
+        if the master does not answer."""
         self._check_open()
         self._client.remove_matching(None if self._owns_store else self._identity.object_pattern)
         for keys in _batches(self._held.forget_all()):
-            self._hold_seen(keys)  # what was written since then
+            self._hold_seen(keys)  # written in the meantime
 
     def get_stats(self) -> StorageStats:
-        """See `HiCacheStorage`. Held are the KV pages that were seen in the store and not missed since."""
+        """See `HiCacheStorage`. `num_held` counts KV pages that were seen in the store and not missed since."""
         kv = self._registered.get(PoolName.KV)
         with self._counts_lock:
             counts = {name: self._counts[name] for name in StorageStats._fields}
@@ -121,7 +121,7 @@ class MooncakeStorage(HiCacheStorage):
         return StorageStats(**counts | {"num_held": held, "held_bytes": held * kv.page_bytes if kv else 0})
 
     def close(self) -> None:
-        """Leave the store. Pages in the memory that this client lends are lost to all; the others stay."""
+        """Leave the store. Pages in the memory that this client lends are lost to all engines; others stay."""
         super().close()
         self._watch.stop()
         if self._client.close():
@@ -132,7 +132,7 @@ class MooncakeStorage(HiCacheStorage):
         self._check_open()
         if not isinstance(pool, ZeroCopyHostPool):
             raise InvalidValueError(f"host pool {name.value}", type(pool).__name__, "a pool with pages to use in place")
-        pool.get_page_buffer_meta(no_indices())  # refuses layer_first
+        pool.get_page_buffer_meta(no_indices())  # raises for layer_first
         _, sizes = pool.get_page_buffer_meta(np.arange(pool.page_size))
         name_ends = self._identity.object_names(name, len(sizes))
         buffers = pool.get_hybrid_pool_buffer()
@@ -142,14 +142,14 @@ class MooncakeStorage(HiCacheStorage):
 
     def unregister_host_pools(self) -> None:
         super().unregister_host_pools()
-        self._held.forget_all()  # nobody can ask for these pages, nor tell of them
+        self._held.forget_all()  # no cache can read or announce these pages now
         registered, self._registered = self._registered, {}
         with contextlib.suppress(StorageClosedError):
             for address in {buffer.data_ptr() for each in registered.values() for buffer in each.buffers}:
                 self._client.unregister(address)
 
     def _register_buffers(self, name: PoolName, buffers: Sequence[torch.Tensor]) -> None:
-        """Each tensor once, however often its pool is named; those that the pool of that name had before are let go."""
+        """Register each tensor once, and unregister those of a previous pool of that name."""
         known = {buffer.data_ptr() for each in self._registered.values() for buffer in each.buffers}
         new = [buffer for buffer in buffers if buffer.data_ptr() not in known]
         done: list[int] = []
@@ -173,7 +173,7 @@ class MooncakeStorage(HiCacheStorage):
         return [bool(there) for there in self._look(name, keys)]
 
     def _look(self, name: PoolName, keys: Sequence[str]) -> list[bool | None]:
-        """Whether each page is there, None: that was not told; what is missing is lost."""
+        """Whether each page is stored, or None if the store did not answer. Missing pages are dropped."""
         moment = self._held.moment
         there = self._pages_there(name, self._client.exist(self._names(name, keys)))
         if name is PoolName.KV:
@@ -183,7 +183,7 @@ class MooncakeStorage(HiCacheStorage):
     def _read(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
         objects, moment = self._objects(name, keys, rows), self._held.moment
         read, odd = self._client.get(objects.names, objects.addresses, objects.sizes)
-        if self._identity.use_fingerprint:  # else they may be sound pages of an engine with another layout
+        if self._identity.use_fingerprint:  # otherwise they may be valid pages of another layout
             self._remove_damaged(name, objects, odd)
         there, done = self._pages_there(name, read), self._whole_pages(name, read)
         if name is PoolName.KV:
@@ -193,7 +193,7 @@ class MooncakeStorage(HiCacheStorage):
         return done
 
     def _remove_damaged(self, name: PoolName, objects: _Objects, odd: Sequence[bool]) -> None:
-        """Or the pages would be there for ever, never readable."""
+        """Remove objects of the wrong length: they would stay forever and never be readable."""
         self._client.remove(list(compress(objects.names, odd)))
         self._count(num_damaged=self._whole_pages(name, [not each for each in odd]).count(False))
 
@@ -215,8 +215,8 @@ class MooncakeStorage(HiCacheStorage):
         return done
 
     def _hold_seen(self, keys: Sequence[str]) -> None:
-        """A page that another engine is writing at this moment is as good as written, but is not there yet and may
-        never be: only what is seen there is held. Looks again when everything went while it looked."""
+        """Hold the pages that a lookup finds. A put also succeeds for a page that another engine is still writing and
+        may never finish, so success alone is not enough. Repeats the lookup if everything was lost during it."""
         for _ in range(_MOST_LOOKS):
             moment = self._held.moment
             seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, keys)))
@@ -224,11 +224,11 @@ class MooncakeStorage(HiCacheStorage):
                 return
 
     def _look_again(self) -> None:
-        """Withdraw what is told to be in the store and is not. Raises StorageUnreachableError if the store did not tell
-        that of every page."""
+        """Look up all held pages and drop those that are missing. Raises StorageUnreachableError if the store did not
+        answer for every page."""
         unclear = sum(self._look(PoolName.KV, keys).count(None) for keys in _batches(self._held.keys()))
         if unclear:
-            text = f"the Mooncake store of master {self._client.address} does not tell whether it has {unclear} pages"
+            text = f"the Mooncake store of master {self._client.address} gave no answer for {unclear} pages"
             raise StorageUnreachableError(text)
 
     # --- objects -----------------------------------------------------------------------------------------------------
@@ -246,11 +246,11 @@ class MooncakeStorage(HiCacheStorage):
         return _Objects(names, *pool.get_page_buffer_meta((first[:, None] + np.arange(pool.page_size)).reshape(-1)))
 
     def _whole_pages(self, name: PoolName, done: Sequence[bool | None]) -> list[bool]:
-        """Of each page, whether it is so for all of its objects."""
+        """Whether all objects of each page are done."""
         return [all(objects) for objects in self._by_page(name, done)]
 
     def _pages_there(self, name: PoolName, there: Sequence[bool | None]) -> list[bool | None]:
-        """Whether each page is there; None: that is not known of an object, and the others are there."""
+        """Whether each page is stored. None if an object is unknown and no other is missing."""
         return [False if False in page else (None if None in page else True) for page in self._by_page(name, there)]
 
     def _by_page(self, name: PoolName, objects: Sequence[bool | None]) -> list[Sequence[bool | None]]:
@@ -259,7 +259,7 @@ class MooncakeStorage(HiCacheStorage):
 
     def _known(self, name: PoolName) -> _Registered:
         registered = self._registered.get(name)
-        if registered is None:  # let go of since the call began
+        if registered is None:  # unregistered since the call began
             self._check_open()
             raise InvalidValueError("pool", name.value, "a registered pool")
         return registered

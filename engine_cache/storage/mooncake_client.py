@@ -1,8 +1,8 @@
-"""A Mooncake store as the storage tier wants it: a client that answers in bounded time whatever becomes of the master.
+"""A Mooncake client that answers in bounded time, whatever happens to the master.
 
-The native client crashes the process when it is used after its end, blocks for seconds in every call while the master
-is away, and answers with codes. This one refuses calls after `close()`, answers at once while it knows the master to be
-away, and tells success, absence and loss apart. No torch: memory is known by address.
+The native client crashes the process when it is used after `close()`, blocks for seconds in every call while the master
+is unreachable, and returns codes. This client raises after `close()`, answers at once while the master is known to be
+unreachable, and distinguishes success, absence and failure. No torch: memory is given by address.
 """
 
 from __future__ import annotations
@@ -32,57 +32,57 @@ log = logging.getLogger(__name__)
 
 # Codes of the native client.
 _OK = 0
-_NO_CODE = -1  # our own: the answer has another length than the question, so it says nothing of any name
+_NO_CODE = -1  # our own: the answer has the wrong number of codes
 _BAD_ARGUMENTS = -600
 _NOT_FOUND = -704
 _TRANSFER_FAILED = -800
-_NO_MASTER = -900  # and below: the call to the master failed, timed out, ...
-_PRESENCE = {1: True, 0: False, _NOT_FOUND: False}  # any other code says nothing of the object
+_NO_MASTER = -900  # and below: the call to the master failed or timed out
+_PRESENCE = {1: True, 0: False, _NOT_FOUND: False}  # other codes: unknown
 
 _SMALLEST_SEGMENT_BYTES = 2**24
 _WARM_UP_TRIES = 10
 _WARM_UP_PAUSE_S = 1.0
-_CLOSE_TIMEOUT_S = 75.0  # a transfer from a machine that stands still ends after 60 s
+_CLOSE_TIMEOUT_S = 75.0  # a transfer from a machine that hangs ends after 60 s
 _BEACON = b"kvsight"
 _CALL_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS"
 
 
 class StorageUnreachableError(KvsightError, ConnectionError):
-    """The master of a Mooncake store does not answer, or refuses. Names its address."""
+    """The master of a Mooncake store does not answer or refuses the client. Contains its address."""
 
     retriable = True
 
 
 class StorageRegistrationError(KvsightError, RuntimeError):
-    """The store does not take a tensor of a host pool. Names pool, address and code."""
+    """The store rejected a tensor of a host pool. Contains pool, address and code."""
 
 
 class MasterState(Enum):
-    """What a look at the master finds."""
+    """The result of a probe of the master."""
 
     SAME = "same"
-    """It knows what it was told."""
+    """It has kept its objects."""
     EMPTIED = "emptied"
-    """It was started anew, or somebody removed everything: nothing is sure to be there any more."""
+    """It was restarted, or all objects were removed."""
     AWAY = "away"
+    """It is unreachable."""
 
 
 class MooncakeClient:
-    """Connects at once. Any thread. Raises StorageUnreachableError if the store cannot be reached or takes nothing,
-    InvalidValueError for a segment that it would not take, StorageClosedError after `close()`.
+    """Connects in its constructor. Any thread.
 
-    tp_size: ranks that share the memory of the settings.
+    tp_size: ranks that share the memory of the settings. Raises StorageUnreachableError if the store cannot be reached
+    or accepts no object, InvalidValueError for a segment size that it rejects, and StorageClosedError after `close()`.
 
-    Calls that fail because of the master, or are not begun because it is away, write nothing and tell of no object
-    whether it is there. `probe` finds it again.
+    While the master is unreachable, calls write nothing and report every object as unknown. `probe` reconnects.
     """
 
     def __init__(self, settings: MooncakeSettings, *, tp_size: int = 1) -> None:
         self.address = settings.mooncake_master
         self.on_away: Callable[[], None] = lambda: None
-        """Called, from any thread, when the master went away."""
+        """Called on any thread when the master becomes unreachable."""
         self.on_transfer_failed: Callable[[], None] = lambda: None
-        """Called, from any thread, when a machine that lends its memory did not answer."""
+        """Called on any thread when a machine that lends its memory did not answer."""
         self._connect_timeout_s = settings.mooncake_connect_timeout_s
         self._beacon = f"kvsight_{secrets.token_hex(8)}"
         self._idle = threading.Condition()  # guards the five below; notified when a call ends
@@ -91,43 +91,43 @@ class MooncakeClient:
         self._ended = False
         self._away = False
         self._registered: set[int] = set()  # addresses
-        self._has_beacon = False  # whether the object that tells one memory of the master from the next is there
+        self._has_beacon = False  # whether the object that disappears with the master's memory is stored
         self._native = MooncakeDistributedStore()
         self._connect(settings, tp_size)
 
     def exist(self, names: Sequence[str]) -> list[bool | None]:
-        """Whether each object is there; None: that was not told."""
+        """Return whether each object is stored, or None if unknown."""
         return [_PRESENCE.get(code) for code in self._run(names, lambda: self._native.batch_is_exist(list(names)))]
 
     def put(self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
-        """Whether each object was written, or is being written by somebody else, which only `exist` tells apart. An
-        object that is there keeps its content."""
+        """Return whether each object was written, or is being written by another client; only `exist` distinguishes
+        the two. Stored objects keep their content."""
         codes = self._run(names, lambda: self._native.batch_put_from(list(names), list(addresses), list(sizes)))
         return [code == _OK for code in codes]
 
     def get(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[bool | None], list[bool]]:
-        """Whether each object was read, None: it was not, but may be there; and whether it is sure to be there with
-        another length than asked for. The memory of what was not read is undefined."""
+        """Return whether each object was read (None if it was not, but may be stored), and whether it is stored with
+        another length than requested. Memory of objects that were not read is undefined."""
         codes = self._run(names, lambda: self._native.batch_get_into(list(names), list(addresses), list(sizes)))
         odd = [self._is_odd(*each) for each in zip(names, codes, sizes, strict=True)]
         return [_was_read(*each) for each in zip(codes, sizes, odd, strict=True)], odd
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects, leased or not."""
+        """Remove objects, even leased ones."""
         self._run(names, lambda: self._native.batch_remove(list(names), True))
 
     def remove_matching(self, pattern: str | None) -> None:
-        """Remove every object whose whole name matches, leased or not; None: all there are. Raises
-        StorageUnreachableError if that is not certain."""
+        """Remove all objects whose whole names match, even leased ones; None removes everything. Raises
+        StorageUnreachableError if that failed."""
         with self._in_flight():
             code = self._native.remove_all(True) if pattern is None else self._native.remove_by_regex(pattern, True)
         if code < 0:
             raise StorageUnreachableError(f"Mooncake master {self.address} did not remove the pages: code {code}")
 
     def register(self, pool: str, address: int, num_bytes: int) -> None:
-        """Make memory known to the store, once. Raises StorageRegistrationError."""
+        """Register memory with the store. Raises StorageRegistrationError."""
         with self._in_flight():
             code = self._native.register_buffer(address, num_bytes)
         if code:
@@ -137,14 +137,14 @@ class MooncakeClient:
             self._registered.add(address)
 
     def unregister(self, address: int) -> None:
-        """Forget memory that was registered."""
+        """Unregister memory."""
         with self._in_flight():
             self._native.unregister_buffer(address)
         with self._idle:
             self._registered.discard(address)
 
     def probe(self) -> MasterState:
-        """Look at the master; if it was away and is back, calls are made again from now on."""
+        """Check the state of the master, and resume calls if it is reachable again."""
         if self._away and not self._is_listening():
             return MasterState.AWAY
         with self._in_flight():
@@ -161,18 +161,18 @@ class MooncakeClient:
         with self._in_flight():
             is_put = self._native.put(self._beacon, _BEACON) == _OK
         had_beacon, self._has_beacon = self._has_beacon, is_put
-        # what happened while it was missing nobody saw: that is told again once it is back
+        # without the beacon, changes went unseen: report them once it is stored again
         return MasterState.EMPTIED if had_beacon or is_put else MasterState.SAME
 
     def close(self) -> bool:
-        """Wait for the calls that run and leave the store, which keeps the objects unless they lie in the memory that
-        this client lends. False: a call does not end, and may still use the memory that was registered."""
+        """Wait for running calls and leave the store. Objects in the memory that this client lends are lost. False if a
+        call does not end and may still use registered memory."""
         with self._idle:
             if self._closed:
                 return self._ended
             self._closed = True
             idle = self._idle.wait_for(lambda: not self._calls, _CLOSE_TIMEOUT_S)
-        if not idle:  # ending it under a running call would end the process
+        if not idle:  # closing it during a call would crash the process
             log.error("a call to Mooncake master %s does not end: its client is left open", self.address)
             return False
         if not self._away and self._is_listening():
@@ -186,7 +186,7 @@ class MooncakeClient:
     # --- the native client ------------------------------------------------------------------------------------------
 
     def _run(self, names: Sequence[str], call: Callable[[], list[int]]) -> list[int]:
-        """The code for each name, `_NO_MASTER` at once while the master is away."""
+        """One code per name; `_NO_MASTER` without a call while the master is unreachable."""
         with self._in_flight():
             if self._away or not names:
                 return [_NO_MASTER] * len(names)
@@ -202,8 +202,8 @@ class MooncakeClient:
         return codes
 
     def _is_odd(self, name: str, code: int, size: int) -> bool:
-        """Whether an object whose reading ended with that code has another length. An object that is longer answers
-        with the code of many other faults: only the length that the store tells makes it sure."""
+        """Whether an object whose read returned `code` has another length. A longer object returns the code of many
+        other faults, so the store is asked for the length."""
         if code == size or (code < 0 and code != _BAD_ARGUMENTS):
             return False
         (length,) = self._run([name], lambda: [self._native.get_size(name)])
@@ -218,7 +218,7 @@ class MooncakeClient:
 
     @contextlib.contextmanager
     def _in_flight(self) -> Iterator[None]:
-        """The native client lives until the block ends."""
+        """Keep the native client open until the block ends."""
         with self._idle:
             if self._closed:
                 raise StorageClosedError
@@ -238,7 +238,7 @@ class MooncakeClient:
         if not self._is_listening():
             text = f"no Mooncake master listens on {self.address} (waited {self._connect_timeout_s:g} s)"
             raise StorageUnreachableError(text)
-        # read by the native client when its first instance is set up
+        # the native client reads these at its first setup in a process
         wanted_ms = str(int(settings.mooncake_call_timeout_s * 1000))
         known_ms = os.environ.setdefault(_CALL_TIMEOUT_MS, wanted_ms)
         if known_ms != wanted_ms:
@@ -259,14 +259,14 @@ class MooncakeClient:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Write and read an object, so that the first page finds every connection made."""
+        """Write and read an object, so that all connections exist before the first page."""
         for again in reversed(range(_WARM_UP_TRIES)):
             code = self._native.put(self._beacon, _BEACON)
             if code == _OK and self._native.get(self._beacon) == _BEACON:
                 self._has_beacon = True
                 return
             if again:
-                time.sleep(_WARM_UP_PAUSE_S)  # other machines may still be mounting their memory
+                time.sleep(_WARM_UP_PAUSE_S)  # other machines may still be lending their memory
         self._native.close()
         raise StorageUnreachableError(f"the Mooncake store of master {self.address} takes nothing: code {code}")
 
@@ -280,7 +280,7 @@ class MooncakeClient:
 
 
 def _was_read(code: int, size: int, is_odd: bool) -> bool | None:
-    """As `MooncakeClient.get` tells it."""
+    """As `MooncakeClient.get` returns it."""
     if code == size:
         return True
     return False if is_odd or code == _NOT_FOUND else None

@@ -1,4 +1,4 @@
-"""Looks after a Mooncake store, so that what is told of it stays true while nobody reads or writes."""
+"""Monitoring of a Mooncake store, so that announced pages are withdrawn even while no page is read or written."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from engine_cache.storage.mooncake_client import MasterState, MooncakeClient
 log = logging.getLogger(__name__)
 
 _LENDER_TTL_S = 15.0
-"""After so long the master has dropped what lay on a machine that died (10 s unless told otherwise)."""
+"""Time after which the master has dropped the objects of a machine that died (10 s by default)."""
 _STOP_TIMEOUT_S = 10.0
 
 
 class MooncakeWatch:
     """A thread that probes the master every `interval_s` seconds.
 
-    look_again: asks the store for every page that is told to be there. Called on the watch's thread when the master
-    came back or lost its memory, and some time after a machine that lends memory did not answer.
+    look_again: looks up all held pages. Called on the watch's thread when the master is back or has lost its objects,
+    and `_LENDER_TTL_S` after a machine that lends memory did not answer.
     """
 
     def __init__(self, client: MooncakeClient, interval_s: float, look_again: Callable[[], None]) -> None:
         self._client = client
         self._interval_s = interval_s
         self._look_again = look_again
-        self._is_emptied = False  # and was not looked at since; the thread's own
+        self._is_emptied = False  # and no lookup since; used by the thread only
         self._lock = threading.Lock()  # guards what follows
-        self._suspicious_until: float | None = None  # monotonic time of the look that is due
+        self._suspicious_until: float | None = None  # monotonic time at which a lookup is due
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"mooncake-watch:{client.address}", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread in a native call does not survive the end of the interpreter
+        atexit.register(self.stop)  # a native call must not run at interpreter exit
 
     def suspect(self) -> None:
-        """A machine did not answer: look again when the master must have noticed. Any thread."""
+        """A machine did not answer: schedule a lookup for when the master has noticed. Any thread."""
         with self._lock:
             self._suspicious_until = time.monotonic() + _LENDER_TTL_S
 
     def stop(self) -> None:
-        """End the thread, with the call it is in."""
+        """Stop the thread after its current call."""
         self._ended.set()
         self._thread.join(_STOP_TIMEOUT_S)
         atexit.unregister(self.stop)
@@ -64,8 +64,8 @@ class MooncakeWatch:
         is_due = due is not None and time.monotonic() > due
         if state is MasterState.AWAY or not (is_due or self._is_emptied):
             return
-        self._look_again()  # if that fails, it is as due as before
+        self._look_again()  # stays due if this raises
         self._is_emptied = False
         with self._lock:
-            if is_due and self._suspicious_until == due:  # else a machine did not answer meanwhile
+            if is_due and self._suspicious_until == due:  # otherwise another machine did not answer
                 self._suspicious_until = None

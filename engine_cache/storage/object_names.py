@@ -1,10 +1,10 @@
-"""Names under which pages lie in a store.
+"""Names of pages in a storage backend.
 
-A block hash alone names neither the model nor the layout of the bytes, nor the namespace of the prompt. In front of it
-come therefore, each followed by `_`: a tag that the operator may set, a fingerprint of model and layout, and the tag of
-the namespace:
+A block hash identifies neither the model, nor the layout of the bytes, nor the namespace of the prompt. It is therefore
+preceded by an optional tag of the operator, a fingerprint of model and layout, and a tag of the namespace, each
+followed by `_`:
 
-    {extra_backend_tag}_{fingerprint}_ | {namespace}_{block hash} | {what the kind of store adds}
+    {extra_backend_tag}_{fingerprint}_ | {namespace}_{block hash} | {added by the kind of backend}
     StorageIdentity.prefix             | page_key                 | pool, model, rank
 """
 
@@ -20,11 +20,11 @@ from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 
 PAGE_KEY_PATTERN = r"(?:[0-9a-f]{16}_)?[0-9a-f]{64}"
-"""Regular expression of what `page_key` gives."""
+"""Regular expression of storage keys."""
 
 _BLOCK_HASH = re.compile(r"[0-9a-f]{64}")
-# With the rest, both leave a file name below the 255 bytes of common file systems. A tag must not look like that of a
-# namespace, nor the fingerprint, or a store without it would take the other's pages for its own.
+# The lengths keep file names below the 255 bytes of common file systems. An operator's tag must not look like the tag
+# of a namespace: a backend without a tag would mistake those pages for its own. The same holds for the fingerprint.
 _TAG = re.compile(r"(?![0-9a-f]{16}$)[A-Za-z0-9.-]{1,32}")
 _MODEL = re.compile(r"[A-Za-z0-9./@:+_-]{1,80}")
 _NAMESPACE_DIGITS = 16
@@ -32,34 +32,32 @@ _FINGERPRINT_DIGITS = 20
 
 
 def page_key(block_hash: str, extra_key: str | None = None) -> str:
-    """Storage key of a page. block_hash: 64 hex digits. extra_key: namespace of the page; None: the common one.
-
-    Raises InvalidValueError for anything that is not a block hash.
-    """
+    """Return the storage key of a page. block_hash: 64 hex digits, otherwise InvalidValueError is raised. extra_key:
+    namespace of the page, None for the default one."""
     return page_keys([block_hash], extra_key)[0]
 
 
 def page_keys(block_hashes: Iterable[str], extra_key: str | None = None) -> list[str]:
-    """`page_key` of many pages of one namespace."""
+    """Return the storage keys of pages of one namespace."""
     tag = f"{_digest(extra_key, _NAMESPACE_DIGITS)}_" if extra_key is not None else ""
     return [f"{tag}{_checked(block_hash)}" for block_hash in block_hashes]
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """What the bytes of a KV page mean. Pages of different layouts never answer for each other."""
+    """Meaning of the bytes of a KV page. Pages of different layouts have different names."""
 
     dtype: str
     page_size: int
     shape: tuple[int, ...]
-    """Layers, heads, sizes of a head: whatever the pool's rows consist of."""
+    """Shape of the pool's rows, for example layers, heads and head size."""
     host_layout: str
     """`layer_first`, `page_first` or `page_first_direct`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageIdentity:
-    """Whose pages these are: model, layout and rank. Raises InvalidValueError naming the field that does not fit."""
+    """Model, layout and rank that pages belong to. Raises InvalidValueError naming an invalid field."""
 
     model_name: str
     layout: PageLayout
@@ -69,9 +67,9 @@ class StorageIdentity:
     pp_rank: int = 0
     pp_size: int = 1
     extra_backend_tag: str | None = None
-    """Set by the operator, to part what model and layout do not."""
+    """Set by the operator to separate pages of equal model and layout."""
     use_fingerprint: bool = True
-    """Off: names are the reference's own, and bytes of another layout are told by their length only, as a miss."""
+    """If False, names are those of SGLang, and pages of another layout are recognised by their length only."""
 
     def __post_init__(self) -> None:
         if not _MODEL.fullmatch(self.model_name):
@@ -90,23 +88,21 @@ class StorageIdentity:
 
     @property
     def prefix(self) -> str:
-        """What stands before the storage key in every name."""
+        """The part of every name before the storage key."""
         tags = [self.extra_backend_tag, self.fingerprint if self.use_fingerprint else None]
         return "".join(f"{tag}_" for tag in tags if tag is not None)
 
     @property
     def file_suffix(self) -> str:
-        """Model and rank, at the end of file names. Ranks of a tensor-parallel MLA model hold equal pages."""
+        """Model and rank, the end of file names. Tensor-parallel ranks of an MLA model share their pages."""
         tp = "" if self.is_mla else f"_{self.tp_rank}_{self.tp_size}"
         pp = f"_{self.pp_size}_{self.pp_rank}" if self.pp_size > 1 else ""
         return f"_{self.model_name.replace('/', '-')}{tp}{pp}"
 
     def object_names(self, pool: PoolName, num_runs: int) -> list[str]:
-        """What follows the storage key in the names of a page's objects in an object store: one a run of memory, in
-        the order of the runs. Ranks of a tensor-parallel group hold equal pages of MLA and of an index.
-
-        Raises InvalidValueError when pages of the pool have another number of runs.
-        """
+        """Return the parts after the storage key in the names of a page's objects, one per contiguous run of memory, in
+        the order of the runs. Tensor-parallel ranks share pages of MLA and of an index. Raises InvalidValueError if
+        pages of the pool have another number of runs."""
         latent, of_rank = self._rank_tags()
         if pool is PoolName.MAMBA:
             names = ["temporal", *(f"conv_{number}" for number in range(num_runs - 1))]
@@ -124,14 +120,14 @@ class StorageIdentity:
 
     @property
     def object_pattern(self) -> str:
-        """Regular expression (ECMAScript, like Python's) of the whole names of all objects of this model and rank."""
+        """Regular expression of the whole names of all objects of this model and rank, for Python and ECMAScript."""
         latent, of_rank = self._rank_tags()
         kv = f"{latent}_(?:k|swa)" if self.is_mla else f"{of_rank}_(?:swa_)?[kv]"
         ends = "|".join((kv, f"{latent}_indexer", f"{of_rank}_(?:temporal|conv_[0-9]+)"))
         return rf"^{self.prefix.replace('.', '[.]')}{PAGE_KEY_PATTERN}_(?:{ends})$"
 
     def _rank_tags(self) -> tuple[str, str]:
-        """Of objects that all ranks of a tensor-parallel group share, and of those that each has its own of."""
+        """Rank tags of objects that all tensor-parallel ranks share, and of objects of a single rank."""
         if self.pp_size > 1:
             return str(self.pp_rank), f"{self.tp_rank}_{self.pp_rank}"
         return "", str(self.tp_rank)

@@ -14,6 +14,7 @@ from engine_cache import (
     PoolError,
 )
 from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.storage_io import shared_transfers
 from engine_cache.storage_operations import ArchiveOperation
 from kv_events.errors import InvalidValueError
 
@@ -204,7 +205,7 @@ def resolved(extras, keys, num_rows):
     """Those of an archive of two pages that live on the rows of another, for some of its pages."""
     controller, _ = nsa(entry(MAMBA, 5, 1, device_rows=4), entry(SWA))
     operation = ArchiveOperation(None, ["a", "b"], np.arange(4), extras)
-    return controller._resolve_shared_pool_transfers(operation, keys, np.arange(num_rows))
+    return shared_transfers(controller.group, operation, keys, np.arange(num_rows))
 
 
 @pytest.mark.parametrize("keys", [["a"], ["a", "b"]])

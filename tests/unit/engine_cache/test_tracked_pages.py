@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_cache.storage.held_pages import HeldPages
+from engine_cache.storage.tracked_pages import TrackedPages
 
 KEYS = st.lists(st.sampled_from("abcdef"), max_size=4)
 STEPS = st.lists(
@@ -15,7 +15,7 @@ STEPS = st.lists(
 
 
 def test_what_was_found_before_all_was_lost_is_not_believed():
-    held = HeldPages(limit=9)
+    held = TrackedPages(limit=9)
     moment = held.moment
     held.lose_all()
     held.hold(["a"], moment)
@@ -25,7 +25,7 @@ def test_what_was_found_before_all_was_lost_is_not_believed():
 
 
 def test_what_was_missed_before_it_was_seen_is_not_lost():
-    held = HeldPages(limit=9)
+    held = TrackedPages(limit=9)
     held.hold(["a", "b"], held.moment)
     moment = held.moment
     held.hold(["a"], moment)
@@ -34,7 +34,7 @@ def test_what_was_missed_before_it_was_seen_is_not_lost():
 
 
 def test_the_page_that_was_seen_longest_ago_goes_first():
-    held = HeldPages(limit=2)
+    held = TrackedPages(limit=2)
     held.hold(["a", "b"], 0)
     held.hold(["a"], 0)
     held.hold(["c"], 0)
@@ -43,7 +43,7 @@ def test_the_page_that_was_seen_longest_ago_goes_first():
 
 @given(STEPS, st.integers(1, 4))
 def test_announcing_what_is_held_and_withdrawing_what_is_lost_ends_as_what_is_held(steps, limit):
-    held, seen, told, before = HeldPages(limit), [], set(), -1
+    held, seen, told, before = TrackedPages(limit), [], set(), -1
     for what, *arguments in steps:
         if what == "hold":
             keys, is_late = arguments

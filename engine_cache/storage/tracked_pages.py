@@ -1,4 +1,4 @@
-"""What is told to be in a store that others fill and empty, too."""
+"""The pages that a shared store is known to hold, although other engines fill and empty it, too."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 
-class HeldPages:
-    """Keys of the pages that were seen in a store, at most `limit`: the one that was seen longest ago goes first, and
-    counts as lost. Any thread.
+class TrackedPages:
+    """Keys of pages that were seen in a store. Beyond `limit` keys the one seen least recently is dropped and counts as
+    lost. Any thread.
 
-    What a call found may be out of date when it returns. So the caller takes the `moment` before the call and hands it
-    in with the result: what was found before everything was lost or removed is not believed, nor what was missed
-    before it was seen.
+    The answer of the store may be out of date when it arrives. The caller therefore reads `moment` before its request
+    and passes it on with the answer. Pages seen before everything was lost or removed are ignored, and so are pages
+    missed before they were last seen.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()  # guards what follows
-        self._held: OrderedDict[str, int] = OrderedDict()  # seen longest ago first; the moment after which that was
-        self._lost: dict[str, None] = {}  # for take_lost(), in order; never also in _held
+        self._held: OrderedDict[str, int] = OrderedDict()  # key -> moment it was seen, oldest first
+        self._lost: dict[str, None] = {}  # for take_lost(), in order; disjoint from _held
         self._moment = 0
-        self._emptied = 0  # the moment after which everything was gone
+        self._emptied = 0  # the moment at which everything was last lost or removed
 
     @property
     def moment(self) -> int:
-        """Grows with whatever is told to this object."""
+        """Grows with every change."""
         return self._moment
 
     def __len__(self) -> int:
@@ -38,12 +38,12 @@ class HeldPages:
             return key in self._held
 
     def keys(self) -> list[str]:
-        """All of them; a copy."""
+        """A copy of all keys."""
         with self._lock:
             return list(self._held)
 
     def hold(self, keys: Iterable[str], moment: int) -> bool:
-        """These were seen in the store after that moment; whether that is believed."""
+        """Add keys that were seen in the store after `moment`. False if they are ignored."""
         with self._lock:
             if moment < self._emptied:
                 return False
@@ -58,7 +58,7 @@ class HeldPages:
             return True
 
     def lose(self, keys: Iterable[str], moment: int) -> None:
-        """These were not found after that moment. What was not held is not lost either."""
+        """Drop keys that were missing after `moment`. Keys that are not held do not count as lost."""
         with self._lock:
             for key in keys:
                 if key in self._held and self._held[key] <= moment:
@@ -66,14 +66,14 @@ class HeldPages:
                     self._lost[key] = None
 
     def lose_all(self) -> None:
-        """The store is gone, or may be."""
+        """Drop all keys: the store is unreachable or was emptied."""
         with self._lock:
             self._moment = self._emptied = self._moment + 1
             self._lost.update(dict.fromkeys(self._held))
             self._held.clear()
 
     def forget_all(self) -> list[str]:
-        """The store was emptied on purpose: nothing is lost. What was held."""
+        """Drop all keys without counting them as lost, and return them."""
         with self._lock:
             held = list(self._held)
             self._moment = self._emptied = self._moment + 1
@@ -82,7 +82,7 @@ class HeldPages:
             return held
 
     def take_lost(self) -> list[str]:
-        """Keys that were lost since the last call, and are not held again."""
+        """Return the keys that were lost since the last call and are not held again."""
         with self._lock:
             lost, self._lost = self._lost, {}
         return list(lost)
