@@ -1,6 +1,7 @@
-"""Where copies run: jobs in lanes, and tickets that prove how far a job really is. No torch.
+"""Copy engines: they run jobs in lanes and report their progress through tickets. No torch.
 
-A job is a row of steps. Jobs of one lane run one after another, lanes side by side. Nothing here knows what is copied.
+A job is a sequence of steps. Jobs of one lane run one after another; lanes run concurrently. Engines do not know what a
+step copies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Step = Callable[[], None]
 
 
 class Lane(Enum):
-    """Kinds of jobs that need not wait for each other."""
+    """Queues of jobs that do not wait for each other."""
 
     WRITE = "write"
     """Device to host."""
@@ -44,17 +45,17 @@ class Ticket:
 
     @property
     def error(self) -> Exception | None:
-        """Why the job ended early; None: it did not."""
+        """The exception that ended the job, if any."""
         with self._changed:
             return self._error
 
     def query(self) -> bool:
-        """Whether the job has ended, well or not."""
+        """Return whether the job has ended, successfully or not."""
         with self._changed:
             return self._error is not None or self._open_steps == 0
 
     def synchronize(self) -> None:
-        """Wait for the end of the job."""
+        """Wait until the job has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._open_steps == 0)
 
@@ -66,7 +67,7 @@ class Ticket:
                 raise TransferError(f"step {step} of {self._num_steps} failed: {self._error}") from self._error
 
     def run(self, steps: Sequence[Step], run_step: Callable[[Step], None]) -> None:
-        """Run the job on this thread. A step that raises is tried once more, then the job has failed."""
+        """Run the job on this thread. A step that raises is retried once; if it raises again, the job has failed."""
         for step in steps:
             try:
                 _try_twice(step, run_step)
@@ -96,26 +97,25 @@ def _try_twice(step: Step, run_step: Callable[[Step], None]) -> None:
 
 
 def run_plainly(step: Step) -> None:
-    """A step as it is."""
+    """Run a step without a stream."""
     step()
 
 
 class CopyEngine(Protocol):
-    """Runs jobs. `submit` may be called from inside a job; all else belongs to the thread that owns the cache."""
+    """Runs jobs. `submit` may be called from inside a job; other methods belong to the cache's thread."""
 
     def submit(self, lane: Lane, steps: Sequence[Step]) -> Ticket:
-        """Queue a job behind those of its lane; returns at once."""
+        """Queue a job in its lane and return at once."""
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Come back when no job is queued or running, those included that a job has submitted; False when that took
-        too long."""
+        """Wait until no job is queued or running, including jobs submitted by jobs. False after the timeout."""
 
     def close(self) -> None:
-        """`drain`, and let go of threads. The engine takes no job after that."""
+        """Drain and end the threads. The engine accepts no jobs afterwards."""
 
 
 class ThreadCopyEngine:
-    """One thread a lane, started by its first job."""
+    """One thread per lane, started by its first job."""
 
     def __init__(self) -> None:
         self._threads = {lane: ThreadPoolExecutor(1, f"kvsight-copy-{lane.value}") for lane in Lane}
@@ -128,7 +128,7 @@ class ThreadCopyEngine:
             self._num_open += 1
         try:
             self._threads[lane].submit(self._run, ticket, steps, self._step_runner(lane))
-        except RuntimeError:  # closed, or no thread to be had
+        except RuntimeError:  # closed, or no thread could be started
             self._end_job()
             raise
         return ticket
@@ -143,7 +143,7 @@ class ThreadCopyEngine:
             thread.shutdown()
 
     def _step_runner(self, lane: Lane) -> Callable[[Step], None]:
-        """How steps submitted now shall run; called on the submitting thread."""
+        """Return how to run the steps of a job; called on the submitting thread."""
         return run_plainly
 
     def _run(self, ticket: Ticket, steps: Sequence[Step], run_step: Callable[[Step], None]) -> None:
@@ -157,10 +157,8 @@ class ThreadCopyEngine:
 
 
 class ManualCopyEngine:
-    """Runs a job when told to, on the calling thread: for tests and for simulations with a clock of their own.
-
-    Who waits for a ticket gets the jobs up to it run at once.
-    """
+    """Runs jobs on demand on the calling thread, for tests and simulations. Waiting for a ticket runs its job and the
+    jobs before it in its lane."""
 
     def __init__(self) -> None:
         self._queued: deque[_Job] = deque()
@@ -171,11 +169,11 @@ class ManualCopyEngine:
         return ticket
 
     def num_queued(self, lane: Lane) -> int:
-        """Jobs of the lane that have not run."""
+        """Return the number of jobs of the lane that have not run."""
         return sum(job.lane is lane for job in self._queued)
 
     def step(self, lane: Lane, position: int = 0) -> bool:
-        """Run one job of the lane, the oldest unless `position` says otherwise; False when there is none."""
+        """Run the queued job at `position` of the lane, 0 for the oldest. False if there is none."""
         jobs = [job for job in self._queued if job.lane is lane]
         if position >= len(jobs):
             return False
@@ -183,7 +181,7 @@ class ManualCopyEngine:
         return True
 
     def run_up_to(self, ticket: Ticket) -> None:
-        """Run the jobs before a ticket's in its lane, and its own."""
+        """Run the jobs of the ticket's lane up to its own."""
         lane = next((job.lane for job in self._queued if job.ticket is ticket), None)
         while lane is not None and any(job.ticket is ticket for job in self._queued):
             self.step(lane)

@@ -1,5 +1,4 @@
-"""What a controller is told of the kinds of state of a model: where they lie on device and host, who owns the rows, and
-whose rows name the pages. No torch."""
+"""Pool entries and pool groups: the device and host pools of a model's kinds of state. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ LayerMapper = Callable[[int], int | None]
 
 
 class HostPool(Protocol):
-    """What a controller needs of a host pool."""
+    """What a controller requires of a host pool."""
 
     size: int
     page_size: int
@@ -32,16 +31,16 @@ class HostPool(Protocol):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: IndexArray, device_indices: IndexArray
     ) -> None:
-        """Return when the bytes are on the host."""
+        """Copy rows of all layers to the host and return when the bytes are there."""
 
     def load_to_device_per_layer(
         self, device_pool: Any, host_indices: IndexArray, device_indices: IndexArray, layer_id: int
     ) -> None:
-        """Return when the bytes of the pool's own layer `layer_id` are on the device, or on its stream."""
+        """Copy the pool's layer `layer_id` to the device. Return when the bytes are there or queued on the stream."""
 
 
 class RowAllocator(Protocol):
-    """What a controller needs of the owner of device rows."""
+    """What a controller requires of an allocator of device rows."""
 
     size: int
 
@@ -51,43 +50,42 @@ class RowAllocator(Protocol):
 
 @dataclass(slots=True)
 class PoolEntry:
-    """One kind of state: its two pools, and how to make room in them."""
+    """One kind of state: its device and host pool, and how to make room in them."""
 
     name: PoolName
     host_pool: HostPool
     device_pool: Any
-    """Handed to the host pool's copies; None where no bytes are kept."""
+    """Passed to the copy methods of the host pool. None if no bytes are kept."""
     device_allocator: RowAllocator
-    """Owner of the device rows; that of the anchor where they are shared."""
+    """Owner of the device rows: the anchor's allocator if the rows are shared."""
     layer_mapper: LayerMapper | None = None
-    """Layer of the model -> layer of this pool, None for layers it has no part in. Without one the pool has all."""
+    """Layer of the model -> layer of this pool, or None for layers without state of this kind. Defaults to identity."""
     host_evict_fn: Callable[[int], object] | None = None
-    """Frees that many host rows if it can; asked once before an operation is refused. KV's is the tree's business."""
+    """Called once to free that many host rows before an operation is refused. Not set for KV: the tree evicts it."""
     device_evict_fn: Callable[[int], object] | None = None
     is_primary_index_anchor: bool = False
-    """Whether the rows of this pool name the pages of its group; KV's do."""
+    """Whether the rows of this pool identify the pages of its group. True for KV."""
     share_indices_with_anchor: bool = False
-    """The pool has no rows of its own: its pages lie at those of the anchor, and come and go with them."""
+    """Whether the pool uses the anchor's rows, which are allocated and freed with the anchor's pages."""
 
     def local_layer(self, layer: int) -> int | None:
-        """The pool's own layer for a layer of the model."""
+        """Return the pool's layer for a layer of the model."""
         return layer if self.layer_mapper is None else self.layer_mapper(layer)
 
     def alloc_host(self, num_rows: int) -> IndexArray | None:
-        """Host rows; evicts once if need be."""
+        """Allocate host rows, after an eviction if necessary. None if there is no room."""
         return _alloc_or_evict(self.host_pool.alloc, self.host_evict_fn, num_rows)
 
     def alloc_device(self, num_rows: int) -> IndexArray | None:
-        """Device rows; evicts once if need be."""
+        """Allocate device rows, after an eviction if necessary. None if there is no room."""
         return _alloc_or_evict(self.device_allocator.alloc, self.device_evict_fn, num_rows)
 
 
 class HostPoolGroup:
-    """The pools of one model, and the one among them whose rows name the pages: the anchor. Rows are the anchor's in
-    every method but `clear`.
+    """The pools of one model. Rows and pages are those of the anchor in every method except `clear`.
 
-    Raises InvalidValueError unless there is exactly one anchor and each name once, and for a pool that shares the
-    anchor's rows and has other pages.
+    Raises InvalidValueError unless there is exactly one anchor and each name occurs once, and for a pool that shares
+    the anchor's rows but has other pages.
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
@@ -105,7 +103,7 @@ class HostPoolGroup:
 
     @classmethod
     def of(cls, anchor: PoolEntry, *sidecars: PoolEntry) -> HostPoolGroup:
-        """A group with this anchor, which is marked as such."""
+        """Create a group with this anchor, and mark its entry as the anchor."""
         anchor.is_primary_index_anchor = True
         return cls((anchor, *sidecars))
 
@@ -116,33 +114,33 @@ class HostPoolGroup:
 
     @property
     def page_size(self) -> int:
-        """Rows a page."""
+        """Rows per page."""
         return self.anchor.host_pool.page_size
 
     @property
     def layout(self) -> str:
-        """How the tensors of the host lie."""
+        """Layout of the host tensors."""
         return self.anchor.host_pool.layout
 
     def alloc(self, need_size: int) -> IndexArray | None:
-        """Host rows, or None when fewer are free."""
+        """Allocate host rows. None if fewer are free."""
         return self.anchor.host_pool.alloc(need_size)
 
     def free(self, indices: IndexArray) -> None:
-        """Take host rows back."""
+        """Free host rows."""
         self.anchor.host_pool.free(indices)
 
     def available_size(self) -> int:
-        """Host rows that are free."""
+        """Return the number of free host rows."""
         return self.anchor.host_pool.available_size()
 
     def clear(self) -> None:
-        """Every row of every pool is free again."""
+        """Free all rows of all pools."""
         for entry in self.entries.values():
             entry.host_pool.clear()
 
     def entry(self, name: PoolName) -> PoolEntry:
-        """The pools of that name. Raises InvalidValueError, which lists the known ones."""
+        """Return the entry of that name. Raises InvalidValueError, which lists the known names."""
         entry = self.entries.get(name)
         if entry is None:
             known = ", ".join(each.value for each in self.entries)
@@ -150,21 +148,21 @@ class HostPoolGroup:
         return entry
 
     def get_pool(self, name: PoolName) -> HostPool:
-        """The host pool of that name; raises as `entry` does."""
+        """Return the host pool of that name. Raises as `entry` does."""
         return self.entry(name).host_pool
 
     def sharing_entries(self) -> list[PoolEntry]:
-        """The pools that live on the anchor's rows."""
+        """Return the entries that share the anchor's rows."""
         return [entry for entry in self.entries.values() if entry.share_indices_with_anchor]
 
     def source_of(self, transfer: PoolTransfer) -> PoolName | None:
-        """The pool whose rows a transfer shares; None: it has rows of its own."""
+        """Return the pool whose rows a transfer shares, or None if it has its own."""
         shares = self.entry(transfer.name).share_indices_with_anchor
         return transfer.indices_from_pool or (self.anchor.name if shares else None)
 
     def check_layers(self, transfer_layer_num: int) -> None:
-        """Every layer of the model is moved by some pool, and every layer of a pool by some layer of the model; raises
-        InvalidValueError otherwise."""
+        """Check that every layer of the model is mapped to a pool, and every layer of a pool to one of the model.
+        Raises InvalidValueError."""
         covered: set[int] = set()
         for entry in self.entries.values():
             local = {layer: entry.local_layer(layer) for layer in range(transfer_layer_num)}

@@ -1,11 +1,11 @@
-"""Hybrid stacks: the host pools of all kinds of state of a model, the controller over them, the cache on top.
+"""Hybrid stacks: a cache, its controller and the host pools of all kinds of state of a model.
 
     PoolSpec, PoolSpec, ... ── build_hybrid_stack ──> HybridStack: cache ── controller ── group ── host pools
                                                                       └──── store         └─ copy engine
 
-A model is a list of `PoolSpec`, the anchor first; `pools_of` makes those of the known kinds of models, and a new kind
-needs no more than such a list. Nothing is left behind when a step fails. What holds tensors
-is imported when a stack is built.
+A model is described by a list of `PoolSpec`, the anchor first. `pools_of` creates it for the known kinds of models; a
+new kind needs only such a list. If a step fails, everything built before is closed. Modules that import torch are
+imported when a stack is built.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class TieredCache(Protocol):
-    """What a builder needs of a cache."""
+    """What a builder requires of a cache."""
 
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
-        """Put a store behind the cache, which has none. Raises why that is not possible."""
+        """Attach a storage backend to a cache without one. Raises if that fails."""
 
 
 CacheT = TypeVar("CacheT", bound=TieredCache)
@@ -44,24 +44,24 @@ CacheT = TypeVar("CacheT", bound=TieredCache)
 
 @dataclass(frozen=True, slots=True)
 class HostTierConfig:
-    """How large the host pools of a stack are, and how their bytes lie."""
+    """Sizes and layout of the host pools of a stack."""
 
     ratio: float = 2.0
-    """Host rows a device row, in each pool."""
+    """Host rows per device row, in each pool."""
     host_size_gb: float = 0.0
-    """Memory for the anchor's pool instead; others with rows of their own get as many a device row as that has."""
+    """Size of the anchor's pool, instead of `ratio`. Other pools with rows of their own get the resulting ratio."""
     layout: str = "layer_first"
     reserve_bytes: int | None = None
-    """Memory that all pools together must leave free; None: as `KVSIGHT_HOST_MEMORY_RESERVE_BYTES` says."""
+    """Memory that all pools together must leave free. Defaults to `KVSIGHT_HOST_MEMORY_RESERVE_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """One kind of state of a model, from which its `PoolEntry` is made."""
+    """Description of one kind of state, from which its `PoolEntry` is built."""
 
     name: PoolName
     make_host_pool: Callable[..., Any]
-    """Class of the host pool: takes the device pool, for one that shares rows the anchor, and its options."""
+    """Class of the host pool. Called with the device pool, the anchor's host pool if rows are shared, and options."""
     device_pool: Any
     device_allocator: RowAllocator
     layers: Mapping[int, int]
@@ -70,18 +70,19 @@ class PoolSpec:
 
 
 class StackOptions(TypedDict, total=False):
-    """What a stack is made of beside its pools."""
+    """Parts of a stack beside its pools."""
 
     config: HostTierConfig
     make_engine: Callable[[], CopyEngine]
-    """Not given: streams for CUDA, else threads."""
+    """Defaults to CUDA streams, or threads for other devices."""
     open_store: Callable[[], HiCacheStorage]
-    """Opens the store to put behind the cache, which is closed along with the stack. Not given: none."""
+    """Opens the storage backend to attach, which is closed with the stack. No backend by default."""
     policy: StoragePolicy
 
 
 class HybridStack(Generic[CacheT]):
-    """A cache and all below it. `close`, or leaving the context, lets running copies end and gives everything back."""
+    """A cache with its controller and pools. `close`, or leaving the context, waits for running copies and releases
+    everything."""
 
     def __init__(self, cache: CacheT, controller: HybridCacheController, opened: ExitStack) -> None:
         self.cache = cache
@@ -91,7 +92,7 @@ class HybridStack(Generic[CacheT]):
         self._opened = opened
 
     def close(self) -> None:
-        """The cache is of no use after that. Closing twice is harmless."""
+        """Close the stack; the cache must not be used afterwards. Closing twice is harmless."""
         self._opened.close()
 
     def __enter__(self) -> HybridStack[CacheT]:
@@ -107,7 +108,7 @@ def build_nsa_hybrid_stack(
     allocator: RowAllocator,
     **options: Unpack[StackOptions],
 ) -> HybridStack[CacheT]:
-    """The stack of a model with sparse attention: compressed KV, and the index on its rows. As `build_hybrid_stack`."""
+    """Build the stack of a model with sparse attention: compressed KV and its index. See `build_hybrid_stack`."""
     return build_hybrid_stack(nsa_pools(kv_pool, allocator), make_cache, **options)
 
 
@@ -118,12 +119,12 @@ def build_mamba_hybrid_stack(
     allocator: RowAllocator,
     **options: Unpack[StackOptions],
 ) -> HybridStack[CacheT]:
-    """The stack of a model with recurrent layers: KV of the others, and states. As `build_hybrid_stack`."""
+    """Build the stack of a model with recurrent layers: KV and recurrent states. See `build_hybrid_stack`."""
     return build_hybrid_stack(mamba_pools(kv_pool, req_pool, allocator), make_cache, **options)
 
 
 def nsa_pools(kv_pool: NSATokenToKVPool, allocator: RowAllocator) -> list[PoolSpec]:
-    """KV as compressed rows and INDEXER on them, in every layer."""
+    """Compressed KV and INDEXER on the same rows, in every layer."""
     from engine_cache.pools.host import MLATokenToKVPoolHost
     from engine_cache.pools.host_indexer import NSAIndexerPoolHost
 
@@ -146,7 +147,7 @@ def mamba_pools(kv_pool: HybridLinearKVPool, req_pool: HybridReqToTokenPool, all
 
 
 def swa_pools(kv_pool: SWAKVPool, full_allocator: RowAllocator, swa_allocator: RowAllocator) -> list[PoolSpec]:
-    """KV of the layers with full attention, and SWA of those with a window, each with rows of its own."""
+    """KV of the layers with full attention and SWA of those with a window, each with its own rows."""
     return [
         _rows_of_kv(PoolName.KV, kv_pool.full_kv_pool, full_allocator, kv_pool.full_layers),
         _rows_of_kv(PoolName.SWA, kv_pool.swa_kv_pool, swa_allocator, kv_pool.swa_layers),
@@ -160,8 +161,8 @@ def pools_of(
     req_pool: HybridReqToTokenPool | None = None,
     swa_allocator: RowAllocator | None = None,
 ) -> list[PoolSpec]:
-    """The pools of whatever kind of model has this KV pool and, besides, states (req_pool) or windows (swa_allocator).
-    Raises InvalidValueError, which names pool and components, for a model of no known kind."""
+    """Return the pools of the kind of model with this KV pool and, optionally, recurrent states (req_pool) or windows
+    (swa_allocator). Raises InvalidValueError, with pool and components, for an unknown kind."""
     from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
     from engine_cache.pools.device_swa import SWAKVPool
     from engine_cache.pools.mamba import HybridLinearKVPool
@@ -184,11 +185,11 @@ def pools_of(
 def build_hybrid_stack(
     specs: Sequence[PoolSpec], make_cache: Callable[[HybridCacheController], CacheT], **options: Unpack[StackOptions]
 ) -> HybridStack[CacheT]:
-    """Make the host pools of all specs, the first of which is the anchor's, a copy engine and a controller, then the
-    cache with that controller, and put a store behind it.
+    """Build the host pools of all specs (the first is the anchor's), a copy engine, a controller and the cache, and
+    attach a storage backend.
 
-    Memory is refused for all pools together, before the first byte is allocated. Raises StackError, which names the
-    step and has the cause chained, and then nothing stays open or allocated.
+    The memory of all pools is checked together before any is allocated. Raises StackError with the name of the failed
+    step and its cause; nothing stays open or allocated then.
     """
     config = options.get("config", HostTierConfig())
     step = "host pools"
@@ -216,7 +217,7 @@ def build_hybrid_stack(
 
 
 def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitStack) -> HostPoolGroup:
-    """The host pools, allocated together or not at all, and released by `opened`."""
+    """Allocate the host pools, all or none; `opened` releases them."""
     from engine_cache.pools.host_memory import allocate_host_pools
 
     entries: list[PoolEntry] = []
@@ -242,7 +243,7 @@ def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitS
 
 
 def _planned_host_pool(spec: PoolSpec, anchor: PoolEntry | None, config: HostTierConfig) -> HostPool:
-    """A host pool without tensors."""
+    """Create a host pool without allocating its tensors."""
     options: dict[str, Any] = {"name": spec.name.value, "layout": config.layout, "allocate": False}
     if anchor is None:
         options |= {"ratio": config.ratio, "host_size_gb": config.host_size_gb}

@@ -1,7 +1,7 @@
-"""What a tree asks of the storage tier: prefetches and archives, and the policy they follow.
+"""Operations of the storage tier: prefetches, archives and the policy they follow.
 
-Every host page of a prefetch has one owner at any time: the operation, or a release queue, or the tree. `take` and
-`end` hand pages over; both sides agree under the operation's lock on which those are.
+Every host page of a prefetch has one owner at any time: the operation, the release queue or the tree. `take` and `end`
+transfer ownership under the operation's lock.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ STOP_POLICIES = ("best_effort", "wait_complete", "timeout")
 
 @dataclass(frozen=True, slots=True)
 class StoragePolicy:
-    """How a cache uses its store. Raises InvalidValueError naming the field."""
+    """How a cache uses its storage backend. Raises InvalidValueError naming an invalid field."""
 
     prefetch_threshold: int = 256
-    """Units below which a prefetch is not worth it; a page at least."""
+    """Units below which nothing is prefetched; at least one page."""
     stop: str = "best_effort"
-    """When a prefetch is cut short: one of `STOP_POLICIES`."""
+    """When a prefetch is ended early: one of `STOP_POLICIES`."""
     timeout_base_s: float = 2.0
     timeout_per_1024_s: float = 0.1
-    """Seconds a 1024 units that the store has."""
+    """Seconds per 1024 units that the backend holds."""
     timeout_cap_s: float = 30.0
     batch_pages: int = 128
     archive_share: float = 0.5
-    """Share of the host's rows that may wait to be archived; with more, what comes then is not archived."""
+    """Share of the host rows that may wait to be archived. Beyond it, further nodes are not archived."""
     emit_storage_events: bool = False
-    """Whether pages in the store are announced like those of other tiers."""
+    """Whether events are recorded for pages in storage."""
 
     def __post_init__(self) -> None:
         if self.stop not in STOP_POLICIES:
@@ -53,12 +53,12 @@ class StoragePolicy:
                 raise InvalidValueError(name, getattr(self, name), "0 or more")
 
     def timeout_s(self, hit_units: int) -> float:
-        """How long a prefetch of that many units may take."""
+        """Return the time limit of a prefetch of that many units."""
         return min(self.timeout_cap_s, self.timeout_base_s + self.timeout_per_1024_s * hit_units / 1024)
 
 
 class PrefetchOperation:
-    """Pages on their way from the store to the host. Begun and taken by the tree, filled by the I/O side."""
+    """Pages being read from storage to the host. The tree starts it and takes the rows; the I/O side fills them."""
 
     def __init__(
         self,
@@ -72,22 +72,22 @@ class PrefetchOperation:
         self.req_id = req_id
         self.anchor = anchor
         self.key = key
-        """What is fetched, page-aligned; it begins where the anchor's prefix ends."""
+        """The units to fetch, page-aligned. They start where the anchor's prefix ends."""
         self.last_hash = last_hash
         self.extras = list(extras)
-        """Sidecar state of the end of the prefix, with host rows of its own. The tree's again once `is_over`; who keeps
-        the rows sets `host_indices` to None."""
+        """Transfers of sidecars, with host rows. They belong to the tree again once `is_over`. Setting `host_indices`
+        to None keeps the rows from being freed."""
         self.extra_pool_hit_pages: dict[PoolName, int] = {}
-        """Pages of each sidecar that were really read."""
+        """Pages of each sidecar that were read."""
         self.extra_pages = 0
-        """Pages of sidecars with rows of their own that were asked for, found or not; the I/O side's."""
+        """Sidecar pages requested so far, found or not. Used by the I/O side only."""
         self.hashes: list[str] = []
-        """Block hashes, one a page."""
+        """Block hashes, one per page."""
         self.keys: list[str] = []
-        """Names of the pages in the store."""
+        """Storage keys, one per page."""
         self._began = time.monotonic()
         self._lock = Lock()  # guards all below
-        self._rows = host_indices  # those that the operation owns
+        self._rows = host_indices  # owned by the operation
         self._hit_units: int | None = None
         self._completed_units = 0
         self._terminated = False
@@ -97,30 +97,30 @@ class PrefetchOperation:
     # the I/O side
 
     def cut_to_hit(self, hit_units: int) -> IndexArray:
-        """The store has no more than this; the rows beyond it, which are the caller's now."""
+        """Shorten the operation to the units that the backend holds. Return the other rows to the caller."""
         with self._lock:
             self._hit_units = hit_units
-            if self._taken:  # what is left goes when the operation ends
+            if self._taken:  # the remaining rows are returned by end()
                 return no_indices()
             self._rows, beyond = self._rows[:hit_units], self._rows[hit_units:]
             return beyond
 
     def next_batch(self, max_units: int) -> tuple[int, IndexArray]:
-        """Where the next batch begins, and its rows; no rows when there is nothing left to fetch."""
+        """Return the position of the next batch and its rows, which are empty if no KV is left to fetch."""
         with self._lock:
             if self._terminated:
                 return self._completed_units, no_indices()
             return self._completed_units, self._rows[self._completed_units : self._completed_units + max_units]
 
     def advance(self, units: int) -> bool:
-        """These are there, too. False if the operation was terminated meanwhile, and then they are not counted."""
+        """Count units that have arrived. False, without counting them, if the operation was terminated."""
         with self._lock:
             if not self._terminated:
                 self._completed_units += units
             return not self._terminated
 
     def end(self) -> IndexArray:
-        """The I/O side is through. Rows that did not arrive, which are the caller's now."""
+        """End the I/O side. Return the rows that did not arrive to the caller."""
         with self._lock:
             self._terminated = self._ended = True
             kept = 0 if self._taken else self._completed_units
@@ -130,18 +130,18 @@ class PrefetchOperation:
     # the tree's side
 
     def may_finish(self, policy: StoragePolicy) -> bool:
-        """Whether what has arrived may be taken now."""
+        """Return whether the tree may take what has arrived."""
         with self._lock:
             if self._terminated:
                 return True
             if self._completed_units == self._hit_units:
-                return False  # sidecar state is still being read, into rows that nobody may free
+                return False  # sidecars are still being read into their rows
             if policy.stop == "timeout":
                 return time.monotonic() - self._began > policy.timeout_s(self._hit_units or 0)
             return policy.stop == "best_effort"
 
     def take(self) -> IndexArray:
-        """Terminate; the rows that arrived, which are the caller's now."""
+        """Terminate the operation. Return the rows that arrived to the caller."""
         with self._lock:
             self._terminated = self._taken = True
             arrived, self._rows = self._rows[: self._completed_units], self._rows[self._completed_units :]
@@ -149,32 +149,32 @@ class PrefetchOperation:
 
     @property
     def is_over(self) -> bool:
-        """Both sides are through."""
+        """Whether both sides have ended."""
         with self._lock:
             return self._ended and self._taken
 
     def rows(self) -> IndexArray:
-        """What the operation owns at this moment."""
+        """Return a copy of the rows that the operation owns now."""
         with self._lock:
             return self._rows.copy()
 
 
 @dataclass(slots=True, eq=False)
 class ArchiveOperation:
-    """Pages on their way from the host to the store."""
+    """Pages being written from the host to storage."""
 
     node: TreeNode
-    """Holds a host reference until the tree has seen the acknowledgement."""
+    """Its host copy is held until the tree has processed the acknowledgement."""
     keys: list[str]
     host_indices: IndexArray
     extras: list[PoolTransfer] = field(default_factory=list)
     events: list[BlockStored] = field(default_factory=list)
-    """What to say of each page; empty when storage is not announced."""
+    """The store event of each page; empty without storage events."""
     extra_pages: int = 0
-    """Pages of sidecars with rows of their own that were handed to the store, taken or not."""
+    """Sidecar pages handed to the backend so far, stored or not."""
     completed_pages: int = 0
     num_units: int = 0
-    """On the host, that wait for the acknowledgement."""
+    """Units on the host that wait for the acknowledgement."""
 
 
 StorageOperation: TypeAlias = ArchiveOperation | PrefetchOperation
