@@ -1,36 +1,72 @@
-"""When to ask a publisher to name everything again: not too often, not all at once."""
+"""Resync requests: which publisher is asked to resend everything it holds, and when."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
 
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from indexer.slices import Interval
+from indexer.sources.reader import SourceReader
 from indexer.views import INDEX_FULL, View, ViewState
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 
+_PLAN_S = 0.1
 _LONGEST_PAUSE_S = 60.0
 
 
+class ResyncRequester:
+    """Sends planned requests in a task of its own, so that a slow source does not delay records."""
+
+    def __init__(self, planner: ResyncPlanner, reader: SourceReader) -> None:
+        self._planner = planner
+        self._reader = reader
+        self._interval = Interval(_PLAN_S)
+        self._task: asyncio.Task[None] | None = None
+
+    def start_when_due(self, namespaces: Namespaces, now: float) -> bool:
+        """Plan and send requests, if the last ones are sent and a tenth of a second has passed. now: monotonic."""
+        is_busy = self._task is not None and not self._task.done()
+        if is_busy or not self._interval.is_due(now):
+            return False
+        self._task = asyncio.create_task(self._send(self._planner.plan(namespaces, now)), name="resync-requests")
+        return True
+
+    async def stop(self) -> None:
+        """Cancel requests that are not sent yet."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _send(self, requests: list[ResyncRequest]) -> None:
+        for request in requests:
+            if not await self._reader.request(request):
+                return
+
+
 @dataclass(slots=True)
-class _Wish:
+class _Pending:
+    """A view that needs a resync."""
+
     due_at: float
     pause_s: float
+    """Time between the next request and the one after it."""
 
 
 class ResyncPlanner:
-    """Chooses which stale views to ask for now.
+    """Chooses the stale views whose publishers are asked now.
 
-    A view is asked for after a short random delay, then again after pauses that double; all views together stay under
-    `resync_rate_per_s`, so that many broken streams never starve live events.
+    A view is asked for after a short random delay, then again after pauses that double. All views together stay below
+    `resync_rate_per_s`, so that many broken streams do not starve live events.
     """
 
     def __init__(self, settings: IndexerSettings, seed: int | None = None) -> None:
         self._settings = settings
         self._random = random.Random(seed)  # noqa: S311  (jitter, not secrets)
-        self._wishes: dict[StreamId, _Wish] = {}
+        self._pending: dict[StreamId, _Pending] = {}
         self._demanded: set[StreamId] = set()
         self._budget = 1.0
         self._last_plan: float | None = None
@@ -38,27 +74,30 @@ class ResyncPlanner:
         """Requests planned so far."""
 
     def demand(self, view: View) -> None:
-        """An operator wants this view resynchronised at the next plan, whatever its state."""
+        """Include a view in the next plan, whatever its state: an operator asked for it."""
         self._demanded.add(view.stream)
 
     def plan(self, namespaces: Namespaces, now: float) -> list[ResyncRequest]:
-        """The requests to send now."""
+        """The requests to send now. now: monotonic seconds."""
+        self._refill_budget(now)
+        requests = self._demanded_requests(namespaces)
+        stale = {view.stream: view for view in namespaces.views if _can_be_mended(view)}
+        self._pending = {stream: pending for stream, pending in self._pending.items() if stream in stale}
+        for stream, view in stale.items():
+            pending = self._pending.setdefault(stream, self._first(now))
+            if pending.due_at <= now and self._budget >= 1.0:
+                self._budget -= 1.0
+                pending.due_at = now + pending.pause_s * self._random.uniform(1.0, 1.5)
+                pending.pause_s = min(2 * pending.pause_s, _LONGEST_PAUSE_S)
+                requests.append(ResyncRequest(stream.key, view.epoch, view.stale_reason))
+        self.requested += len(requests)
+        return requests
+
+    def _refill_budget(self, now: float) -> None:
         rate = self._settings.resync_rate_per_s
         elapsed = 0.0 if self._last_plan is None else now - self._last_plan
         self._last_plan = now
         self._budget = min(max(1.0, rate), self._budget + elapsed * rate)
-        requests = self._demanded_requests(namespaces)
-        stale = {view.stream: view for view in namespaces.views if _can_be_mended(view)}
-        self._wishes = {stream: wish for stream, wish in self._wishes.items() if stream in stale}
-        for stream, view in stale.items():
-            wish = self._wishes.setdefault(stream, self._first_wish(now))
-            if wish.due_at <= now and self._budget >= 1.0:
-                self._budget -= 1.0
-                wish.due_at = now + wish.pause_s * self._random.uniform(1.0, 1.5)
-                wish.pause_s = min(2 * wish.pause_s, _LONGEST_PAUSE_S)
-                requests.append(ResyncRequest(stream.key, view.epoch, view.stale_reason))
-        self.requested += len(requests)
-        return requests
 
     def _demanded_requests(self, namespaces: Namespaces) -> list[ResyncRequest]:
         requests = []
@@ -72,11 +111,11 @@ class ResyncPlanner:
                 requests.append(ResyncRequest(stream.key, view.epoch, "operator"))
         return requests
 
-    def _first_wish(self, now: float) -> _Wish:
+    def _first(self, now: float) -> _Pending:
         # the heartbeat after a gap may already prove that only heartbeats were lost
-        return _Wish(now + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
+        return _Pending(now + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
 
 
 def _can_be_mended(view: View) -> bool:
-    """A view whose pages did not fit would ask for ever."""
+    """Whether a resync can help. A view whose pages did not fit would ask forever."""
     return view.state is ViewState.STALE and (view.stale_reason != INDEX_FULL or view.index.has_room)

@@ -1,9 +1,9 @@
-"""Records of the Kafka topic: every partition, by explicit offsets, without a consumer group."""
+"""Records of a Kafka topic: all partitions, by explicit offsets, without a consumer group."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -12,6 +12,7 @@ from aiokafka.errors import KafkaError
 
 from indexer.sources.base import SourceUnavailableError
 from kv_events.codec import encode_resync
+from kv_events.kafka_clients import stop_consumer, stop_producer
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 
@@ -19,7 +20,6 @@ _FETCH_WAIT_MS = 100
 _PROBE_TIMEOUT_S = 3.0
 _MAX_RECORDS = 2000
 _PARTITION_BYTES = 4 * 2**20
-_STOP_S = 1.0
 
 
 class KafkaSource:
@@ -77,7 +77,7 @@ class KafkaSource:
         await self._clients.aclose()
 
     async def _open_clients(self) -> None:
-        """aiokafka's clients belong to the loop that runs when they are made."""
+        """Create and start the clients here: each belongs to the event loop that runs at its creation."""
         self._consumer = AIOKafkaConsumer(
             bootstrap_servers=self._bootstrap,
             group_id=None,
@@ -86,19 +86,19 @@ class KafkaSource:
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             max_partition_fetch_bytes=_PARTITION_BYTES,
         )
-        self._clients.push_async_callback(_stop_client, self._consumer.stop, self._consumer._client.close)
+        self._clients.push_async_callback(stop_consumer, self._consumer)
         await self._consumer.start()
         self._producer = AIOKafkaProducer(bootstrap_servers=self._bootstrap, acks="all", enable_idempotence=True)
-        self._clients.push_async_callback(_stop_client, self._producer.stop, self._producer.client.close)
+        self._clients.push_async_callback(stop_producer, self._producer)
         await self._producer.start()
         self._admin = AIOKafkaAdminClient(bootstrap_servers=self._bootstrap)
         self._clients.push_async_callback(self._admin.close)
         await self._admin.start()
 
     async def _assign_new(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        """Read the partitions that are not read yet; a topic that nobody wrote to appears with its first publisher.
+        """Begin to read partitions that are new. A topic appears with its first publisher.
 
-        Returns where the new ones begin.
+        Returns the offset at which each new partition begins.
         """
         described = await self._admin.describe_topics([self._events_topic])
         found = {TopicPartition(self._events_topic, p["partition"]) for topic in described for p in topic["partitions"]}
@@ -116,12 +116,3 @@ class KafkaSource:
         for tp, offset in kept.items():
             self._consumer.seek(tp, offset)
         return {tp.partition: kept[tp] for tp in new}
-
-
-async def _stop_client(stop: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> None:
-    """While the broker is away, aiokafka's stop waits for it, or lets a cancellation of its own out half-way."""
-    stopping = asyncio.ensure_future(stop())
-    await asyncio.wait({stopping}, timeout=_STOP_S)
-    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
-        stopping.cancel()
-        await close()

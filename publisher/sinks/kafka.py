@@ -7,7 +7,6 @@ away. So `send` rather waits than fails, and the publisher's bounded queue takes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -29,6 +28,7 @@ from aiokafka.errors import (
 
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError
+from kv_events.kafka_clients import stop_consumer, stop_producer
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
@@ -37,7 +37,6 @@ from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableEr
 log = logging.getLogger(__name__)
 
 _FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError, TopicAuthorizationFailedError)
-_FLUSH_S = 1.0
 _RETRY_S = 1.0
 
 
@@ -88,7 +87,7 @@ class KafkaSink:
         """Flush for at most a second, then disconnect."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            await _stop_consumer(consumer)
+            await stop_consumer(consumer)
         await self._stop_producer()
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
@@ -133,15 +132,9 @@ class KafkaSink:
         self._acknowledged = []
 
     async def _stop_producer(self) -> None:
-        """aiokafka cannot stop without a flush, and a flush waits for the broker."""
         producer, self._producer = self._producer, None
-        if producer is None:
-            return
-        with contextlib.suppress(TimeoutError, KafkaError):
-            await asyncio.wait_for(producer.stop(), _FLUSH_S)
-            return
-        await producer._sender.close()
-        await producer.client.close()
+        if producer is not None:
+            await stop_producer(producer)
 
     async def _start_consumer(self) -> None:
         topic = self._settings.control_topic
@@ -173,15 +166,6 @@ class KafkaSink:
         for topic, code, *_ in response.topic_errors:
             if code not in (0, TopicAlreadyExistsError.errno):
                 raise KafkaConnectionError(f"topic {topic}: {for_code(code).__name__}")
-
-
-async def _stop_consumer(consumer: Any) -> None:
-    """While the broker is away, aiokafka lets the cancellation of its own fetch out, and skips the rest then."""
-    stopping = asyncio.ensure_future(consumer.stop())
-    await asyncio.wait({stopping}, timeout=_FLUSH_S)
-    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
-        stopping.cancel()
-        await consumer._client.close()
 
 
 def _decoded(value: bytes) -> ResyncRequest | None:

@@ -240,7 +240,7 @@ async def test_a_loop_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_stop_in_the_middle_of_a_backlog_saves_whole_records_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.consumer._SLICE_S", 0.0)  # pause after every slice
+    monkeypatch.setattr("indexer.slices._SLICE_S", 0.0)  # pause after every slice
     log, stream = MemoryLog(), Stream()
     for batch in range(6):
         pages = list(range(1 + 30_000 * batch, 30_001 + 30_000 * batch))

@@ -38,13 +38,13 @@ async def test_health_and_readiness_of_a_running_consumer(serving: Any) -> None:
 
 async def test_a_consumer_that_is_not_ready_says_why(serving: Any) -> None:
     async with serving() as (client, fed):
-        fed.consumer.ready = False
+        fed.consumer.progress.is_caught_up = False
         assert "log" in check_problem(await client.get("/ready"), 503)["detail"]
 
 
 async def test_a_failed_consumer_fails_both_probes_and_nothing_of_it_leaks(serving: Any) -> None:
     async with serving() as (client, fed):
-        fed.consumer.failure, fed.consumer.ready = RuntimeError("password=secret"), False
+        fed.consumer.failure = RuntimeError("password=secret")
         for path in ("/health", "/ready"):
             problem = check_problem(await client.get(path), 503)
             assert "RuntimeError" in problem["detail"]
@@ -163,7 +163,7 @@ def test_settings_come_from_the_environment_and_hide_the_token(monkeypatch: pyte
     assert "s3cret" not in repr(settings)
 
 
-@pytest.mark.parametrize(("name", "value"), [("port", 70_000), ("max_body_bytes", 5), ("api_token", "")])
+@pytest.mark.parametrize(("name", "value"), [("port", 70_000), ("max_connections", 0), ("api_token", "")])
 def test_a_bad_setting_is_named(name: str, value: Any) -> None:
     with pytest.raises(InvalidValueError, match=f"KVSIGHT_{name.upper()}"):
         ApiSettings(**{name: value})

@@ -1,0 +1,62 @@
+"""How far the event log has been applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kv_events.records import LogRecord
+
+
+class Progress:
+    """Positions in the event log, and the goal that they are compared with.
+
+    Until everything that was in the log at the start is applied, the goal is the log's end at the start. Afterwards it
+    is the end as of the last probe.
+    """
+
+    def __init__(self) -> None:
+        self.is_caught_up = False
+        """Whether everything that was in the event log at the start has been applied."""
+        self.positions: dict[int, int] = {}
+        """Partition -> offset of the next record to apply."""
+        self._goal: Mapping[int, int] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the event log has been opened."""
+        return self._goal is not None
+
+    def start(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> None:
+        """The event log was opened. begins: where each partition is read from; ends: where it ends now."""
+        self.positions |= begins
+        self._goal = ends
+
+    def is_applied(self, record: LogRecord) -> bool:
+        """Whether a record was applied before."""
+        return record.offset < self.positions.get(record.partition, 0)
+
+    def advance(self, record: LogRecord) -> None:
+        """A record has been applied."""
+        self.positions[record.partition] = record.offset + 1
+
+    def has_reached(self, goal: Mapping[int, int]) -> bool:
+        """Whether everything before some offsets has been applied. goal: partition -> offset."""
+        return all(self.positions.get(partition, 0) >= end for partition, end in goal.items())
+
+    def catches_up(self) -> bool:
+        """True once: when the goal of the start has been reached."""
+        if self.is_caught_up or self._goal is None or not self.has_reached(self._goal):
+            return False
+        self.is_caught_up = True
+        return True
+
+    def see_ends(self, ends: Mapping[int, int]) -> None:
+        """The event log was probed."""
+        if self.is_caught_up:
+            self._goal = ends
+
+    def lag(self) -> int | None:
+        """Records that are not applied yet, as of the last probe. None before the first."""
+        if self._goal is None:
+            return None
+        return sum(max(0, end - self.positions.get(partition, 0)) for partition, end in self._goal.items())

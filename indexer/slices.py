@@ -1,0 +1,48 @@
+"""Work in short slices on the event loop, so that queries are answered between them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+_SLICE_S = 0.001
+"""Time after which queries get a turn."""
+
+
+class Slices:
+    """Measures how long one owner has kept the event loop, and gives it up after a millisecond."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    async def run(self, steps: Iterator[None]) -> Any:
+        """Run a generator to its end, with pauses between its steps. Returns what it returns."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+            await self.breathe()
+
+    async def breathe(self) -> None:
+        """Let other tasks run if this slice has lasted long enough."""
+        if time.perf_counter() - self._began > _SLICE_S:
+            await asyncio.sleep(0)
+            self._began = time.perf_counter()
+
+
+class Interval:
+    """Says when something that happens regularly is due. Times are monotonic seconds."""
+
+    def __init__(self, period_s: float, first_at: float = 0.0) -> None:
+        self._period_s = period_s
+        self._next_at = first_at
+
+    def is_due(self, now: float) -> bool:
+        """Whether the time has come; True begins the next period."""
+        if now < self._next_at:
+            return False
+        self._next_at = now + self._period_s
+        return True

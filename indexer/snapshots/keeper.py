@@ -1,0 +1,64 @@
+"""Loading the newest snapshot at the start, and writing new ones in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from indexer.settings import IndexerSettings
+from indexer.slices import Interval
+from indexer.snapshots.base import SnapshotDamagedError, SnapshotStore, SnapshotStoreError
+from indexer.snapshots.image import Snapshot, SnapshotParts, unpack
+
+logger = logging.getLogger(__name__)
+
+
+class SnapshotKeeper:
+    """Owns the store and the task that writes to it. A store that fails costs freshness only."""
+
+    def __init__(self, store: SnapshotStore | None, settings: IndexerSettings, now: float) -> None:
+        """store: None keeps nothing. now: monotonic seconds; the first snapshot is due one interval later."""
+        self.written = 0
+        """Snapshots written so far."""
+        self.failures = 0
+        """Snapshots that could not be written."""
+        self._store = store
+        self._settings = settings
+        self._interval = Interval(settings.snapshot_interval_s, now + settings.snapshot_interval_s)
+        self._saving: asyncio.Task[None] | None = None
+
+    async def load(self) -> Snapshot | None:
+        """The newest snapshot. None if there is none that can be read."""
+        if self._store is None:
+            return None
+        try:
+            data = await self._store.load()
+            return None if data is None else unpack(data, self._settings)
+        except (SnapshotStoreError, SnapshotDamagedError) as error:
+            logger.warning("no snapshot loaded, reading the log from its beginning: %s", error)
+            return None
+
+    async def save_when_due(self, now: float, copy: Callable[[], Awaitable[SnapshotParts]]) -> None:
+        """Copy the views and begin to write them, if an interval has passed and the last snapshot is written."""
+        is_busy = self._saving is not None and not self._saving.done()
+        if self._store is not None and not is_busy and self._interval.is_due(now):
+            self._saving = asyncio.create_task(self._save(self._store, await copy()), name="snapshot")
+
+    async def close(self, copy: Callable[[], Awaitable[SnapshotParts]] | None) -> None:
+        """Finish the snapshot that is being written, write a last one unless `copy` is None, and close the store."""
+        if self._saving is not None:
+            await self._saving
+        if self._store is not None:
+            if copy is not None:
+                await self._save(self._store, await copy())
+            await self._store.close()
+
+    async def _save(self, store: SnapshotStore, parts: SnapshotParts) -> None:
+        try:
+            await store.save(await asyncio.to_thread(parts.pack))
+        except SnapshotStoreError as error:
+            self.failures += 1
+            logger.warning("snapshot not written: %s", error)
+        else:
+            self.written += 1

@@ -1,0 +1,94 @@
+"""Reading a source through its outages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from indexer.sources.base import Source, SourceUnavailableError
+from kv_events.backoff import Backoff
+from kv_events.records import LogRecord
+from kv_events.schema import ResyncRequest
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 1.0
+
+
+class Opened(NamedTuple):
+    """A source that is ready to be read."""
+
+    begins: Mapping[int, int]
+    """Partition -> offset of the first record that comes."""
+    ends: Mapping[int, int]
+    """Partition -> offset after the newest record."""
+
+
+class SourceReader:
+    """A source whose failures are pauses. An outage is logged once."""
+
+    def __init__(self, source: Source, on_alive: Callable[[], None] = lambda: None) -> None:
+        """on_alive: called whenever the source has proved that it can be read."""
+        self.error: str | None = None
+        """Why the source cannot be read now. None: it can."""
+        self._source = source
+        self._on_alive = on_alive
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+
+    async def start(self, positions: Mapping[int, int]) -> Opened | None:
+        """Open the source at some positions. Returns None, after a pause, if it is unavailable."""
+        try:
+            return Opened(await self._source.start(positions), await self._source.ends())
+        except SourceUnavailableError as error:
+            await self._pause(error)
+            return None
+
+    async def fetch(self) -> Sequence[LogRecord]:
+        """The next records. Returns none, after a pause, if the source is unavailable."""
+        try:
+            records = await self._source.fetch()
+        except SourceUnavailableError as error:
+            await self._pause(error)
+            return []
+        if records:
+            self._is_alive()
+        return records
+
+    async def ends(self) -> Mapping[int, int] | None:
+        """Partition -> offset after its newest record. None if the source is unavailable."""
+        try:
+            ends = await self._source.ends()
+        except SourceUnavailableError as error:
+            self._is_away(error)
+            return None
+        self._is_alive()
+        return ends
+
+    async def request(self, request: ResyncRequest) -> bool:
+        """Send a request to a publisher. False if the source is unavailable."""
+        try:
+            await self._source.request(request)
+        except SourceUnavailableError as error:
+            self._is_away(error)
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Release the source."""
+        await self._source.stop()
+
+    async def _pause(self, error: SourceUnavailableError) -> None:
+        self._is_away(error)
+        await self._backoff.pause()
+
+    def _is_away(self, error: SourceUnavailableError) -> None:
+        if self.error is None:
+            logger.warning("source: %s", error)
+        self.error = str(error)
+
+    def _is_alive(self) -> None:
+        self.error = None
+        self._backoff.reset()
+        self._on_alive()
