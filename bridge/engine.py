@@ -21,6 +21,7 @@ from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
 from bridge.worker_threads import WorkerThreads
+from kv_events.backoff import Backoff
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
 from kv_events.rate_limited_logger import RateLimitedLogger
@@ -101,7 +102,7 @@ class EngineReader:
         )
 
     async def _run(self) -> None:
-        pause_s = _FIRST_RETRY_S
+        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             began = time.monotonic()
             try:
@@ -116,9 +117,8 @@ class EngineReader:
             for engine_stream in self._engine_streams.values():
                 engine_stream.set_heard(False)
             if time.monotonic() - began > _LAST_RETRY_S:
-                pause_s = _FIRST_RETRY_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
+                backoff.reset()
+            await backoff.pause()
             self._subscriber = self._new_subscriber()
 
     def _new_subscriber(self) -> Subscriber:

@@ -22,13 +22,15 @@ class Backoff:
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s = first_s
         self._longest_s = longest_s
-        self._attempt = 0
+        self.failed_attempts = 0
+        """Since the last success."""
 
     async def pause(self) -> None:
         """Wait after a failed attempt."""
-        attempt, self._attempt = self._attempt, self._attempt + 1
-        await asyncio.sleep(pause_s(attempt, self._first_s, self._longest_s))
+        pause = pause_s(self.failed_attempts, self._first_s, self._longest_s)
+        self.failed_attempts += 1
+        await asyncio.sleep(pause)
 
     def reset(self) -> None:
         """Begin again with the first pause, after an attempt that succeeded."""
-        self._attempt = 0
+        self.failed_attempts = 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import httpx
 
+from kv_events import backoff
+
 _COME_BACK = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 """No connection, or one that broke. A server that is merely slow is not asked for the same thing again."""
-
-_random = random.SystemRandom()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +36,5 @@ class RetryPolicy:
             asked = float(after) if after.isascii() and after.isdecimal() else 0.0
         elif not isinstance(outcome, _BROKEN):
             return None
-        pause_s = min(self.longest_pause_s, self.first_pause_s * 2**attempt) * _random.uniform(0.5, 1)
+        pause_s = backoff.pause_s(attempt, self.first_pause_s, self.longest_pause_s)
         return None if asked > self.longest_pause_s else max(asked, pause_s)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from kv_events.backoff import Backoff
 from publisher.outbox import Outbox
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
 
@@ -133,7 +133,7 @@ class Drain:
 
     async def _until_available(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Repeat, with growing pauses, what the sink is at present not there for."""
-        pause_s = _FIRST_RETRY_S
+        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:
                 await attempt()
@@ -141,8 +141,7 @@ class Drain:
                 if self.is_sink_available:
                     log.warning("publisher %s: %s; trying again", self._worker, error)
                 self.is_sink_available = False
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1))  # noqa: S311
-                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+                await backoff.pause()
             else:
                 if not self.is_sink_available:
                     log.info("publisher %s: the sink takes records again", self._worker)

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from indexer.sources.base import Source, SourceUnavailableError
+from indexer.sources.base import Source
+from indexer.sources.reader import SourceReader
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
 from kvsight.cli.console import err
-
-_RETRY_S = 1.0
 
 
 def record(
@@ -53,27 +52,19 @@ def next_offsets(folder: Path) -> dict[int, int]:
 
 
 async def _copy(source: Source, writer: EventLogWriter, positions: dict[int, int], once: bool) -> None:
+    reader = SourceReader(source)
     try:
         positions = dict(await source.start(positions))  # the topic may have been made anew
         goal = await source.ends() if once else None
         with err.status(f"recording, {writer.next_index} records so far; Ctrl-C stops") as status:
             while goal is None or any(positions.get(p, 0) < end for p, end in goal.items()):
-                for found in await _fetch(source):
+                for found in await reader.fetch():
                     _append(writer, found)
                     positions[found.partition] = found.offset + 1
                 await asyncio.to_thread(writer.flush)
                 status.update(f"recording, {writer.next_index} records so far; Ctrl-C stops")
     finally:
         await source.stop()
-
-
-async def _fetch(source: Source) -> list[LogRecord]:
-    try:
-        return list(await source.fetch())
-    except SourceUnavailableError as error:
-        err.print(f"waiting: {error}")
-        await asyncio.sleep(_RETRY_S)
-        return []
 
 
 def _append(writer: EventLogWriter, found: LogRecord) -> None:
