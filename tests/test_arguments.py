@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
-    "kv_events", "engine_cache", "publisher", "indexer", "api", "simulation", "kvsight", "benchmarks",
+    "kv_events", "engine_cache", "publisher", "bridge", "indexer", "api", "simulation", "kvsight", "benchmarks",
     "examples", "tests",
 )  # fmt: skip
 MOST = 12

@@ -17,13 +17,15 @@ import numpy.typing as npt
 
 from bridge.decoding import batch_kernels as batches
 from bridge.decoding import event_rows as columns
+from bridge.decoding.event_rows import ScannedEvents
 from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
 from bridge.decoding.run_kernels import begin_run
 from bridge.decoding.runs import BadEvent, ClearedRun, Location, MixedRun, PageEvents, RemovedRun, Run, StoredRun
 from bridge.decoding.scan_kernels import scan_batches
+from kv_events.bundles import resident
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
-from kv_events.hashing import U32Array, U64Array
+from kv_events.hashing import U32Array
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
 """Larger payloads are not decoded."""
@@ -59,16 +61,6 @@ class UnreadableBatch(NamedTuple):
     reason: str
 
 
-class _EventColumns(NamedTuple):
-    """Columns of events; the first [number of rows] are filled."""
-
-    lengths: npt.NDArray[np.int64]
-    parents: U64Array
-    has_parent: npt.NDArray[np.uint8]
-    is_removal: npt.NDArray[np.uint8]
-    location_indices: npt.NDArray[np.uint8]
-
-
 class Decoder(threading.local):
     """Decodes into buffers that grow with the largest payload.
 
@@ -76,12 +68,7 @@ class Decoder(threading.local):
     """
 
     def __init__(self) -> None:
-        self._rows = np.empty((_ROWS, columns.NUM_COLUMNS), np.int64)
-        self._columns = _EventColumns(
-            np.empty(_ROWS, np.int64), np.empty(_ROWS, np.uint64), *(np.empty(_ROWS, np.uint8) for _ in range(3))
-        )
-        self._hashes = np.empty(0, np.uint64)
-        self._tokens = np.empty(0, np.uint32)
+        self._make_room(0)
 
     def decode(self, payload: Payload) -> Batch:
         """Decode one payload. Raises UndecodableError."""
@@ -99,10 +86,23 @@ class Decoder(threading.local):
         else:
             readable = list(payloads)
         joined = b"".join(readable)  # a single payload of bytes is not copied
-        if len(self._hashes) <= len(joined):
-            self._hashes = np.empty(2 * len(joined) + 1, np.uint64)
-            self._tokens = np.empty(2 * len(joined) + 1, np.uint32)
+        if len(self._events.hashes) <= len(joined):
+            self._make_room(len(joined))
         return self._batches(payloads, joined, np.array([0, *accumulate(map(len, readable))], np.int64))
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Make buffers for the events of payloads with this total size."""
+        self._events = ScannedEvents(
+            np.empty((_ROWS, columns.NUM_COLUMNS), np.int64),
+            np.empty(_ROWS, np.int64),
+            np.empty(_ROWS, np.uint64),
+            np.empty(_ROWS, np.uint8),
+            np.empty(_ROWS, np.uint8),
+            np.empty(_ROWS, np.uint8),
+            np.empty(2 * num_bytes + 1, np.uint64),
+            np.empty(2 * num_bytes + 1, np.uint32),
+        )
+        self._resident = resident(self._events)
 
     def _batches(
         self, payloads: Sequence[Payload], joined: bytes, borders: npt.NDArray[np.int64]
@@ -110,7 +110,7 @@ class Decoder(threading.local):
         data, header = np.frombuffer(joined, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
         number = 0
         while number < len(payloads):
-            is_read = scan_batches(data, borders, header, self._rows, *self._columns, self._hashes, self._tokens)
+            is_read = scan_batches(data, borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
                 yield Batch(None if rank < 0 else rank, num_bad_ranks, self._runs(joined, num_rows))
@@ -120,10 +120,10 @@ class Decoder(threading.local):
                 yield UnreadableBatch(number - 1, f"{size} bytes{limit}")
 
     def _runs(self, data: bytes, num_rows: int) -> Iterator[tuple[Run, int]]:
-        begins = np.flatnonzero(self._rows[:num_rows, columns.CONTINUES] == 0).tolist()
+        begins = np.flatnonzero(self._events.rows[:num_rows, columns.CONTINUES] == 0).tolist()
         for start, stop in pairwise([*begins, num_rows]):
             try:
-                run = self._run(data, self._rows[start].tolist(), start, stop)
+                run = self._run(data, self._events.rows[start].tolist(), start, stop)
             except _UNREADABLE:
                 yield from ((self._single(data, number), 1) for number in range(start, stop))
             else:
@@ -143,9 +143,9 @@ class Decoder(threading.local):
 
     def _single(self, data: bytes, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
-        begin_run(self._rows, number)
-        self._columns.location_indices[number] = 0
-        row = self._rows[number].tolist()
+        begin_run(self._events.rows, number)
+        self._events.location_indices[number] = 0
+        row = self._events.rows[number].tolist()
         try:
             return self._run(data, row, number, number + 1)
         except _UNREADABLE:
@@ -154,23 +154,27 @@ class Decoder(threading.local):
             return BadEvent("field", may_remove(event) if is_mooncake_event else row[columns.KIND] != columns.STORED)
 
     def _pages(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
-        last = row if stop == start + 1 else self._rows[stop - 1].tolist()
-        hashes = self._hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
+        last = row if stop == start + 1 else self._events.rows[stop - 1].tolist()
+        hashes = self._events.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
         attention_group = None if row[columns.GROUP] < 0 else row[columns.GROUP]
         store = row[columns.STORE_ROW]
         if store < 0 and row[columns.NUM_LOCATIONS] == 1:
             return RemovedRun(hashes, _location(data, row), attention_group)
         here = slice(start, stop)
-        lengths, parents, has_parent, is_removal, location_indices = self._columns
-        events = PageEvents(hashes, lengths[here], parents[here], has_parent[here], is_removal[here])
-        tokens = self._tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
-        store_row = row if store in (start, -1) else self._rows[store].tolist()
+        scanned = self._events
+        events = PageEvents(
+            hashes, scanned.lengths[here], scanned.parents[here], scanned.has_parent[here], scanned.is_removal[here]
+        )
+        tokens = self._events.tokens[row[columns.TOKEN_FROM] : last[columns.TOKEN_TO]]
+        store_row = row if store in (start, -1) else self._events.rows[store].tolist()
         stored = _stored(data, store_row, events, tokens, attention_group)
         if row[columns.NUM_LOCATIONS] == 1 and (start + 1 == stop or not events.is_removal.any()):
             return stored
         location_rows = row[columns.LOCATION_ROWS : columns.LOCATION_ROWS + row[columns.NUM_LOCATIONS]]
         return MixedRun(
-            stored, location_indices[here], [_location(data, self._rows[number].tolist()) for number in location_rows]
+            stored,
+            scanned.location_indices[here],
+            [_location(data, self._events.rows[number].tolist()) for number in location_rows],
         )
 
 

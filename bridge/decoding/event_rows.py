@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from kv_events.bundles import I64Matrix, I64Vector, U8Vector, U32Vector, U64Vector
 from kv_events.kernels import array_helper
 
 # columns of a row
@@ -21,6 +24,27 @@ STORED, REMOVED, CLEARED, MOONCAKE_EVENT, UNREADABLE, BAD_STORE = range(6)
 REASONS = ("", "type", "range", "tokens", "tag", "truncated")
 """Texts of the values of column REASON."""
 OK, TYPE, RANGE, TOKENS, TAG, TRUNCATED = range(len(REASONS))
+
+
+class ScannedEvents(NamedTuple):
+    """Output of `scan_batches`: up to n events, with their hashes and tokens. Columns are as in `PageEvents`."""
+
+    rows: I64Matrix
+    """[n, NUM_COLUMNS]"""
+    lengths: I64Vector
+    """[n]"""
+    parents: U64Vector
+    """[n]"""
+    has_parent: U8Vector
+    """[n]"""
+    is_removal: U8Vector
+    """[n]"""
+    location_indices: U8Vector
+    """[n] index of the event's location in its run."""
+    hashes: U64Vector
+    """Filled from the start; columns HASH_FROM and HASH_TO index it. Longer than all payloads."""
+    tokens: U32Vector
+    """Filled from the start; columns TOKEN_FROM and TOKEN_TO index it. Longer than all payloads."""
 
 
 @array_helper

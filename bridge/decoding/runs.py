@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from bridge.decoding.mooncake_events import MooncakeEvent
+from kv_events.bundles import I64Vector, U8Vector, U64Input, U64Vector
 from kv_events.hashing import U32Array, U64Array
 
 _MASK64 = 2**64 - 1
@@ -21,15 +21,15 @@ _MASK64 = 2**64 - 1
 class PageEvents(NamedTuple):
     """Pages stored and removed by one or more events, as engine hashes."""
 
-    block_hashes: npt.NDArray[np.uint64]
+    block_hashes: U64Input
     """[n] pages of all events, one after the other."""
-    lengths: npt.NDArray[np.int64]
+    lengths: I64Vector
     """[m] pages of each event."""
-    parents: npt.NDArray[np.uint64]
+    parents: U64Vector
     """[m] block hash before each stored event's first page."""
-    has_parent: npt.NDArray[np.uint8]
+    has_parent: U8Vector
     """[m] whether `parents` applies. If not, the event's first page begins a prompt."""
-    is_removal: npt.NDArray[np.uint8]
+    is_removal: U8Vector
     """[m] whether the event removes its pages."""
 
     def part(self, start: int, stop: int, first_page: int, end_page: int) -> PageEvents:
@@ -44,7 +44,7 @@ class PageEvents(NamedTuple):
         )
 
     @classmethod
-    def stored(cls, block_hashes: npt.NDArray[np.uint64], parent: int | None) -> PageEvents:
+    def stored(cls, block_hashes: U64Vector, parent: int | None) -> PageEvents:
         """A store event. parent: block hash of the page before the first."""
         return cls(
             block_hashes,
@@ -115,7 +115,7 @@ class MixedRun(NamedTuple):
 
     stored: StoredRun
     """The properties that all stores share; the location varies. Its `events` include the removals."""
-    location_indices: npt.NDArray[np.uint8]
+    location_indices: U8Vector
     """[m] index of each event's location in `locations`."""
     locations: list[Location]
 

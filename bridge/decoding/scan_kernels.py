@@ -48,6 +48,7 @@ from bridge.decoding.event_rows import (
     TRUNCATED,
     TYPE,
     UNREADABLE,
+    ScannedEvents,
     fail,
 )
 from bridge.decoding.field_kernels import (
@@ -63,6 +64,7 @@ from bridge.decoding.field_kernels import (
 )
 from bridge.decoding.msgpack_kernels import ARRAY, MAP, read_head, read_key, skip
 from bridge.decoding.run_kernels import begin_run, join_run, leave_run, shape
+from kv_events.bundles import I64Vector, U8Input
 from kv_events.kernels import array_function, array_kernel
 
 
@@ -158,22 +160,15 @@ def _put_in_run(data, header, rows, location_indices):
 
 # --- entry point ----------------------------------------------------------------------------------------------------
 
-_DATA = types.Array(types.uint8, 1, "C", readonly=True)
-_I64, _U64, _U8 = types.int64[::1], types.uint64[::1], types.uint8[::1]
 
-
-@array_kernel(types.boolean(_DATA, _I64, _I64, types.int64[:, ::1], _I64, _U64, _U8, _U8, _U8, _U64, types.uint32[::1]))
-def scan_batches(
-    data, borders, header, rows, lengths, parents, has_parent, is_removal, location_indices, hashes, tokens
-):
-    """Read the next events of consecutive batches of one rank, at most as many as there are rows.
+@array_kernel(types.boolean, U8Input, I64Vector, I64Vector, ScannedEvents)
+def scan_batches(data, borders, header, out):
+    """Read the next events of consecutive batches of one rank, at most as many as `out` has room for.
 
     data: uint8, the payloads of b batches, one after the other. borders: int64[b + 1]. header: int64[13], zeros at
-    first; the kernel advances it. rows: int64[n, 35], one row an event. lengths, parents, has_parent, is_removal,
-    location_indices: [n], see `PageEvents` and `MixedRun`. hashes: uint64 and tokens: uint32, each longer than all
-    payloads; filled from the start, and indexed by columns HASH_FROM and so on. Returns False if the first payload is
-    not a batch; it is skipped.
+    first; the kernel advances it. Returns False if the first payload is not a batch; it is skipped.
     """
+    rows = out.rows
     num_batches, is_first = borders.shape[0] - 1, True
     header[RANK:] = 0
     while header[BATCH] < num_batches and header[NUM_ROWS] < rows.shape[0]:
@@ -184,11 +179,11 @@ def scan_batches(
         mark, run = header[NUM_ROWS], header[RUN]
         while header[NUM_ROWS] < rows.shape[0] and header[LEFT] > 0:
             number = header[NUM_ROWS]
-            _read_row(data, stop, header, rows, hashes, tokens)
+            _read_row(data, stop, header, rows, out.hashes, out.tokens)
             row = rows[number]
-            lengths[number], is_removal[number] = row[HASH_TO] - row[HASH_FROM], row[KIND] == REMOVED
-            parents[number], has_parent[number] = np.uint64(row[PARENT]), row[HAS_PARENT]
-            _put_in_run(data, header, rows, location_indices)
+            out.lengths[number], out.is_removal[number] = row[HASH_TO] - row[HASH_FROM], row[KIND] == REMOVED
+            out.parents[number], out.has_parent[number] = np.uint64(row[PARENT]), row[HAS_PARENT]
+            _put_in_run(data, header, rows, out.location_indices)
             header[NUM_ROWS] += 1
         find_rank(data, stop, header)
         if is_first:

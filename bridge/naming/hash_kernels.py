@@ -15,13 +15,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
 from bridge.decoding.runs import PageEvents
+from kv_events.bundles import I64Vector, U8Vector, U16Vector, U64Input, U64Matrix, U64Vector, spread
 from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
-from kv_events.page_table import Table
 from kv_events.page_table_kernels import (
     AHEAD,
     fetch,
@@ -33,7 +32,7 @@ from kv_events.page_table_kernels import (
     was_used,
 )
 from kv_events.xxh3 import hash_pair
-from publisher.blocks import ASKED_FOR, BLOCK_ARRAYS, HELD, MOST_HELD, REMEMBERED, STATE, Blocks, is_held
+from publisher.blocks import ASKED_FOR, HELD, MOST_HELD, REMEMBERED, STATE, Blocks, is_held
 
 # elements of cursor: next event, positions in input and output, and numbers of unknown and ambiguous pages
 EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_AMBIGUOUS = range(6)
@@ -59,38 +58,33 @@ class HashArrays(NamedTuple):
 
     blocks: Blocks
     """Shared with the ledger, which marks the pages that are held."""
-    sequence_hashes: npt.NDArray[np.uint64]
+    sequence_hashes: U64Vector
     """[capacity + 1]"""
-    seeds: npt.NDArray[np.uint64]
+    seeds: U64Vector
     """[capacity + 1] seed of the page's namespace, which its children inherit."""
-    namespaces: npt.NDArray[np.uint16]
+    namespaces: U16Vector
     """[capacity + 1] number of the page's hash namespace."""
-    clock: npt.NDArray[np.int64]
+    clock: I64Vector
     """[3] see HAND, MOST_IDLE, HAS_COLLISIONS."""
 
 
 class TranslatedColumns(NamedTuple):
     """Output of `translate_pages`: n pages, stored and removed, and m events, some of them empty."""
 
-    engine_hashes: npt.NDArray[np.uint64]
+    engine_hashes: U64Vector
     """[n]"""
-    block_hashes: npt.NDArray[np.uint64]
+    block_hashes: U64Vector
     """[n] the ledger's hashes: another one than the engine's where pages collide."""
-    sequence_hashes: npt.NDArray[np.uint64]
+    sequence_hashes: U64Vector
     """[n] 0 for removed pages."""
-    flags: npt.NDArray[np.uint8]
+    flags: U8Vector
     """[n] UNIQUE, or bits COLLIDING and REASSIGNED."""
-    lengths: npt.NDArray[np.int64]
+    lengths: I64Vector
     """[m] pages of each event."""
-    parents: npt.NDArray[np.uint64]
+    parents: U64Vector
     """[m] the ledger's hash before each stored event's first page."""
-    has_parent: npt.NDArray[np.uint8]
+    has_parent: U8Vector
     """[m] whether `parents` applies."""
-
-
-_U64, _U64_IN = types.uint64[::1], types.Array(types.uint64, 1, "C", readonly=True)
-_I64, _U8 = types.int64[::1], types.uint8[::1]
-_HASHES = (*BLOCK_ARRAYS, _U64, _U64, types.uint16[::1], _I64)
 
 
 @array_helper
@@ -225,12 +219,6 @@ def _look_up(arrays, block_hash, salt, seed, is_stated):
 
 
 @array_helper
-def _arrays(keys, directory, slots, segments, meta, columns, tally, sequence_hashes, seeds, namespaces, clock):
-    blocks = Blocks(Table(keys, directory, slots, segments, meta), columns, tally)
-    return HashArrays(blocks, sequence_hashes, seeds, namespaces, clock)
-
-
-@array_helper
 def _translate_event(arrays, out, cursor, pages, event, local, salt, namespace, seed, base, parent, has_parent):
     block_hashes = pages.block_hashes
     first, first_local, position = cursor[PAGE_IN], cursor[LOCAL_IN], cursor[PAGE_OUT]
@@ -260,8 +248,24 @@ def _pass_on(out, cursor, block_hashes, num_pages):
     cursor[PAGE_OUT] = position + num_pages
 
 
-@array_helper
-def _translate_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, namespace):
+# --- entry points -----------------------------------------------------------------------------------------------------
+
+
+@array_kernel(
+    types.int64, HashArrays, spread(TranslatedColumns), spread(PageEvents), U64Vector, U64Vector, I64Vector,
+    types.uint64, types.uint64, types.boolean, types.uint64, types.uint16,
+)  # fmt: skip
+def translate_pages(arrays, out, pages, local, seeds, cursor, seed, base, is_stated, salt, namespace):
+    """Translate stored pages and pass removed ones on. Returns the event where it stopped, or their number when done.
+
+    out: as long as `pages`. local: uint64[stored pages], their local hashes by `seeds` (uint64[m], one an event).
+    cursor: int64[6], zeros at first. base: seed that all hashes are rolled with. salt, namespace: of the namespace.
+    seed: of the events; a child inherits its parent's instead unless is_stated. If an event needs another seed than
+    its local hashes were made with, the kernel writes it into `seeds` and returns the event: hash its pages again and
+    call again.
+    """
+    if cursor[EVENT] == 0:
+        _tidy_up(arrays, local.shape[0])
     for event in range(cursor[EVENT], pages.lengths.shape[0]):
         num_pages = pages.lengths[event]
         out.lengths[event], out.has_parent[event] = num_pages, 0
@@ -292,71 +296,28 @@ def _translate_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_st
     return pages.lengths.shape[0]
 
 
-# --- entry points -----------------------------------------------------------------------------------------------------
+@array_kernel(types.int64, HashArrays, U64Input, U64Matrix, types.uint64, types.boolean, types.uint64)
+def look_up_pages(arrays, block_hashes, found, seed, is_stated, salt):
+    """Look pages up by engine hash alone. Returns how many are known.
 
-
-@array_kernel(
-    types.int64(
-        _U64_IN, _I64, _U64, _U8, _U8, _U64, _U64, types.uint64, types.uint64, types.boolean, types.uint64,
-        types.uint16, _I64, _U64, _U64, _U64, _U8, _I64, _U64, _U8, *_HASHES,
-    )
-)  # fmt: skip
-def translate_pages(
-    block_hashes, lengths, parents, has_parent, is_removal, local, seeds, seed, base, is_stated, salt, namespace,
-    cursor, out_engine_hashes, out_block_hashes, out_sequence_hashes, out_flags, out_lengths, out_parents,
-    out_has_parent, keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces,
-    clock,
-):  # fmt: skip
-    """Translate stored pages and pass removed ones on. Returns the event where it stopped, or their number when done.
-
-    block_hashes, lengths, parents, has_parent, is_removal: see `PageEvents`, m events.
-    local: uint64[stored pages], their local hashes by `seeds` (uint64[m], one an event). seed: that of the events; a
-    child inherits its parent's instead unless is_stated. If an event needs another seed than its local hashes were made
-    with, the kernel writes it into `seeds` and returns the event: hash its pages again and call again. base: seed that
-    all hashes are rolled with. cursor: int64[6], zeros at first. out_*: see `TranslatedColumns`; as long as the input.
+    found: uint64[3, n]: engine, ledger and sequence hashes of the known pages, filled from the start.
     """
-    arrays = _arrays(
-        keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock
-    )
-    out = TranslatedColumns(
-        out_engine_hashes, out_block_hashes, out_sequence_hashes, out_flags, out_lengths, out_parents, out_has_parent
-    )
-    pages = PageEvents(block_hashes, lengths, parents, has_parent, is_removal)
-    if cursor[EVENT] == 0:
-        _tidy_up(arrays, local.shape[0])
-    return _translate_pages(arrays, out, cursor, pages, local, seeds, seed, base, is_stated, salt, namespace)
-
-
-@array_kernel(types.int64(_U64_IN, types.uint64, types.boolean, types.uint64, _U64, _U64, _U64, *_HASHES))
-def look_up_pages(
-    block_hashes, seed, is_stated, salt, out_engine_hashes, out_block_hashes, out_sequence_hashes,
-    keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock,
-):  # fmt: skip
-    """Look pages up by engine hash alone. Returns how many are known; they fill the first columns of the output."""
-    arrays = _arrays(
-        keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock
-    )
     known = 0
     for i in range(block_hashes.shape[0]):
         entry, block_hash = _look_up(arrays, block_hashes[i], salt, seed, is_stated)
         if entry >= 0:
-            out_engine_hashes[known], out_block_hashes[known] = block_hashes[i], block_hash
-            out_sequence_hashes[known] = arrays.sequence_hashes[entry]
+            found[0, known], found[1, known] = block_hashes[i], block_hash
+            found[2, known] = arrays.sequence_hashes[entry]
             known += 1
     return known
 
 
-@array_kernel(types.void(_U64_IN, _U64_IN, types.uint64, types.uint64, types.uint16, _U64, _U8, *_HASHES))
-def remember_pages(
-    block_hashes, page_hashes, seed, salt, namespace, out_block_hashes, out_flags,
-    keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock,
-):  # fmt: skip
-    """Remember pages whose sequence hashes the engine itself sent."""
-    arrays = _arrays(
-        keys, directory, slots, segments, meta, columns, tally, sequence_hashes, known_seeds, namespaces, clock
-    )
+@array_kernel(types.void, HashArrays, U64Input, U64Input, U64Vector, U8Vector, types.uint64, types.uint64, types.uint16)
+def remember_pages(arrays, block_hashes, sequence_hashes, known_as, flags, seed, salt, namespace):
+    """Remember pages whose sequence hashes the engine itself sent.
+
+    known_as: uint64[n], set to the ledger's hashes. flags: uint8[n], set to UNIQUE, COLLIDING, REASSIGNED.
+    """
     _tidy_up(arrays, block_hashes.shape[0])
     for i in range(block_hashes.shape[0]):
-        out_block_hashes[i], out_flags[i] = _remember_page(
-            arrays, block_hashes[i], salt, namespace, page_hashes[i], seed
-        )
+        known_as[i], flags[i] = _remember_page(arrays, block_hashes[i], salt, namespace, sequence_hashes[i], seed)

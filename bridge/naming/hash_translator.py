@@ -27,10 +27,11 @@ from bridge.naming.hash_kernels import (
     translate_pages,
 )
 from kv_events import page_table
+from kv_events.bundles import resident
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.page_table import MAX_CAPACITY
-from publisher.blocks import Blocks, flat_blocks, forget_all, make_blocks, states
+from publisher.blocks import Blocks, forget_all, make_blocks, states
 from publisher.intake import StoredColumns
 
 
@@ -103,7 +104,7 @@ class HashTranslator:
             np.zeros(capacity + 1, np.uint16),
             np.array([-1, idle_pages, 0], np.int64),
         )
-        self._flat = (*flat_blocks(self.blocks), *self._arrays[1:])
+        self._resident = resident(self._arrays)
         self._base = np.uint64(process_seed())
         self._cursor = np.zeros(NUM_CURSORS, np.int64)
         self._translated = _empty_columns(0, 0)
@@ -127,8 +128,8 @@ class HashTranslator:
         seeds[:] = seed.seed
         while True:
             event = translate_pages(
-                *pages, local, seeds, np.uint64(seed.seed), self._base, seed.is_stated, namespace.salt,
-                namespace.number, cursor, *out, *self._flat,
+                self._resident, out, pages, local, seeds, cursor, np.uint64(seed.seed), self._base, seed.is_stated,
+                namespace.salt, namespace.number,
             )  # fmt: skip
             if event == num_events:
                 break
@@ -150,7 +151,7 @@ class HashTranslator:
         """Find pages by engine hash alone. Those that are not remembered are left out."""
         found = np.empty((3, len(block_hashes)), np.uint64)
         num_known = look_up_pages(
-            block_hashes, np.uint64(seed.seed), seed.is_stated, namespace.salt, *found, *self._flat
+            self._resident, block_hashes, found, np.uint64(seed.seed), seed.is_stated, namespace.salt
         )
         engine_hashes, known_as, sequence_hashes = found[:, :num_known]
         flags = np.where(engine_hashes == known_as, UNIQUE, COLLIDING)
@@ -162,8 +163,8 @@ class HashTranslator:
         """Remember pages whose sequence hashes the engine itself sent."""
         known_as, flags = np.empty(len(block_hashes), np.uint64), np.empty(len(block_hashes), np.uint8)
         remember_pages(
-            block_hashes, sequence_hashes, np.uint64(seed.seed), namespace.salt, namespace.number, known_as, flags,
-            *self._flat,
+            self._resident, block_hashes, sequence_hashes, known_as, flags, np.uint64(seed.seed), namespace.salt,
+            namespace.number,
         )  # fmt: skip
         return TranslatedPages(single_pages(known_as, sequence_hashes), _ambiguous(block_hashes, known_as, flags), 0)
 
