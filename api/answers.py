@@ -1,4 +1,4 @@
-"""Questions -> scores -> an answer in the asker's dialect."""
+"""Answers to queries: from a question through scores to JSON in the caller's dialect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def answer(question: Question, namespaces: Namespaces, freshness: Freshness, now: float) -> bytes:
-    """The answer as JSON. now: seconds since 1970. Raises ProblemError."""
+    """Return the answer as JSON. now: seconds since 1970. Raises ProblemError."""
     found = _namespaces_of(question, namespaces)
     scores = score_all(found, question.hashes, freshness)
     if question.is_peer:
@@ -31,7 +31,7 @@ def answer(question: Question, namespaces: Namespaces, freshness: Freshness, now
 
 
 def _namespaces_of(question: Question, namespaces: Namespaces) -> list[Namespace]:
-    """One for each block size that may be meant: the peer's dialect does not say which."""
+    """Return the namespaces of the question. Dynamo's dialect names no block size, so there may be several."""
     found = namespaces.find(question.model, question.tenant)
     if not found:
         raise _unknown_model(question, namespaces)
@@ -54,7 +54,7 @@ def _unknown_model(question: Question, namespaces: Namespaces) -> ProblemError:
 
 
 def age_ms(heard_at: float, now: float) -> int:
-    """Age of a view in whole milliseconds; a clock that was set back makes nothing younger than new."""
+    """Return the age of a view in whole milliseconds. It is never negative, even if the clock was set back."""
     return max(0, round((now - heard_at) * 1000))
 
 
@@ -63,7 +63,7 @@ def _device_tokens(worker: WorkerScore) -> dict[int, int]:
 
 
 def _matched_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
-    """Left out where it would say what `dp` does: of most workers."""
+    """Omitted if it equals `dp`, as for most workers."""
     for tiers in worker.ranks.values():
         if tiers.external != tiers.gpu:
             return {rank: tiers.external for rank, tiers in worker.ranks.items()}
@@ -75,7 +75,7 @@ def _weighted(worker: WorkerScore, weights: Weights | None) -> float | UnsetType
 
 
 def _weighted_dp(worker: WorkerScore, weights: Weights | None) -> dict[int, float] | UnsetType:
-    """Left out where it would say what `weighted` does: of workers with one rank."""
+    """Omitted for workers with one rank, where it equals `weighted`."""
     if weights is None or len(worker.ranks) == 1:
         return UNSET
     return {rank: tiers.weighted(weights) for rank, tiers in worker.ranks.items()}
@@ -92,7 +92,7 @@ def _peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float)
             gpu=worker.tiers.gpu,
             dp=_device_tokens(worker),
             cpu=worker.tiers.cpu,
-            disk=worker.tiers.external,  # as the peer counts: disk or external
+            disk=worker.tiers.external,  # as in Dynamo: disk or external
             external=worker.tiers.external,
             state=worker.state.value,
             age_ms=age_ms(worker.heard_at, now),

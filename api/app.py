@@ -1,4 +1,4 @@
-"""The application: which parts there are, and in which order they start and stop."""
+"""The application: its parts, and the order in which they start and stop."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 class Application(FastAPI):
-    """FastAPI whose documentation includes the hot routes."""
+    """FastAPI application whose documentation includes the hot routes."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, built once."""
+        """Return the OpenAPI document, which is built once."""
         if self.openapi_schema is None:
             openapi.complete(super().openapi())
         return super().openapi()
 
     def end_streams(self) -> None:
-        """End the answers that have no end of their own: the server is about to stop."""
+        """End the endless answers, because the server is about to stop."""
         feed: EventFeed = self.state.feed
         feed.close()
 
 
 def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registrations | None = None) -> Application:
-    """The application on a consumer that is not running yet: its lifespan runs it, in the same event loop.
+    """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
 
-    registrations: engines that this process reads itself; None: it does not, and refuses to be told of any.
+    registrations: engines that this process reads itself. None if it reads none; registrations are then refused.
     """
 
     @asynccontextmanager
@@ -65,7 +65,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
     problems.install(app)
-    # the last one added is the outermost: refused callers are counted, too
+    # the last one added is the outermost, so that refused callers are counted, too
     if settings.api_token is not None:
         app.add_middleware(BearerToken, token=settings.api_token.get_secret_value())
     app.add_middleware(MeasureRequests, metrics=metrics)
@@ -76,4 +76,4 @@ def _version() -> str:
     try:
         return version("kvsight")
     except PackageNotFoundError:
-        return "0"  # run from a checkout that is not installed
+        return "0"  # running from a checkout without installation

@@ -1,4 +1,4 @@
-"""The bearer token."""
+"""Authentication by bearer token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.problems import ProblemError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""What probes and scrapers ask; they hold no secrets."""
+"""Paths of probes and scrapers. Their answers contain no secrets."""
 
 
 class BearerToken:
-    """Middleware: lets a request through that bears the token, or that asks for one of `OPEN_PATHS`."""
+    """Middleware that accepts requests with the token and requests for `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Bodies -> request structs. Decoders are built once; whatever is wrong with a body becomes a ProblemError here."""
+"""Decoding of bodies into request structs. Decoders are built once; every error of a body becomes a ProblemError."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITEMS = {
     "block_hashes": "an integer in -9223372036854775808 .. 9223372036854775807",
     "tier_weights": "a number in 0 .. 1000000",
 }
-"""What the elements of a list have to be."""
+"""Expected elements of each list."""
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _MISTYPED = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?", re.DOTALL)
@@ -46,14 +46,14 @@ class Codec(NamedTuple):
     rfc: _Decoder[RfcQuery[Any]]
     batch: _Decoder[BatchQuery | RawBatch]
     untyped: _Decoder[Any] | None
-    """Finds the value that a typed decoder refused."""
+    """Decodes without types, to find the value that a typed decoder refused."""
     build: Callable[[type[Any]], _Decoder[Any]]
-    """A decoder of another type."""
+    """Function that returns a decoder of another type."""
     large: Codec | None = None
-    """For bodies beyond `LARGE_BYTES`."""
+    """Decoders for bodies larger than `LARGE_BYTES`."""
 
     def sized(self, data: bytes | Raw) -> Codec:
-        """The decoders for data of this size."""
+        """Return the decoders for data of this size."""
         return self.large if self.large is not None and is_large(data) else self
 
 
@@ -91,7 +91,7 @@ CONTENT_TYPES = {
 
 
 def codec_of(content_type: str | None) -> Codec:
-    """The decoders for a Content-Type header. Raises ProblemError (415)."""
+    """Return the decoders for a Content-Type header. Raises ProblemError (415)."""
     codec = CONTENT_TYPES.get((content_type or "").partition(";")[0].strip().lower())
     if codec is None:
         fault = InvalidValueError("Content-Type", content_type, " or ".join(CONTENT_TYPES))
@@ -100,12 +100,12 @@ def codec_of(content_type: str | None) -> Codec:
 
 
 def is_large(data: bytes | Raw) -> bool:
-    """Whether decoding takes so long that it belongs into another thread."""
+    """Return whether the data is so large that it must be decoded in another thread."""
     return memoryview(data).nbytes > LARGE_BYTES
 
 
 def decode_query(data: bytes | Raw, codec: Codec) -> Query:
-    """One question, in the dialect that its own fields tell; numbers of large JSON stay `Raw`.
+    """Decode one question, in the dialect that its fields select. Numbers of large JSON stay `Raw`.
 
     Raises ProblemError (400, 422).
     """
@@ -123,7 +123,7 @@ def decode_query(data: bytes | Raw, codec: Codec) -> Query:
 
 
 def decode_query_batch(data: bytes, codec: Codec) -> list[Raw]:
-    """The questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
+    """Return the questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
     codec = codec.sized(data)
     batch = _decode(codec.batch, data, codec)
     if isinstance(batch, BatchQuery):
@@ -135,7 +135,7 @@ def decode_query_batch(data: bytes, codec: Codec) -> list[Raw]:
 
 
 def decode_as(kind: type[_T], data: bytes, codec: Codec) -> _T:
-    """A small body as some struct; for requests that do not come often. Raises ProblemError (400, 422)."""
+    """Decode a small body of an infrequent request into a struct. Raises ProblemError (400, 422)."""
     decoder: _Decoder[_T] = codec.build(kind)
     return _decode(decoder, data, codec)
 
@@ -152,7 +152,7 @@ def _decode(decoder: _Decoder[_T], data: bytes | Raw, codec: Codec) -> _T:
 
 
 def _mistyped(message: str, data: bytes | Raw, codec: Codec) -> ProblemError:
-    """msgspec's message names the path; find the value there."""
+    """Find the value at the path that msgspec's message names."""
     if missing := _MISSING.match(message):
         return ProblemError(422, "missing-field", f"{missing[1]}: missing", missing[1])
     fault, path = _MISTYPED.fullmatch(message).groups()  # type: ignore[union-attr]  # matches any text
@@ -173,5 +173,5 @@ def _value_at(path: str, data: bytes | Raw, codec: Codec) -> object:
         for index, name in _STEP.findall(path):
             value = value[int(index)] if index else value[name]
     except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError):
-        return _NOT_FOUND  # then msgspec's own words must do
+        return _NOT_FOUND  # msgspec's own message remains
     return value

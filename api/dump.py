@@ -1,4 +1,4 @@
-"""GET /dump: everything the views hold, in the running peer's shape, as a stream."""
+"""GET /dump: everything that the views hold, in Dynamo's format, as a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
 
 STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
-"""The peer's words for the tiers, fastest first."""
+"""Dynamo's names of the tiers, fastest first."""
 
 _EVENTS_PER_CHUNK = 500
 
@@ -48,16 +48,16 @@ _EXAMPLE = {
 
 
 def dump_routes(consumer: Consumer) -> APIRouter:
-    """The one route of this module."""
+    """Return the route of this module."""
     router = APIRouter(tags=["workers"])
     example = {"content": {"application/json": {"schema": {"type": "object"}, "example": _EXAMPLE}}}
 
     @router.get("/dump", response_class=StreamingResponse, responses={200: example})
     async def dump() -> StreamingResponse:
-        """A stored event for each page, worker and tier; parents come before their children.
+        """Return a stored event for each page, worker and tier, parents before children.
 
-        `block_hash` is the page's sequence hash, unsigned; `tokens_hash` is not known here. The views go on while the
-        dump is written: each is of one moment up to 65,536 pages, not all of them together.
+        `block_hash` is the page's sequence hash, unsigned. `tokens_hash` is not known here. Events are applied while
+        the dump is written: a view of at most 65,536 pages is consistent, larger views and several views are not.
         """
         return StreamingResponse(_dump(consumer), media_type="application/json")
 
@@ -87,13 +87,13 @@ def _name(key: NamespaceKey) -> str:
 
 
 async def _chunks(consumer: Consumer, namespace: Namespace) -> AsyncIterator[bytes]:
-    """Events of every view, some hundreds at a time, comma between them."""
+    """Yield the events of every view, a few hundred at a time, separated by commas."""
     for view in list(namespace.views.values()):
         slices = [held async for held in stream_pages(consumer, view)]
         if not slices:
             continue
         held = HeldPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))
-        # sorting takes its time: not in the event loop
+        # sorting takes too long for the event loop
         order = await asyncio.to_thread(parents_first, held.hashes, held.parents)
         for start in range(0, len(order), _EVENTS_PER_CHUNK):
             part = order[start : start + _EVENTS_PER_CHUNK]

@@ -1,4 +1,4 @@
-"""Errors of the server's start."""
+"""Errors at the start of the server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kv_events.errors import KvsightError
 
 
 class CannotListenError(KvsightError):
-    """The server cannot listen where it was told to."""
+    """The server cannot listen on its address."""
 
     def __init__(self, host: str, port: int, reason: str) -> None:
         super().__init__(f"cannot listen on {host} port {port}: {reason}")
@@ -15,7 +15,7 @@ class CannotListenError(KvsightError):
 
 
 class PortInUseError(CannotListenError):
-    """Another process listens there."""
+    """Another process listens on the port."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(host, port, "the port is in use")

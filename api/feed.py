@@ -1,4 +1,4 @@
-"""GET /events: what happens to the views, as server-sent events (HTML Living Standard, section 9.2)."""
+"""GET /events: changes of the views as server-sent events (HTML Living Standard, section 9.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kv_events.streams import StreamId
 from kvsight.schemas.events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 
 MOST_WAITING = 4096
-"""Events that may wait for a client to read them."""
+"""Maximum number of events queued for one client."""
 
 _LOOK_S = 0.5
 _MEDIA_TYPE = "text/event-stream"
@@ -35,14 +35,14 @@ _encoder = msgspec.json.Encoder()
 
 
 class Wanted(NamedTuple):
-    """Which streams a client asks about; None: whatever they are."""
+    """The streams that a client selects. None selects all."""
 
     worker: str | None = None
     model: str | None = None
     tenant: str | None = None
 
     def takes(self, stream: StreamId) -> bool:
-        """Whether a stream is one of them."""
+        """Return whether a stream is selected."""
         return (
             self.worker in (None, stream.worker)
             and self.model in (None, stream.model)
@@ -51,12 +51,12 @@ class Wanted(NamedTuple):
 
 
 class _Client:
-    """What waits for one caller to read it."""
+    """The queue of one client."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.lost = 0
-        """Not zero: too slow, to be sent away."""
+        """Number of dropped events. If it is not 0, the client is too slow and is disconnected."""
         self.woken = asyncio.Event()
         self._waiting: deque[bytes] = deque()
 
@@ -78,33 +78,33 @@ class _Client:
 
 
 class EventFeed:
-    """Tells clients what happens. Costs nothing while nobody listens. Belongs to the consumer's event loop."""
+    """Sends events to clients. Costs nothing without clients. Belongs to the consumer's event loop."""
 
     def __init__(self, consumer: Consumer, max_clients: int) -> None:
         self._consumer = consumer
         self._max_clients = max_clients
         self._clients: set[_Client] = set()
-        self._told: dict[StreamId, str] = {}  # states; kept up while somebody listens
+        self._told: dict[StreamId, str] = {}  # states; kept up to date while there are clients
         self._next_look = 0.0
         self._is_closed = False
         consumer.applier.on_applied = self._on_applied
 
     @property
     def num_clients(self) -> int:
-        """How many listen now."""
+        """Number of connected clients."""
         return len(self._clients)
 
     def close(self) -> None:
-        """End all streams, which otherwise never end: a server that stops waits for its connections."""
+        """End all streams, because a stopping server waits for its connections."""
         self._is_closed = True
         for client in self._clients:
             client.woken.set()
 
     @asynccontextmanager
     async def listening(self, wanted: Wanted) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """A place among the clients for the time of a block, which gets the events; the states come first.
+        """Connect a client for the duration of the block, which receives the events. The states come first.
 
-        Raises ProblemError (429) when there are too many clients.
+        Raises ProblemError (429) if there are too many clients.
         """
         if len(self._clients) >= self._max_clients:
             detail = f"{self._max_clients} clients listen to events already (KVSIGHT_MAX_EVENT_CLIENTS)"
@@ -148,7 +148,7 @@ class EventFeed:
     def _state(self, view: View) -> str:
         return self._consumer.freshness.state(view).value
 
-    # --- what happens -----------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------------------------
 
     def _on_applied(self, view: View, batch: DecodedBatch) -> None:
         if self._clients:
@@ -156,7 +156,7 @@ class EventFeed:
             self._compare(view)
 
     def _look_around(self) -> None:
-        """Views change by silence, too."""
+        """Detect state changes that are caused by silence."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_S
@@ -183,7 +183,7 @@ class EventFeed:
 
 
 class _FeedResponse(StreamingResponse):
-    """Has its place among the clients for as long as it is sent, however that ends."""
+    """An answer that keeps its client connected while it is sent, however that ends."""
 
     def __init__(self, feed: EventFeed, wanted: Wanted) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -197,13 +197,13 @@ class _FeedResponse(StreamingResponse):
 
 
 def feed_routes(feed: EventFeed) -> APIRouter:
-    """The one route of this module."""
+    """Return the route of this module."""
     router = APIRouter(tags=["workers"])
     example = {"content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}}}
 
     @router.get("/events", response_class=StreamingResponse, responses={200: example})
     async def events(worker: str | None = None, model: str | None = None, tenant: str | None = None) -> Response:
-        """Server-sent events: `batch` for each batch that is applied, `state` when a view's state changes.
+        """Return server-sent events: `batch` for each applied batch, `state` when the state of a view changes.
 
         The state of every view comes first. A client that reads too slowly gets `dropped`, and its connection ends.
         """

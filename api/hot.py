@@ -1,4 +1,4 @@
-"""The hot routes, from bytes to bytes: read, decode, hash, score, encode. No model is built on the way."""
+"""The hot routes, from bytes to bytes: read, decode, hash, score, encode. No models are built."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Handler = Callable[[bytes, Codec], Awaitable[Response]]
 
 
 class _ClientGoneError(Exception):
-    """The caller hung up before the whole body came."""
+    """The caller disconnected before the whole body arrived."""
 
 
 class HotRoutes:
-    """What the three routes share."""
+    """The shared part of the three routes."""
 
     def __init__(self, consumer: Consumer, max_body_bytes: int) -> None:
         self._consumer = consumer
         self._max_body_bytes = max_body_bytes
-        self._one_large = asyncio.Semaphore()  # large bodies take turns: the loop needs most of the interpreter
+        self._one_large = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
 
     def endpoints(self) -> dict[str, HotEndpoint]:
         """Path -> ASGI application for POST."""
@@ -57,7 +57,7 @@ class HotRoutes:
         for query in queries:
             results.append(await self._answer_or_problem(query, codec))
             if time.perf_counter() - slice_began > _SLICE_S:
-                await asyncio.sleep(0)  # let events and other callers through
+                await asyncio.sleep(0)  # lets events and other callers run
                 slice_began = time.perf_counter()
         return json_response(b'{"results":[' + b",".join(results) + b"]}")
 
@@ -74,7 +74,7 @@ class HotRoutes:
     async def _off_the_loop(
         self, data: bytes | msgspec.Raw, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """Call `decode` at once for small data, in a thread for large data."""
+        """Call `decode` directly for small data and in a thread for large data."""
         if not is_large(data):
             return decode(*args, **kwargs)
         async with self._one_large:
@@ -102,12 +102,12 @@ class HotEndpoint:
 
 
 def json_response(body: bytes, status: int = HTTPStatus.OK) -> Response:
-    """An answer that is JSON already."""
+    """Return an answer that is already JSON."""
     return Response(body, status, media_type="application/json")
 
 
 async def read_body(receive: Receive, content_length: str | None, limit: int) -> bytes:
-    """The whole body, at most `limit` bytes, whatever the caller announced. Raises ProblemError (413)."""
+    """Read the whole body, at most `limit` bytes, whatever length was announced. Raises ProblemError (413)."""
     if content_length is not None and content_length.isdecimal() and int(content_length) > limit:
         raise _too_large(limit)
     chunks, size = [], 0

@@ -1,4 +1,4 @@
-"""Registered engines beyond the life of a process: JSON in a snapshot store, read back entry by entry."""
+"""Registrations that survive a restart: JSON in a snapshot store, loaded entry by entry."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class OtherWriterError(SnapshotStoreError):
-    """Another process has saved its own registrations since this one looked."""
+    """Another process has saved its own registrations since this one read them."""
 
     def __init__(self) -> None:
         super().__init__(
-            "another service keeps its registrations in the same place: each needs a folder (KVSIGHT_SNAPSHOT_DIR) or "
+            "another service saves its registrations in the same place: each needs a folder (KVSIGHT_SNAPSHOT_DIR) or "
             "a Redis database (KVSIGHT_REDIS, redis://HOST:PORT/DB) of its own"
         )
 
@@ -29,37 +29,37 @@ class OtherWriterError(SnapshotStoreError):
 class _Kept(msgspec.Struct):
     engines: list[msgspec.Raw]
     writer: str = ""
-    """Process that saved it; "": nobody has, or it does not read back."""
+    """Process that saved the list. "" if there is none, or if it cannot be decoded."""
 
 
 class KeptRegistrations:
-    """The newest list. Belongs to one event loop."""
+    """The saved list. Belongs to one event loop."""
 
     def __init__(self, store: SnapshotStore) -> None:
         self._store = store
         self._own_name = uuid.uuid4().hex
-        self._writer_before = ""  # whose list this process took over
+        self._writer_before = ""  # the process whose list this one took over
 
     async def load(self) -> list[EngineSettings]:
-        """What was saved. Raises SnapshotStoreError."""
+        """Return the saved registrations. Raises SnapshotStoreError."""
         kept = _decoded(await self._store.load())
         self._writer_before = kept.writer
         return _readable(kept.engines)
 
     async def save(self, engines: Iterable[EngineSettings]) -> None:
-        """Replace the list. Raises SnapshotStoreError, OtherWriterError among them: then nothing is overwritten."""
+        """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
         writer = _decoded(await self._store.load()).writer
         if writer not in ("", self._own_name, self._writer_before):
             raise OtherWriterError
         await self._store.save(msgspec.json.encode({"engines": list(engines), "writer": self._own_name}))
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         await self._store.close()
 
 
 def engines_of(data: bytes | None) -> list[EngineSettings]:
-    """What was saved; entries that do not read back are left out, which is said in the log."""
+    """Decode the saved registrations. Invalid entries are skipped and logged."""
     return _readable(_decoded(data).engines)
 
 

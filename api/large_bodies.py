@@ -1,7 +1,7 @@
-"""JSON arrays of large bodies, taken apart a little at a time.
+"""Decoding of large JSON arrays in pieces.
 
-A decoder keeps the interpreter to itself until it is done, in whatever thread it runs: 24 MiB of numbers at once would
-keep every other caller waiting for as long. So large arrays are only checked at first, and cut here.
+A decoder holds the interpreter until it has finished, in any thread: decoding 24 MiB of numbers at once would block all
+other callers. Large arrays are therefore only validated at first, and split here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from api.json_kernels import top_commas
 from kv_events.errors import InvalidValueError
 
 LARGE_BYTES = 2**18
-"""Bodies beyond this are decoded in another thread."""
+"""Larger bodies are decoded in another thread."""
 
 _SLICE_BYTES = 2**16
 _POSITION = re.compile(r" - at `\$\[(\d+)\]")
@@ -28,9 +28,9 @@ _anything = msgspec.json.Decoder(list[object])
 
 
 def number_slices(field: str, array: Raw, expected: str) -> Iterator[list[int]]:
-    """The integers of a valid JSON value, some thousands at a time.
+    """Yield the integers of a valid JSON value, a few thousand at a time.
 
-    Raises InvalidValueError for anything but an array of integers; expected: what an element has to be.
+    Raises InvalidValueError for anything but an array of integers. expected: description of an element for the error.
     """
     text = _array_text(field, array)
     start, end, count = 1, len(text) - 1, 0
@@ -43,7 +43,7 @@ def number_slices(field: str, array: Raw, expected: str) -> Iterator[list[int]]:
 
 
 def elements(field: str, array: Raw, most: int) -> list[Raw]:
-    """The elements of a valid JSON value. Raises InvalidValueError for anything but an array of at most `most`."""
+    """Split a valid JSON array into its elements. Raises InvalidValueError for no array or more than `most`."""
     text = _array_text(field, array)
     if not text[1:-1].strip():
         return []
@@ -63,12 +63,12 @@ def _array_text(field: str, value: Raw) -> bytes:
 
 
 def _integers_of(text: bytes, field: str, count: int, expected: str) -> list[int]:
-    """count: elements before these ones, for the error's text."""
+    """count: number of preceding elements, for the error message."""
     try:
         return _integers.decode(text)
     except msgspec.DecodeError as error:
         position = _POSITION.search(str(error))
-        if position is None:  # an array or a text with a comma inside was cut
+        if position is None:  # an array or a string with a comma was split
             raise InvalidValueError(field, f"something else after element {count}", expected) from None
         index = int(position[1])
         raise InvalidValueError(f"{field}[{count + index}]", _element(text, index), expected) from None

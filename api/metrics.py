@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format: counted where requests pass, or read from the views when somebody scrapes."""
+"""Metrics in Prometheus' text format, counted in a middleware or read from the views at each scrape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STREAM_COUNTERS = tuple(f.name for f in fields(ViewCounters))
 
 
 class HttpMetrics:
-    """Counts of one application, in a registry of its own."""
+    """Metrics of one application, in their own registry."""
 
     def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventFeed) -> None:
         self.registry = CollectorRegistry()
@@ -42,12 +42,12 @@ class HttpMetrics:
         self.timed = {path: (queries.labels(path), seconds.labels(path)) for path in timed_paths}
 
     def text(self) -> bytes:
-        """The exposition, text format 0.0.4."""
+        """Return the metrics in text format 0.0.4."""
         return generate_latest(self.registry)
 
 
 class MeasureRequests:
-    """Middleware: times the query routes, counts errors."""
+    """Middleware that times the query routes and counts errors."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -72,7 +72,7 @@ class MeasureRequests:
 
 
 class ConsumerMetrics(Collector):
-    """What the views and the consumer say at the moment of a scrape."""
+    """Metrics of the views and the consumer, read at each scrape."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
@@ -80,7 +80,7 @@ class ConsumerMetrics(Collector):
         self._totals: Counter[str] = Counter()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all metric families."""
         yield from self._consumer_families()
         yield from self._stream_counters()
         yield from self._view_families()
@@ -88,11 +88,11 @@ class ConsumerMetrics(Collector):
 
     def _consumer_families(self) -> Iterator[Metric]:
         consumer = self._consumer
-        yield _counter("kvsight_records", "Records of the log seen", consumer.applier.records)
-        yield _counter("kvsight_resync_requests", "Resyncs asked for", consumer.resyncs_requested)
+        yield _counter("kvsight_records", "Records read from the log", consumer.applier.records)
+        yield _counter("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
         yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshots_written)
         yield _counter("kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_failures)
-        yield _gauge("kvsight_ready", "1 once the log was caught up with", float(consumer.ready))
+        yield _gauge("kvsight_ready", "1 after the service has caught up with the log", float(consumer.ready))
         if (lag := consumer.lag()) is not None:
             yield _gauge("kvsight_log_lag_records", "Records in the log that are not applied yet", lag)
         rejected = CounterMetricFamily("kvsight_records_rejected", "Dead letters", labels=["reason"])
@@ -101,7 +101,7 @@ class ConsumerMetrics(Collector):
         yield rejected
 
     def _stream_counters(self) -> Iterator[Metric]:
-        """Sums over all streams that never fall, also when a stream is forgotten with its counters."""
+        """Sums over all streams, which never decrease, even if a stream is forgotten with its counters."""
         seen = {}
         for view in self._consumer.namespaces.views:
             now = Counter({name: getattr(view.counters, name) for name in _STREAM_COUNTERS})

@@ -1,6 +1,6 @@
-"""Problem documents after RFC 9457: what callers get for every fault of theirs.
+"""Problem documents after RFC 9457: the answer to every error of a caller.
 
-`error` repeats `detail`, because clients of the running peer look there.
+`error` repeats `detail` for clients of Dynamo.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _LONGEST_VALUE = 80
 TITLES = {
     "malformed-body": "The body cannot be read",
     "missing-field": "A field is missing",
-    "invalid-value": "A value is not acceptable",
-    "block-size": "Nobody keeps pages of this size",
+    "invalid-value": "A value is invalid",
+    "block-size": "No worker uses this block size",
     "salt-with-local-hashes": "A salt cannot be applied to hashes",
-    "unknown-model": "Nobody serves this model",
+    "unknown-model": "No worker serves this model",
     "unknown-worker": "No such worker",
-    "ambiguous-worker": "Several streams fit",
-    "already-registered": "It is registered already, otherwise",
-    "too-many-registrations": "There is no room for another registration",
-    "registrations-away": "Registrations cannot be changed now",
-    "invalid-endpoint": "An address cannot be read from",
-    "endpoint-not-allowed": "This service may not connect there",
+    "ambiguous-worker": "Several streams match",
+    "already-registered": "Already registered with other values",
+    "too-many-registrations": "No room for another registration",
+    "registrations-away": "Registrations cannot be changed at the moment",
+    "invalid-endpoint": "Events cannot be read from the address",
+    "endpoint-not-allowed": "This service may not connect to the address",
     "not-embedded": "This service reads no engines itself",
     "content-type": "The content type is not supported",
     "body-too-large": "The body is too large",
     "unauthorized": "A token is needed",
     "unavailable": "The service is not available",
-    "overloaded": "There are too many connections",
-    "too-many-clients": "Too many listen already",
+    "overloaded": "Too many connections",
+    "too-many-clients": "Too many callers listen to events",
 }
 
 
 class ProblemError(KvsightError):
-    """A request that gets a problem document for an answer.
+    """A request that is answered with a problem document.
 
-    kind: key of `TITLES`, or "" for what an HTTP status says alone. field, value: what was wrong, where there is one.
-    retry_after_s: when it is worth another attempt.
+    kind: key of `TITLES`, or "" if the HTTP status is sufficient. field, value: the invalid field and its value, if
+    any. retry_after_s: time after which a retry may succeed.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class ProblemError(KvsightError):
 
     @classmethod
     def of_value(cls, error: InvalidValueError, status: int = 422, kind: str = "invalid-value") -> ProblemError:
-        """A value that is not acceptable."""
+        """Return the problem of an invalid value."""
         return cls(status, kind, str(error), error.field, error.value)
 
     def document(self) -> ProblemDocument:
-        """What the caller gets."""
+        """Return the document that the caller gets."""
         return ProblemDocument(
             type=f"urn:kvsight:problem:{self.kind}" if self.kind else "about:blank",
             title=TITLES[self.kind] if self.kind else HTTPStatus(self.status).phrase,
@@ -87,7 +87,7 @@ class ProblemError(KvsightError):
         )
 
     def response(self) -> Response:
-        """The document as an answer."""
+        """Return the document as a response."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)

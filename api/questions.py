@@ -1,4 +1,4 @@
-"""Request structs -> one form of question for both dialects, numbers checked and packed into arrays."""
+"""Conversion of requests of both dialects into one form of question, with checked numbers in arrays."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Weights = tuple[float, ...]
 
 class _Kind(NamedTuple):
     typecode: str
-    """Of `array`: packs a list in C and refuses what does not fit."""
+    """Type code of `array`, which packs a list in C and refuses values out of range."""
     dtype: str
-    """Of the packed bytes."""
+    """numpy type of the packed bytes."""
     low: int
     high: int
     most: int
@@ -49,29 +49,29 @@ BY_ANY = BY_TOKENS + BY_HASH
 
 
 class Question(NamedTuple):
-    """How much of a prompt is held, and by whom?"""
+    """A query: which workers hold how much of a prompt."""
 
     model: str
     tenant: str
     field: str
-    """Key of `_KINDS`: what `numbers` are."""
+    """Key of `_KINDS`: the kind of `numbers`."""
     numbers: npt.NDArray[Any]
     """uint32[n] tokens, or uint64[n] hashes."""
     lora_name: str | None
     cache_salt: str | None
     is_bigram: bool
-    """Pages are of token pairs."""
+    """Whether pages consist of token pairs."""
     weights: Weights | None
     """[4], fastest tier first."""
     is_peer: bool
-    """Asked in the running peer's dialect."""
+    """Whether the query uses Dynamo's dialect."""
     block_size: int | None
-    """Tokens a page, as the RFC's dialect says."""
+    """Tokens a page, given in the RFC's dialect."""
     instance: str | None
-    """The only worker of interest."""
+    """The only worker in the answer, or None for all."""
 
     def hashes(self, block_size: int) -> U64Array:
-        """uint64[pages]: the prompt's sequence hashes in a namespace of this block size."""
+        """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
         if self.field in ("seq_hashes", "block_hash"):
             return self.numbers
         if self.field == "block_hashes":
@@ -81,19 +81,19 @@ class Question(NamedTuple):
 
 
 def decode_question(data: bytes | Raw, codec: Codec, wanted: Collection[str]) -> Question:
-    """One question in either dialect. wanted: see `question_of`. Raises ProblemError."""
+    """Decode one query in either dialect. wanted: see `question_of`. Raises ProblemError."""
     return question_of(decode_query(data, codec), wanted)
 
 
 def question_of(query: Query, wanted: Collection[str]) -> Question:
-    """Check a request. wanted: the fields that this route takes a prompt from. Raises ProblemError."""
+    """Check a request. wanted: the fields in which this route accepts a prompt. Raises ProblemError."""
     if isinstance(query, PeerQuery):
         return _question(query, wanted, query.model_name, query.routing_group, query.cache_salt)
     salt = query.cache_salt or query.additionalsalt or query.additional_salt
     model = query.modelname if query.model is UNSET else query.model
-    assert isinstance(model, str)  # the decoder saw to it
+    assert isinstance(model, str)  # checked by the decoder
     lora_name = query.lora_name
-    if lora_name is None and query.lora_id:  # a bridge names adapters so of which engines say nothing else
+    if lora_name is None and query.lora_id:  # the bridge uses the number as the name if the engine sends no name
         lora_name = str(query.lora_id)
     instance = None if query.instance_id is None else str(query.instance_id)
     question = _question(query, wanted, model, query.tenant_id, salt)
@@ -105,7 +105,7 @@ def _question(
 ) -> Question:
     field = _prompt_field(query, wanted)
     if field == "block_hashes" and salt:
-        detail = "cache_salt: not accepted with block_hashes, which hold it already; leave it out"
+        detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
         raise ProblemError(400, "salt-with-local-hashes", detail, "cache_salt")
     try:
         numbers = _numbers(field, getattr(query, field))
@@ -138,7 +138,7 @@ def _prompt_field(query: Query, wanted: Collection[str]) -> str:
 
 
 def _numbers(field: str, value: list[int] | bytes | Raw) -> npt.NDArray[Any]:
-    """Raises InvalidValueError naming the first element that does not fit."""
+    """Pack a list of numbers. Raises InvalidValueError naming the first element out of range."""
     kind = _KINDS[field]
     dtype = np.dtype(kind.dtype)
     if isinstance(value, list):
@@ -175,7 +175,7 @@ def _packed_large(field: str, value: Raw) -> bytes:
 
 
 def _weights(given: TierWeights) -> Weights:
-    """Weights in the order of the tiers; a tier that is not named counts nothing. Raises InvalidValueError."""
+    """Return the weights in the order of the tiers. A missing tier has weight 0. Raises InvalidValueError."""
     if isinstance(given, dict):
         by_tier = {name.lower(): weight for name, weight in given.items()}
         if unknown := by_tier.keys() - set(TIERS):

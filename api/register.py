@@ -29,7 +29,7 @@ _ADDRESSES = ("endpoint", "replay_endpoint")
 
 
 class RegisterRoutes:
-    """What the two routes share. registrations: None: this process reads a log that others write."""
+    """The shared part of the two routes. registrations: None if this process reads a log."""
 
     def __init__(self, registrations: Registrations | None) -> None:
         self._given = registrations
@@ -98,7 +98,7 @@ def _engine(
     lora_name: str = "",
     cache_salt: str = "",
 ) -> EngineSettings:
-    from bridge import EngineSettings  # only a process that reads engines loads the bridge
+    from bridge import EngineSettings  # only processes that read engines load the bridge
 
     try:
         return EngineSettings(

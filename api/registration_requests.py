@@ -1,7 +1,7 @@
 """Requests of POST /register and /unregister, as msgspec structs. Unknown fields are ignored.
 
-The dialects are told apart as for queries: a request with `model_name` is in Dynamo's, one with `modelname` or `model`
-in the RFC's.
+The dialect is selected as for queries: a request with `model_name` uses Dynamo's, one with `modelname` or `model` the
+RFC's.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ MAX_ENDPOINT_LENGTH = 512
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 MaybeName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)] | None
-"""Empty is as good as absent."""
+"""Empty counts as absent."""
 InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)] | Name
-"""A number is its decimal digits."""
+"""A number is converted to its decimal digits."""
 MaybeEndpoint: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LENGTH)] | None
-"""Empty is as good as absent."""
+"""Empty counts as absent."""
 Endpoint: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LENGTH)]
 DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
 BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 
 
 class _Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What both dialects share."""
+    """Fields of both dialects."""
 
     instance_id: InstanceId
     """The worker's name in answers."""
     endpoint: Endpoint
-    """Where the rank's events are to be had: tcp://HOST:PORT."""
+    """Address of the rank's events: tcp://HOST:PORT."""
     block_size: BlockSize
     """Tokens a page."""
     dp_rank: DpRank | None = None
-    """None: 0."""
+    """None means 0."""
     replay_endpoint: MaybeEndpoint = None
 
 
 class PeerRegistration(_Registration, frozen=True, kw_only=True):
-    """One rank of an engine, in the running peer's dialect."""
+    """One rank of an engine, in Dynamo's dialect."""
 
     model_name: Name
     routing_group: MaybeName = None
 
 
 class RfcRegistration(_Registration, frozen=True, kw_only=True):
-    """One rank of an engine, in the RFC's dialect. `type` is not needed: shapes of events are detected."""
+    """One rank of an engine, in the RFC's dialect. `type` is not needed, because event formats are detected."""
 
     modelname: Name | UnsetType = UNSET
     model: Name | UnsetType = UNSET
     tenant_id: MaybeName = None
     lora_name: MaybeName = None
-    """Adapter of the pages of which events name none."""
+    """Adapter of pages whose events contain none."""
     additionalsalt: MaybeName = None
     additional_salt: MaybeName = None
-    """Salt of the pages of which events name none, in either spelling."""
+    """Salt of pages whose events contain none, in either spelling."""
 
 
 class PeerUnregistration(msgspec.Struct, frozen=True, kw_only=True):
-    """In the running peer's dialect."""
+    """A request to unregister, in Dynamo's dialect."""
 
     instance_id: InstanceId
     model_name: Name
     dp_rank: DpRank | None = None
-    """None: all ranks."""
+    """None means all ranks."""
     routing_group: MaybeName = None
-    """None: whatever the group is."""
+    """None means all routing groups."""
 
 
 class RfcUnregistration(msgspec.Struct, frozen=True, kw_only=True):
-    """In the RFC's dialect."""
+    """A request to unregister, in the RFC's dialect."""
 
     instance_id: InstanceId
     modelname: Name | UnsetType = UNSET
     model: Name | UnsetType = UNSET
     dp_rank: DpRank | None = None
-    """None: all ranks."""
+    """None means all ranks."""
     tenant_id: MaybeName = None

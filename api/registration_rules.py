@@ -1,4 +1,4 @@
-"""What may be registered beside what is, and what a caller means by a worker. No I/O."""
+"""Rules for registrations: allowed addresses, conflicts, and the ranks that a caller selects. No I/O."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kv_events.streams import StreamId
 
 Engines: TypeAlias = Mapping[StreamId, EngineSettings]
 
-# no more than what ZMQ connects to, so that none is tried in vain for ever
+# restricted to addresses that ZMQ can connect to, so that it does not retry forever
 _TCP = re.compile(r"tcp://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]):[0-9]{1,5}")
 _IPC = re.compile(r"ipc://[A-Za-z0-9_./-][A-Za-z0-9_./@-]{0,99}|ipc://@[A-Za-z0-9_./@-]{1,99}")
 
 
 def check_addresses(engine: EngineSettings, settings: RegistrationSettings) -> None:
-    """Whether an engine's addresses can be connected to, and may be. Raises ProblemError (400, 403)."""
+    """Check that an engine's addresses are valid and allowed. Raises ProblemError (400, 403)."""
     for field in ("endpoint", "replay_endpoint"):
         address: str | None = getattr(engine, field)
         if address is None:
@@ -35,7 +35,7 @@ def check_addresses(engine: EngineSettings, settings: RegistrationSettings) -> N
 
 
 def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) -> None:
-    """Whether an engine contradicts one of those that are registered. is_peer: also by the running peer's rules.
+    """Check that an engine contradicts no registered one. is_peer: also apply Dynamo's rules.
 
     Raises ProblemError (409).
     """
@@ -56,7 +56,7 @@ def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) 
 def meant_by(
     engines: Engines, worker: str, model: str, tenant: str | None, dp_rank: int | None
 ) -> dict[StreamId, EngineSettings]:
-    """The ranks that a caller wants to be rid of; at least one. Raises ProblemError (404)."""
+    """Return the ranks that a caller unregisters, at least one. Raises ProblemError (404)."""
     of_worker = {s: e for s, e in engines.items() if s.worker == worker and tenant in (None, s.tenant)}
     if not of_worker:
         raise _unknown(f"instance {worker} not found", worker)
@@ -71,12 +71,12 @@ def meant_by(
 
 
 def no_room(detail: str, engine: EngineSettings) -> ProblemError:
-    """A bound is met."""
+    """Return the problem of a reached limit."""
     return ProblemError(409, "too-many-registrations", detail, "instance_id", engine.worker)
 
 
 def stream_of(engine: EngineSettings) -> StreamId:
-    """Identity of a rank; registered engines have names."""
+    """Return the identity of a rank. Registered engines have names."""
     return StreamId(engine.model or "", engine.tenant, engine.worker or "", engine.dp_rank)
 
 

@@ -1,6 +1,6 @@
-"""Engines that this process reads itself: the bridge inside, its records on the consumer's log in memory.
+"""Engines that this process reads itself, with a bridge whose records go to the consumer's log in memory.
 
-What is registered is kept where other services keep snapshots, so that a service that was restarted reads on.
+Registrations are saved where other services save snapshots, so that a restarted service reads the same engines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOT_INDEXED = "the index has not taken any of its batches: see kvsight_records_
 
 
 class Registrations:
-    """The registered ranks, by (worker, tenant, model, rank). Belongs to the consumer's event loop."""
+    """The registered ranks by (worker, tenant, model, rank). Belongs to the consumer's event loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Registrations:
         bridge: BridgeSettings,
         store: SnapshotStore | None,
     ) -> None:
-        """memory_log: what the consumer reads. store: where registrations are kept; None: nowhere."""
+        """memory_log: the log that the consumer reads. store: where registrations are saved; None: nowhere."""
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
@@ -59,14 +59,14 @@ class Registrations:
         self._fleet = Fleet.embedded(bridge, memory_log)
         self._engines: dict[StreamId, EngineSettings] = {}
         self._added_at: dict[StreamId, float] = {}
-        self._lock = asyncio.Lock()  # one change at a time, and saved before the next
+        self._lock = asyncio.Lock()  # one change at a time, saved before the next
         self._loaded = asyncio.Event()
-        self._waiting_for: set[StreamId] = set()  # of what was loaded: not read yet
+        self._waiting_for: set[StreamId] = set()  # loaded registrations that are not read yet
         self._unsaved = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Read what was registered before, and what will be, inside a block."""
+        """Read the saved and the new registrations inside the block."""
         keeping = asyncio.create_task(self._keep(), name="registrations")
         try:
             yield
@@ -78,24 +78,24 @@ class Registrations:
                 await self._kept.close()
 
     def metrics(self) -> Collector:
-        """Figures of the registrations and of the engines."""
+        """Yield the metrics of the registrations and of their engines."""
         return _Metrics(self)
 
     def status(self) -> dict[StreamId, EngineStatus]:
-        """Every registered rank."""
+        """Return every registered rank."""
         found = {stream_of(status.engine): status for status in self._fleet.status()}
         return {stream: self._with_failure(stream, status) for stream, status in found.items()}
 
     def why_not_ready(self) -> str | None:
-        """What is not read back yet after a restart; None: nothing, or nothing that is worth waiting for."""
+        """Return what is still missing after a restart, or None if there is nothing to wait for."""
         if not self._loaded.is_set():
-            return "the registered engines are not read back yet"
+            return "the saved registrations are not loaded yet"
         return f"{len(self._waiting_for)} registered engines are still to be read" if self._waiting_for else None
 
     async def add(self, engine: EngineSettings, *, is_peer: bool) -> bool:
-        """Begin to read one rank, and wait until queries know of it. False: it was read already, just so.
+        """Start to read one rank and wait until queries know it. Returns False if it was registered already.
 
-        is_peer: also refuse what the running peer refuses. Raises ProblemError.
+        is_peer: also refuse what Dynamo refuses. Raises ProblemError.
         """
         check_addresses(engine, self._settings)
         await self._wait_until_loaded()
@@ -110,7 +110,7 @@ class Registrations:
         return True
 
     async def remove(self, worker: str, model: str, tenant: str | None, dp_rank: int | None) -> list[EngineSettings]:
-        """Stop reading a worker, all ranks or one, and drop its pages; what was removed. tenant: None: whatever it is.
+        """Stop reading a worker, all ranks or one, and drop its pages. Returns what was removed. tenant: None is any.
 
         Raises ProblemError (404, 503).
         """
@@ -136,7 +136,7 @@ class Registrations:
         except IndexFullError as error:
             raise no_room(str(error), engine) from None
 
-    # --- from and to the log ----------------------------------------------------------------------------------------
+    # --- the log ----------------------------------------------------------------------------------------------------
 
     async def _add(self, engine: EngineSettings) -> None:
         await self._fleet.add(engine)
@@ -144,7 +144,7 @@ class Registrations:
         self._added_at[stream_of(engine)] = time.monotonic()
 
     async def _seen(self, stream: StreamId) -> None:
-        """The first record, which names the stream, is on its way already."""
+        """Wait for the first record, which identifies the stream and was sent already."""
         give_up = time.monotonic() + _SEEN_S
         while stream in self._engines and self._consumer.namespaces.view(stream) is None:
             if time.monotonic() > give_up:
@@ -159,7 +159,7 @@ class Registrations:
         return status._replace(failure=_NOT_INDEXED)
 
     def _is_read(self, stream: StreamId, status: EngineStatus) -> bool:
-        """Whether everything that is to be had of an engine's time before us is in the index."""
+        """Return whether everything that the engine still keeps from before the start is in the index."""
         if status.counters.failed_replays:
             return True
         view = self._consumer.namespaces.view(stream)
@@ -173,7 +173,7 @@ class Registrations:
         return view is not None and sum(view.num_pages) >= status.pages_held
 
     def _unread(self, workers: Collection[StreamId]) -> list[StreamId]:
-        """Known streams of these workers that nobody reads, whatever the rank: batches may have named others, too."""
+        """Return the known streams of these workers that are no longer read. Batches may have named further ranks."""
         read = {stream.stream for status in self._fleet.status() for stream in status.streams} | self._engines.keys()
         known = [view.stream for view in self._consumer.namespaces.views]
         return [s for s in known if s not in read and s._replace(model=split_group(s.model)[0], dp_rank=0) in workers]
@@ -184,14 +184,14 @@ class Registrations:
         except TimeoutError:
             log.warning("unregistered pages are still to be dropped: the index is behind")
 
-    # --- kept beyond this process -----------------------------------------------------------------------------------
+    # --- saved registrations ----------------------------------------------------------------------------------------
 
     async def _wait_until_loaded(self) -> None:
-        """What was registered before may contradict what is wanted now. Raises ProblemError (503)."""
+        """Refuse changes until the saved registrations are known, since they may conflict. Raises ProblemError (503)."""
         try:
             await asyncio.wait_for(self._loaded.wait(), _LOADED_S)
         except TimeoutError:
-            detail = "what was registered before cannot be read at present"
+            detail = "the saved registrations cannot be read at the moment"
             raise ProblemError(503, "registrations-away", detail, retry_after_s=1) from None
 
     async def _keep(self) -> None:
@@ -241,7 +241,7 @@ class Registrations:
             log.warning("registration of %s is given up: %s", stream_of(engine).key, error)
 
     async def _save(self) -> None:
-        """Where the store is away: later, and again."""
+        """Save, with retries while the store is unavailable."""
         if self._kept is None:
             return
         self._unsaved.set()

@@ -1,4 +1,4 @@
-"""uvicorn under uvloop, on a socket that is bound before anything else starts."""
+"""The server: uvicorn with uvloop, on a socket that is bound before anything else starts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _POLL_S = 0.01
 
 
 def listen(settings: ApiSettings) -> socket.socket:
-    """A socket that callers can connect to from now on; whoever serves on it comes later. To be closed.
+    """Return a listening socket, before a server accepts its connections. The caller closes it.
 
-    Raises CannotListenError, PortInUseError where that is why.
+    Raises CannotListenError, or PortInUseError if that is the cause.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
@@ -40,17 +40,18 @@ def listen(settings: ApiSettings) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where callers find the server of a socket."""
+    """Return the URL of the server of a socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; requests under way get five seconds to end, then the lifespan ends.
+    """Serve until SIGINT or SIGTERM. Requests in progress get five seconds to finish, then the lifespan ends.
 
-    bound: of `listen`, closed at the end; None: made here. Raises what `listen` raises, before the application starts.
+    bound: result of `listen`, which is closed at the end. None: created here. Raises the errors of `listen` before the
+    application starts.
     """
-    gc.freeze()  # modules and kernels stay as long as the process: the collector need not look at them
+    gc.freeze()  # modules and kernels live as long as the process, so the collector can skip them
     with bound or listen(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(app, settings).serve([bound]))
 
@@ -59,7 +60,7 @@ def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | Non
 async def running_server(
     app: Starlette, settings: ApiSettings, bound: socket.socket | None = None
 ) -> AsyncIterator[str]:
-    """Serve in the background of a block, which gets the URL; signals stay the caller's business. See `run_server`."""
+    """Serve in the background of a block, which gets the URL. Does not handle signals. See `run_server`."""
     with bound or listen(settings) as bound:
         server = _GuestServer(app, settings)
         serving = asyncio.create_task(server.serve([bound]), name="http")
@@ -73,7 +74,7 @@ async def running_server(
 
 
 class _Server(uvicorn.Server):
-    """Serves one application; ends its streams before it waits for the connections to end."""
+    """Serves one application. Ends its streams before it waits for the connections to end."""
 
     def __init__(self, app: Starlette, settings: ApiSettings) -> None:
         self._app = app
@@ -88,13 +89,13 @@ class _Server(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if isinstance(self._app, Application):  # another ASGI application ends its own
+        if isinstance(self._app, Application):  # other ASGI applications end their own streams
             self._app.end_streams()
         await super().shutdown(sockets)
 
 
 class _GuestServer(_Server):
-    """A server inside somebody else's program."""
+    """A server inside another program."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -102,7 +103,7 @@ class _GuestServer(_Server):
 
 
 class _Bounded:
-    """Refuses requests while there are too many connections. uvicorn's own limit answers in plain text."""
+    """Refuses requests while there are too many connections. uvicorn's own limit would answer in plain text."""
 
     def __init__(self, app: Starlette, most: int, state: Callable[[], ServerState]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Routes about this process: alive, ready, measured."""
+"""Routes about this process: health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Registrations | None) -> APIRouter:
-    """Probes and metrics; open to callers without a token."""
+    """Return the probes and metrics, which need no token."""
     router = APIRouter(tags=["service"])
 
     @router.get(
@@ -33,7 +33,7 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Regi
         responses={**answers(Status, "Healthy"), **problem(503, "The consumer has failed")},
     )
     async def health() -> Response:
-        """200 while the consumer lives, 503 once it has failed: then only a restart helps."""
+        """Return 200 while the consumer runs, and 503 after it has failed. Only a restart helps then."""
         if consumer.failure is not None:
             detail = f"the consumer has failed: {type(consumer.failure).__name__}"
             raise ProblemError(503, "unavailable", detail)
@@ -43,10 +43,9 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Regi
         "/ready", response_class=Response, responses={**answers(Status, "Ready"), **problem(503, "Not ready yet")}
     )
     async def ready() -> Response:
-        """200 once everything that was in the log at the start has been applied.
+        """Return 200 after everything that was in the log at the start has been applied.
 
-        Where the service reads engines itself: once those that were registered before are read, or ten seconds after
-        it began to.
+        If the service reads engines itself: after the saved registrations are read, or ten seconds after the start.
         """
         reason = _why_not_ready(consumer) or (registrations and registrations.why_not_ready())
         if reason:
@@ -55,7 +54,7 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Regi
 
     @router.get("/metrics", response_class=Response)
     async def metrics_text() -> Response:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router

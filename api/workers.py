@@ -1,4 +1,4 @@
-"""Routes about workers: the list (`worker_list`), one radix view page by page, a resync on demand."""
+"""Routes about workers: the list (`worker_list`), the pages of one view, a resync on demand."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
 
 
 def worker_routes(consumer: Consumer, registrations: Registrations | None) -> APIRouter:
-    """Coroutines all of them: they read the views, so they have to run in the consumer's event loop."""
+    """Return the routes. They are coroutines, because they read the views in the consumer's event loop."""
     router = APIRouter(tags=["workers"])
 
     @router.get("/workers", response_class=Response, responses=answers(list[Worker], "The workers"))
     async def workers(model_name: str | None = None, routing_group: str | None = None) -> Response:
-        """Every worker, with the state of each of its ranks; no match: an empty list.
+        """Return every worker with the state of each of its ranks, or an empty list.
 
         Group streams are shown with their worker, not as models of their own.
         """
@@ -52,7 +52,7 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         found = [worker async for worker in list_workers(consumer, engines, model_name, routing_group)]
         return json_response(b"[" + b",".join(found) + b"]")
 
-    # worker names may hold slashes
+    # worker names may contain slashes
     @router.get(
         "/workers/{worker:path}/view",
         response_class=Response,
@@ -71,9 +71,9 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         limit: Annotated[int, Query(ge=1, le=MAX_PAGES_PER_ANSWER)] = 1000,
         cursor: Annotated[int, Query(ge=0, le=2**31)] = 0,
     ) -> Response:
-        """What a worker stream holds, `limit` pages at a time, in no particular order.
+        """Return the pages of a worker stream, `limit` at a time, in no particular order.
 
-        `model` may name a group in full: `m#mamba`.
+        `model` may name a group stream: `m#mamba`.
         """
         views = _streams(consumer, worker, dp_rank, model, tenant)
         meant = [view for view in views if view.stream.model in (model, _base_model(view))]
@@ -93,7 +93,7 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
     async def resync(
         worker: str, dp_rank: RankFilter = None, model: str | None = None, tenant: str | None = None
     ) -> Response:
-        """Ask a worker's publishers to name everything they hold again, at the next opportunity; groups too."""
+        """Ask a worker's publishers to resend everything they hold as soon as possible, including group streams."""
         views = _streams(consumer, worker, dp_rank, model, tenant)
         for each in views:
             consumer.demand_resync(each)
@@ -104,7 +104,7 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
 
 
 def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:
-    """The views that a caller means, a model's groups among them. Raises ProblemError (404) when there is none."""
+    """Return the views that a caller selects, including group streams. Raises ProblemError (404) if there is none."""
     found = [
         view
         for view in consumer.namespaces.views
@@ -138,7 +138,7 @@ def _few(streams: list[StreamId]) -> str:
 
 
 async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -> RadixView:
-    """Raises ProblemError (404) when the stream is forgotten on the way."""
+    """Yield the pages. Raises ProblemError (404) if the stream is forgotten during the read."""
     block_size = consumer.namespaces.block_size(view.stream)
     pages: list[ViewPage] = []
     next_cursor = None

@@ -116,7 +116,7 @@ async def test_a_question_may_be_asked_in_the_other_dialect(rig: Rig) -> None:
 async def test_a_refusal_says_what_was_wrong(rig: Rig) -> None:
     with pytest.raises(KvsightHttpError, match=r"/query: no indexer for model=other .*\(status 404\)") as caught:
         await rig.ask("query", "other", TOKENS)
-    assert (caught.value.status, caught.value.title) == (404, "Nobody serves this model")
+    assert (caught.value.status, caught.value.title) == (404, "No worker serves this model")
     assert "known: none" in caught.value.detail
     with pytest.raises(KvsightHttpError) as caught:
         await rig.ask("query", "m", TOKENS, tier_weights=(1, 2, 3, -4))
