@@ -187,7 +187,7 @@ class Registrations:
     # --- saved registrations ----------------------------------------------------------------------------------------
 
     async def _wait_until_loaded(self) -> None:
-        """Refuse changes until the saved registrations are known, since they may conflict. Raises ProblemError (503)."""
+        """Wait until the saved registrations are loaded, because they may conflict. Raises ProblemError (503)."""
         try:
             await asyncio.wait_for(self._loaded.wait(), _LOADED_S)
         except TimeoutError:
