@@ -1,4 +1,4 @@
-"""What every problem document must be."""
+"""Checks for problem documents (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import httpx
 
 
 def check_problem(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The document of a response that is one."""
+    """Check that a response is a problem document and return it."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document: dict[str, Any] = response.json()

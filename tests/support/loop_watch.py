@@ -1,4 +1,4 @@
-"""What an event loop's tasks have to wait for each other, told apart from what else the machine does."""
+"""Measures how long tasks of an event loop wait for each other, independent of the machine's load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for a condition with a limit, instead of sleeping for a time that is hoped to be enough."""
+"""Wait for a condition, with a time limit, instead of sleeping."""
 
 from __future__ import annotations
 

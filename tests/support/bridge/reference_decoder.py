@@ -1,4 +1,4 @@
-"""A slow twin of the bridge's decoder, which reads plain objects, and runs event by event to hold against it."""
+"""A slow reference decoder on plain Python objects, to compare the bridge's decoder with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASK64 = 2**64 - 1
 
 
 class BadError(Exception):
-    """An event that makes no sense."""
+    """An event is malformed."""
 
 
 def is_int(value: Any) -> bool:
@@ -79,7 +79,7 @@ def fields_of(event: Any) -> dict[str, Any]:
 
 
 def twin(event: Any) -> Any:
-    """One event, flat."""
+    """Decode one event."""
     if isinstance(event, dict) and "event_type" in event:
         return "envelope"
     try:
@@ -115,7 +115,7 @@ def twin(event: Any) -> Any:
 
 
 def flat(run: Any) -> Iterator[Any]:
-    """A stored run's events one by one; removals of a run are said together."""
+    """Split a stored run into events. The removals of a run stay one event."""
     match run:
         case BadEvent():
             yield "bad"
@@ -157,7 +157,7 @@ def decoded(data: bytes, decoder: Decoder | None = None) -> tuple[int | None, li
 
 
 def joined(events: list[Any]) -> list[Any]:
-    """Neighbouring removals of one place, said together as runs say them; one medium may have two spellings."""
+    """Join neighbouring removals from one medium, as runs do. A medium may have two spellings."""
     result: list[Any] = []
     for event in events:
         if event[0] == "removed" and result and result[-1][0] == "removed" and result[-1][2:] == event[2:]:

@@ -1,4 +1,4 @@
-"""Bridges whose results can be seen: `Rig` without sockets, payloads in; `LiveBridge` with them."""
+"""Bridges to test: `Rig` takes payloads and needs no socket; `LiveBridge` reads engines over ZMQ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Pages = set[tuple[int, int]]
 
 
 class View:
-    """What a reader of records knows of one stream."""
+    """The state of one stream, rebuilt from its records."""
 
     def __init__(self) -> None:
         self.pages: Pages = set()
@@ -66,7 +66,7 @@ class View:
 
 
 class LiveBridge:
-    """A fleet on a log in memory, and the views that a reader of the log has."""
+    """A fleet that publishes to a log in memory, and the views rebuilt from that log."""
 
     def __init__(self, **settings: Any) -> None:
         self.log = MemoryLog()
@@ -76,7 +76,7 @@ class LiveBridge:
         self._offset = 0
 
     def view(self, worker: str = "w", rank: int = 0) -> View:
-        """What is known of a worker by now."""
+        """Return a worker's current view."""
         while records := self.log.read(self._offset):
             self._offset = records[-1].offset + 1
             for record in records:
@@ -97,7 +97,7 @@ class LiveBridge:
         await asyncio.to_thread(engine.wait_for_readers)
 
     async def shows(self, pages: Pages, worker: str = "w", rank: int = 0, deadline_s: float = 20.0) -> None:
-        """Wait until a worker's view is exactly this."""
+        """Wait until a worker's view holds exactly these pages."""
         await async_wait_until(
             lambda: self.view(worker, rank).pages == pages, deadline_s, f"{len(pages)} pages of {worker}"
         )
@@ -169,5 +169,5 @@ class Rig:
 
 
 def on(tier: int, names: list[int]) -> Pages:
-    """Pages on one tier."""
+    """Return pages on one tier."""
     return {(tier, name) for name in names}

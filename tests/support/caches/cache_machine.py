@@ -1,9 +1,9 @@
-"""State machines of prefix caches: what those of all classes share.
+"""The base of the state machines for prefix caches.
 
-A machine runs operations in random order and checks after each of them all that is promised at any time. A class of
-cache gives its machine a factory (`begin`, from a choice of `OPTIONS`), what it holds (`held`), and operations and
-invariants of its own. An operation draws what it needs from a `random.Random`: that of hypothesis, which shrinks what
-fails, or a plain one (`soak`), for many operations on one cache.
+A machine runs operations in random order and checks all invariants after each one. The machine of a cache class adds a
+factory (`begin`, given one value of each of `OPTIONS`), the content of the cache (`held`), operations and invariants.
+Operations draw from a `random.Random`: one of hypothesis, which shrinks failures, or a plain one in `soak`, which runs
+many operations on one cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RANDOMS = st.randoms(use_true_random=False, note_method_calls=True)
 
 
 def operation(weight=1, when=None):
-    """A method `(self, draw)` that is run at random. weight: how often a soak does. when(machine): whether it can."""
+    """Mark a method `(self, draw)` as an operation. weight: frequency in a soak. when(machine): whether it may run."""
 
     def mark(method):
         marked = rule(draw=_RANDOMS)(method)
@@ -57,7 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def watch(self, page_size, *, is_bigram, events, ordered=frozenset({StorageMedium.GPU})):
-        """Begin to replay its events. ordered: see `Replay`."""
+        """Start to replay the events of the cache. ordered: see `Replay`."""
         self.page_size, self.is_bigram, self.events = page_size, is_bigram, events
         self.names = PageNames(page_size, is_bigram)
         self.replay = Replay(page_size, ordered)
@@ -70,7 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def held_group(self, group, medium):
-        """The same of what a group has, for caches with `event_groups` that record their events."""
+        """Like `held`, for one group of a cache with `event_groups`."""
         raise NotImplementedError
 
     def check(self):
@@ -94,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check()
 
     def check_events(self):
-        """Events replay to what is there."""
+        """Check that the events replay to the content of the cache."""
         if not self.events:
             assert self.cache.kv_event_queue == []
             assert self.cache.take_group_events() == {}
@@ -109,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_group_events()
 
     def check_group_events(self):
-        """So do those of groups."""
+        """Check the same for each group."""
         for group, events in self.cache.take_group_events().items():
             for event in events:
                 self.groups[group].apply(event)
@@ -119,11 +119,11 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.groups[group].pages[medium] == expected, (group, medium)
 
     def check_event(self, event):
-        """What is promised of an event beyond `Replay`, which has applied those before it."""
+        """Check more about an event than `Replay` does. The events before it have been applied."""
 
 
 def soak(machine, num_operations, seed, recount_every=10):
-    """Operations of a machine that has begun, brought to an end within `MOST_SOAK_CPU_S`."""
+    """Run operations on a machine after `begin`, then tear it down. Fails after `MOST_SOAK_CPU_S` of CPU time."""
     began = process_time()
     run_some(machine, num_operations, random.Random(seed), recount_every)
     machine.teardown()
@@ -131,7 +131,7 @@ def soak(machine, num_operations, seed, recount_every=10):
 
 
 def run_some(machine, num_operations, draw, recount_every=10):
-    """All operations that can be run as often as their weights say; checked after each, recounted now and then."""
+    """Run operations by weight. Checks events after each operation and recounts after every `recount_every`th."""
     operations = [each for _, each in inspect.getmembers(type(machine), inspect.isfunction) if hasattr(each, "weight")]
     weights = [each.weight for each in operations]
     for turn in range(num_operations):

@@ -1,7 +1,7 @@
-"""The events of a cache, applied as a router would, and every rule about their order and content that can be checked.
+"""Replays the events of a cache as a router would and checks every rule about their order and content.
 
-`PageNames` says what the events of a page must contain, by recursion over its tokens with hashlib and xxhash; `Replay`
-is what the events leave on each medium.
+`PageNames` computes the expected content of events, recursively over the tokens, with hashlib and xxhash. `Replay`
+holds the pages that the events leave on each medium.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.caches.page_names import block_name, sequence_hash
 
 
 class PageFacts(NamedTuple):
-    """What a `BlockStored` says of a page besides its name."""
+    """The fields of a `BlockStored` for one page, except its block hash."""
 
     parent: int | None
     sequence_hash: int
@@ -23,7 +23,7 @@ class PageFacts(NamedTuple):
 
 
 class PageNames:
-    """A prefix of whole pages, `(namespace, raw tokens)`, as its last page appears in events."""
+    """Names the last page of a prefix `(namespace, raw tokens)` as events do."""
 
     def __init__(self, page_size, is_bigram):
         self.page_size, self.is_bigram = page_size, is_bigram
@@ -48,7 +48,7 @@ def _named(extra_key, raw, page_size, is_bigram):
 
 
 class Replay:
-    """Complains of what no stream may contain: a page stored twice, removed but not there, or out of order.
+    """Fails on a page that is stored twice, removed while absent, or out of order.
 
     ordered: media on which what is held is always a prefix: parents come first and go last, save that the pages of one
     node go in page order, one right after the other.
@@ -90,7 +90,7 @@ class Replay:
 
 
 class GroupReplay:
-    """The same for the events of a group, whose pages come and go in any order and say nothing but their names."""
+    """The same for the events of a group, which name pages only and come in any order."""
 
     def __init__(self, page_size):
         # per medium: (namespace, block hash) -> sequence hash

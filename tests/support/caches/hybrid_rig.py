@@ -39,7 +39,7 @@ NOTHING = np.empty(0, np.int64)
 
 
 class FaultyStates(MambaPoolHost):
-    """Copies fail as often as told to."""
+    """A host pool whose copies fail on demand."""
 
     write_faults = 0
 
@@ -103,7 +103,7 @@ class HybridRig(Rig):
     # --- an engine that computes ---
 
     def insert(self, tokens, extra_key=None, **params):
-        """Compute a prompt anew and insert it with a state at its end; None when there is no room on the device."""
+        """Compute a prompt and insert it with a state at its end. Returns None without room on the device."""
         prefixes = self.prefixes(tokens)
         length = len(prefixes) * self.page_size
         if not length:
@@ -209,7 +209,7 @@ class HybridRig(Rig):
         self.cache.cache_finished_req(req)
 
     def load_back(self, tokens, extra_key=None, *, with_request=False, **params):
-        """What a scheduler does with a match that is partly on the host only; None if it is not."""
+        """Load the host part of a match back, as a scheduler does. Returns None if there is none."""
         match = self.match(tokens, extra_key)
         if not (match.host_hit_length or match.mamba_host_hit_length):
             return None
@@ -256,7 +256,7 @@ class HybridRig(Rig):
         )
 
     def usable_states(self, medium):
-        """The same for one medium; on the host those that were acknowledged."""
+        """Like `state_ends` for one medium; on the host, acknowledged states only."""
         on_device, on_host = self.state_ends()
         pending = {
             (extra_key, prefixes[-1])
@@ -298,7 +298,7 @@ class HybridRig(Rig):
 
 
 class _HostStates:
-    """The tensors of a host pool, seen as those of the device."""
+    """The tensors of a host pool in the shape of the device's."""
 
     def __init__(self, pool):
         self._pool = pool

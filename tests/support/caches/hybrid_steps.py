@@ -1,4 +1,4 @@
-"""Words for tests of a HiMambaRadixCache on a `hybrid_rig.HybridRig`: events, nodes, and trees to begin with."""
+"""Short functions for tests of a HiMambaRadixCache on a `HybridRig`: events, nodes and initial trees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def removed(medium, count=1):
 
 
 def node_of(rig, tokens):
-    """The node that ends where `tokens` end."""
+    """Return the node that ends where `tokens` end."""
     ((node, _),) = [(node, raw) for node, _, raw in rig.walk() if raw[-1] == tuple(tokens)]
     return node
 

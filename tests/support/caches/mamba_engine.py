@@ -1,6 +1,6 @@
-"""A MambaRadixCache with an engine that computes, no torch, and its eviction done once more by hand.
+"""A MambaRadixCache with an engine that computes, without torch, and a reference for its eviction.
 
-Every row and every slot remembers the tokens it was computed from, so a state or a page under a wrong prefix shows.
+Each row and each slot remembers the tokens it was computed from, so that a state or page under a wrong prefix is found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 4
 
 
 class Contents(dict):
-    """Slot -> the tokens that its state was computed from."""
+    """Maps a slot to the tokens that its state was computed from."""
 
     def copy_from(self, src, dst):
         self[int(dst[0])] = self[int(src[0])]
@@ -90,7 +90,7 @@ class Hybrid:
         self.grow(req, tokens[req.cache_protected_len :])
 
     def grow(self, req, new):
-        """Compute further tokens, tracking a state on the way if the cache wants that."""
+        """Compute more tokens and track a state if the cache asks for one."""
         page, have, tokens = self.page_size, len(req.token_ids), [*req.token_ids, *new]
         need = (-(-len(tokens) // page) - -(-have // page)) * page
         fresh = self.pool.alloc(need)

@@ -1,4 +1,4 @@
-"""A MambaRadixCache with its pools, no torch."""
+"""A MambaRadixCache with its pools, without torch."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ NOTHING = np.empty(0, np.int64)
 
 
 class Rig:
-    """A cache with its pools; page size 1 unless said."""
+    """A cache with its pools. The default page size is 1."""
 
     def __init__(self, page_size=1, slots=8, **options):
         self.pool = PagedTokenToKVPoolAllocator(64 * page_size, page_size)
@@ -34,7 +34,7 @@ class Rig:
         )
 
     def insert(self, tokens, **params):
-        """Fresh rows and a fresh slot; the slot is freed again if the tree does not want it."""
+        """Insert new rows and a new slot. Frees the slot if the tree already has a state there."""
         slot = self.slots.alloc(1)
         rows = self.pool.alloc(len(tokens))
         result = self.cache.insert(InsertParams(RadixKey(tokens), rows, mamba_value=slot, **params))

@@ -1,5 +1,7 @@
-"""A Mooncake master and native clients in this process, which answer as they are told: no real store gives a chosen
-code at a chosen moment, or tells what memory it knows."""
+"""A Mooncake master and native clients in this process with scripted answers.
+
+A real store cannot return a chosen code at a chosen moment and does not tell which memory is registered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ NOT_FOUND, BAD_ARGUMENTS, NO_ROOM, OVERFLOW, TRANSFER_FAILED = -704, -600, -200,
 
 
 class DoubleMaster:
-    """Takes connections, and holds the objects of all its clients. `is_full`: it takes no more."""
+    """Accepts connections and holds the objects of all clients. `is_full`: it accepts no more objects."""
 
     def __init__(self):
         self.objects, self.is_full = {}, False
@@ -33,7 +35,7 @@ class DoubleMaster:
         return MooncakeSettings.ignoring_environment(**ours | values)
 
     def make_native(self):
-        """In place of the native client's class."""
+        """Create a client. Replaces the native client's class."""
         self.natives.append(NativeDouble(self))
         return self.natives[-1]
 

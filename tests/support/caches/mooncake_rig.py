@@ -21,13 +21,13 @@ PAGE_SIZE = 2
 
 
 def own_identity(**fields):
-    """An identity that no other test has."""
+    """Return an identity that no other test uses."""
     layout = PageLayout("int64", PAGE_SIZE, (2, 1, 1), fields.pop("host_layout", "page_first"))
     return StorageIdentity("org/model", layout, extra_backend_tag=f"t{secrets.token_hex(5)}", **fields)
 
 
 def make_rig(kind, layout="page_first", **options):
-    """A cache without a store. kind: mha, mla, hybrid, nsa or swa."""
+    """Return a rig without a store. kind: mha, mla, hybrid, nsa or swa."""
     if kind == "nsa":
         return NsaRig(PAGE_SIZE, layout, **options)
     if kind == "swa":
@@ -63,7 +63,7 @@ def follow(rig):
 
 
 def archive(rig, tokens=PROMPT):
-    """Compute a prompt, and let it go as far as it goes."""
+    """Compute a prompt and wait until it is archived."""
     content = rig.insert(tokens)
     rig.settle()
     return content

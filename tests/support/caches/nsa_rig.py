@@ -74,7 +74,7 @@ class NsaRig:
         )
 
     def insert(self, tokens):
-        """Compute a prompt of whole pages anew; what each of its tokens has in the pools."""
+        """Compute a prompt of whole pages. Returns the content of each of its tokens."""
         rows = self.pool.alloc(len(tokens))
         generator = torch.Generator().manual_seed(len(tokens))
         for kv, index in zip(self.device.kv_buffer, self.device.index_k_with_scale_buffer, strict=True):
@@ -101,14 +101,14 @@ class NsaRig:
         return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens)))
 
     def demote(self):
-        """Everything leaves the device, which is zeroed."""
+        """Evict everything from the device and zero it."""
         self.settle()
         self.cache.evict(EvictParams(10**6))
         assert self.pool.available_size() == self.pool.size
         self.zero_device()
 
     def load_back(self, tokens):
-        """Device rows of the prompt once all of it that the host has is loaded."""
+        """Load what the host holds of the prompt. Returns its device rows."""
         match = self.match(tokens)
         rows, _ = self.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
         self.settle()

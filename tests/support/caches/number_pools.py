@@ -10,7 +10,7 @@ from engine_cache.pools.host_rows import HostRows
 
 
 def content(extra_key, raw, kind):
-    """What the last page of a prefix, or the state behind it, contains."""
+    """Return the content of the last page of a prefix, or of the state at its end."""
     digest = hashlib.blake2b(repr((extra_key, tuple(raw), kind)).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little") * 16
 
@@ -48,7 +48,7 @@ class DeviceRows:
 
 
 class HostPool(HostRows):
-    """Rows of a host pool; copies fail as often as told to."""
+    """Rows of a host pool whose copies fail on demand."""
 
     layer_num = 1
     layout = "page_first"

@@ -1,4 +1,4 @@
-"""The two names of a page, by recursion over its prefix with hashlib and xxhash: oracles for what caches announce."""
+"""Block hash and sequence hash of a page, recursively over its prefix, with hashlib and xxhash."""
 
 import hashlib
 import struct

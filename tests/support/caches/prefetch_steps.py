@@ -1,4 +1,4 @@
-"""Words for tests of a cache with a store behind its host tier: a prompt, its names, and what a scheduler does."""
+"""Short functions for tests of a cache with a store: a prompt, its page hashes, and the steps of a scheduler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The half of `tiered_machine` that is about the store: archives, prefetches, and what events say of it.
+"""The half of `tiered_machine` that concerns the store: archives, prefetches and their events.
 
-What the store holds is found out behind its back (`watched_stores`), and what it took for this cache is noted there.
+The content of the store is read directly (`watched_stores`), which also records what it accepted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StorageMachine(CacheMachine):
 
     @operation(weight=3, when=has_store)
     def prefetch_to_the_end(self, draw):
-        """With nothing in between, so that what the store has arrives."""
+        """Prefetch without other operations in between, so that all stored pages arrive."""
         self.prefetch(draw)
         if is_stepped(self):
             while self.engine.step(Lane.PREFETCH):
@@ -171,7 +171,7 @@ class StorageMachine(CacheMachine):
         assert self.cache.attach_storage_backend(self.store, self.policy(stop))[0]
 
     def policy(self, stop):
-        """A time limit is reached at once, or never."""
+        """Draw a policy whose time limit is reached at once or never."""
         limit_s = 1000 * (self.num_requests % 2)
         return StoragePolicy(1, stop, limit_s, 0, limit_s, batch_pages=2, emit_storage_events=self.emit)
 
@@ -182,7 +182,7 @@ class StorageMachine(CacheMachine):
         self.forget_store()
 
     def forget_store(self):
-        """Nothing is announced of the store, whatever it holds."""
+        """Forget everything announced about the store."""
         if self.store is not None:
             self.store.acknowledged.clear()
         self.archived = set()  # keys whose archiving was answered with true, and that are held since
@@ -229,6 +229,6 @@ class StorageMachine(CacheMachine):
 
 
 def _page_of(key):
-    """What events call a page of the store."""
+    """Return the name of a stored page in events."""
     block = int(key[-64:-48], 16)
     return _NAMESPACES[key[:-64]], block - 2**64 * (block >= 2**63)

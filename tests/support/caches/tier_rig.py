@@ -1,7 +1,7 @@
 """A cache with a host tier and real tensors, an engine that computes, and everything that can go wrong below it.
 
-The content of a row follows from the tokens up to the end of its page, so a page that is found anywhere, on any tier,
-can be told right or wrong.
+The content of a row follows from the tokens up to the end of its page, so a page can be
+checked wherever it is found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def page_content(extra_key, raw):
 
 
 class _Faults:
-    """Copies fail, and rows are refused, as often as told to."""
+    """Lets copies fail and refuses rows on demand."""
 
     write_faults = 0
     load_faults = 0
@@ -121,7 +121,7 @@ class KVPools:
 
 
 class MemoryStorage(HiCacheStorage):
-    """A store in a dict. `broken`: every read and write raises. `full`: pools of which nothing more is taken."""
+    """A store in a dict. `broken`: every read and write raises. `full`: pools that accept no more pages."""
 
     medium = StorageMedium.DISK
 
@@ -217,7 +217,7 @@ class Rig:
         return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(1, pages + 1)]
 
     def insert(self, tokens, extra_key=None, **params):
-        """Compute a prompt anew and insert it; None when there is no room on the device."""
+        """Compute a prompt and insert it. Returns None without room on the device."""
         prefixes = self.prefixes(tokens)
         length = len(prefixes) * self.page_size
         rows = self.pool.alloc(length)
@@ -240,7 +240,7 @@ class Rig:
         return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key)))
 
     def settle(self):
-        """Let all transfers end and take over what they did."""
+        """Finish all transfers and apply their results."""
         self.cache.ready_to_load_host_cache()
         self.engine.drain()
         self.cache.check_hicache_events()
@@ -268,12 +268,12 @@ class Rig:
         }
 
     def check(self):
-        """Tree, tiers and pools recount, and every byte is what it should be."""
+        """Recount tree, tiers and pools, and check every byte."""
         self._check_cache()
         self.check_bytes()
 
     def check_bytes(self):
-        """Every byte is what it should be, of what is not being copied."""
+        """Check every byte that is not being copied."""
         loading = {id(step) for node in self.cache.ongoing_load_back.values() for step in _up(node)}
         for node, extra_key, prefixes in self.walk():
             content = _contents(extra_key, prefixes)

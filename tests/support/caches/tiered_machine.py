@@ -1,8 +1,8 @@
-"""The machine of caches with tiers: transfers in flight, copies and a store that fail, and hardly any room.
+"""The state machine of caches with tiers: transfers in flight, failing copies and stores, nearly full pools.
 
-A class of cache gives it a rig (`make_rig`), which is a `tier_rig.Rig` or looks like one. What is on the device and the
-host is read from the tree, and compared byte by byte with what its tokens say; what is in the store is read from the
-store. The pages that the events leave on each medium must be exactly those.
+A cache class provides a rig (`make_rig`) with the interface of `tier_rig.Rig`. Device and host content is read from the
+tree and compared byte by byte with the content that its tokens imply; the store is read directly. The events must leave
+exactly those pages on each medium.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TieredCacheMachine(StorageMachine):
         self.checked_match(*self.prompt(draw))
 
     def checked_match(self, tokens, extra_key):
-        """A match, compared with what the tree holds."""
+        """Match and compare with the tree."""
         on_device = self.rig.held(GPU)
         match = self.rig.match(tokens, extra_key)
         hit = sum(prefix in on_device for prefix in self.names.prefixes(tokens, extra_key))
@@ -165,7 +165,7 @@ class TieredCacheMachine(StorageMachine):
 
     @operation(weight=2, when=lambda machine: is_stepped(machine) and machine.cache.ongoing_load_back)
     def a_load_fails_for_good(self, draw):
-        """Device rows may hold anything now, so the cache says so and is reset."""
+        """The device rows are undefined now: the cache raises and is reset."""
         if draw.random() < 0.7:
             return
         self.cache.ready_to_load_host_cache()
@@ -221,7 +221,7 @@ class TieredCacheMachine(StorageMachine):
             assert all(node.hash_value is None for node in iter_nodes(self.cache.root_node))
 
     def check_event(self, event):
-        """A page that moves down is never on no tier."""
+        """Check that a page that moves down is always on some tier."""
         if isinstance(event, BlockRemoved) and event.medium is GPU:
             page = (event.extra_key, *event.block_hashes)
             assert page not in self.on_host or page in self.replay.pages[CPU]
@@ -238,7 +238,7 @@ class TieredCacheMachine(StorageMachine):
                     self.store.discard()
 
     def end(self):
-        """All that was begun ends, nothing is left behind, and everything can go."""
+        """Finish everything, evict everything, and check that nothing is left."""
         cache = self.cache
         self.let_go()
         self.settle()
@@ -257,7 +257,7 @@ class TieredCacheMachine(StorageMachine):
             self.check_events()
 
     def let_go(self):
-        """End what requests hold."""
+        """Release what requests hold."""
         self.rig.host.write_faults = self.rig.host.load_faults = 0
         while self.locks:
             self.cache.dec_lock_ref(self.locks.pop())
@@ -265,7 +265,7 @@ class TieredCacheMachine(StorageMachine):
             self.cache.release_aborted_request(request)
 
     def evict_all(self):
-        """Whether anything went."""
+        """Evict everything. Returns whether anything was evicted."""
         return self.checked_evict(EvictParams(EVERYTHING)).num_tokens_evicted + self.cache.evict_host(EVERYTHING)
 
     def check_all_free(self):
@@ -274,8 +274,7 @@ class TieredCacheMachine(StorageMachine):
 
 
 class OldMatches(TieredCacheMachine):
-    """Load back what was matched a while ago: the nodes may be split, evicted or deleted by now, save that the part on
-    the device is locked."""
+    """Loads back old matches, whose nodes may have been split, evicted or deleted; the device part is locked."""
 
     def begin(self, **options):
         self.old_matches = []

@@ -1,5 +1,4 @@
-"""State machines of a UnifiedRadixCache of any kinds of state: what those of all tiers share, and that of the device
-alone."""
+"""State machines of a UnifiedRadixCache with any kinds of state: the shared part, and that of the device alone."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class UnifiedSteps(RequestSteps):
         self.checked_match(*self.prompt(draw))
 
     def checked_match(self, tokens, extra_key):
-        """A match, compared with brute force."""
+        """Match and compare with the brute-force reference."""
         pages = pages_along(self.rig, tokens, extra_key)
         any_tier, on_device = (num_usable(self.rig, pages, tiers) for tiers in ({"d", "h"}, {"d"}))
         self.check_reusable(tokens, extra_key, any_tier)
@@ -61,7 +60,7 @@ class UnifiedSteps(RequestSteps):
         return match
 
     def check_reusable(self, tokens, extra_key, usable):
-        """Whoever has heard all events knows how far a match goes."""
+        """Check that the events alone tell how much can be reused."""
         if not self.events or self.cache.kv_event_queue or any(self.cache.group_event_queues.values()):
             return
         prompt = [self.names.named(prefix)[0] for prefix in self.names.prefixes(tokens, extra_key)]
@@ -81,7 +80,7 @@ class UnifiedSteps(RequestSteps):
 
     @operation(when=lambda machine: "mamba" in machine.KINDS)
     def match_for_a_request(self, draw):
-        """The request gets a slot for the state it starts from."""
+        """Match for a request, which gets a slot for its initial state."""
         tokens, extra_key = self.prompt(draw)
         req = Request(f"c{len(self.rig.requests)}", [], 0, extra_key)
         try:

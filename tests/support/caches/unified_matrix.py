@@ -38,21 +38,21 @@ class HostMachine(UnifiedCacheMachine):
 
 
 class MemoryMachine(UnifiedCacheMachine):
-    """With a store whose losses are noticed at once."""
+    """A machine with a store in memory, whose losses are noticed at once."""
 
     STORES = ("memory",)
     OPTIONS: ClassVar = {**HOST_OPTIONS, **STORE_OPTIONS, "store": ("memory", "memory", None)}
 
 
 class DirectoryMachine(UnifiedCacheMachine):
-    """With files on a disk."""
+    """A machine with a store of files."""
 
     STORES = ("directory",)
     OPTIONS: ClassVar = {**HOST_OPTIONS, **STORE_OPTIONS, "store": ("directory", "directory", None)}
 
 
 class MooncakeMachine(UnifiedCacheMachine):
-    """With objects in a Mooncake store, of whose master `machine_of` must be told."""
+    """A machine with a Mooncake store. `machine_of` needs its master."""
 
     STORES = ("mooncake",)
     OPTIONS: ClassVar = {**HOST_OPTIONS, **STORE_OPTIONS, "store": ("mooncake", "mooncake", None)}

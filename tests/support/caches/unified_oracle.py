@@ -1,4 +1,4 @@
-"""Where a match of a UnifiedRadixCache must end, and what its locks must hold, by brute force."""
+"""Brute-force reference for where a match of a UnifiedRadixCache ends and what its locks hold."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _tiers(data):
 
 
 def num_usable(rig, pages, tiers):
-    """Pages of the longest prefix that can be used on these tiers."""
+    """Return the number of pages of the longest usable prefix on these tiers."""
     return max(n for n in range(len(pages) + 1) if n == 0 or _is_usable(rig, pages, n, tiers))
 
 
@@ -64,7 +64,7 @@ def needed_on_device(rig, node):
 
 
 def states_of_windows(rig, field):
-    """Nodes that have SWA rows and a state on the tier, the latter of no use without the former."""
+    """Return nodes with both SWA rows and a state on the tier. The state is useless without the rows."""
     nodes = [place.node for place in rig.walk()]
     return [
         node for node in nodes if all(getattr(rig.data(node, kind), field) is not None for kind in ("swa", "mamba"))
@@ -72,6 +72,6 @@ def states_of_windows(rig, field):
 
 
 def lost_windows(rig, nodes, field):
-    """Those of the nodes that have lost their SWA rows on the tier, and have their state there still."""
+    """Return the nodes that have lost their SWA rows on the tier but still have their state there."""
     states = [node for node in nodes if getattr(rig.data(node, "mamba"), field) is not None]
     return [node for node in states if getattr(rig.data(node, "swa"), field) is None]

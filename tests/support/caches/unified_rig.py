@@ -1,7 +1,7 @@
 """A UnifiedRadixCache of any kinds of state with pools whose rows hold one number each, and an engine that computes.
 
-The number in a row follows from the tokens up to the end of its page, and so does that of a state, so whatever is found
-anywhere, on any tier, can be told right or wrong.
+The number in a row follows from the tokens up to the end of its page, and so does that of a state, so both can be
+checked wherever they are found.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOTHING = np.empty(0, np.int64)
 
 
 class Place(NamedTuple):
-    """A node by what its pages are."""
+    """Identifies a node by its pages."""
 
     node: object
     extra_key: str | None
@@ -218,13 +218,13 @@ class UnifiedRig:
         self.requests.clear()
 
     def settle_writes(self):
-        """Let backups end, and nothing else."""
+        """Finish backups only."""
         while self.engine.step(Lane.WRITE):
             pass
         self.cache.check_hicache_events()
 
     def settle(self):
-        """Let all transfers end and take over what they did."""
+        """Finish all transfers and apply their results."""
         if self.cache.cache_controller is None:
             return
         for _ in range(3):
@@ -272,7 +272,7 @@ class UnifiedRig:
         return found
 
     def check(self):
-        """Everything recounts, and every number is what it should be, of what is not being copied."""
+        """Recount everything and check every number that is not being copied."""
         rows, slots = [], [req.mamba_pool_idx for req in self.requests]
         if self.served is not None:
             rows, slots = self.served.owned_rows(), slots + self.served.owned_slots()

@@ -1,4 +1,4 @@
-"""A Mooncake store that fails when told to, and what its master really has; see `watched_stores`."""
+"""A Mooncake store that fails on demand, and the objects its master really holds. See `watched_stores`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.support.caches.watched_stores import Failing
 
 
 class WatchedMooncake(Failing, MooncakeStorage):
-    """Objects under a tag of its own in a store that others use, too.
+    """Objects under a separate tag in a shared store.
 
-    master: `mooncake_master.MooncakeMaster`. own_client: with one that can lose its master, which takes a second to
-    close, instead of the one that all tests share. tag: None for one that no other store has.
+    master: a `MooncakeAccess`. own_client: a separate client, which can lose its master and takes a second to close,
+    instead of the shared one. tag: None for a unique one.
     """
 
     def __init__(self, identity, master, *, own_client=False, tag=None):
@@ -30,7 +30,7 @@ class WatchedMooncake(Failing, MooncakeStorage):
         return {key for name, key in self._there() if name is PoolName.KV}
 
     def harm(self, draw):
-        """Some of the objects of a page of any pool are dropped; the key, if it was a KV page."""
+        """Drop some objects of a page of any pool. Returns the keys of damaged KV pages."""
         pages = sorted(self._there())
         if not pages:
             return set()

@@ -1,9 +1,9 @@
-"""Stores that fail when told to, and what they really hold, found out without asking them.
+"""Stores that fail on demand, and their real content, read without their own methods.
 
-All kinds have `broken` (reads and writes raise), `full` (pools of which nothing more is taken), `acknowledged` (keys of
-KV pages whose writing was answered with true, and so were those before them in their batch), `bare` (keys of KV pages
-that came although their index was refused), `held` (keys of the KV pages that are there), `harm`, and `discard`, which
-ends the store and all that is in it.
+All kinds have `broken` (reads and writes raise), `full` (pools that accept no more pages), `acknowledged` (keys of KV
+pages whose write returned true, as did all writes before them in the batch), `bare` (keys of KV pages stored although
+their index was refused), `held` (keys of the stored KV pages), `harm`, and `discard`, which closes the store and
+deletes its content.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Acknowledging:
 
 
 class Failing(_Acknowledging):
-    """A store that knows nothing of failing by itself."""
+    """Adds failures on demand to a store."""
 
     broken, full = False, ()
 
@@ -76,7 +76,7 @@ class WatchedMemory(_Acknowledging, MemoryStorage):
         return {key for name, key in list(self.pages) if name is PoolName.KV}
 
     def harm(self, draw):
-        """Lose a page of any pool, and know it; the keys of KV pages that are gone without the store knowing."""
+        """Lose a page of any pool and notice it. Returns the keys of KV pages lost unnoticed."""
         pages = list(self.pages)
         if pages:
             name, key = draw.choice(sorted(pages))
@@ -84,14 +84,14 @@ class WatchedMemory(_Acknowledging, MemoryStorage):
         return set()
 
     def discard(self):
-        """Nothing outlives it."""
+        """Close the store. Its content is gone."""
 
 
 class WatchedDirectory(Failing, DirectoryStorage):
     """Files in a folder of its own."""
 
     def __init__(self, identity, host_pools, num_pages):
-        """identity: of model "m". num_pages: for which there is room, of these pools together."""
+        """identity: of model "m". num_pages: capacity for pages of all pools together."""
         self._temporary = tempfile.TemporaryDirectory()
         page_bytes = sum(pool.get_dummy_flat_data_page().nbytes + 8 for pool in host_pools)
         self._identity = identity
@@ -108,7 +108,7 @@ class WatchedDirectory(Failing, DirectoryStorage):
         return {match[1] for match in found if match}
 
     def harm(self, draw):
-        """Remove, cut or change a file of any pool; the keys of KV pages that are gone without the store knowing."""
+        """Remove, cut or change a file of any pool. Returns the keys of KV pages lost unnoticed."""
         files = sorted(self._files())
         if not files:
             return set()
@@ -131,7 +131,7 @@ class WatchedDirectory(Failing, DirectoryStorage):
 
 
 def _damage(file, draw, *, is_cut):
-    """Cut it, or change a bit; False if it is empty."""
+    """Cut a file or flip a bit. Returns False if it is empty."""
     content = file.read()
     if content:
         place = draw.randrange(len(content))

@@ -1,4 +1,4 @@
-"""Events as engines write them, in every encoding of the field, and pages' names reckoned once more, page by page."""
+"""Events in every encoding that engines use, and a slow reference for the sequence hashes of pages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cleared() -> Event:
 
 
 def written(event: Event, form: Form = "array") -> Any:
-    """An event as plain objects in one of the encodings; fields that no array has a place for need a map."""
+    """Encode an event as plain objects. Fields without a place in the array form need a map."""
     if form == "map":
         return event
     names = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}.get(event["type"], ())
@@ -74,7 +74,7 @@ def payload(
     form: Form = "array",
     batch: Literal["array", "pair", "map"] = "array",
 ) -> bytes:
-    """An event batch; events that are no dicts with a tag are taken as they are."""
+    """Encode an event batch. Events that are not tagged dicts are passed through."""
     plain = [written(event, form) if isinstance(event, dict) and "type" in event else event for event in events]
     if batch == "map":
         return msgspec.msgpack.encode({"ts": 1.5, "events": plain, "data_parallel_rank": rank})
@@ -111,5 +111,5 @@ def names_of(
 
 
 def pairs(tokens: Sequence[int]) -> list[list[int]]:
-    """Bigram form of a row of tokens."""
+    """Return the bigram form of tokens."""
     return [list(pair) for pair in itertools.pairwise(tokens)]

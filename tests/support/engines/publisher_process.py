@@ -27,7 +27,7 @@ MEDIA = {"sglang": ("GPU", "CPU_PINNED", "DISK", "EXTERNAL"), "vllm": ("GPU", "C
 
 
 class Life:
-    """What a cache may do, as events of the engine's own classes, and what it holds then."""
+    """A random cache: its operations as events of the engine's own classes, and the pages it holds."""
 
     def __init__(self, module: Any, engine: str, seed: int) -> None:
         self.pages: set[tuple[int, int]] = set()
@@ -38,7 +38,7 @@ class Life:
         self._prompts: list[tuple[list[int], list[Any]]] = []  # tokens, the engine's hashes
 
     def events(self) -> list[Any]:
-        """A step's."""
+        """Return the events of one step."""
         kind = self._random.random()
         if kind < 0.01:
             self.pages.clear()

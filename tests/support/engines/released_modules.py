@@ -1,7 +1,7 @@
-"""vLLM's and SGLang's own module of KV events, out of their released packages, and nothing else of them.
+"""The KV event modules of released versions of vLLM and SGLang, without the rest of the packages.
 
-What a module imports of its package is replaced by the little that it needs: a logger, a decorator, the type of a
-hash. What is under test, event classes, publishers and their factory, is theirs.
+Stand-ins replace what a module imports of its package: a logger, a decorator, the type of a hash. The event classes,
+the publishers and their factory are the released code.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _VLLM_CONFIG = "vllm/config/kv_events.py"
 
 
 def engine_folder(engine: Engine, version: str) -> Path:
-    """Where the module lies. Skips the test where pip cannot get the package."""
+    """Return the folder of the module. Skips the test if pip cannot download the package."""
     return files_of(engine, version, [_EVENTS[engine], *([_VLLM_CONFIG] if engine == "vllm" else [])])
 
 
 def engine_module(engine: Engine, folder: Path) -> ModuleType:
-    """The module, under the name that the engine gives it."""
+    """Import the module under its own name."""
     if engine == "vllm":
         return _vllm_module(folder)
     _stand_in("sglang.srt.runtime_context", get_parallel=None)
@@ -54,13 +54,13 @@ def _vllm_module(folder: Path) -> ModuleType:
 
 
 def forget_engine_modules() -> None:
-    """Let the next version be loaded."""
+    """Unload the modules, so that another version can be imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("sglang", "vllm")]:
         del sys.modules[name]
 
 
 def _stand_in(name: str, **contents: Any) -> None:
-    """A module of that name, and the packages above it."""
+    """Install a module of that name and its parent packages."""
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:length]), ModuleType(".".join(parts[:length])))

@@ -1,4 +1,4 @@
-"""Other projects' packages as pip has them, to hold us against the real thing. Kept in `~/.cache/kvsight`."""
+"""Released packages of other projects, to test against. Cached in `~/.cache/kvsight`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DOWNLOAD_S = 90
 
 
 def files_of(package: str, version: str, names: Sequence[str]) -> Path:
-    """Folder with some files of a wheel, which is fetched once and not kept: wheels of engines have hundreds of MB.
+    """Return a folder with some files of a wheel. The wheel itself, often hundreds of MB, is not kept.
 
-    Skips the test where pip cannot get it.
+    Skips the test if pip cannot download it.
     """
     folder = CACHE / f"{package}-{version}"
     if not all((folder / name).is_file() for name in names):
@@ -37,7 +37,7 @@ def files_of(package: str, version: str, names: Sequence[str]) -> Path:
 
 
 def installed(package: str, version: str) -> Path:
-    """Folder with a package, installed there without what it depends on. Skips the test where pip cannot get it."""
+    """Return a folder with a package installed without dependencies. Skips the test if pip cannot download it."""
     folder = CACHE / f"{package}-{version}"
     if not folder.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def installed(package: str, version: str) -> Path:
 
 
 def load_module(path: Path, name: str) -> ModuleType:
-    """One file as a module of that name, apart from whatever package it was written for."""
+    """Import one file as a module of that name, outside its package."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

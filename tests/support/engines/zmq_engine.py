@@ -17,9 +17,9 @@ END = b"\xff" * 8
 
 
 class ZmqEngine:
-    """One rank. Sends from the caller's thread, answers replays from one of its own.
+    """One rank. Sends from the caller's thread; a thread of its own answers replay requests.
 
-    The live socket is an XPUB, on the wire the same as a PUB, because that one can say when somebody listens.
+    The live socket is an XPUB, which reports subscriptions and is the same as a PUB on the wire.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ZmqEngine:
         return None if self._replay_port is None else f"tcp://{self._host}:{self._replay_port}"
 
     def send(self, payload: bytes, fate: Literal["sent", "dropped", "lost"] = "sent") -> int:
-        """The next batch. dropped: only replays have it; lost: nobody has it. Returns its number."""
+        """Send the next batch and return its number. dropped: replays only; lost: neither live nor replay."""
         seq, self.seq = self.seq, self.seq + 1
         if fate != "lost":
             with self._lock:
@@ -75,17 +75,17 @@ class ZmqEngine:
         return seq
 
     def send_raw(self, *frames: bytes) -> None:
-        """Any message."""
+        """Send any message."""
         self._live.send_multipart(frames)
 
     def wait_for_readers(self, count: int = 1, deadline_s: float = 10.0) -> None:
-        """Return once so many have subscribed since the start."""
+        """Wait for `count` subscriptions since the start."""
         for _ in range(count):
             assert self._live.poll(int(deadline_s * 1000)), "nobody subscribed"
             self._live.recv()
 
     def stop(self) -> None:
-        """Gone, as a process that is killed. A second call does nothing."""
+        """Close all sockets, as if the process were killed. Idempotent."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
@@ -93,7 +93,7 @@ class ZmqEngine:
         self._context.destroy(linger=0)  # waits until the ports are free
 
     def restart(self) -> None:
-        """Another incarnation on the same ports."""
+        """Start another incarnation on the same ports."""
         self.stop()
         self.seq = self._first_seq
         self._buffer.clear()

@@ -1,4 +1,4 @@
-"""A consumer on a log in memory that a test writes by hand."""
+"""A consumer of a log in memory to which a test appends records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.waiting import async_wait_until
 
 
 class HandFed:
-    """The log, and the consumer that reads it (not running yet)."""
+    """The log and its consumer, which is not started."""
 
     def __init__(self, settings: IndexerSettings | None = None) -> None:
         settings = settings or IndexerSettings(max_pages=2**18)

@@ -1,4 +1,4 @@
-"""Records of the log made by hand, for tests: what a publisher would have sent."""
+"""Log records as a publisher would send them, made by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def words(values: Iterable[int]) -> bytes:
 
 
 def stored(*chains: Chain, tier: int = 0) -> PackedStored:
-    """Pages of some chains on a tier; block hashes are the sequence hashes."""
+    """Return a store of some chains on a tier. The block hashes equal the sequence hashes."""
     hashes = [h for _, chain in chains for h in chain]
     starts, position = np.zeros(len(hashes), np.uint8), 0
     for _, chain in chains:
@@ -33,12 +33,12 @@ def stored(*chains: Chain, tier: int = 0) -> PackedStored:
 
 
 def removed(hashes: Sequence[int], tier: int = 0) -> PackedRemoved:
-    """Pages that left a tier."""
+    """Return a removal from a tier."""
     return PackedRemoved(MEDIA[tier], words(hashes), words(hashes))
 
 
 def splitmix(value: int) -> int:
-    """The digest's mixing function, written once more in plain integers."""
+    """The mixing function of the digest, in plain Python integers."""
     mask = 2**64 - 1
     x = (value + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -56,7 +56,7 @@ def digest_of(held: Iterable[tuple[int, int]]) -> bytes:
 
 
 class Stream:
-    """A publisher by hand: keeps the set of (sequence hash, tier) that its events say is held."""
+    """A publisher by hand. Keeps the set of (sequence hash, tier) that its events imply."""
 
     def __init__(
         self, worker: str = "w0", *, model: str = "m", tenant: str = "default", dp_rank: int = 0, block_size: int = 4
@@ -68,13 +68,13 @@ class Stream:
         self.held: set[tuple[int, int]] = set()
 
     def restart(self) -> None:
-        """A new incarnation that holds nothing yet."""
+        """Start a new incarnation that holds nothing."""
         self.epoch, self.seq, self.held = self.epoch + 1, 0, set()
 
     def batch(
         self, *events: WireEvent, digest: bytes | None = None, now: float | None = None, doubt: str = ""
     ) -> LogRecord:
-        """The next record."""
+        """Return the next record."""
         for event in events:
             self._track(event)
         now = time.time() if now is None else now
@@ -92,7 +92,7 @@ class Stream:
         return LogRecord(0, self.seq, int(now * 1000), self.id.key.encode(), payload)
 
     def resync(self, *, now: float | None = None) -> LogRecord:
-        """Everything held, named again in one record."""
+        """Return a snapshot of everything held, in one record."""
         stores = [stored(*[(0, [page]) for page, t in sorted(self.held) if t == tier], tier=tier) for tier in range(4)]
         return self.batch(SnapshotBegin("test"), *stores, SnapshotEnd(), now=now)
 

@@ -1,4 +1,4 @@
-"""What can be reused of a match, counted by hand over sets."""
+"""The reusable part of a match, computed with sets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 
 
 def window_pages(group: str, page_size: int) -> int:
-    """Pages before the end of a prefix that a group needs: one with a state, or as many as a window begins in."""
+    """Return how many pages before the end of a prefix a group needs: one for a state, or those of a window."""
     return 1 if group == "mamba" else -(-int(group.removeprefix("swa:")) // page_size)
 
 
 def num_reusable(
     prompt: Sequence[Hashable], held: Collection[Hashable], groups: Mapping[str, Set[Hashable]], page_size: int
 ) -> int:
-    """Pages of the longest prefix of what is held whose end suits every group.
+    """Return the pages of the longest held prefix that satisfies every group at its end.
 
     prompt: names of its pages. groups: name -> pages marked.
     """

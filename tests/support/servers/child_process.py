@@ -1,4 +1,4 @@
-"""Servers that tests start: on free ports, with their output in a file, and never outliving the test run."""
+"""Server processes of tests: on free ports, with their output in a file, and ended with the test run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PORTS = range(18_000, 32_000)
 
 
 class PartMissingError(Exception):
-    """Something a test needs is not on this machine. Says what, and how to get it."""
+    """A server or package that a test needs is not installed. The message says how to install it."""
 
     def __init__(self, part: str, remedy: str) -> None:
         super().__init__(f"{part} is missing: {remedy}")
@@ -46,7 +46,7 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the server itself is alive."""
+        """Whether the server process is alive."""
         return self._process.poll() is None
 
     def wait_for_port(self, port: int, deadline_s: float) -> None:
@@ -64,7 +64,7 @@ class ChildProcess:
         os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL for the whole group; returns when the server is gone. A second call does nothing."""
+        """Send SIGKILL to the whole group and wait for the server to end. Idempotent."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return  # the number may by now be another group's
@@ -78,7 +78,7 @@ class ChildProcess:
 
 
 def has_ipv6() -> bool:
-    """Whether this machine has it, at least for itself."""
+    """Return whether this machine can bind to the IPv6 loopback address."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
@@ -88,7 +88,7 @@ def has_ipv6() -> bool:
 
 
 def free_port() -> int:
-    """A port on the loopback address that nobody listens on."""
+    """Return a free port of the loopback address."""
     for port in random.SystemRandom().sample(_PORTS, 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""A service that reads registered engines itself, on a real port."""
+"""A service on a real port with an embedded bridge."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TOKENS = list(range(1, 17))
 
 
 class Service:
-    """One process's worth of it."""
+    """A running service and a client of it."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
 
     async def register(self, engine: ZmqEngine, instance: int | str = 1, **fields: Any) -> httpx.Response:
-        """In the running peer's dialect, unless the fields say otherwise; waits until the engine is listened to."""
+        """Register an engine and wait until the bridge has subscribed. Uses the running peer's dialect by default."""
         body = {"instance_id": instance, "endpoint": engine.endpoint, "block_size": 4, **fields}
         if "modelname" not in body:
             body["model_name"] = "m"
@@ -40,7 +40,7 @@ class Service:
         return answer
 
     async def gpu(self, tokens: list[int], instance: int | str = 1, **fields: Any) -> int:
-        """Tokens that an instance holds on its device."""
+        """Return the tokens that an instance holds on its device."""
         answer = await self.client.post("/query", json={"model_name": "m", "token_ids": tokens, **fields})
         return answer.json().get("instances", {}).get(str(instance), {}).get("gpu", 0)  # type: ignore[no-any-return]
 

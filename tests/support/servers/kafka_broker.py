@@ -44,7 +44,7 @@ broker.heartbeat.interval.ms=500
 
 
 class KafkaBroker:
-    """A broker that a test may kill and bring back. Its data stay in `folder`, its ports stay the same."""
+    """A broker that a test may kill and restart. It keeps its data, in `folder`, and its ports."""
 
     def __init__(self, folder: Path) -> None:
         """Format the storage. Raises PartMissingError; the broker runs after `restart()`."""
@@ -74,7 +74,7 @@ class KafkaBroker:
         self._process.wait_for_port(self._port, deadline_s=60.0)
 
     def kill(self) -> None:
-        """SIGKILL: nothing is flushed, nobody is told."""
+        """SIGKILL, without a shutdown."""
         if self._process is not None:
             self._process.kill()
 
@@ -97,7 +97,7 @@ class KafkaBroker:
 def kafka_jars() -> Path:
     """Folder of Kafka's jars, resolved at the first call on this machine. Raises PartMissingError.
 
-    The folder appears under its name only when it is whole, so an interrupted download is begun anew.
+    The folder is renamed into place once complete, so an interrupted download starts over.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsight"
     jars = cache / f"kafka-{KAFKA_VERSION}"

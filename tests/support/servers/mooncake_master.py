@@ -18,7 +18,7 @@ LENT_BYTES = 2**26
 
 
 class SharedClient:
-    """One client in the hands of one of several storages. Closing it only releases what that storage registered."""
+    """A client shared by several storages, as one of them sees it. Closing it unregisters that storage's buffers."""
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
@@ -42,7 +42,7 @@ class SharedClient:
 
 
 class MooncakeAccess:
-    """A running master, whoever started it."""
+    """Access to a running master."""
 
     def __init__(self, address: str) -> None:
         """address: `host:port`."""
@@ -60,7 +60,7 @@ class MooncakeAccess:
         return MooncakeSettings.ignoring_environment(**ours | values)
 
     def shared_client(self) -> SharedClient:
-        """A client for one storage. Closing it is instant; a client of its own would take a second."""
+        """Return a client for one storage. Closing it is instant, whereas a separate client takes a second to close."""
         if self._client is None:
             self._client = self.connect()
         return SharedClient(self._client)

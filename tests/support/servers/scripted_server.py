@@ -1,4 +1,4 @@
-"""An HTTP server that says what a test wrote down, one line of the script a request, and keeps what it was asked."""
+"""An HTTP server with scripted answers, one for each request. It records the requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HANG_UP = None
 
 
 class Request(NamedTuple):
-    """What came in."""
+    """A received request."""
 
     line: str
     headers: dict[str, str]
@@ -35,14 +35,14 @@ class Request(NamedTuple):
 
 @dataclass
 class ScriptedServer:
-    """The script, and what was asked so far."""
+    """The script and the requests so far."""
 
     script: list[Reply | None]
     requests: list[Request] = field(default_factory=list)
     url: str = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -64,7 +64,7 @@ class ScriptedServer:
 
 @asynccontextmanager
 async def scripted(*script: Reply | None) -> AsyncIterator[ScriptedServer]:
-    """A server that runs inside the block."""
+    """Run a server inside the block."""
     server = ScriptedServer(list(script))
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     host, port = listening.sockets[0].getsockname()[:2]
