@@ -52,7 +52,7 @@ def test_announcing_what_is_held_and_withdrawing_what_is_lost_ends_as_what_is_he
                 seen = ([key for key in seen if key not in keys] + list(dict.fromkeys(reversed(keys)))[::-1])[-limit:]
                 told |= {key for key in keys if key in held}
         elif what == "lose":
-            held.lose(*arguments, held.moment)
+            held.lose(arguments[0], held.moment)
             seen = [key for key in seen if key not in arguments[0]]
         elif what == "take_lost":
             told -= set(held.take_lost())
