@@ -1,7 +1,10 @@
-"""The face of the project: what people use from their own process.
+"""The public names, for engines and routers.
 
-`from kvsight import EventPublisher, RadixCache` imports only what is asked for, when it is asked for, so that an engine
-does not load the router's side, nor a router the engine's. The `kvsight` command lives in `cli`, one file a subcommand.
+Names are imported on first use, so a router does not load what engines need, nor the other way round. Everything that a
+router uses imports only `kvsight` and `kv_events`; what an engine uses also `engine_cache` and `publisher`. `cli` holds
+the `kvsight` command, `schemas` the answers of the API.
+
+Start at `client`, then `calls`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The API's calls apart from any transport: what is sent, and what an answer means. Both clients are made of these.
+"""The API's calls without any transport: the request to send, and how to read the answer.
 
-A function here is a method of both clients; its docstring is theirs.
+Each function is a method of both clients, which share its docstring.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _LONGEST_TEXT = 200
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request, and how its answer is read."""
+    """A request, and how to read its answer."""
 
     method: str
     path: str
     read: Callable[[bytes], T]
-    """What a body means. Raises msgspec.DecodeError."""
+    """Reads the body of an answer. Raises msgspec.DecodeError."""
     params: Params | None = None
     content: bytes | None = None
     content_type: str | None = None
     may_repeat: bool = True
-    """Whether it is sent again after a broken connection or a plea to come back later."""
+    """Whether the request is retried after a broken connection, a 429 or a 503."""
     refused: Callable[[KvsightHttpError], T] | None = None
-    """Makes an answer out of a refusal, or raises it. None: every refusal is raised."""
+    """Turns a refusal into a result, or raises it. None: every refusal is raised."""
 
     def result(self, url: str, status: int, content: bytes) -> T:
-        """The answer's meaning. url: for errors. Raises KvsightHttpError, UnexpectedAnswerError."""
+        """Read an answer. url: for error messages. Raises KvsightHttpError, UnexpectedAnswerError."""
         where = f"{url}{self.path}"
         if not HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
             refusal = _refusal(where, status, content)
@@ -60,15 +60,17 @@ class Call(Generic[T]):
         try:
             return self.read(content)
         except msgspec.DecodeError as error:
-            raise UnexpectedAnswerError(f"{where}: status {status}, but no answer of kvsight's: {error}") from error
+            raise UnexpectedAnswerError(
+                f"{where}: status {status}, but not an answer of a kvsight API: {error}"
+            ) from error
 
 
-# --- questions ------------------------------------------------------------------------------------------------------
+# --- queries --------------------------------------------------------------------------------------------------------
 
 
 def query(model: str, token_ids: Numbers, **options: Unpack[PromptOptions]) -> Call[PeerAnswer]:
-    """What every worker holds of a prompt, given by its tokens."""
-    return _question(Prompt(model, token_ids, **options).body(), _MSGPACK, partial(decode, PeerAnswer))
+    """How much of a prompt each worker holds. The prompt is given by its tokens."""
+    return _query(Prompt(model, token_ids, **options).body(), _MSGPACK, partial(decode, PeerAnswer))
 
 
 def query_by_hash(
@@ -78,44 +80,44 @@ def query_by_hash(
     block_hashes: Numbers | None = None,
     **options: Unpack[PromptOptions],
 ) -> Call[PeerAnswer]:
-    """The same by the prompt's page hashes: rolling and unsigned, or local and signed."""
+    """How much of a prompt each worker holds. Its pages are given as rolling unsigned or local signed hashes."""
     prompt = Prompt(model, seq_hashes=seq_hashes, block_hashes=block_hashes, **options)
-    return _question(prompt.body(), _MSGPACK, partial(decode, PeerAnswer))
+    return _query(prompt.body(), _MSGPACK, partial(decode, PeerAnswer))
 
 
 def query_batch(prompts: Sequence[Prompt]) -> Call[list[PeerAnswer | KvsightHttpError]]:
-    """An answer for each prompt, in order; the error, not raised, of a prompt that was refused."""
+    """An answer for each prompt, in order. For a refused prompt, the error takes its place and is not raised."""
     content = msgspec.msgpack.encode({"queries": [prompt.body() for prompt in prompts]})
     return Call("POST", "/query/batch", _batch_results, content=content, content_type=_MSGPACK)
 
 
 def query_raw(body: Mapping[str, Any]) -> Call[dict[str, Any]]:
-    """A question in either dialect of the API, its fields as the caller has them, and its answer as it came."""
-    return _question(body, _JSON, partial(decode, dict[str, Any]))
+    """Send the fields of a query in either dialect as they are, and return the answer undecoded."""
+    return _query(body, _JSON, partial(decode, dict[str, Any]))
 
 
 def best_worker(
     model: str, token_ids: Numbers, *, load: Mapping[str, float] | None = None, **options: Unpack[PromptOptions]
 ) -> Call[WorkerChoice | None]:
-    """Ask, and choose by the rule of `kvsight.best_worker`. A model that is not known yet is held by nobody.
+    """Query, and choose a worker by the rule of `kvsight.best_worker`. No worker holds pages of an unknown model.
 
-    tier_weights: `DEFAULT_TIER_WEIGHTS` where they are not given.
+    tier_weights: default to `DEFAULT_TIER_WEIGHTS`.
     """
     check_load(load or {})
     if options.get("tier_weights") is None:
         options["tier_weights"] = DEFAULT_TIER_WEIGHTS
 
-    def unknown(refusal: KvsightHttpError) -> WorkerChoice | None:
+    def unknown_model(refusal: KvsightHttpError) -> WorkerChoice | None:
         if refusal.kind != _UNKNOWN_MODEL:
             raise refusal
         return choose(NOBODY, load)
 
     body = Prompt(model, token_ids, **options).body()
-    call = _question(body, _MSGPACK, lambda data: choose(decode(PeerAnswer, data), load))
-    return replace(call, refused=unknown)
+    call = _query(body, _MSGPACK, lambda data: choose(decode(PeerAnswer, data), load))
+    return replace(call, refused=unknown_model)
 
 
-def _question(body: Mapping[str, Any], content_type: str, read: Callable[[bytes], T]) -> Call[T]:
+def _query(body: Mapping[str, Any], content_type: str, read: Callable[[bytes], T]) -> Call[T]:
     path = "/query_by_hash" if _BY_HASH & body.keys() else "/query"
     encode = msgspec.msgpack.encode if content_type == _MSGPACK else msgspec.json.encode
     return Call("POST", path, read, content=encode(body), content_type=content_type)
@@ -125,7 +127,7 @@ def _question(body: Mapping[str, Any], content_type: str, read: Callable[[bytes]
 
 
 def workers(model: str | None = None, tenant: str | None = None) -> Call[list[Worker]]:
-    """Every worker with the state of its views."""
+    """All workers with the state of their views."""
     return Call("GET", "/workers", partial(decode, list[Worker]), {"model_name": model, "routing_group": tenant})
 
 
@@ -138,7 +140,7 @@ def view(
     limit: int = 1000,
     cursor: int = 0,
 ) -> Call[RadixView]:
-    """Up to `limit` pages of what a worker stream holds, from the `next_cursor` of the part before on."""
+    """Up to `limit` pages of a worker stream. cursor: `next_cursor` of the previous part."""
     params = {"dp_rank": dp_rank, "model": model, "tenant": tenant, "limit": limit, "cursor": cursor}
     return Call("GET", f"/workers/{quote(worker, '')}/view", partial(decode, RadixView), params)
 
@@ -146,7 +148,7 @@ def view(
 def resync(
     worker: str, *, dp_rank: int | None = None, model: str | None = None, tenant: str | None = None
 ) -> Call[list[str]]:
-    """Have a worker's publishers name everything again. Returns the streams that will be asked."""
+    """Request a resync from the publishers of a worker. Returns the keys of the streams that will be asked."""
     params = {"dp_rank": dp_rank, "model": model, "tenant": tenant}
     return Call(
         "POST", f"/workers/{quote(worker, '')}/resync", lambda data: decode(ResyncAccepted, data).streams, params
@@ -154,7 +156,7 @@ def resync(
 
 
 def dump() -> Call[dict[str, Any]]:
-    """Everything that all views hold, in Dynamo's shape. Large."""
+    """The contents of all views, in Dynamo's format. The answer can be large."""
     return Call("GET", "/dump", partial(decode, dict[str, Any]))
 
 
@@ -170,9 +172,9 @@ def register(
     lora_name: str | None = None,
     cache_salt: str | None = None,
 ) -> Call[None]:
-    """Have the API subscribe to an engine's ZMQ events, where it serves that. endpoint: such as tcp://HOST:5557.
+    """Let the service read an engine's ZMQ events. endpoint: such as tcp://HOST:5557.
 
-    lora_name, cache_salt: of pages of which the engine's events name none.
+    lora_name, cache_salt: defaults for pages whose events contain none. A service that reads a log refuses with 404.
     """
     fields = {
         "instance_id": instance_id,
@@ -181,7 +183,7 @@ def register(
         "dp_rank": dp_rank,
         "replay_endpoint": replay_endpoint,
     }
-    if lora_name or cache_salt:  # which only the RFC's dialect has
+    if lora_name or cache_salt:  # only the RFC's dialect has these
         names = {"modelname": model, "tenant_id": tenant, "lora_name": lora_name, "additionalsalt": cache_salt}
     else:
         names = {"model_name": model, "routing_group": tenant}
@@ -191,19 +193,19 @@ def register(
 def unregister(
     instance_id: str | int, model: str, *, dp_rank: int | None = None, tenant: str | None = None
 ) -> Call[None]:
-    """Take `register` back, for one rank or for all."""
+    """Undo `register`, for one rank or for all."""
     fields = {"instance_id": instance_id, "model_name": model, "dp_rank": dp_rank, "routing_group": tenant}
     return _registration("/unregister", fields)
 
 
 def _registration(path: str, fields: Mapping[str, object]) -> Call[None]:
-    """JSON, which peers take, too."""
+    """The body is JSON, which Dynamo's indexer accepts, too."""
     content = msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
     return Call("POST", path, _nothing, content=content, content_type=_JSON, may_repeat=False)
 
 
 def events() -> Call[None]:
-    """Whether events may be listened to; the stream itself is the clients' own business."""
+    """The refusal of an event stream, as an error. The clients read the stream itself."""
     return Call("GET", "/events", _nothing, may_repeat=False)
 
 
@@ -211,24 +213,24 @@ def events() -> Call[None]:
 
 
 def health() -> Call[bool]:
-    """Whether the process is sound."""
+    """Whether the service is healthy."""
     return _probe("/health")
 
 
 def ready() -> Call[bool]:
-    """Whether it has caught up with its log."""
+    """Whether the service has caught up with its log."""
     return _probe("/ready")
 
 
 def _probe(path: str) -> Call[bool]:
-    """What is said now counts: a 503 is an answer."""
+    """A 503 is an answer here, so the request is not retried."""
 
-    def unwell(refusal: KvsightHttpError) -> bool:
+    def not_well(refusal: KvsightHttpError) -> bool:
         if refusal.status != HTTPStatus.SERVICE_UNAVAILABLE:
             raise refusal
         return False
 
-    return Call("GET", path, lambda _data: True, may_repeat=False, refused=unwell)
+    return Call("GET", path, lambda _data: True, may_repeat=False, refused=not_well)
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def _batch_result(number: int, raw: msgspec.Raw) -> PeerAnswer | KvsightHttpErro
 def _refusal(where: str, status: int, content: bytes) -> KvsightHttpError:
     try:
         return _error(decode(ProblemDocument, content), where, status)
-    except msgspec.DecodeError:  # a proxy's words, or a parser's
+    except msgspec.DecodeError:  # the text of a proxy or a parser
         text = content[:_LONGEST_TEXT].decode(errors="replace")
         return KvsightHttpError(where, status, _phrase(status), " ".join(text.split()))
 
@@ -266,4 +268,4 @@ def _phrase(status: int) -> str:
 
 
 def _nothing(_data: bytes) -> None:
-    """For answers whose status says all."""
+    """For answers whose status says everything."""

@@ -1,4 +1,4 @@
-"""From an answer to a decision: which worker should get the request?"""
+"""The choice of a worker, given the answer to a query."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from kv_events.errors import InvalidValueError, shorten
 from kvsight.schemas.queries import PeerAnswer, PeerInstance
 
 DEFAULT_TIER_WEIGHTS = (1.0, 0.75, 0.5, 0.25)
-"""What a token of gpu, cpu, disk and external is worth. A guess: the time that each tier saves, measured, is better."""
+"""The worth of a token on gpu, cpu, disk and external. A guess: measure the time that each tier saves and use that."""
 
 NOBODY = PeerAnswer(scores={}, instances={})
-"""The answer in which no worker holds anything."""
+"""The answer if no worker holds anything."""
 
 
 class WorkerChoice(NamedTuple):
-    """Where a request should go."""
+    """The worker that should get a request."""
 
     worker: str
     dp_rank: int | None
-    """The rank whose tokens are worth most; None: the worker holds nothing, or the answer does not tell which rank
-    holds it. Any rank will do then."""
+    """The rank whose tokens are worth most. None if the worker holds nothing, or if the answer does not tell which
+    rank holds the tokens: then any rank is equally good."""
     tokens: int
-    """Of the prompt that it holds, on any tier."""
+    """Tokens of the prompt that the worker or rank holds, on any tier."""
     score: float
-    """What it was chosen by."""
+    """The score that decided."""
 
 
 def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> WorkerChoice | None:
-    """The worker with the highest score, or None where there is no candidate.
+    """The worker with the highest score, or None if there is no candidate.
 
-    score = tokens held - load. Tokens are those of the worker's best rank: by weight where the query gave tier weights,
-    on any tier alike where it did not.
-    load: worker -> tokens of work that wait there (prompt tokens still to be computed, say); its keys are the
-    candidates, also those that hold nothing, and nobody else is. Without it the candidates are the answer's workers.
+    score = tokens held - load. The tokens are those of the worker's best rank: weighted if the query gave tier weights,
+    otherwise tokens on any tier.
+    load: worker -> tokens of work that wait there, such as prompt tokens still to be computed. Its keys are the only
+    candidates, including workers that hold nothing. Without a load, the workers of the answer are the candidates.
 
-    Ties go to the smaller load, then to the longer match, then to the name that sorts first: equal questions get equal
-    answers. Among a worker's ranks that are worth the same, the longer match wins, then more tokens on the device, then
+    Ties are broken by the smaller load, then the longer match, then the name in sort order, so that equal queries give
+    equal choices. Among equally valuable ranks of a worker, the longer match wins, then more tokens on the device, then
     the lowest number.
 
     Raises InvalidValueError for a load that is not a number.
@@ -56,7 +56,7 @@ def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> 
 
 
 def check_load(load: Mapping[str, float]) -> None:
-    """Raises InvalidValueError, which names the worker."""
+    """Raises InvalidValueError naming the worker if a load is not a number."""
     for worker, waiting in load.items():
         if math.isnan(waiting):
             raise InvalidValueError(f"load[{shorten(worker)}]", waiting, "a number")

@@ -1,4 +1,4 @@
-"""JSON from the other side, whoever it is -> typed structs. Clients decode nothing elsewhere."""
+"""Decoding of received JSON into typed structs. Clients decode nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def decode(kind: type[T], data: bytes | msgspec.Raw) -> T:
-    """Raises msgspec.DecodeError, and nothing else, whatever the bytes are."""
+    """Decode a value. Raises msgspec.DecodeError and no other error, whatever the bytes are."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (UnicodeDecodeError, RecursionError) as error:

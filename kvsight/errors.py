@@ -1,4 +1,4 @@
-"""What a client may meet. Each says where, and what the other side said."""
+"""Errors of the clients. Each message contains the address and what the server answered."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from kv_events.errors import KvsightError
 
 
 class KvsightConnectionError(KvsightError):
-    """Nobody answered, within the attempts and the time that the client had."""
+    """The server did not answer within the attempts and the time limit."""
 
     retriable: ClassVar[bool] = True
 
 
 class UnexpectedAnswerError(KvsightError):
-    """An answer came, but not one of kvsight's API: the address is probably somebody else's."""
+    """The answer is not one of a kvsight API. The address probably belongs to another service."""
 
 
 class KvsightHttpError(KvsightError):
     """The API refused a request.
 
-    status: HTTP status. title, detail: for people. kind: `type` of the problem document, for programs, such as
-    `urn:kvsight:problem:unknown-model`; `about:blank` where the status says all. field: the field at fault, if any.
+    status: the HTTP status. title, detail: for people. kind: the `type` of the problem document, for programs, such as
+    `urn:kvsight:problem:unknown-model`; `about:blank` if the status says everything. field: the invalid field, if any.
     """
 
     def __init__(

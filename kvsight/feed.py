@@ -1,4 +1,4 @@
-"""GET /events from the client's side: bytes of server-sent events -> typed events."""
+"""The client side of GET /events: decodes server-sent events into typed events."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from kvsight.errors import UnexpectedAnswerError
 from kvsight.schemas.events import EVENT_NAMES, PING_S, FeedEvent
 
 MAX_EVENT_BYTES = 2**20
-"""Of an event's data and the line that is being read; more is refused before it is whole."""
+"""Limit on the data of one event and the line being read. Larger events are refused before they are complete."""
 
 _KINDS = {name: kind for kind, name in EVENT_NAMES.items()}
 _LONGEST_SILENCE_S = 3 * PING_S
 
 
 class FeedReader:
-    """Reads one stream as the HTML Living Standard (section 9.2) has it, but for lines that end with CR alone. Kinds
-    that it does not know, and comments, are passed over.
+    """Parses one stream of server-sent events (HTML Living Standard, section 9.2). Skips comments and unknown kinds.
+
+    Lines that end with a lone CR are not supported.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._line = bytearray()  # begun, not ended
+        self._line = bytearray()  # the incomplete line
         self._name = b""
-        self._data = bytearray()  # of the event that is being read, each line with its end
+        self._data = bytearray()  # data lines of the current event, with their line ends
 
     def take(self, received: bytes) -> Iterator[FeedEvent]:
-        """Events that these bytes end; each is given before the next is looked at. Raises UnexpectedAnswerError."""
+        """Yield the events that these bytes complete. Raises UnexpectedAnswerError for data that is not an event."""
         *ended, begun = received.split(b"\n")
         for part in ended:
             self._grow(part)
@@ -42,7 +43,7 @@ class FeedReader:
 
     def _grow(self, part: bytes) -> None:
         if len(self._data) + len(self._line) + len(part) > MAX_EVENT_BYTES:
-            raise UnexpectedAnswerError(f"{self._where}: an event of more than {MAX_EVENT_BYTES} bytes")
+            raise UnexpectedAnswerError(f"{self._where}: an event is larger than {MAX_EVENT_BYTES} bytes")
         self._line += part
 
     def _take_line(self, line: bytes) -> FeedEvent | None:
@@ -61,13 +62,13 @@ class FeedReader:
         try:
             return decode(kind, data)
         except msgspec.DecodeError as error:
-            raise UnexpectedAnswerError(f"{self._where}: no event of kvsight's: {error}") from error
+            raise UnexpectedAnswerError(f"{self._where}: not an event of a kvsight API: {error}") from error
 
 
 def feed_request(worker: str | None, model: str | None, tenant: str | None, timeout_s: float) -> dict[str, Any]:
-    """Arguments for httpx. A connection that says nothing for three times the server's pause is given up.
+    """Arguments for httpx. A connection that is silent for three times the server's ping interval times out.
 
-    The bytes are read as they come: what a compressed answer unpacks to would have no bound.
+    Compression is refused, because the size of a decompressed answer has no bound.
     """
     given = {"worker": worker, "model": model, "tenant": tenant}
     return {

@@ -1,7 +1,7 @@
-"""Entry points by which vLLM and SGLang find kvsight's publisher, where both are installed in one environment.
+"""Entry points through which vLLM and SGLang find kvsight's publisher when both are installed in one environment.
 
-Engines call them in each of their processes, so they load nothing but the engine's own module; `bridge.plugins` is
-loaded when a publisher is made.
+Engines call them in each of their processes, so they load only the engine's own module. `bridge.plugins` is loaded when
+a publisher is created.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from bridge.plugins import EnginePublisher
 
 PUBLISHER = "kvsight"
-"""Its name in an engine's events config."""
+"""The publisher's name in an engine's events config."""
 
 
 class PluginSettings(KvsightSettings):
     """`KVSIGHT_*` variables of the entry points."""
 
     replace_zmq: bool = False
-    """Make ours where the config says `zmq`. vLLM's config accepts no other name."""
+    """Also replace the publisher that the config calls `zmq`. vLLM's config accepts no other name."""
 
 
 def register_with_vllm() -> None:
@@ -36,7 +36,7 @@ def register_with_sglang() -> None:
 
 
 def register(factory: Any) -> None:
-    """Have an engine's `EventPublisherFactory` make ours. Calling it again is harmless."""
+    """Register our publisher with an engine's `EventPublisherFactory`. Repeated calls have no effect."""
     if PUBLISHER not in factory._registry:
         factory.register_publisher(PUBLISHER, make_publisher)
     if PluginSettings().replace_zmq:
@@ -44,7 +44,7 @@ def register(factory: Any) -> None:
 
 
 def make_publisher(**options: Any) -> EnginePublisher:
-    """What a factory calls: with the rank, and the options of the engine's config."""
+    """Called by the engine's factory with the rank and the options of the engine's config."""
     from bridge.plugins import EnginePublisher
 
     return EnginePublisher(**options)

@@ -1,4 +1,4 @@
-"""A question about one prompt, as the API takes it fastest: fields of a msgpack map, numbers packed."""
+"""Queries about one prompt in the form that the API decodes fastest: a msgpack map with packed numbers."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 
 class PromptOptions(TypedDict, total=False):
-    """What a question may say besides the prompt."""
+    """Options of a query."""
 
     lora_name: str | None
     cache_salt: str | None
     is_eagle: bool
-    """The workers' pages are of token pairs, as of EAGLE-type models."""
+    """The workers' pages consist of token pairs (EAGLE-type models)."""
     tenant: str | None
-    """None: the default tenant."""
+    """None selects the default tenant."""
     tier_weights: TierWeights | None
-    """Of gpu, cpu, disk and external, in this order or by name: asks for `weighted`."""
+    """Weights of gpu, cpu, disk and external, in this order or by name. Requests the `weighted` fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """How much of a prompt is held, and by whom? The prompt is one of the three lists."""
+    """A query: which workers hold how much of a prompt? Exactly one of the three lists gives the prompt."""
 
     model: str
     token_ids: Numbers | None = None
     """u32."""
     seq_hashes: Numbers | None = None
-    """Rolling hashes, unsigned; LoRA name and salt are in them."""
+    """Rolling hashes, u64. They include the LoRA name and the salt."""
     block_hashes: Numbers | None = None
-    """Local hashes, signed, as Dynamo's clients compute them."""
+    """Local hashes, i64, as Dynamo's clients compute them."""
     lora_name: str | None = None
     cache_salt: str | None = None
     is_eagle: bool = False
@@ -48,7 +48,7 @@ class Prompt:
     tier_weights: TierWeights | None = None
 
     def body(self) -> dict[str, object]:
-        """The request's fields. Raises InvalidValueError."""
+        """The fields of the request. Raises InvalidValueError."""
         fields: dict[str, object] = {
             "model_name": self.model,
             **self._numbers(),
@@ -69,7 +69,7 @@ class Prompt:
 
 
 def _packed(field: str, numbers: Numbers) -> bytes:
-    """Little-endian bytes: u32 tokens, u64 or i64 hashes."""
+    """Pack numbers as little-endian bytes: u32 tokens, u64 or i64 hashes."""
     if field == "token_ids":
         return token_array(numbers).astype("<u4", copy=False).tobytes()
     typecode, dtype, expected = ("q", "<i8", "signed") if field == "block_hashes" else ("Q", "<u8", "unsigned")

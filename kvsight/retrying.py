@@ -1,4 +1,4 @@
-"""When a client tries again, and how long it waits before."""
+"""When a client retries a request, and how long it waits first."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import httpx
 
 from kv_events import backoff
 
-_COME_BACK = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+_RETRY_LATER = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
-"""No connection, or one that broke. A server that is merely slow is not asked for the same thing again."""
+"""No connection, or a broken one. A request that timed out is not repeated: the server may only be slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Attempts and pauses; the pauses double, and each is shortened at random by up to a half."""
+    """Number of attempts and pauses between them. Pauses double; each is randomly shortened by up to half."""
 
     attempts: int = 3
-    """At most; 1: never again."""
+    """Maximum number of attempts; 1 disables retries."""
     first_pause_s: float = 0.05
     longest_pause_s: float = 2.0
-    """Also the longest that a server's Retry-After is heeded; a later one ends the attempts."""
+    """Also the longest Retry-After of a server that is honoured. A longer one ends the attempts."""
 
     def pause(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> float | None:
-        """Seconds to wait after an attempt (0, 1, ...) that ended so; None: it was the last one."""
+        """Seconds to wait before the next attempt; None if there is none. attempt: 0, 1, ..."""
         if attempt + 1 >= self.attempts:
             return None
         asked = 0.0
         if isinstance(outcome, httpx.Response):
-            if outcome.status_code not in _COME_BACK:
+            if outcome.status_code not in _RETRY_LATER:
                 return None
             after = outcome.headers.get("retry-after", "")
             asked = float(after) if after.isascii() and after.isdecimal() else 0.0

@@ -85,7 +85,7 @@ class SlowTransport(httpx.AsyncBaseTransport):
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"scores": 1}', b"\xff", LATIN_1, DEEP])
 async def test_an_answer_of_somebody_else_is_no_answer(body: bytes) -> None:
     async with scripted(Reply(body=body)) as server, AsyncClient(server.url) as client:
-        with pytest.raises(UnexpectedAnswerError, match=r"/query: status 200, but no answer of kvsight's"):
+        with pytest.raises(UnexpectedAnswerError, match=r"/query: status 200, but not an answer of a kvsight API"):
             await client.query("m", [1])
 
 
