@@ -1,4 +1,4 @@
-"""The `kvsight` command, one file a subcommand. Start at `main`.
+"""The `kvsight` command: one module per subcommand. Start at `main`.
 
-Commands import what is heavy inside their functions, so that `--help` answers at once.
+Commands import heavy modules inside their functions, so that `--help` is fast.
 """

@@ -1,8 +1,8 @@
-"""How a long-running command keeps the memory that it uses again and again.
+"""Settings of glibc's allocator for long-running commands.
 
-Events come in batches of some megabytes, and each is worked on in fresh buffers. glibc by default hands such buffers
-back to the system when they are freed and has the next ones zeroed page by page, which cost a reader of engines' events
-a sixth of its time. Parameters: mallopt(3).
+Batches of events are decoded into fresh buffers of some megabytes. By default glibc returns such buffers to the system
+when they are freed, and the system zeroes the next ones page by page, which took a sixth of the bridge's time.
+Parameters: see mallopt(3).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _KEPT_BYTES = 32 * 2**20
 _GROW_BYTES = 2**20
 _LARGEST_KEPT_BYTES = 6 * 2**20
-"""Larger ones are tables: made for good, and paid for only as far as they are touched. By its own rule glibc would soon
-take them from the heap, too, and zero them whole: 25 MB for each stream that is published."""
+"""Larger blocks are tables, which live long and of which only the touched pages use memory. Without this limit glibc
+would soon allocate them from the heap as well and zero them entirely: 25 MB for each published stream."""
 
 
 def keep_freed_memory() -> bool:
-    """Have each of this process's arenas, of which busy threads have one each, keep up to 32 MiB that were freed.
+    """Let each allocator arena (busy threads have one each) keep up to 32 MiB of freed memory.
 
-    False: the C library cannot be asked to, or somebody has told it otherwise by `MALLOC_` variables.
+    Returns False if the C library does not support it, or if `MALLOC_` variables are set, which take precedence.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return False

@@ -23,30 +23,30 @@ def bridge(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="An engine: worker=NAME,model=NAME,endpoint=tcp://HOST:PORT, and as one likes replay_endpoint=, "
-            "num_ranks=, dp_rank=, block_size=, tenant=, topic=, bind=. May be repeated."
+            help="An engine, as KEY=VALUE pairs joined by commas. Keys: worker, model, endpoint; optional: "
+            "replay_endpoint, num_ranks, dp_rank, block_size, tenant, topic, bind. Repeatable."
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="File that lists engines: TOML, or JSON named .json."),
+        typer.Option(help="File that lists engines: TOML, or JSON if named .json."),
     ] = None,
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
     ] = None,
     event_log_dir: Annotated[
         Path | None,
-        typer.Option(help="Without Kafka: folder of an event log to write.", envvar="KVSIGHT_EVENT_LOG_DIR"),
+        typer.Option(help="Without Kafka: the folder of an event log to write.", envvar="KVSIGHT_EVENT_LOG_DIR"),
     ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(help="Serve Prometheus metrics on this port.", min=1, max=65_535),
     ] = None,
 ) -> None:
-    """Read the KV events of vLLM, SGLang or Mooncake engines that already run, and publish them.
+    """Read the KV events of running vLLM, SGLang or Mooncake engines, and publish them.
 
-    Shapes of messages are detected. An engine with a replay socket loses nothing that it still keeps. Every other
-    setting is a KVSIGHT_* variable; the docs list them.
+    Message formats are detected. Missed messages are fetched from an engine's replay socket as long as it keeps them.
+    All other settings are KVSIGHT_ variables; see docs/settings.md.
 
     Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
@@ -61,7 +61,7 @@ def bridge(
 
     engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]
     if not engines:
-        raise UsageError("no engine to read: name one by --engine, or a file of them by --config")
+        raise UsageError("no engine to read: give --engine or --config")
     # every stream has a name and a block size of its own
     template = PublisherSettings.from_flags(
         model="bridge", worker="bridge", dp_rank=0, block_size=1, kafka=kafka, event_log_dir=event_log_dir
@@ -84,7 +84,7 @@ async def _serve(
             await fleet.add(engine)
         if metrics_port is not None:
             _serve_metrics(fleet, metrics_port)
-        err.print(f"reads {len(fleet.status())} streams of {len(engines)} engines; Ctrl-C stops")
+        err.print(f"reading {len(fleet.status())} streams of {len(engines)} engines; Ctrl-C stops")
         await stop.wait()
         counters = [status.counters for status in fleet.status()]
     batches, events = sum(c.batches for c in counters), sum(c.events for c in counters)

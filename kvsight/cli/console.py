@@ -1,4 +1,4 @@
-"""What all commands share: where words go, progress bars, reading a prompt's file."""
+"""Output, progress bars and input files, for all commands."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kv_events.errors import KvsightError
 
 out = Console()
-"""Data and tables."""
-_COMPILED_S = 3.0  # loading from the cache is faster, compiling slower
+"""Standard output: data and tables."""
+_COMPILED_S = 3.0  # kernels load from the cache in less time, and compile in more
 
 err = Console(stderr=True, highlight=False)
-"""Progress and words; never data."""
+"""Standard error: progress and messages, never data."""
 
 
 class UsageError(KvsightError):
-    """A command cannot do what it was told; its text is all the user needs."""
+    """A command cannot do what the user asked. The message is shown without a traceback."""
 
 
 def print_json(value: Any) -> None:
-    """Nothing but data on stdout."""
+    """Print a value as indented JSON to stdout."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr that is gone when it is done; on anything but a terminal, nothing."""
+    """Show a progress bar on stderr until the block ends. Shows nothing if stderr is not a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -48,9 +48,9 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object from a file, or from stdin for `-`: their values are JSON text still.
+    """Read the fields of a JSON object from a file, or from stdin for `-`. Values stay undecoded.
 
-    Raises UsageError naming line and column.
+    Raises UsageError with line and column.
     """
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
@@ -59,7 +59,7 @@ def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: {error}; a question is an object with model_name and token_ids") from error
+        raise UsageError(f"{path}: {error}; a query is an object with model_name and token_ids") from error
     except RecursionError as error:
         raise UsageError(f"{path}: nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -67,7 +67,7 @@ def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
 
 
 def _line_of(data: bytes, message: str) -> str:
-    """msgspec says `(byte 17)`; people want lines."""
+    """Line and column for msgspec's `(byte 17)`."""
     digits = message.rpartition("(byte ")[2].rstrip(")")
     if not digits.isdecimal():
         return ""
@@ -76,11 +76,12 @@ def _line_of(data: bytes, message: str) -> str:
 
 
 def compile_kernels(*packages: str) -> None:
-    """Load the numba kernels, those of further packages, too; the first time on a machine they are compiled, which is
-    shown and kept on disk.
+    """Load the numba kernels, also those of further packages.
+
+    On a new machine they are compiled, which a spinner shows, and cached on disk.
     """
     began = time.perf_counter()
-    with waiting("loading kernels (compiled once on a new machine, up to half a minute)"):
+    with waiting("loading kernels (compiled once per machine; this can take a minute)"):
         import api.json_kernels  # noqa: F401  (importing compiles)
         import indexer.index  # noqa: F401
         import kv_events.hashing  # noqa: F401
@@ -90,12 +91,12 @@ def compile_kernels(*packages: str) -> None:
             import_module(package)
     took = time.perf_counter() - began
     if took > _COMPILED_S:
-        err.print(f"kernels compiled in {took:.0f} s; they are kept for next time")
+        err.print(f"kernels compiled in {took:.0f} s and cached")
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A spinner on a terminal; elsewhere nothing."""
+    """Show a spinner on stderr while the block runs. Shows nothing if stderr is not a terminal."""
     if err.is_terminal:
         with err.status(what):
             yield

@@ -36,18 +36,18 @@ _SHOWN_RATE = 5.0
 def demo(
     port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
     requests: Annotated[
-        int, typer.Option(help="Requests of the compared workload.", min=_WARM_REQUESTS + 1)
+        int, typer.Option(help="Requests in the compared workload.", min=_WARM_REQUESTS + 1)
     ] = _NUM_REQUESTS,
     cache: Annotated[
-        str, typer.Option(help="What the engines keep: radix, hiradix, mamba or himamba; hi: on host and disk, too.")
+        str, typer.Option(help="Cache of the engines: radix, hiradix, mamba or himamba. hi: with host and disk tiers.")
     ] = "radix",
-    should_exit: Annotated[bool, typer.Option("--exit", help="End after the first answer.")] = False,
+    should_exit: Annotated[bool, typer.Option("--exit", help="Exit after the first answer.")] = False,
 ) -> None:
-    """See it work: a fleet of simulated engines, the index and the API, in this one process.
+    """Run simulated engines, the index and the API in one process.
 
-    Compares routing policies on a generated workload, then keeps a live fleet running and asks the API which worker
-    holds a prompt. Needs no Kafka, Redis, Docker or GPU; heeds no KVSIGHT_* variable but the port's and the
-    hash seed's. Ctrl-C ends it.
+    Compares routing policies on a generated workload. Then runs a live fleet and asks the API which worker holds a
+    prompt. Needs no Kafka, Redis, Docker or GPU. Of the KVSIGHT_ variables only the port and the hash seed are used.
+    Stop with Ctrl-C.
     """
     require_serve("kvsight demo")
     from api.server import listen
@@ -86,7 +86,7 @@ async def _run_live(
     fleet_settings: SimulationSettings,
     should_exit: bool,
 ) -> None:
-    """The same fleet behind the real API: publishers, a log in memory, the consumer, HTTP."""
+    """Run the same fleet with the real API: publishers, a log in memory, the consumer, HTTP."""
     from api.app import create_app
     from api.server import running_server
     from indexer.assembly import create_consumer
@@ -103,30 +103,30 @@ async def _run_live(
         running_server(create_app(consumer, settings), settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", MemoryTransport(log), consumer) as fleet,
     ):
-        telling = await _warm_up(fleet, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
-        await _show_answer(url, fleet_settings.model_of("kv-aware"), telling)
+        shown = await _warm_up(fleet, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
+        await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
         out.print(f"Open {url}/docs, {url}/workers or {url}/metrics while it runs.")
         if not should_exit:
-            err.print("Ctrl-C ends the demo")
-            await _go_on(fleet, workload[_WARM_REQUESTS:], stop)
+            err.print("Ctrl-C stops the demo")
+            await _serve_on(fleet, workload[_WARM_REQUESTS:], stop)
 
 
 async def _warm_up(fleet: LiveFleet, workload: Sequence[Request], num_tiers: int) -> Request:
-    """Serve until the answer to some prompt shows as many tiers; that prompt, or the one that shows most."""
-    telling = workload[0]
+    """Serve requests until one prompt is spread over `num_tiers` tiers. Returns the prompt on the most tiers."""
+    shown = workload[0]
     for number, request in enumerate(workload, 1):
         fleet.trial.step(request)
         await asyncio.sleep(0)
         if number >= _WARM_REQUESTS:
             await fleet.settle()
-            telling = max(workload[:number][::-1], key=fleet.trial.router.num_tiers)
-            if fleet.trial.router.num_tiers(telling) >= num_tiers:
+            shown = max(workload[:number][::-1], key=fleet.trial.router.num_tiers)
+            if fleet.trial.router.num_tiers(shown) >= num_tiers:
                 break
-    return telling
+    return shown
 
 
-async def _go_on(fleet: LiveFleet, workload: Sequence[Request], stop: asyncio.Event) -> None:
-    """Serve at a pace that people can follow, over and over, until told to stop."""
+async def _serve_on(fleet: LiveFleet, workload: Sequence[Request], stop: asyncio.Event) -> None:
+    """Serve the workload repeatedly, at a pace that people can follow, until `stop` is set."""
     for request in cycle(workload):
         fleet.trial.step(request)
         try:

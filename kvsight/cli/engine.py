@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def engine(
     worker: Annotated[str, typer.Option(help="Name of the worker.", envvar="KVSIGHT_WORKER")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
-    model: Annotated[str, typer.Option(help="Model that it serves.", envvar="KVSIGHT_MODEL")] = "demo-model",
-    capacity: Annotated[int, typer.Option(help="Tokens that its cache holds.")] = 2**20,
-    block_size: Annotated[int, typer.Option(help="Tokens a page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
-    rate: Annotated[float, typer.Option(help="Requests a second.", min=0.01, max=1000)] = 2.0,
-    seed: Annotated[int, typer.Option(help="Seed of its workload.")] = 0,
+    model: Annotated[str, typer.Option(help="Model that the worker serves.", envvar="KVSIGHT_MODEL")] = "demo-model",
+    capacity: Annotated[int, typer.Option(help="Tokens that the cache holds.")] = 2**20,
+    block_size: Annotated[int, typer.Option(help="Tokens per page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
+    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.01, max=1000)] = 2.0,
+    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
 ) -> None:
-    """Run one simulated engine worker: a real radix cache under a generated workload, publishing to Kafka.
+    """Run one simulated worker: a real radix cache under a generated workload that publishes to Kafka.
 
-    For trying out a deployment without GPUs. Runs until it is stopped, then flushes and says what it could not.
+    For trying out a deployment without GPUs. Runs until Ctrl-C, then flushes and reports undelivered pages.
     """
     compile_kernels()
     from publisher import PublisherSettings
@@ -47,7 +47,7 @@ async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: 
     cache = create_cache(SimulationSettings(capacity_tokens=capacity, page_size=settings.block_size))
     worker = SimulatedWorker(publisher, cache)
     await publisher.start()
-    err.print(f"{settings.stream.key} serves {rate:g} requests a second; Ctrl-C stops")
+    err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
     for part in count(seed):
         for request in generate(WorkloadSettings(seed=part)):
             worker.serve(request)

@@ -25,17 +25,17 @@ _TITLES = {
     "sglang": "SGLang",
     "sglang_dynamo": 'SGLang, "format": "dynamo"',
 }
-"""The standards, by their names in JSON; `seq_hashes` and `block_hashes` are fields of POST /query_by_hash."""
+"""JSON field -> standard. `seq_hashes` and `block_hashes` are also fields of POST /query_by_hash."""
 
 
-class _Question(msgspec.Struct):
-    """The body of a query, of which the tokens are wanted."""
+class _Query(msgspec.Struct):
+    """The tokens in the body of a query."""
 
     token_ids: list[int]
 
 
 class PromptHashes(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of a prompt's whole pages, by standard. Pages of SGLang are signed, as its events carry them."""
+    """Hashes of a prompt's full pages, by standard. SGLang's are signed, as in its events."""
 
     block_size: int
     seed: int
@@ -48,25 +48,25 @@ class PromptHashes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hash_prompt(
-    tokens: Annotated[list[str] | None, typer.Argument(help="Token ids, apart by spaces or commas.")] = None,
+    tokens: Annotated[list[str] | None, typer.Argument(help="Token ids, separated by spaces or commas.")] = None,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", "-f", help='File with token ids, or with JSON: a list, or {"token_ids": [...]}. "-": stdin.'
+            "--file", "-f", help='File with token ids, or JSON: a list or {"token_ids": [...]}. "-" reads stdin.'
         ),
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens a page.", min=1, max=MAX_BLOCK_SIZE)] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens per page.", min=1, max=MAX_BLOCK_SIZE)] = 16,
     seed: Annotated[
-        str | None, typer.Option(help=f'A number, or "dynamo" (1337). Default: {SEED_VARIABLE}, else "dynamo".')
+        str | None, typer.Option(help=f'A number, or "dynamo" (1337). Default: {SEED_VARIABLE}, otherwise "dynamo".')
     ] = None,
     lora: Annotated[str | None, typer.Option(help="Name of a LoRA adapter.")] = None,
     salt: Annotated[str | None, typer.Option(help="Cache salt.")] = None,
-    eagle: Annotated[bool, typer.Option("--eagle", help="Pages of token pairs, as of EAGLE-type models.")] = False,
+    eagle: Annotated[bool, typer.Option("--eagle", help="Pages consist of token pairs (EAGLE-type models).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the hashes of a prompt's pages in every standard that routers and engines use.
 
-    To see why a router and an engine disagree. A partial last page has no name.
+    Shows why a router and an engine disagree. A partial last page has no hash.
 
     Example: kvsight hash 1 2 3 4 5 6 7 8 --block-size 4
     """
@@ -83,7 +83,7 @@ def hash_prompt(
 def hashes_of(
     prompt: U32Array, block_size: int, seed: int, lora: str | None, salt: str | None, *, is_bigram: bool = False
 ) -> PromptHashes:
-    """The names of a prompt's pages. seed: the base. LoRA name and salt may be None."""
+    """Hash a prompt's pages. seed: the base seed, to which LoRA name and salt are added."""
     from kv_events.hashing import (
         block_hash_chain,
         hash_strs_to_int64,
@@ -108,7 +108,7 @@ def hashes_of(
 
 
 def _name(option: str, text: str | None) -> str | None:
-    """An empty name counts as none."""
+    """The name, or None for an empty one. Raises InvalidValueError."""
     try:
         (text or "").encode()
     except UnicodeEncodeError:
@@ -120,7 +120,7 @@ def _tokens(words: list[str], file: Path | None) -> U32Array:
     from kv_events.tokens import token_array
 
     if bool(words) == (file is not None):
-        raise UsageError("a prompt is token ids or --file, one of them")
+        raise UsageError("give either token ids or --file")
     return token_array(_numbers(" ".join(words)) if file is None else _from_file(file))
 
 
@@ -132,11 +132,11 @@ def _from_file(file: Path) -> list[int]:
     if not text.lstrip().startswith(("[", "{")):
         return _numbers(text)
     try:
-        found = msgspec.json.decode(text, type=list[int] | _Question)
+        found = msgspec.json.decode(text, type=list[int] | _Query)
     except RecursionError as error:
         raise UsageError(f"{file}: nested too deeply") from error
     except msgspec.DecodeError as error:
-        raise UsageError(f"{file}: no list of token ids: {error}") from error
+        raise UsageError(f"{file}: not a list of token ids: {error}") from error
     return found if isinstance(found, list) else found.token_ids
 
 
@@ -151,7 +151,7 @@ def _numbers(text: str) -> list[int]:
 
 def _table(hashes: PromptHashes) -> Table | str:
     if not hashes.seq_hashes:
-        return f"{hashes.num_tokens} tokens: no whole page of {hashes.block_size}"
+        return f"{hashes.num_tokens} tokens: less than one page of {hashes.block_size}"
     table = Table(title=f"{len(hashes.seq_hashes)} pages of {hashes.block_size} tokens, seed {hashes.seed}")
     table.add_column("standard")
     table.add_column("page", justify="right")

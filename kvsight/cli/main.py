@@ -1,4 +1,4 @@
-"""The `kvsight` command: one file a subcommand."""
+"""The `kvsight` command."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ app = typer.Typer(
     name="kvsight",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     help=(
-        "Tells an LLM router which worker already holds how much of a prompt's KV cache, and on which tier.\n\n"
-        "[bold]Start here:[/bold] [cyan]kvsight demo[/cyan] runs a fleet, the index and the API in one process.\n\n"
-        "In production engines publish to Kafka, [cyan]kvsight serve --kafka HOST:PORT[/cyan] answers routers, and "
-        "[cyan]kvsight record[/cyan] with [cyan]kvsight replay[/cyan] show what the router saw at any moment."
+        "Tells an LLM router how much of a prompt's KV cache each worker holds, and on which tier.\n\n"
+        "**Start here:** `kvsight demo` runs a fleet of simulated engines, the index and the API in one process.\n\n"
+        "In production, engines publish to Kafka and `kvsight serve --kafka HOST:PORT` answers routers. "
+        "`kvsight record` and `kvsight replay` show what the router saw at any moment."
     ),
 )
 app.command("demo")(demo.demo)
@@ -44,13 +44,13 @@ app.command("version")(version.version)
 
 @app.command("compile-kernels", hidden=True)
 def compile_all_kernels() -> None:
-    """Compile the numba kernels into the cache, for container images."""
+    """Compile all numba kernels into the cache. For container images."""
     compile_kernels("bridge")
 
 
 @app.callback()
 def _settings(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside, on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Write informational log lines to stderr.")] = False,
 ) -> None:
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -59,7 +59,7 @@ def _settings(
 
 
 def run() -> None:
-    """Entry point: what a user did wrong is one clear line and exit code 2."""
+    """Entry point. A user's mistake ends with one line on stderr and exit code 2."""
     try:
         app()
     except MissingExtraError as error:
@@ -69,10 +69,10 @@ def run() -> None:
         sys.stderr.write(f"kvsight: {error}\n")
         sys.exit(_EXIT_USAGE)
     except BrokenPipeError:
-        # the reader of stdout is gone (`| head`): nothing more to say, nor to flush at exit
+        # the reader of stdout has closed it (`| head`): write nothing more, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        # a path of an option or a variable
+        # for example a path in an option or a variable
         where = f"{error.filename}: " if error.filename is not None else ""
         sys.stderr.write(f"kvsight: {where}{error.strerror or error}\n")
         sys.exit(_EXIT_USAGE)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvsight.cli.console import out, print_json, read_json_object
 
-_TIMEOUT_S = 30.0  # a person waits longer than a router
+_TIMEOUT_S = 30.0  # people wait longer than routers
 
 
 def query(
@@ -19,13 +19,14 @@ def query(
     ],
     url: Annotated[str, typer.Option(help="Address of the API.", envvar="KVSIGHT_URL")] = "http://127.0.0.1:8000",
     api_token: Annotated[
-        str | None, typer.Option(help="Bearer token, where one is set.", envvar="KVSIGHT_API_TOKEN")
+        str | None, typer.Option(help="Bearer token, if the API requires one.", envvar="KVSIGHT_API_TOKEN")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the API's answer as it came.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the API's answer as JSON.")] = False,
 ) -> None:
-    """Ask a running indexer which worker holds how much of a prompt.
+    """Ask a running indexer how much of a prompt each worker holds.
 
-    The file is the body of POST /query, or of /query_by_hash when it has seq_hashes, block_hashes or block_hash.
+    The file is the body of POST /query, or of POST /query_by_hash if it contains seq_hashes, block_hashes or
+    block_hash.
     """
     from kvsight.client import Client
 
@@ -39,7 +40,7 @@ def query(
 
 
 def answer_table(answer: dict[str, Any]) -> Table:
-    """Tokens of the prompt each worker holds, in either dialect of the API."""
+    """A table of the tokens that each worker holds, from an answer in either dialect."""
     instances = answer.get("instances")
     if instances is None:  # {tenant: {instance: ...}}
         instances = {name: tiers for tenant in answer.values() for name, tiers in tenant.items()}

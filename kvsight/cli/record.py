@@ -17,16 +17,14 @@ from kvsight.cli.console import err
 
 
 def record(
-    folder: Annotated[Path, typer.Argument(help="Folder of the event log; goes on where it ended.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the event log. An existing log is continued.")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
-    events_topic: Annotated[
-        str | None, typer.Option(help="Topic of the events.", envvar="KVSIGHT_EVENTS_TOPIC")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Stop at what is the end of the topic now.")] = False,
+    events_topic: Annotated[str | None, typer.Option(help="Topic to read.", envvar="KVSIGHT_EVENTS_TOPIC")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Stop at the current end of the topic.")] = False,
 ) -> None:
     """Copy the events of a Kafka topic into an event log, for `kvsight replay`.
 
-    Runs until Ctrl-C. Every record keeps its partition, offset and timestamp.
+    Runs until Ctrl-C. Records keep their partition, offset and timestamp.
     """
     from indexer.sources.kafka import KafkaSource
     from kv_events.settings import KafkaSettings
@@ -43,7 +41,7 @@ def record(
 
 
 def next_offsets(folder: Path) -> dict[int, int]:
-    """Partition -> offset after the newest record of it in an event log."""
+    """Partition -> the offset after its newest record in an event log."""
     positions: dict[int, int] = {}
     reader = EventLogReader(folder)
     for _, found in reader.read(reader.first_index):
@@ -54,7 +52,7 @@ def next_offsets(folder: Path) -> dict[int, int]:
 async def _copy(source: Source, writer: EventLogWriter, positions: dict[int, int], once: bool) -> None:
     reader = SourceReader(source)
     try:
-        positions = dict(await source.start(positions))  # the topic may have been made anew
+        positions = dict(await source.start(positions))  # the topic may have been recreated
         goal = await source.ends() if once else None
         with err.status(f"recording, {writer.next_index} records so far; Ctrl-C stops") as status:
             while goal is None or any(positions.get(p, 0) < end for p, end in goal.items()):
@@ -71,4 +69,4 @@ def _append(writer: EventLogWriter, found: LogRecord) -> None:
     try:
         writer.append(found)
     except InvalidValueError as error:
-        err.print(f"left out partition {found.partition} offset {found.offset}: {error}")
+        err.print(f"skipped partition {found.partition} offset {found.offset}: {error}")

@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from indexer.replay import Replay, Until
     from kv_events.records import LogRecord
 
-_AT_HELP = "Offset (a whole number: records before it are applied) or time (ISO 8601, or @seconds since 1970)."
+_AT_HELP = "Offset (records before it are applied), or time (ISO 8601, or @SECONDS since 1970)."
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(help="Folder of an event log, as `kvsight record` writes it.")],
+    log: Annotated[Path, typer.Argument(help="Folder of an event log, written by `kvsight record`.")],
     at: Annotated[str | None, typer.Option(help=_AT_HELP)] = None,
     query: Annotated[
         Path | None, typer.Option(help='JSON file with the prompt: {"model_name": "m", "token_ids": [...]}.')
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Rebuild what the router saw at some moment, and ask it.
+    """Rebuild the router's views as of some moment, and query them.
 
-    Without --at: everything in the log. Without --query: the views as they were. The question may be any body that
-    the API takes, and gets the API's answer.
+    Without --at, the whole log is applied. Without --query, the views are listed. The query may be any body that the
+    API accepts; the answer is the API's.
 
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
@@ -81,7 +81,7 @@ def _until(at: str | None) -> Until:
             return Until(time_s=_finite(float(at[1:])))
         moment = datetime.fromisoformat(at)
     except ValueError:
-        raise UsageError(f"--at {shorten(at)}: neither an offset nor a time; {_AT_HELP}") from None
+        raise UsageError(f"--at {shorten(at)}: not an offset or a time. {_AT_HELP}") from None
     return Until(time_s=(moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
 
 
@@ -125,7 +125,7 @@ def _views(replayed: Replay) -> list[dict[str, Any]]:
 
 def _views_table(rows: list[dict[str, Any]]) -> Table | str:
     if not rows:
-        return "no worker was known"
+        return "no worker is known"
     table = Table()
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")

@@ -25,23 +25,21 @@ def serve(
     ] = None,
     event_log_dir: Annotated[
         Path | None,
-        typer.Option(help="Without Kafka: folder of an event log to follow.", envvar="KVSIGHT_EVENT_LOG_DIR"),
+        typer.Option(help="Without Kafka: the folder of an event log to follow.", envvar="KVSIGHT_EVENT_LOG_DIR"),
     ] = None,
     redis: Annotated[
         str | None,
-        typer.Option(
-            help="Keep snapshots, or what was registered, in Redis: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"
-        ),
+        typer.Option(help="Save snapshots and registrations in Redis: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
     ] = None,
     snapshot_dir: Annotated[
-        Path | None, typer.Option(help="The same in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
+        Path | None, typer.Option(help="Save snapshots and registrations in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
     ] = None,
 ) -> None:
     """Run the indexer and its HTTP API.
 
-    Reads every worker's events from Kafka, an event log, or the engines that are registered by POST /register, keeps
-    their radix views, and answers POST /query and /query_by_hash. Every other setting is a KVSIGHT_* variable; the
-    docs list them.
+    Reads the workers' events from Kafka, from an event log, or from engines registered with POST /register. Maintains
+    a radix view of each worker and answers POST /query and /query_by_hash. All other settings are KVSIGHT_ variables;
+    see docs/settings.md.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
@@ -62,12 +60,12 @@ def serve(
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
     if indexer.is_embedded:
-        err.print("neither --kafka nor --event-log-dir: reads the engines that are registered by POST /register")
+        err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
     run_server(app, settings, bound)
 
 
 def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
-    """Everything in one process: the engines' events go through a log in memory."""
+    """The application that reads engines itself: their events pass through a log in memory."""
     compile_kernels("bridge")
     from api.app import create_app
     from api.registrations import Registrations

@@ -18,31 +18,27 @@ if TYPE_CHECKING:
 def simulate(
     *,
     trace: Annotated[
-        Path | None, typer.Option(help="Mooncake trace (.jsonl or .jsonl.gz). Without: a generated workload.")
+        Path | None, typer.Option(help="Mooncake trace (.jsonl or .jsonl.gz). Default: a generated workload.")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests of the generated workload.")] = 2000,
-    workers: Annotated[int, typer.Option(help="Workers of the fleet.")] = 8,
-    capacity: Annotated[int, typer.Option(help="Tokens that each worker's cache holds on the device.")] = 2**20,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
-    cache: Annotated[str, typer.Option(help="What a worker keeps: radix, hiradix, mamba or himamba.")] = "radix",
-    host_ratio: Annotated[float, typer.Option(help="Host tokens per device token, with hiradix and himamba.")] = 2.0,
-    disk_ratio: Annotated[float, typer.Option(help="Disk tokens per device token, likewise.")] = 8.0,
-    groups: Annotated[
-        bool, typer.Option(help="With mamba and himamba: let workers tell of their states, too.")
-    ] = False,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="random, round-robin or kv-aware; may be given more than once.")
-    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests in the generated workload.")] = 2000,
+    workers: Annotated[int, typer.Option(help="Workers in the fleet.")] = 8,
+    capacity: Annotated[int, typer.Option(help="Tokens that each cache holds on the device.")] = 2**20,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 64,
+    cache: Annotated[str, typer.Option(help="Cache of the workers: radix, hiradix, mamba or himamba.")] = "radix",
+    host_ratio: Annotated[float, typer.Option(help="Host tokens per device token (hiradix, himamba).")] = 2.0,
+    disk_ratio: Annotated[float, typer.Option(help="Disk tokens per device token (hiradix, himamba).")] = 8.0,
+    groups: Annotated[bool, typer.Option(help="Also publish recurrent states (mamba, himamba).")] = False,
+    policy: Annotated[list[str] | None, typer.Option(help="random, round-robin or kv-aware. Repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the workload and of the random policy.")] = 0,
-    kafka: Annotated[str | None, typer.Option(help="Send events through this broker: HOST:PORT.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Write each policy's events into FOLDER/<policy>.")] = None,
+    kafka: Annotated[str | None, typer.Option(help="Send events through a Kafka broker: HOST:PORT.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write the events of each policy to PATH/POLICY.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare routing policies on a fleet of simulated workers with real caches and real events.
 
-    Reports for each policy the share of prompt tokens found in cache, the workers' load, and the divergence between
-    every router view and its cache at the end, which must be zero: pages and, with --groups, answers about the last
-    prompts.
+    Reports for each policy the share of prompt tokens found in the caches, the load of the workers, and the divergence
+    between the router's views and the caches at the end, which must be zero. It counts pages and, with --groups,
+    answers about the last prompts.
 
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
@@ -75,7 +71,7 @@ def simulate(
 
 
 def load_requests(trace: Path | None, num_requests: int, seed: int) -> Requests:
-    """A trace from a file, or a generated workload."""
+    """Load a trace from a file, or generate a workload."""
     from simulation import MooncakeTrace, WorkloadSettings, generate
 
     if trace is not None:
@@ -85,7 +81,7 @@ def load_requests(trace: Path | None, num_requests: int, seed: int) -> Requests:
 
 @contextmanager
 def policy_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each policy."""
+    """Show a progress bar for each policy."""
     with progress_bar() as bar:
         tasks = {}
 

@@ -92,7 +92,7 @@ def test_the_table_shows_decimals_and_hex() -> None:
     table = invoke(*TOKENS, "--block-size", "4")
     assert "44a2b2379d6d3c3d" in table
     assert str(0x44A2B2379D6D3C3D) in table
-    assert "3 tokens: no whole page of 4" in invoke("1", "2", "3", "--block-size", "4")
+    assert "3 tokens: less than one page of 4" in invoke("1", "2", "3", "--block-size", "4")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_table_shows_decimals_and_hex() -> None:
         (["--file", "-"], "[1, 2.5]", "float"),
         (["--file", "-"], "[1, -2]", r"token_ids\[1\]: got -2"),
         (["--file", "-"], '{"tokens": [1]}', "token_ids"),
-        (["--file", "-"], "[1", "no list of token ids"),
+        (["--file", "-"], "[1", "not a list of token ids"),
         (["--file", "-"], "[" * 100_000, "-: "),
         (["1", "--seed", "abc"], "", "--seed: got 'abc'"),
         (["1", "--lora", "\udcff"], "", "--lora"),
