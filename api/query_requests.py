@@ -57,7 +57,8 @@ class RfcQuery(Prompt[Numbers], Generic[Numbers], frozen=True, kw_only=True):
     """`seq_hashes` in older drafts."""
     lora_id: str | int | None = None
     """In older drafts: the adapter's number, used as its name if engines send no name. Ignored with `lora_name`; 0 is
-    the base model."""
+    the base model.
+    """
     additionalsalt: str | None = None
     additional_salt: str | None = None
     """The cache salt if `cache_salt` is absent, in either spelling."""

@@ -33,7 +33,8 @@ class RegistrationSettings(KvsightSettings):
 
     register_allow: str = "tcp://*"
     """Allowed addresses, as patterns separated by commas: `tcp://10.0.*:*,ipc:///run/engines/*`. Host names are
-    compared as text, without resolving them. Empty: no registration."""
+    compared as text, without resolving them. Empty: no registration.
+    """
     max_registrations: int = Field(1024, ge=0, le=65_536)
     """Bound on registered engine ranks."""
 

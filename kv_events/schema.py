@@ -54,7 +54,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
     """Sequence hashes of the pages, u64 little-endian. If empty, the publisher computes them from the tokens.
 
     They are bytes because a cache creates one event for each page, and objects that the garbage collector does not
-    track cost half as much."""
+    track cost half as much.
+    """
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -1,7 +1,7 @@
-"""Where KV lies and who may use which row.
+"""Pools of device and host memory, and the owners of their rows.
 
-`allocators.py` hands out rows and `req_to_token.py` remembers which row holds which token of a request: numpy, no
-torch. The others hold the tensors and import torch, so they are not imported by this one.
+`allocators.py` allocates rows and `req_to_token.py` maps the tokens of requests to rows; both need only numpy. The
+other modules hold tensors and import torch, so this module does not import them.
 """
 
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator

@@ -1,4 +1,4 @@
-"""Who owns which row of a device pool."""
+"""Allocation of the rows of device pools."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kv_events.errors import InvalidValueError
 
 
 class PagedTokenToKVPoolAllocator:
-    """Hands out whole pages of rows, numbered from 1: page 0 is a dummy write target and nobody's.
+    """Allocates whole pages of rows, numbered from 1. Page 0 is a dummy write target and is never allocated.
 
-    size: rows to hand out, a multiple of page_size; the pool itself has `size + page_size`. With `KVSIGHT_DEBUG_POOLS`
-    set, freeing a page twice or a row of another pool raises PoolError; without it that goes unnoticed.
+    size: number of rows to allocate, a multiple of page_size; the pool itself has `size + page_size`. With
+    `KVSIGHT_DEBUG_POOLS`, freeing a page twice or freeing a row of another pool raises PoolError; without it, such
+    errors are not detected.
     """
 
     first_page: ClassVar[int] = 1
@@ -34,23 +35,25 @@ class PagedTokenToKVPoolAllocator:
         self.clear()
 
     def clear(self) -> None:
-        """Every page is free again."""
-        # a stack whose top is at _num_free; low pages come out first
+        """Free all pages."""
+        # a stack with its top at _num_free; low pages are allocated first
         last = self.first_page + self._num_pages - 1
         self._stack = np.arange(last, self.first_page - 1, -1, dtype=np.int64)
         self._num_free = self._num_pages
 
     def available_size(self) -> int:
-        """Rows that are free."""
+        """Number of free rows."""
         return self._num_free * self.page_size
 
     def free_pages(self) -> IndexArray:
-        """Numbers of the free pages, in no order; a copy."""
+        """Return a copy of the numbers of the free pages, in no particular order."""
         return self._stack[: self._num_free].copy()
 
     def alloc(self, need_size: int) -> IndexArray | None:
-        """`need_size` rows, page by page, or None when fewer are free. Raises InvalidValueError unless it is a whole
-        number of pages."""
+        """Allocate `need_size` rows, page by page. Returns None if fewer are free.
+
+        Raises InvalidValueError unless `need_size` is a multiple of the page size.
+        """
         if need_size < 0 or need_size % self.page_size:
             raise InvalidValueError("need_size", need_size, f"a multiple of the page size {self.page_size}")
         num_pages = need_size // self.page_size
@@ -61,7 +64,7 @@ class PagedTokenToKVPoolAllocator:
         return _rows_of(pages, self._rows_of_page)
 
     def free(self, indices: IndexArray) -> None:
-        """Take back every page that one of the rows lies in."""
+        """Free every page that contains one of the rows."""
         pages = _pages_of(indices, self.page_size)
         if self._debug:
             self._check_allocated(pages)
@@ -79,14 +82,14 @@ class PagedTokenToKVPoolAllocator:
 
 
 class MambaSlotAllocator(PagedTokenToKVPoolAllocator):
-    """Hands out slots of recurrent states one by one, numbered 1 .. size; slot 0 is a dummy write target."""
+    """Allocates slots of recurrent states, numbered 1 .. size. Slot 0 is a dummy write target."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, page_size=1)
 
 
 def rows_of_pages(indices: IndexArray, page_size: int) -> IndexArray:
-    """All rows of every page that one of these rows lies in, ascending."""
+    """Return all rows of every page that contains one of these rows, ascending."""
     return _rows_of(_pages_of(indices, page_size), np.arange(page_size, dtype=np.int64))
 
 
@@ -96,7 +99,7 @@ def _rows_of(pages: IndexArray, rows_of_page: IndexArray) -> IndexArray:
 
 
 def _pages_of(indices: IndexArray, page_size: int) -> IndexArray:
-    """Distinct pages of the rows, ascending. Rows of one page mostly lie together, which makes the sort short."""
+    """Return the distinct pages of the rows, ascending. Rows of one page are mostly adjacent, so the sort is short."""
     if not len(indices):
         return no_indices()
     pages = indices // page_size

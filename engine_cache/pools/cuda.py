@@ -1,4 +1,4 @@
-"""Copies on CUDA streams, and the choice of an engine for a device."""
+"""Copies on CUDA streams, and the choice of a copy engine for a device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from engine_cache.copying import Lane, Step, ThreadCopyEngine
 
 
 class CudaCopyEngine(ThreadCopyEngine):
-    """One thread and one stream a lane. A step counts as done when its stream has really run dry, and it starts behind
-    the work that the submitting thread had put on the current stream: what it copies is there."""
+    """One thread and one stream for each lane.
+
+    A step starts after the work that the submitting thread has put on the current stream, so that the data to copy is
+    complete. It is done when its stream has finished.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -34,5 +37,5 @@ class CudaCopyEngine(ThreadCopyEngine):
 
 
 def copy_engine_for(device: str) -> ThreadCopyEngine:
-    """The engine for pools on `device`: streams for CUDA, else worker threads."""
+    """Return the copy engine for pools on `device`: streams for CUDA, threads otherwise."""
     return CudaCopyEngine(device) if torch.device(device).type == "cuda" else ThreadCopyEngine()

@@ -1,6 +1,6 @@
-"""Device pools: the tensors that hold KV, one row a token, row 0 .. page_size - 1 a dummy write target.
+"""Device pools: the tensors that hold KV, one row a token. Rows 0 .. page_size - 1 are a dummy write target.
 
-Rows come in as numpy index arrays and become tensors here, in one hand-over.
+Rows are passed as numpy index arrays and converted to tensors here, in one step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
 INDEX_BLOCK = 128
-"""Numbers of an index key that share a scale."""
+"""Number of values of an index key that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What all device pools have in common."""
+    """The common properties of all device pools."""
 
     size: int
-    """Rows that an allocator hands out; the tensors have `size + page_size`."""
+    """Rows that can be allocated; the tensors have `size + page_size`."""
     page_size: int
     layer_num: int
     dtype: torch.dtype
@@ -33,12 +33,12 @@ class PoolShape:
                 raise InvalidValueError(name, getattr(self, name), "a positive integer")
 
     def buffers(self, *row_shape: int) -> list[torch.Tensor]:
-        """One zeroed tensor of shape `(size + page_size, *row_shape)` a layer."""
+        """Return one zeroed tensor of shape `(size + page_size, *row_shape)` for each layer."""
         rows = self.size + self.page_size
         return [torch.zeros((rows, *row_shape), dtype=self.dtype, device=self.device) for _ in range(self.layer_num)]
 
     def rows(self, indices: IndexArray) -> torch.Tensor:
-        """The index array as a tensor on the pool's device."""
+        """Return the index array as a tensor on the pool's device."""
         return torch.from_numpy(indices).to(self.device)
 
 
@@ -51,7 +51,7 @@ class MHATokenToKVPool:
         self.v_buffer = shape.buffers(head_num, head_dim)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's tensors themselves."""
+        """Return the layer's tensors, without a copy."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ class MLATokenToKVPool:
         self.kv_buffer = shape.buffers(1, self.kv_cache_dim)
 
     def get_kv_buffer(self, layer_id: int) -> torch.Tensor:
-        """The layer's tensor itself."""
+        """Return the layer's tensor, without a copy."""
         return self.kv_buffer[layer_id]
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, kv: torch.Tensor) -> None:
@@ -79,11 +79,11 @@ class MLATokenToKVPool:
 
 
 class NSATokenToKVPool(MLATokenToKVPool):
-    """An MLA pool of a model with sparse attention: each layer has an index of its tokens, too.
+    """The MLA pool of a model with sparse attention, in which each layer also has an index of its tokens.
 
     `index_k_with_scale_buffer`: uint8 `((size + page_size + 1) // page_size, page_size * (index_head_dim + 4 *
-    index_head_dim // 128))` a layer. A page holds the keys of all its tokens, then their scales, one float32 for 128
-    numbers of a key. index_head_dim: bytes of a key, a multiple of 128.
+    index_head_dim // 128))` for each layer. A page contains the keys of all its tokens, then their scales, one float32
+    for 128 values of a key. index_head_dim: bytes of a key, a multiple of 128.
     """
 
     def __init__(
@@ -100,14 +100,16 @@ class NSATokenToKVPool(MLATokenToKVPool):
         ]
 
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
-        """The layer's tensor itself."""
+        """Return the layer's tensor, without a copy."""
         return self.index_k_with_scale_buffer[layer_id]
 
     def set_index_k_with_scale(
         self, layer_id: int, indices: IndexArray, keys: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """Write one key and its scales a token. keys: one-byte dtype `(len(indices), index_head_dim)`. scales: float32
-        `(len(indices), index_head_dim // 128)`."""
+        """Write one key and its scales for each token.
+
+        keys: one-byte dtype `(len(indices), index_head_dim)`. scales: float32 `(len(indices), index_head_dim // 128)`.
+        """
         held, keys_end = self.index_k_with_scale_buffer[layer_id], self.shape.page_size * self.index_head_dim
         rows = self.shape.rows(indices)
         page, row = rows // self.shape.page_size, rows % self.shape.page_size
@@ -117,7 +119,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
 
 
 def index_pages(size: int, page_size: int) -> int:
-    """Pages of an index over `size` rows: one more, at least, than hold them."""
+    """Return the number of pages of an index over `size` rows, at least one more than the rows need."""
     return (size + page_size + 1) // page_size
 
 
@@ -128,8 +130,10 @@ def write_rows(
     k: torch.Tensor,
     v: torch.Tensor | None,
 ) -> None:
-    """`set_kv_buffer` of a pool of either kind. v: None exactly for an MLA pool, where `k` is the compressed KV. Raises
-    InvalidValueError otherwise."""
+    """Call `set_kv_buffer` of a pool of either kind.
+
+    v: None exactly for an MLA pool, where `k` is the compressed KV. Raises InvalidValueError otherwise.
+    """
     match pool, v:
         case MLATokenToKVPool(), None:
             pool.set_kv_buffer(layer_id, indices, k)

@@ -1,8 +1,8 @@
-"""The KV pool of a model whose layers partly attend to a sliding window only, asked by global layer id.
+"""The KV pool of a model in which some layers attend only to a sliding window, addressed by global layer id.
 
 global layer    0        1        2        3
 kind            window   window   full     window
-local layer     0        1        0        2        each pool counts its own layers, and has its own rows
+local layer     0        1        0        2        each pool numbers its own layers and has its own rows
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kv_events.errors import InvalidValueError
 
 
 class SWAKVPool:
-    """Two pools of rows. A token may keep its row in `full_kv_pool` when that in `swa_kv_pool` is given up.
+    """Two pools of rows. A token may keep its row in `full_kv_pool` after its row in `swa_kv_pool` was freed.
 
     full_layer_ids, swa_layer_ids: global ids of the layers, in the order of the layers of each pool. `layers_mapping`:
-    global layer -> (local layer, whether it is one of the window). Raises InvalidValueError unless every layer of the
-    model, 0 .. their number - 1, belongs to one pool.
+    global layer -> (local layer, whether it has a window). Raises InvalidValueError unless each of the model's layers,
+    numbered from 0, belongs to exactly one pool.
     """
 
     def __init__(
@@ -44,13 +44,15 @@ class SWAKVPool:
         self.layers_mapping |= {layer: (local, True) for layer, local in self.swa_layers.items()}
 
     def get_kv_buffer(self, layer_id: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The layer's tensors themselves, as the pool that has it gives them."""
+        """Return the layer's tensors, without a copy, in the form of its pool."""
         pool, local = self._pool_of(layer_id)
         return pool.get_kv_buffer(local)
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
-        """Write one row a token, of the pool that has the layer. v: None exactly for an MLA pool, where `k` is the
-        compressed KV."""
+        """Write one row for each token into the pool of the layer.
+
+        v: None exactly for an MLA pool, where `k` is the compressed KV.
+        """
         pool, local = self._pool_of(layer_id)
         write_rows(pool, local, indices, k, v)
 

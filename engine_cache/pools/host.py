@@ -1,4 +1,4 @@
-"""Host pools of KV: the rows of an MHA or MLA device pool. `host_tensors.py` has what they share with others."""
+"""Host pools of KV for the rows of an MHA or MLA device pool. `host_tensors.py` contains the shared part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HOST_LAYOUTS", "HostKVPool", "MHATokenToKVPoolHost", "MLATokenToKVPo
 
 
 class HostKVPool(SizedHostPool):
-    """Rows of KV. row_shape: of one part of a row. num_parts: 2 for keys and values, 1 for compressed KV."""
+    """Rows of KV. row_shape: shape of one part of a row. num_parts: 2 for keys and values, 1 for compressed KV."""
 
     def __init__(
         self,

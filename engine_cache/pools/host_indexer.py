@@ -1,7 +1,7 @@
-"""The host pool of a sparse-attention index: the twin of the KV host pool, on whose rows it lives.
+"""The host pool of a sparse-attention index, which uses the rows of the KV host pool.
 
 KV row        0 .. page-1   page .. 2*page-1   ...
-index page    0             1                  ...      one page of index a page of KV, and one that nobody uses
+index page    0             1                  ...      one page of index for each page of KV, and one unused page
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class NSAIndexerPoolHost(TensorHostPool):
     """Host pages of the index of an `NSATokenToKVPool`: `index_k_with_scale_buffer` is uint8 `(layers, pages, stride)`
     in the layout layer_first, else `(pages, layers, 1, stride)`.
 
-    anchor: the host pool of its KV, whose size, page size and rows are this one's. It hands out no rows of its own, so
-    `alloc` and `free` raise PoolError: an index page comes and goes with the KV page of the same rows.
+    anchor: the host pool of its KV, which determines size, page size and rows. This pool allocates no rows, so `alloc`
+    and `free` raise PoolError: an index page has the same lifetime as the KV page with the same rows.
     """
 
     def __init__(
@@ -73,5 +73,5 @@ class NSAIndexerPoolHost(TensorHostPool):
         return (device_pool.get_index_k_with_scale_buffer(layer_id),)
 
     def _device_rows(self, device_indices: IndexArray) -> IndexArray:
-        """Pages: an index is copied by whole pages on both sides."""
+        """Return page numbers, because an index is copied by whole pages on both sides."""
         return whole_pages(f"device pool {self.name}", device_indices, self.page_size)

@@ -1,4 +1,4 @@
-"""How much memory host pools may take, and all pools of a stack together. No torch."""
+"""Limits on the memory of host pools, checked for all pools of a stack together. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_events.errors import InvalidValueError
 
 
 class AllocatableHostPool(Protocol):
-    """A host pool that has been planned and holds no bytes yet."""
+    """A host pool that is planned but not allocated yet."""
 
     name: str
 
@@ -23,8 +23,11 @@ class AllocatableHostPool(Protocol):
 
 
 def require_host_memory(requested: Mapping[str, int], reserve_bytes: int | None = None) -> None:
-    """Refuse pools that would leave less than the reserve. requested: bytes by pool name, all pools of one stack at
-    once. reserve_bytes: None for the setting. Raises InvalidValueError with every figure in GB."""
+    """Refuse pools that would leave less free memory than the reserve.
+
+    requested: bytes by pool name, for all pools of a stack. reserve_bytes: None for the setting. Raises
+    InvalidValueError with all figures in GB.
+    """
     reserve = host_memory_reserve_bytes() if reserve_bytes is None else reserve_bytes
     available = psutil.virtual_memory().available - reserve
     total = sum(requested.values())
@@ -39,7 +42,7 @@ def require_host_memory(requested: Mapping[str, int], reserve_bytes: int | None 
 
 
 def allocate_host_pools(pools: Sequence[AllocatableHostPool], reserve_bytes: int | None = None) -> None:
-    """Allocate the pools of one stack if there is room for all of them. Nothing stays allocated after an error."""
+    """Allocate the pools of a stack if there is room for all of them. After an error nothing remains allocated."""
     require_host_memory({pool.name: pool.required_bytes for pool in pools}, reserve_bytes)
     try:
         for pool in pools:

@@ -1,4 +1,4 @@
-"""Who owns which row of a host pool, how large such a pool may be, and a host pool that holds no bytes. No torch."""
+"""Allocation of the rows of host pools, sizes of host pools, and a host pool without bytes. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_events.errors import InvalidValueError
 
 
 class HostRows(PagedTokenToKVPoolAllocator):
-    """Hands out whole pages of host rows, `0 .. size - 1`. Any thread."""
+    """Allocates whole pages of host rows, `0 .. size - 1`. Thread-safe."""
 
     first_page: ClassVar[int] = 0
 
@@ -41,7 +41,7 @@ class HostRows(PagedTokenToKVPoolAllocator):
 
 
 class BytelessHostPool(HostRows):
-    """A host pool for simulations: rows have owners, copies move nothing."""
+    """A host pool for simulations, which allocates rows but copies nothing."""
 
     layer_num = 1
     layout = "page_first"
@@ -60,9 +60,11 @@ class BytelessHostPool(HostRows):
 def host_pool_size(
     device_size: int, page_size: int, size_per_token: int, *, host_size_gb: float = 0.0, ratio: float = 2.0
 ) -> int:
-    """Rows of a host pool: as many as `host_size_gb` holds or, if that is 0, `ratio` times the device's; whole pages,
-    and one page more than asked for. size_per_token: bytes a row. Raises InvalidValueError when that is no more than
-    the device pool has."""
+    """Return the number of rows of a host pool: as many as fit into `host_size_gb` or, if that is 0, `ratio` times as
+    many as on the device. The result is a multiple of the page size and one page more than requested.
+
+    size_per_token: bytes a row. Raises InvalidValueError if the host pool is not larger than the device pool.
+    """
     if page_size < 1:
         raise InvalidValueError("page_size", page_size, "a positive integer")
     if host_size_gb < 0:
@@ -74,6 +76,6 @@ def host_pool_size(
 
 
 def require_larger_than_device(host_size: int, device_size: int) -> None:
-    """Every page of the device must find room on the host. Raises InvalidValueError with both sizes."""
+    """Check that the host pool is larger than the device pool. Raises InvalidValueError with both sizes."""
     if host_size <= device_size:
         raise InvalidValueError("size of the host pool", host_size, f"more rows than the device pool's {device_size}")

@@ -1,10 +1,11 @@
-"""What all host pools that hold bytes have in common: pages of the device in CPU memory, pinned where there is CUDA.
+"""The common part of host pools with bytes: pages in CPU memory, which is pinned with CUDA.
 
-A host page is copied whole, a device row by its number. Each tensor holds all layers, in one of three layouts:
+On the host, whole pages are copied; on the device, rows by number. Each tensor holds all layers, in one of three
+layouts:
 
     layer_first         (layers, size, ...)           fast copies to and from the device, layer by layer
-    page_first          (size, layers, ...)           a page is one run of memory, as stores like it
-    page_first_direct   (pages, layers, page, ...)    the same, and each layer of a page is one run, too
+    page_first          (size, layers, ...)           a page is contiguous, which storage backends need
+    page_first_direct   (pages, layers, page, ...)    the same, and each layer of a page is contiguous, too
 """
 
 from __future__ import annotations
@@ -25,44 +26,44 @@ HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 class HostPoolOptions(TypedDict, total=False):
-    """How a host pool is made, beside the device pool that it mirrors."""
+    """Options of a host pool, in addition to its device pool."""
 
     layout: str
     """One of `HOST_LAYOUTS`; layer_first if not given."""
     reserve_bytes: int | None
-    """See `require_host_memory`, which is asked before a byte is allocated."""
+    """See `require_host_memory`, which is called before anything is allocated."""
     allocate: bool
-    """False: without tensors for now, so that the pools of a stack can be refused or allocated together."""
+    """False: create no tensors yet, so that the pools of a stack can be refused or allocated together."""
 
 
 class SizedHostPoolOptions(HostPoolOptions, total=False):
-    """The same for a pool with a size of its own; see `host_pool_size`."""
+    """Options of a host pool with its own size; see `host_pool_size`."""
 
     host_size_gb: float
-    """Memory to take; 0, which is the default: as `ratio` says."""
+    """Memory of the pool. 0 (default): determined by `ratio`."""
     ratio: float
-    """Host rows a device row, 2.0 if not given."""
+    """Host rows for each device row; default 2.0."""
 
 
 class Part(NamedTuple):
-    """One tensor of a pool, or the keys or values of it, seen two ways."""
+    """Two views of one tensor of a pool, or of its keys or values."""
 
     by_layer: torch.Tensor
-    """(layers, pages, *what a layer of a page holds*)"""
+    """(layers, pages, *shape of one layer of a page*)"""
     by_page: torch.Tensor
-    """uint8 (pages, *what a page holds*), in the order of memory."""
+    """uint8 (pages, *shape of a page*), in memory order."""
 
     @classmethod
     def of(cls, by_layer: torch.Tensor, by_page: torch.Tensor) -> Part:
-        """by_page: in the dtype of the pool."""
+        """by_page: view in the dtype of the pool."""
         return cls(by_layer, by_page.view(torch.uint8))
 
 
 class TensorHostPool(HostRows, abc.ABC):
-    """Rows and bytes of a host tier that mirrors one device pool.
+    """Rows and bytes of the host tier of one device pool.
 
-    name: as in `PoolName`. size: rows. size_per_token: bytes a row, all layers. Host indices are whole pages in every
-    method; others raise InvalidValueError or IndexError, which name the pool.
+    name: as in `PoolName`. size: rows. size_per_token: bytes a row, all layers. All methods expect host indices of
+    whole pages; others raise InvalidValueError or IndexError, which name the pool.
     """
 
     def __init__(
@@ -92,15 +93,15 @@ class TensorHostPool(HostRows, abc.ABC):
 
     @property
     def required_bytes(self) -> int:
-        """What `allocate` takes."""
+        """Bytes that `allocate` needs."""
         return self.size * self.size_per_token
 
     def allocate(self) -> None:
-        """Make the tensors of a pool that was constructed without."""
+        """Create the tensors of a pool that was constructed without them."""
         self._parts = self._make_parts()
 
     def release(self) -> None:
-        """Give the memory back. The pool is of no use after that."""
+        """Free the memory. The pool cannot be used afterwards."""
         self._parts = []
         self._drop_buffers()
 
@@ -110,22 +111,22 @@ class TensorHostPool(HostRows, abc.ABC):
 
     @abc.abstractmethod
     def _drop_buffers(self) -> None:
-        """Have no tensors, or none any more."""
+        """Reset the attributes to those of a pool without tensors."""
 
     @abc.abstractmethod
     def _device_tensors(self, device_pool: object, layer_id: int) -> Sequence[torch.Tensor]:
-        """The device tensors of a layer, one a part. Raises InvalidValueError for a pool of another kind."""
+        """Return the device tensors of a layer, one for each part. Raises InvalidValueError for other pools."""
 
     @abc.abstractmethod
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
-        """All tensors that a store must know to read and write pages in place."""
+        """Return all tensors that a storage backend must know to read and write pages in place."""
 
     # --- device and host --------------------------------------------------------------------------------------------
 
     def backup_from_device_all_layer(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray
     ) -> None:
-        """Copy rows of the device into host pages, all layers. Returns when the bytes are there."""
+        """Copy device rows into host pages, all layers. Returns when the bytes are on the host."""
         pages, rows = self._matched(device_pool, host_indices, device_indices)
         for layer in range(self.layer_num):
             held = [tensor.index_select(0, rows) for tensor in self._device_tensors(device_pool, layer)]
@@ -136,7 +137,7 @@ class TensorHostPool(HostRows, abc.ABC):
     def load_to_device_per_layer(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray, layer_id: int
     ) -> None:
-        """Copy host pages into rows of the device, one layer. CUDA: on the current stream."""
+        """Copy one layer of host pages into device rows. With CUDA: on the current stream."""
         pages, rows = self._matched(device_pool, host_indices, device_indices)
         for part, wanted in zip(self._parts, self._device_tensors(device_pool, layer_id), strict=True):
             kept = part.by_layer[layer_id]
@@ -148,42 +149,44 @@ class TensorHostPool(HostRows, abc.ABC):
     def _matched(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Host pages, and the rows of the device tensors that belong to them, on the device."""
+        """Return the host pages and the corresponding rows of the device tensors, on the device."""
         if len(host_indices) != len(device_indices):
             raise InvalidValueError(
                 f"host indices of pool {self.name}", len(host_indices), f"one a device index, {len(device_indices)}"
             )
         device_tensor = self._device_tensors(device_pool, 0)[0]
         rows = self._device_rows(device_indices)
-        for row in rows[(rows < 0) | (rows >= len(device_tensor))][:1]:  # CUDA would not survive the copy
+        for row in rows[(rows < 0) | (rows >= len(device_tensor))][:1]:  # the copy would break the CUDA context
             raise IndexError(f"device pool {self.name}: row {row}, its tensors have 0 .. {len(device_tensor) - 1}")
         return torch.from_numpy(self._pages(host_indices)), torch.from_numpy(rows).to(device_tensor.device)
 
     def _device_rows(self, device_indices: IndexArray) -> IndexArray:
-        """Rows of the device tensors for row numbers of the device pool."""
+        """Return the rows of the device tensors for row numbers of the device pool."""
         return device_indices
 
-    # --- pages of the host ------------------------------------------------------------------------------------------
+    # --- host pages -------------------------------------------------------------------------------------------------
 
     def get_data_page(self, index: int) -> torch.Tensor:
-        """The bytes of the page that begins at row `index`, part by part; a copy."""
+        """Return a copy of the page that begins at row `index`, part by part."""
         page = self._page_number(index)
         return torch.cat([part.by_page[page].reshape(-1) for part in self._parts])
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """A tensor of the shape and dtype of `get_data_page`, to be read into."""
+        """Return a tensor of the shape and dtype of `get_data_page`, as a target for reads."""
         return torch.zeros(self.page_size * self.size_per_token, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: int, data: torch.Tensor) -> None:
-        """Write what `get_data_page` gave into the page that begins at row `index`."""
+        """Write data in the form of `get_data_page` into the page that begins at row `index`."""
         page = self._page_number(index)
         held = [part.by_page[page] for part in self._parts]
         for bytes_held, flat in zip(held, data.split_with_sizes([each.numel() for each in held]), strict=True):
             bytes_held.copy_(flat.view(bytes_held.shape))
 
     def get_page_buffer_meta(self, indices: IndexArray) -> tuple[list[int], list[int]]:
-        """Address and length in bytes of every run of memory of the pages, page by page, a run a part. Raises
-        InvalidValueError for `layer_first`, where a page is no run."""
+        """Return address and length in bytes of the memory of each page, page by page, with one run for each part.
+
+        Raises InvalidValueError for `layer_first`, in which a page is not contiguous.
+        """
         if self.layout == "layer_first":
             raise InvalidValueError(f"layout of host pool {self.name}", self.layout, "page_first or page_first_direct")
         pages = self._pages(indices)
@@ -192,7 +195,7 @@ class TensorHostPool(HostRows, abc.ABC):
         return np.stack(addresses, axis=1).reshape(-1).tolist(), lengths * len(pages)
 
     def _page_number(self, index: int) -> int:
-        """Page that begins at a row."""
+        """Return the page that begins at a row."""
         if not 0 <= index <= self.size - self.page_size:
             raise IndexError(f"host pool {self.name}: page at row {index}, the pool has rows 0 .. {self.size - 1}")
         if index % self.page_size:
@@ -200,7 +203,7 @@ class TensorHostPool(HostRows, abc.ABC):
         return index // self.page_size
 
     def _pages(self, indices: IndexArray) -> IndexArray:
-        """Page numbers of rows that are whole pages of this pool."""
+        """Return the page numbers of rows that form whole pages of this pool."""
         pages = whole_pages(f"host pool {self.name}", indices, self.page_size)
         for page in pages[(pages < 0) | (pages >= self.size // self.page_size)][:1]:
             self._page_number(int(page) * self.page_size)
@@ -210,20 +213,22 @@ class TensorHostPool(HostRows, abc.ABC):
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
     def _new_paged_tensor(self, num_pages: int, content: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor for a pool whose pages are not made of rows: `(layers, pages, *content)`, or `(pages, layers, 1,
-        *content)` in both layouts that put pages first."""
+        """Return a tensor for a pool whose pages do not consist of rows.
+
+        Its shape is `(layers, pages, *content)`, or `(pages, layers, 1, *content)` in the page-first layouts.
+        """
         lead = (self.layer_num, num_pages) if self.layout == "layer_first" else (num_pages, self.layer_num, 1)
         return self._new_tensor((*lead, *content), dtype)
 
     def _paged_part(self, tensor: torch.Tensor) -> Part:
-        """The part that such a tensor is."""
+        """Return the part for such a tensor."""
         if self.layout == "layer_first":
             return Part.of(tensor, tensor.movedim(0, 1))
         return Part.of(tensor[:, :, 0].movedim(1, 0), tensor)
 
 
 class SizedHostPool(TensorHostPool):
-    """A pool as large as its options say. device_size: rows of the device pool."""
+    """Create a pool with the size of its options. device_size: rows of the device pool."""
 
     def __init__(
         self,
@@ -248,7 +253,7 @@ class SizedHostPool(TensorHostPool):
 
 
 def whole_pages(pool: str, indices: IndexArray, page_size: int) -> IndexArray:
-    """Page numbers of rows that come page by page. Raises InvalidValueError, which names the pool, for others."""
+    """Return the page numbers of rows given page by page. Raises InvalidValueError naming the pool for others."""
     if len(indices) % page_size:
         raise InvalidValueError(f"number of indices of {pool}", len(indices), f"a multiple of {page_size}")
     by_page = indices.reshape(-1, page_size)
@@ -261,7 +266,7 @@ def whole_pages(pool: str, indices: IndexArray, page_size: int) -> IndexArray:
 
 
 def _to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in CPU memory. CUDA: through pinned memory, side by side, and here when the stream has run dry."""
+    """Return the tensors in CPU memory. With CUDA, copy concurrently through pinned memory and wait for the stream."""
     if not tensors[0].is_cuda:
         return tensors
     staged = [torch.empty(held.shape, dtype=held.dtype, pin_memory=True) for held in tensors]

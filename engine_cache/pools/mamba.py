@@ -1,8 +1,8 @@
-"""Pools of hybrid models: recurrent states by slot, KV of the attention layers only, and which request has which slot.
+"""Pools of hybrid models: recurrent states by slot, KV of the attention layers, and the slots of requests.
 
 global layer    0        1        2        3
 kind            Mamba    Mamba    Full     Mamba
-local layer     0        1        0        2        the pools count their own layers
+local layer     0        1        0        2        each pool numbers its own layers
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class MambaCache:
     """Tensors of all layers and slots."""
 
     conv: list[torch.Tensor]
-    """`(layers, size + 1, *conv_shape)` each."""
+    """Tensors of shape `(layers, size + 1, *conv_shape)`."""
     temporal: torch.Tensor
-    """`(layers, size + 1, *temporal_shape)`."""
+    """Tensor of shape `(layers, size + 1, *temporal_shape)`."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """The temporal one first, then the convolutions in order."""
+        """Return the temporal tensor, then the convolutions in order."""
         return [self.temporal, *self.conv]
 
 
 class MambaPool:
-    """Recurrent states of all Mamba layers, one slot a state; slot 0 is a dummy write target.
+    """Recurrent states of all Mamba layers, one slot for each state. Slot 0 is a dummy write target.
 
-    size: slots that an allocator hands out. conv_shapes, temporal_shape: of one layer's state of one sequence.
+    size: slots that can be allocated. conv_shapes, temporal_shape: shapes of one layer's state of one sequence.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MambaPool:
         )
 
     def layer(self, layer_id: int) -> MambaCache:
-        """Views of one local layer, without the leading dimension."""
+        """Return views of one local layer, without the leading dimension."""
         cache = self.mamba_cache
         return MambaCache([conv[layer_id] for conv in cache.conv], cache.temporal[layer_id])
 
@@ -75,7 +75,7 @@ class MambaPool:
             tensor[:, targets] = tensor[:, sources]
 
     def clear_slots(self, slots: IndexArray) -> None:
-        """Zero the states: what a sequence starts from."""
+        """Zero the states, as at the start of a sequence."""
         targets = self._slots(slots)
         for tensor in self.mamba_cache.tensors():
             tensor[:, targets] = 0
@@ -85,10 +85,10 @@ class MambaPool:
 
 
 class HybridLinearKVPool:
-    """The KV pool of the attention layers of a hybrid model, asked by global layer id.
+    """The KV pool of the attention layers of a hybrid model, addressed by global layer id.
 
-    full_attention_layer_ids: global ids of those layers, in the order of the layers of `full_kv_pool`. Asking for a
-    layer that has no KV raises InvalidValueError.
+    full_attention_layer_ids: global ids of these layers, in the order of the layers of `full_kv_pool`. A layer without
+    KV raises InvalidValueError.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HybridLinearKVPool:
         self.use_mla = isinstance(full_kv_pool, MLATokenToKVPool)
 
     def get_kv_buffer(self, layer_id: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The layer's tensors themselves, as the pool below gives them."""
+        """Return the layer's tensors, without a copy, in the form of `full_kv_pool`."""
         return self.full_kv_pool.get_kv_buffer(_local(self.full_attention_layer_id_mapping, layer_id))
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
@@ -113,7 +113,7 @@ class HybridLinearKVPool:
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
-    """Lines of row numbers, and for each line the slot of its request's running state.
+    """Lines of row numbers, with the slot of the running state of each line's request.
 
     mamba_map: global layer id of each Mamba layer to its local one.
     """
@@ -138,8 +138,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._slot_of_line = np.zeros(size, dtype=np.int64)
 
     def alloc_with_state(self, slot: IndexArray | None = None) -> tuple[int, IndexArray] | None:
-        """A line and a slot with a cleared state, or the given [1] slot as it is; None, and nothing taken, when lines
-        or slots are out. Freeing the line leaves the slot to its owner."""
+        """Allocate a line and a slot with a cleared state, or use the given [1] slot unchanged.
+
+        Returns None, and allocates nothing, if no line or slot is free. Freeing the line does not free the slot.
+        """
         if not self.available_size():
             return None
         if slot is None:
@@ -153,12 +155,12 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return line, slot
 
     def mamba_slots(self, req_pool_indices: IndexArray) -> IndexArray:
-        """Slots of the running states of these lines, as the layers' kernels want them."""
+        """Return the slots of the running states of these lines, in the form that the layers' kernels need."""
         slots: IndexArray = self._slot_of_line[req_pool_indices]
         return slots
 
     def mamba_layer(self, layer_id: int) -> MambaCache:
-        """States of one global layer. Raises InvalidValueError for a layer that has none."""
+        """Return the states of one global layer. Raises InvalidValueError for a layer without states."""
         return self.mamba_pool.layer(_local(self.mamba_map, layer_id))
 
 

@@ -14,11 +14,13 @@ from kv_events.errors import InvalidValueError
 
 
 class MambaPoolHost(SizedHostPool):
-    """Host slots of a `MambaPool`: every tensor of the device pool has its own twin, `(layers, size, ...)` in the
-    layout layer_first, else `(size, layers, 1, ...)`."""
+    """Host slots of a `MambaPool`. Every tensor of the device pool has a counterpart.
+
+    Its shape is `(layers, size, ...)` in the layout layer_first, else `(size, layers, 1, ...)`.
+    """
 
     def __init__(self, device_pool: MambaPool, name: str = "mamba", **options: Unpack[SizedHostPoolOptions]) -> None:
-        # a state of one number is a row of one
+        # a scalar state becomes a row of length one
         self._kinds = [(tuple(held.shape[2:]) or (1,), held.dtype) for held in device_pool.mamba_cache.tensors()]
         super().__init__(
             name,

@@ -1,4 +1,4 @@
-"""Which pool row holds which token of a request."""
+"""Mapping from the tokens of requests to pool rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kv_events.errors import InvalidValueError
 
 
 class ReqToTokenPool:
-    """One line of row numbers per request in flight.
+    """One line of row numbers for each request in progress.
 
-    size: requests at once. max_context_len: tokens a request may have.
+    size: maximum number of concurrent requests. max_context_len: maximum number of tokens of a request.
     """
 
     def __init__(self, size: int, max_context_len: int) -> None:
@@ -20,24 +20,24 @@ class ReqToTokenPool:
         self._free = list(range(size - 1, -1, -1))
 
     def available_size(self) -> int:
-        """Requests that can still be taken."""
+        """Number of further requests that can be accepted."""
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """A line for one request, or None when all are taken."""
+        """Allocate a line for one request. Returns None if all are in use."""
         return self._free.pop() if self._free else None
 
     def free(self, req_pool_idx: int) -> None:
-        """Give a line back."""
+        """Free a line."""
         self._free.append(req_pool_idx)
 
     def read(self, req_pool_idx: int, length: int) -> IndexArray:
-        """Row numbers of the first `length` tokens; a copy."""
+        """Return a copy of the row numbers of the first `length` tokens."""
         self._check(length)
         return self._rows[req_pool_idx, :length].copy()
 
     def write(self, req_pool_idx: int, start: int, indices: IndexArray) -> None:
-        """Set the row numbers of the tokens from `start` on."""
+        """Set the row numbers of the tokens from `start`."""
         self._check(start + len(indices))
         self._rows[req_pool_idx, start : start + len(indices)] = indices
 
