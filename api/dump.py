@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 
 from api.stream_pages import parents_first, stream_pages
 from indexer.consumer import Consumer
-from indexer.index import HeldPages
+from indexer.index import StreamPages
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
 
@@ -92,17 +92,17 @@ async def _chunks(consumer: Consumer, namespace: Namespace) -> AsyncIterator[byt
         slices = [held async for held in stream_pages(consumer, view)]
         if not slices:
             continue
-        held = HeldPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))
+        held = StreamPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))
         # sorting takes too long for the event loop
         order = await asyncio.to_thread(parents_first, held.hashes, held.parents)
         for start in range(0, len(order), _EVENTS_PER_CHUNK):
             part = order[start : start + _EVENTS_PER_CHUNK]
-            events = _events(view, HeldPages(held.hashes[part], held.parents[part], held.tiers[part]))
+            events = _events(view, StreamPages(held.hashes[part], held.parents[part], held.tiers[part]))
             yield msgspec.json.encode(list(events))[1:-1]
             await asyncio.sleep(0)
 
 
-def _events(view: View, held: HeldPages) -> Iterator[object]:
+def _events(view: View, held: StreamPages) -> Iterator[object]:
     rows = zip(held.hashes.tolist(), held.parents.tolist(), held.tiers.tolist(), strict=True)
     for sequence_hash, parent, tiers in rows:
         block = {"block_hash": sequence_hash, "tokens_hash": None, "mm_extra_info": None}

@@ -237,7 +237,7 @@ def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
 
 
 def _state_changed(stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
-    reason = view.distrust if view is not None else ""
+    reason = view.reason if view is not None else ""
     return StateChanged(**_names(stream), before=before, state=state, reason=reason)
 
 

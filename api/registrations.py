@@ -163,7 +163,9 @@ class Registrations:
         if status.counters.failed_replays:
             return True
         view = self._consumer.namespaces.view(stream)
-        is_heard = status.engine.replay_endpoint is None or (view is not None and view.doubt != ENGINE_UNHEARD)
+        is_heard = status.engine.replay_endpoint is None or (
+            view is not None and view.degraded_reason != ENGINE_UNHEARD
+        )
         return (
             is_heard and status.state is not ConnectionState.CONNECTING and all(map(self._is_applied, status.streams))
         )

@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.consumer import Consumer
-from indexer.index import HeldPages
+from indexer.index import StreamPages
 from indexer.views import View
 from kv_events.hashing import U64Array
 
 _LONGEST_CHAIN_BITS = 32
 
 
-async def stream_pages(consumer: Consumer, view: View) -> AsyncIterator[HeldPages]:
+async def stream_pages(consumer: Consumer, view: View) -> AsyncIterator[StreamPages]:
     """The pages of a stream, in slices. Yields to the event loop after each; ends if the stream is forgotten."""
     if not is_known(consumer, view):
         return
-    for held in view.index.held_pages(view.number):
+    for held in view.index.stream_pages(view.number):
         yield held
         await asyncio.sleep(0)
         if not is_known(consumer, view):

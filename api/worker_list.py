@@ -14,7 +14,7 @@ from api.answers import age_ms
 from api.stream_pages import is_known
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace, NamespaceKey
-from indexer.views import View, ViewCounters, ViewState
+from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
@@ -117,7 +117,7 @@ def _worker(
         block_size=key.block_size,
         endpoints={rank: each.endpoint for rank, each in listeners.items()},
         listeners=listeners,
-        state=max((ViewState(each.state) for each in listeners.values()), key=tuple(ViewState).index).value,
+        state=least_trusted(ViewState(each.state) for each in listeners.values()).value,
         age_ms=max(each.age_ms for each in listeners.values()),
         groups=groups,
         source="zmq" if any("://" in each.endpoint for each in listeners.values()) else "log",
@@ -130,7 +130,7 @@ def _listener(consumer: Consumer, view: View, readers: Engines, now: float) -> L
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
         state=state.value,
-        stale_reason=view.distrust,
+        stale_reason=view.reason,
         age_ms=age_ms(view.heard_at, now),
         epoch=view.epoch,
         seq=view.next_seq - 1,

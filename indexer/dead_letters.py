@@ -12,7 +12,7 @@ from kv_events.event_log import EventLogWriter
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.records import LogRecord
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _KEPT_IN_MEMORY = 100
 _SHOWN = 200
@@ -50,7 +50,7 @@ class DeadLetters:
         detail = error.detail[:_SHOWN]
         self.newest.append(DeadLetter(record.partition, record.offset, key, error.reason, detail))
         if self.counts[error.reason] == 1:
-            log.warning(
+            logger.warning(
                 "record %d/%d rejected: %s: %s (%s)", record.partition, record.offset, error.reason, detail, key
             )
         if self._writer is not None:
@@ -67,7 +67,7 @@ class DeadLetters:
             writer.flush(sync=False)
         except (KvsightError, OSError) as error:
             self.not_kept += 1
-            log.warning("dead letter not kept: %s", error)
+            logger.warning("dead letter not kept: %s", error)
         else:
             self._room -= len(kept.payload)
 

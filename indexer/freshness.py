@@ -32,4 +32,4 @@ class Freshness:
         """The state to show and to act on."""
         if self.silence_s(view) > self._ttl_s:
             return ViewState.EXPIRED
-        return ViewState.STALE if view.doubt and view.state is ViewState.LIVE else view.state
+        return ViewState.STALE if view.degraded_reason and view.state is ViewState.LIVE else view.state

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from indexer.errors import IndexFullError
 from indexer.kernels import apply, holder_sets
 from indexer.kernels.find import Asked, find
-from indexer.kernels.reuse import sets_of_pages, shorten
+from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
 from kv_events import page_table
 from kv_events.bundles import resident
 from kv_events.codec import RemovedPages, StoredPages
@@ -41,7 +41,7 @@ class Matches(msgspec.Struct, frozen=True, gc=False):
     """[streams, 4] row s: leading pages that stream s holds on a tier or a faster one. Only rows of `streams` count."""
 
 
-class HeldPages(NamedTuple):
+class StreamPages(NamedTuple):
     """Some of the pages that one stream holds."""
 
     hashes: U64Array
@@ -187,7 +187,7 @@ class OverlapIndex:
         return Matches(streams[:found], pages)
 
     def holders(self, hashes: U64Array) -> npt.NDArray[np.uint32]:
-        """uint32[n]: names of the sets of streams that hold each page, for `shorten`. Good until the next change.
+        """uint32[n]: ids of the holder sets of some pages, for `trim_to_reusable`. Valid until the next change.
 
         hashes: uint64[n], C order, sequence hashes.
         """
@@ -195,7 +195,7 @@ class OverlapIndex:
         sets_of_pages(self._asked, hashes, sets)
         return sets
 
-    def shorten(
+    def trim_to_reusable(
         self,
         holders: npt.NDArray[np.uint32],
         streams: npt.NDArray[np.int64],
@@ -208,9 +208,9 @@ class OverlapIndex:
         holders: of the prompt's pages. streams: [k], -1: leave this one. window: at least 1. lengths: [k] pages, at
         most as many as there are holders; changed.
         """
-        return bool(shorten(self._pages.sets.words, holders, streams, window, lengths))
+        return bool(trim_to_reusable(self._pages.sets.words, holders, streams, window, lengths))
 
-    def held_pages(self, stream: int) -> Iterator[HeldPages]:
+    def stream_pages(self, stream: int) -> Iterator[StreamPages]:
         """Everything a stream holds, slice by slice, in no particular order."""
         self.digest(stream)
         entries = np.empty(_SCAN_ENTRIES, np.int64)
@@ -219,7 +219,7 @@ class OverlapIndex:
             found = apply.collect(self._resident, stream, start, stop, entries, tiers)
             if found:
                 held = entries[:found]
-                yield HeldPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
+                yield StreamPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
 
     def image(self) -> Generator[None, None, IndexImage]:
         """A copy of everything, for a snapshot, slice by slice; nothing may be changed before its end."""

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from indexer.scores import TierTokens, WorkerScore, score
-from indexer.views import ViewState
+from indexer.views import least_trusted
 from kv_events.hashing import U64Array
-
-_TRUST = tuple(ViewState).index
 
 
 def score_all(
@@ -33,7 +31,7 @@ def _sum_up(a: WorkerScore, b: WorkerScore) -> WorkerScore:
         a.worker,
         TierTokens(*map(max, a.tiers, b.tiers)),
         a.ranks | b.ranks,
-        max(a.state, b.state, key=_TRUST),
+        least_trusted((a.state, b.state)),
         min(a.heard_at, b.heard_at),
         _reusable_by_rank(a) | _reusable_by_rank(b) if a.has_groups or b.has_groups else None,
     )

@@ -39,7 +39,7 @@ def reusable_pages(
         streams = np.array([_NO_STREAM if view is None else view.number for view in views], np.int64)
         has_groups |= streams != _NO_STREAM
         window = -(-group_window(name) // namespace.key.block_size)
-        steps.append(partial(group.index.shorten, group.index.holders(hashes), streams, window))
+        steps.append(partial(group.index.trim_to_reusable, group.index.holders(hashes), streams, window))
     while any(step(lengths) for step in steps):
         pass  # where one group lets a prefix end the others must, too
     return {rank: int(lengths[i]) for i, rank in enumerate(ranks) if has_groups[i]}

@@ -8,10 +8,8 @@ from typing import NamedTuple
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from indexer.reuse import reusable_pages
-from indexer.views import View, ViewState
+from indexer.views import View, ViewState, least_trusted
 from kv_events.hashing import U64Array
-
-_TRUST = {ViewState.LIVE: 0, ViewState.SYNCING: 1, ViewState.STALE: 2}
 
 
 class TierTokens(NamedTuple):
@@ -109,6 +107,6 @@ def _worker_score(worker: str, ranks: list[_Rank]) -> WorkerScore:
         worker,
         TierTokens(*(max(column) for column in zip(*(tokens for _, _, tokens in ranks), strict=True))),
         {view.stream.dp_rank: tokens for view, _, tokens in ranks},
-        max((state for _, state, _ in ranks), key=_TRUST.__getitem__),
+        least_trusted(state for _, state, _ in ranks),
         min(view.heard_at for view, _, _ in ranks),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,7 +20,7 @@ INDEX_FULL = "index full"
 
 
 class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the storage media)
-    """How far a view can be trusted."""
+    """How far a view can be trusted, from the most to the least."""
 
     LIVE = "live"
     """Its digest equalled the publisher's at the last batch, and the publisher had no doubt of its own."""
@@ -29,7 +29,15 @@ class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the s
     STALE = "stale"
     """A gap or a wrong digest was seen, and a resync is asked for; or the publisher doubts what it knows itself."""
     EXPIRED = "expired"
-    """Not heard of for the time-to-live; left out of scores."""
+    """Silent for the time-to-live; left out of scores."""
+
+
+_TRUST = tuple(ViewState).index
+
+
+def least_trusted(states: Iterable[ViewState]) -> ViewState:
+    """The state of several views together: that of the least trustworthy one. states: at least one."""
+    return max(states, key=_TRUST)
 
 
 @dataclass(slots=True)
@@ -68,7 +76,7 @@ class View:
     state: ViewState = ViewState.STALE
     """LIVE, STALE or SYNCING by what was applied; what the clock and the publisher's doubts add, see `freshness`."""
     stale_reason: str = "new"
-    doubt: str = ""
+    degraded_reason: str = ""
     """What the publisher said with the newest batch against its own knowledge; a resync would not help."""
     counters: ViewCounters = field(default_factory=ViewCounters)
     _marks: Marks | None = None
@@ -76,9 +84,9 @@ class View:
     """Pages refused since everything was named the last time: until then the digest cannot fit."""
 
     @property
-    def distrust(self) -> str:
+    def reason(self) -> str:
         """Why the view is not to be fully trusted; "": it is."""
-        return self.stale_reason or self.doubt
+        return self.stale_reason or self.degraded_reason
 
     @property
     def num_pages(self) -> list[int]:
@@ -119,7 +127,7 @@ class View:
 
     def confirm(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch: equal means right, whatever went wrong before."""
-        self.doubt = batch.doubt
+        self.degraded_reason = batch.doubt
         if self._marks is not None:
             return
         if np.array_equal(self.index.digest(self.number), batch.digest):

@@ -34,7 +34,7 @@ def _held(worker: SimulatedWorker, medium: StorageMedium) -> tuple[U64Array, int
 
 
 def _viewed(view: View | None) -> dict[StorageMedium, U64Array]:
-    held = list(view.index.held_pages(view.number)) if view is not None else []
+    held = list(view.index.stream_pages(view.number)) if view is not None else []
     empty = np.zeros(0, np.uint64)
     return {
         medium: np.concatenate([empty, *(part.hashes[part.tiers >> tier & 1 == 1] for part in held)])

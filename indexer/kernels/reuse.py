@@ -55,7 +55,7 @@ def _longest(words, sets, stream, window, length):
 
 
 @array_kernel(types.boolean, U64Matrix, U32Vector, I64Vector, types.int64, I64Vector)
-def shorten(words, sets, streams, window, lengths):
+def trim_to_reusable(words, sets, streams, window, lengths):
     """Shorten prefixes until each can end where it ends. Returns whether one of them became shorter.
 
     words: uint64[sets, 4 * width]. sets: uint32[n], of the prompt's pages. streams: int64[k], -1: left as it is.

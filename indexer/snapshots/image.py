@@ -39,7 +39,7 @@ class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
     stale_reason: str
     counters: ViewCounters
     digest: bytes
-    doubt: str = ""
+    degraded_reason: str = ""
 
 
 class _NamespaceImage(msgspec.Struct, frozen=True, array_like=True):
@@ -144,7 +144,7 @@ def _view_image(view: View) -> _ViewImage:
         reason,
         replace(view.counters),
         digest_bytes(view.index.digest(view.number)),
-        view.doubt,
+        view.degraded_reason,
     )
 
 
@@ -172,7 +172,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             heard_at=v.heard_at,
             state=v.state,
             stale_reason=v.stale_reason,
-            doubt=v.doubt,
+            degraded_reason=v.degraded_reason,
             counters=v.counters,
         )
         namespaces.adopt(namespace, view)

@@ -14,7 +14,7 @@ from kv_events.memory_log import LogTruncatedError
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _MAX_RECORDS = 500
@@ -82,5 +82,5 @@ class FileSource:
         if error.resume_index is None and not num_read:
             raise SourceUnavailableError(str(error)) from error
         if error.resume_index is not None:
-            log.warning("going on at record %d: %s", error.resume_index, error)
+            logger.warning("going on at record %d: %s", error.resume_index, error)
             self._next = error.resume_index

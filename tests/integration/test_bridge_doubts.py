@@ -60,7 +60,7 @@ async def test_a_loss_is_doubted_until_the_engine_clears_its_cache(replay: bool)
             await bridge.doubts(BATCHES_LOST)
             engine.send(store(3))
             await bridge.shows(pages(2, 3))
-            assert bridge.view().doubt == BATCHES_LOST
+            assert bridge.view().degraded_reason == BATCHES_LOST
             engine.send(payload(cleared(), stored([4], prompt(4))))
             await bridge.shows(pages(4))
             await bridge.doubts("")
@@ -136,7 +136,7 @@ async def test_an_engine_that_is_back_is_heard_once_its_replay_or_a_batch_says_w
             await bridge.shows(set())
             await bridge.shows(set(), "other")
             await bridge.doubts("")
-            assert bridge.view("other").doubt == ENGINE_UNHEARD
+            assert bridge.view("other").degraded_reason == ENGINE_UNHEARD
             other.send(store(1))
             await bridge.shows(pages(1), "other")
             await bridge.doubts("", "other")
@@ -165,7 +165,7 @@ async def test_an_engine_that_stays_away_holds_nothing_and_is_still_doubted() ->
             await bridge.shows(pages(0))
             await asyncio.to_thread(engine.stop)
             await bridge.shows(set())
-            assert bridge.view().doubt == ENGINE_UNHEARD
+            assert bridge.view().degraded_reason == ENGINE_UNHEARD
 
 
 async def test_an_engine_whose_reading_task_failed_is_doubted_by_a_failure_put_in(
@@ -210,5 +210,5 @@ async def test_another_block_size_than_registered_is_said_in_the_log_and_to_rout
             await bridge.doubts("")
             engine.send(payload(stored([4], prompt(4)), removed([3])))
             await bridge.shows(set())
-            assert bridge.view().doubt == ""  # that one page is left out is counted
+            assert bridge.view().degraded_reason == ""  # that one page is left out is counted
             assert bridge.counters()["other_block_sizes"] == 3

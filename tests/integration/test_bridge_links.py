@@ -78,7 +78,7 @@ async def test_a_worker_that_named_itself_is_forgotten_when_its_connection_is_lo
             await bridge.shows(set(), "gone")
             (status,) = bridge.fleet.status()
             assert [stream.stream.worker for stream in status.streams] == ["idle"]
-            assert (bridge.view("idle").pages, bridge.view("idle").doubt) == (pages(1), "")
+            assert (bridge.view("idle").pages, bridge.view("idle").degraded_reason) == (pages(1), "")
 
             await asyncio.to_thread(gone.restart)
             await asyncio.to_thread(gone.wait_for_readers)

@@ -66,7 +66,7 @@ async def test_a_store_that_cannot_be_read_costs_nothing_else(event: Any) -> Non
             engine.send(payload(event, stored([2], THREE)))
             await bridge.shows(page(ONE) | page(THREE))
             assert bridge.counters()["bad_events"].total() == 1
-            assert bridge.view().doubt == ""
+            assert bridge.view().degraded_reason == ""
 
 
 async def test_what_was_to_follow_a_break_in_a_batch_is_taken_for_removals() -> None:

@@ -36,7 +36,7 @@ def test_a_replay_up_to_a_time_takes_the_records_of_that_time_along(recorded: Pa
 
 
 def held_by(views: list[View]) -> Held:
-    return {v.stream: {h for part in v.index.held_pages(v.number) for h in part.hashes.tolist()} for v in views}
+    return {v.stream: {h for part in v.index.stream_pages(v.number) for h in part.hashes.tolist()} for v in views}
 
 
 async def replay_of(source: Source, until: Until) -> Replay:

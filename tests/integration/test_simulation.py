@@ -158,7 +158,7 @@ def _views_by_model(records: Sequence[LogRecord]) -> dict[str, set[int]]:
 
 def _views(replay: Replay) -> dict[str, set[int]]:
     return {
-        view.stream.worker: {page for held in view.index.held_pages(view.number) for page in held.hashes.tolist()}
+        view.stream.worker: {page for held in view.index.stream_pages(view.number) for page in held.hashes.tolist()}
         for view in replay.namespaces.views
     }
 

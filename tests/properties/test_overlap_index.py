@@ -144,7 +144,7 @@ class IndexMachine(RuleBasedStateMachine):
         for stream, held in getattr(self, "held", {}).items():
             found = {
                 (int(page), tier)
-                for part in self.index.held_pages(stream)
+                for part in self.index.stream_pages(stream)
                 for page, mask in zip(part.hashes, part.tiers, strict=True)
                 for tier in range(4)
                 if mask >> tier & 1

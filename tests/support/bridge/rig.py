@@ -39,14 +39,14 @@ class View:
         self.pages: Pages = set()
         self.epoch = -1
         self.block_size = 0
-        self.doubt: str | None = None
+        self.degraded_reason: str | None = None
         self._named: Pages | None = None
 
     def read(self, record: bytes) -> None:
         batch = decode_batch(record)
         if batch.epoch < self.epoch:
             return
-        self.epoch, self.block_size, self.doubt = batch.epoch, batch.block_size, batch.doubt
+        self.epoch, self.block_size, self.degraded_reason = batch.epoch, batch.block_size, batch.doubt
         for step in batch.steps:
             match step:
                 case StoredPages():
@@ -104,7 +104,7 @@ class LiveBridge:
 
     async def doubts(self, doubt: str, worker: str = "w", rank: int = 0) -> None:
         """Wait until this is what a worker's records say against themselves."""
-        await async_wait_until(lambda: self.view(worker, rank).doubt == doubt, 20.0, f"{doubt!r} of {worker}")
+        await async_wait_until(lambda: self.view(worker, rank).degraded_reason == doubt, 20.0, f"{doubt!r} of {worker}")
 
     async def __aenter__(self) -> Self:
         return self

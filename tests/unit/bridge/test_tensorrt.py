@@ -73,7 +73,7 @@ class Rig:
 
     def doubt(self, rank: int = 0) -> str | None:
         self.pages(rank)
-        return self._views[rank].doubt
+        return self._views[rank].degraded_reason
 
     def _publisher(self, rank: int) -> EventPublisher:
         settings = PublisherSettings(model="m", worker="w", dp_rank=rank, block_size=4, ledger_pages=4096)

@@ -43,7 +43,7 @@ class Reader:
 
     def shown(self, stream: Stream) -> tuple[ViewState, str]:
         view = self.view(stream)
-        return self.freshness.state(view), view.distrust
+        return self.freshness.state(view), view.reason
 
     def asks_for_resyncs(self) -> bool:
         return any(self._planner.plan(self.applier.namespaces, now) for now in (1.0, 2.0, 3.0))

@@ -39,7 +39,7 @@ def view_of(applier: Applier, stream: Stream) -> View:
 def held(view: View) -> set[tuple[int, int]]:
     return {
         (int(page), tier)
-        for part in view.index.held_pages(view.number)
+        for part in view.index.stream_pages(view.number)
         for page, mask in zip(part.hashes, part.tiers, strict=True)
         for tier in range(4)
         if mask >> tier & 1
@@ -285,7 +285,7 @@ def test_a_large_event_is_applied_in_slices_and_right(applier: Applier) -> None:
     view = view_of(applier, stream)
     assert (view.state, view.num_pages[0]) == (ViewState.LIVE, 9800)
     parents = {
-        int(h): int(p) for part in view.index.held_pages(0) for h, p in zip(part.hashes, part.parents, strict=True)
+        int(h): int(p) for part in view.index.stream_pages(0) for h, p in zip(part.hashes, part.parents, strict=True)
     }
     assert (parents[1], parents[9000], parents[20_001], parents[20_002]) == (0, 8999, 0, 20_001)
     assert np.count_nonzero(list(parents.values())) == 9798
