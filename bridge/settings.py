@@ -1,4 +1,4 @@
-"""Settings of a bridge, and the list of engines it reads."""
+"""Settings of a bridge, and the list of engines that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_events.settings import KvsightSettings, argument
 from kv_events.streams import DEFAULT_TENANT
 
 MAX_RANKS = 1024
-"""Most ranks of one entry."""
+"""Bound on the ranks of one entry."""
 
 _MAX_CONFIG_BYTES = 4 * 2**20
 _SCHEMES = ("tcp", "ipc", "inproc")
@@ -45,32 +45,32 @@ class BridgeSettings(KvsightSettings):
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: all its DP ranks, or some of them. Raises InvalidValueError naming the field."""
+    """One engine with all or some of its DP ranks. Raises InvalidValueError naming the field."""
 
     endpoint: str
-    """Where the first rank's events are to be had: `tcp://HOST:PORT`; with a wildcard host we bind it, and the engine
+    """Address of the first rank's events: `tcp://HOST:PORT`. If the host is a wildcard, we bind it and the engine
     connects."""
     worker: str | None = None
-    """None: workers name themselves by topics of the form `kv@<worker>@<model>`."""
+    """None if workers name themselves by topics of the form `kv@<worker>@<model>`."""
     model: str | None = None
-    """None: the topics say."""
+    """None if topics name it."""
     replay_endpoint: str | None = None
-    """None: batches that are missed are lost, and with them what was known of the engine's pages."""
+    """None if there is no replay socket. Missed batches are then lost, and all pages of the engine are dropped."""
     tenant: str = DEFAULT_TENANT
     dp_rank: int = 0
-    """Of the first rank."""
+    """Rank number of the first one."""
     num_ranks: int = 1
     """RankStreams whose ports count up from the first one's."""
     block_size: int | None = None
-    """Tokens a page; None: as the first store says."""
+    """Tokens a page. None to learn it from the first store."""
     topic: str = ""
-    """Only topics that begin so."""
+    """Prefix of the topics to read."""
     bind: bool | None = None
-    """Whether we bind the address; None: by the address."""
+    """Whether we bind the address. None: only if its host is a wildcard."""
     lora_name: str = ""
-    """Adapter of the pages of which events name none."""
+    """Adapter of pages whose events name none."""
     cache_salt: str = ""
-    """Salt of the pages of which events name none."""
+    """Salt of pages whose events name none."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -89,7 +89,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return has_wildcard(self.endpoint) if self.bind is None else self.bind
 
     def of_rank(self, offset: int) -> EngineSettings:
-        """The entry of one rank alone."""
+        """The entry of one rank."""
         replay = self.replay_endpoint
         return msgspec.structs.replace(
             self,
@@ -112,7 +112,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.worker is not None and self.model is None:
             raise InvalidValueError("model", None, "the model that the engine serves")
         if self.worker is None and (self.num_ranks != 1 or self.replay_endpoint is not None):
-            raise InvalidValueError("worker", None, "a name, where there are ranks or a replay socket")
+            raise InvalidValueError("worker", None, "a name, because there are several ranks or a replay socket")
 
     def _check_numbers(self) -> None:
         if not 1 <= self.num_ranks <= MAX_RANKS:
@@ -124,7 +124,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def is_name(text: str) -> bool:
-    """Whether a worker, a model or the like can have this name."""
+    """Whether a text is valid as the name of a worker, a model and so on."""
     return 1 <= len(text.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
@@ -133,7 +133,7 @@ class _EngineList(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_engines(path: Path) -> list[EngineSettings]:
-    """Engines listed in a file: TOML with `[[engines]]` tables, or, by the suffix `.json`, `{"engines": [...]}`.
+    """Read a list of engines: TOML with `[[engines]]` tables, or `{"engines": [...]}` in a file named `.json`.
 
     Raises InvalidValueError naming the file and the field; OSError.
     """
@@ -153,12 +153,12 @@ def read_engines(path: Path) -> list[EngineSettings]:
 
 
 def parse_engine(text: str) -> EngineSettings:
-    """An engine as a flag gives it: `field=value,field=value`. Raises InvalidValueError."""
+    """Parse an engine from a flag: `field=value,field=value`. Raises InvalidValueError."""
     fields: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name in fields:
-            shown = name if equals else f"{len(part)} characters without ="  # they may be part of a salt
+            shown = name if equals else f"{len(part)} characters without ="  # the text may be part of a salt
             raise InvalidValueError("engine", ", ".join([*fields, shown]), "field=value,... with every field once")
         fields[name] = value
     try:

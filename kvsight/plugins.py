@@ -1,50 +1,78 @@
-"""Entry points through which vLLM and SGLang find kvsight's publisher when both are installed in one environment.
+"""Entry points by which vLLM and SGLang find kvsight's publisher if both are installed in one environment.
 
-Engines call them in each of their processes, so they load only the engine's own module. `bridge.plugins` is loaded when
-a publisher is created.
+Engines call them in each of their processes, so they import only the engine's own module. `bridge.plugins` is imported
+when a publisher is made.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kv_events.errors import KvsightError
 from kv_events.settings import KvsightSettings
+from kvsight.engine_factories import SGLANG_MODULE, VLLM_MODULE, publisher_factory, set_publisher
 
 if TYPE_CHECKING:
     from bridge.plugins import EnginePublisher
 
 PUBLISHER = "kvsight"
-"""The publisher's name in an engine's events config."""
+"""Name of the publisher in an engine's events config."""
+
+_PACKAGES = ("kv_events", "publisher", "bridge")
+"""What a publisher inside an engine consists of."""
 
 
 class PluginSettings(KvsightSettings):
     """`KVSIGHT_*` variables of the entry points."""
 
     replace_zmq: bool = False
-    """Also replace the publisher that the config calls `zmq`. vLLM's config accepts no other name."""
+    """Use kvsight's publisher if the engine's config says `zmq`. vLLM's config accepts no other name."""
+
+
+class ShadowedPackageError(KvsightError):
+    """Another package has the name of one of ours, so a publisher cannot be made."""
 
 
 def register_with_vllm() -> None:
     """Entry point of the group `vllm.general_plugins`."""
-    register(import_module("vllm.distributed.kv_events").EventPublisherFactory)
+    register(publisher_factory(VLLM_MODULE))
 
 
 def register_with_sglang() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
-    register(import_module("sglang.srt.disaggregation.kv_events").EventPublisherFactory)
+    register(publisher_factory(SGLANG_MODULE))
 
 
 def register(factory: Any) -> None:
-    """Register our publisher with an engine's `EventPublisherFactory`. Repeated calls have no effect."""
-    if PUBLISHER not in factory._registry:
-        factory.register_publisher(PUBLISHER, make_publisher)
+    """Register our publisher with an engine's `EventPublisherFactory`. Calling it again is harmless."""
+    set_publisher(factory, PUBLISHER, make_publisher, replace=False)
     if PluginSettings().replace_zmq:
-        factory._registry["zmq"] = make_publisher
+        set_publisher(factory, "zmq", make_publisher, replace=True)
 
 
 def make_publisher(**options: Any) -> EnginePublisher:
-    """Called by the engine's factory with the rank and the options of the engine's config."""
+    """Make a publisher. Called by a factory with the rank and with the options of the engine's config.
+
+    Raises ShadowedPackageError, InvalidValueError.
+    """
+    for name in _PACKAGES:
+        check_is_ours(name)
     from bridge.plugins import EnginePublisher
 
     return EnginePublisher(**options)
+
+
+def check_is_ours(name: str) -> None:
+    """Raise ShadowedPackageError unless a package of this name is the one that was installed with kvsight."""
+    ours = Path(__file__).resolve().parent.parent / name
+    spec = find_spec(name)
+    found = None
+    if spec is not None:
+        found = next(iter(spec.submodule_search_locations or ()), spec.origin)
+    if found is None or Path(found).resolve() != ours:
+        raise ShadowedPackageError(
+            f"kvsight's publisher needs its own package {name!r} at {ours}, but Python finds {found or 'none'}: "
+            "rename the other one or move it out of sys.path"
+        )

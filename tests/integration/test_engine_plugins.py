@@ -24,6 +24,13 @@ from bridge.plugins import EnginePublisher
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader
 from kv_events.streams import StreamId
+from kvsight.engine_factories import (
+    SGLANG_MODULE,
+    VLLM_MODULE,
+    EngineFactoryError,
+    publisher_factory,
+    set_publisher,
+)
 from tests.support.bridge.rig import CPU, GPU, Pages, View, on
 from tests.support.engines.event_payloads import names_of
 from tests.support.engines.released_modules import (
@@ -245,3 +252,37 @@ def test_an_engine_process_that_makes_no_publisher_does_not_load_it() -> None:
     program = "import sys, kvsight.plugins; print(*sorted(m for m in ('numba', 'aiokafka', 'zmq') if m in sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.split() == []
+
+
+def test_a_package_of_ours_that_another_one_shadows_is_named(variables: Path, tmp_path: Path) -> None:
+    (tmp_path / "first" / "bridge").mkdir(parents=True)
+    (tmp_path / "first" / "bridge" / "__init__.py").touch()
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'first')!r}); import kvsight.plugins as p; p.make_publisher()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("kvsight.")]
+    assert line.startswith(
+        "kvsight.plugins.ShadowedPackageError: kvsight's publisher needs its own package 'bridge' at "
+    )
+    assert str(tmp_path / "first" / "bridge") in line
+
+
+def test_the_factories_of_released_engines_are_as_kvsight_knows_them(engine: tuple[Engine, ModuleType]) -> None:
+    kind, module = engine
+    factory = publisher_factory(VLLM_MODULE if kind == "vllm" else SGLANG_MODULE)
+    assert factory is module.EventPublisherFactory
+    set_publisher(factory, "tried", print, replace=False)
+    assert factory._registry["tried"] is print, (
+        "vLLM or SGLang changed EventPublisherFactory: see kvsight.engine_factories"
+    )
+
+
+def test_a_factory_that_changed_is_named() -> None:
+    class EventPublisherFactory:
+        publishers: tuple[str, ...] = ("zmq",)
+
+    with pytest.raises(
+        EngineFactoryError, match=r"EventPublisherFactory has no dictionary _registry: .* not supported"
+    ):
+        kvsight.plugins.register(EventPublisherFactory)
