@@ -37,6 +37,7 @@ from engine_cache import (
     SWATokenToKVPoolAllocator,
     UnifiedRadixCache,
 )
+from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.pools.device import MHATokenToKVPool, NSATokenToKVPool, PoolShape
 from engine_cache.pools.device_swa import SWAKVPool
 from engine_cache.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool, MambaPool
@@ -45,7 +46,6 @@ from engine_cache.stacks import HostTierConfig, PoolSpec, build_hybrid_stack, po
 from engine_cache.storage import HiCacheStorage, PageLayout, StorageIdentity
 from engine_cache.storage.directory import DirectoryStorage
 from engine_cache.storage.mooncake import MooncakeStorage
-from engine_cache.unified.component import AuxiliaryComponent
 
 PAGE, PAGES, SIZE = 16, 64, 4096
 LAYERS, HEADS, HEAD_DIM = 4, 4, 128

@@ -1,10 +1,14 @@
-"""The engine side: radix caches that hold KV pages and say so in events.
+"""The engine side: radix caches that hold KV pages and report them in events.
 
-Owns keys, trees, eviction, the pools below them and the copies between those; imports `kv_events` and nothing else of
-the project. Trees and allocators work on numpy index arrays; torch is imported by the modules of `pools` that hold
-tensors, never from here. Start at `base.py`, which is the interface, then `radix.py`; for tiers `hiradix.py`, below it
-the package `tiers`, and what moves the data: `transfer.py`, with more kinds of state `hybrid_transfer.py`; for
-recurrent states `mamba.py`, and with tiers `himamba.py`; for states of any kind in one tree `unified/cache.py`.
+    radix hiradix mamba himamba unified     five classes: each chooses components, tiers and rules
+    cache                                   TreeCache, which puts them together
+    tiers                                   device, host, storage: objects that a cache has or has not
+    components                              the kinds of state: full KV, recurrent states, sliding windows
+    tree                                    one radix tree: keys, nodes, orders of use, events
+
+Owns the caches, the pools below them and the copies between those. Imports `kv_events` and nothing else of the project.
+Trees and allocators work on numpy index arrays; torch is imported by the modules of `pools` that hold tensors, never
+from here. Start at `base.py`, which is the interface, then `cache.py`.
 """
 
 from engine_cache.base import (
@@ -21,6 +25,10 @@ from engine_cache.base import (
     MatchResult,
     Request,
 )
+from engine_cache.cache import TreeCache
+from engine_cache.components.component import AuxiliaryComponent, TreeComponent
+from engine_cache.components.mamba import MambaComponent
+from engine_cache.components.swa import SWAComponent
 from engine_cache.copying import CopyEngine, Lane, ManualCopyEngine, ThreadCopyEngine
 from engine_cache.errors import CacheStateError, PoolError, PoolExhaustedError, StackError, TransferError
 from engine_cache.himamba import HiMambaRadixCache
@@ -37,16 +45,9 @@ from engine_cache.transfer import HiCacheController, HybridCacheController
 from engine_cache.tree.events import KVCacheEventMixin, ResidentPage
 from engine_cache.tree.eviction import EVICTION_POLICIES
 from engine_cache.tree.key import RadixKey
-from engine_cache.tree.node import TreeNode, compute_node_hash_values, split_node_hash_value
+from engine_cache.tree.node import ComponentType, TreeNode, compute_node_hash_values, split_node_hash_value
 from engine_cache.types import IndexArray
-from engine_cache.unified import (
-    AuxiliaryComponent,
-    ComponentType,
-    MambaComponent,
-    SWAComponent,
-    TreeComponent,
-    UnifiedRadixCache,
-)
+from engine_cache.unified import UnifiedRadixCache
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -94,6 +95,7 @@ __all__ = [
     "StoragePolicy",
     "ThreadCopyEngine",
     "TransferError",
+    "TreeCache",
     "TreeComponent",
     "TreeNode",
     "UnifiedRadixCache",

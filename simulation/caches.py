@@ -19,6 +19,7 @@ from engine_cache import (
     PagedTokenToKVPoolAllocator,
     PoolEntry,
     RadixCache,
+    TreeCache,
 )
 from engine_cache.pools.host_rows import host_pool_size
 from engine_cache.storage import PoolName
@@ -35,7 +36,7 @@ _CHUNK_TOKENS = 64  # an engine saves states only between chunks
 class WorkerCache(NamedTuple):
     """A cache with its tiers and states."""
 
-    cache: RadixCache
+    cache: TreeCache
     allocator: PagedTokenToKVPoolAllocator
     tiers: Tiers | None = None
     """None if the cache has only the device."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine_cache import EvictParams, IndexArray, InsertParams, MambaRadixCache, MambaSlotAllocator, RadixKey
+from engine_cache import EvictParams, IndexArray, InsertParams, MambaSlotAllocator, RadixKey, TreeCache
 
 
 class States:
     """The state slots of a cache for a model with recurrent layers."""
 
-    def __init__(self, cache: MambaRadixCache, slots: MambaSlotAllocator) -> None:
+    def __init__(self, cache: TreeCache, slots: MambaSlotAllocator) -> None:
         self._cache = cache
         self._slots = slots
 

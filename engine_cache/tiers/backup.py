@@ -1,7 +1,11 @@
-"""Backups: copies of device pages on the host, and when they may be told to the router.
+"""Backups: copies of device data on the host.
+
+    on device only ── write ──> pending ── writing_check ──> on both tiers, published
+                   └─ KV was copied before ── write_late ──┘
 
 A node is backed up when its hits reach a threshold (write-through) or when it is evicted (write-back). In write-through
-modes what has a host copy is always a prefix, as what is on the device is. A copy counts when it is acknowledged.
+modes the nodes with a host copy always form a prefix, like those on the device. A state moves together with the KV of
+its node, in one operation; a state that arrives later is copied alone. A copy counts once it is acknowledged.
 """
 
 from __future__ import annotations
@@ -9,15 +13,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from engine_cache.base import IncLockRefResult, InsertParams
+from engine_cache.base import IncLockRefResult
+from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.components.indexer import indexer_transfers
 from engine_cache.errors import CacheStateError
 from engine_cache.storage.base import PoolName, PoolTransfer
+from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host_leaves import HostLeaves
-from engine_cache.transfer import Ack
-from engine_cache.tree.node import TreeNode, iter_nodes, split_rows
-from engine_cache.types import IndexArray
+from engine_cache.transfer import Ack, HiCacheController
+from engine_cache.tree.node import TreeNode, iter_nodes
+from engine_cache.types import IndexArray, no_indices
+from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
 
 log = logging.getLogger(__name__)
@@ -32,169 +40,261 @@ class BackupOperation:
 
     node: TreeNode
     lock: IncLockRefResult | None
-    """Held on the node meanwhile; None: it is a write-back."""
+    """Held on the node meanwhile. None: the operation is a write-back."""
     publish: list[TreeNode]
-    """The node and what was split off it since, parents first: whose copies the acknowledgement is about."""
+    """The node and the nodes split off it, parents first: their KV is copied. Empty for a late state."""
+    parts: list[tuple[AuxiliaryComponent, TreeNode]] = field(default_factory=list)
+    """Data of other kinds that are copied, and the nodes that hold them."""
     discarded: list[tuple[PoolName, IndexArray]] = field(default_factory=list)
-    """Host rows that the copy still writes and nobody wants any more."""
+    """Host rows that the copy still writes, but no node holds any more."""
 
     @property
     def is_locked(self) -> bool:
         return self.lock is not None
 
 
-class Backups(HostLeaves):
-    """What goes from the device to the host, and what becomes of it."""
+class Archiver(Protocol):
+    """The tier behind the host."""
 
-    write_policy: str
-    num_failed_backups = 0
-    """Copies to the host that failed twice, since the cache was made."""
-    num_refused_backups = 0
-    """Copies to the host for which there was no room, since then; a later hit, or eviction, tries again."""
-    _ack_ids: Iterator[int]  # what the tree calls its transfers
+    def archive_node(self, node: TreeNode) -> None:
+        """Archive a node that is on the host now."""
 
-    def reset(self) -> None:
-        self.ongoing_write_through: dict[int, BackupOperation] = {}
-        super().reset()
+    def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
+        """Archive data of these kinds that arrived on the host after the node's KV."""
 
-    def _count_hit(self, node: TreeNode, params: InsertParams) -> None:
-        self._raise_use(node, params)
-        self._back_up_if_due(node, params)
 
-    def _raise_use(self, node: TreeNode, params: InsertParams) -> None:
-        """An insert uses the node."""
-        node.priority = max(node.priority, params.priority)
-        node.hit_count += not params.chunked and self.write_policy in _HITS_TO_BACK_UP
+class Backups:
+    """The backups of one cache. ids: numbers for the transfers of its controller."""
 
-    def _back_up_if_due(self, node: TreeNode, params: InsertParams) -> None:
-        """The insert is through with the node; if that has been used often enough, a backup is due."""
-        if not params.chunked and self._is_due(node):
-            self._back_up_what_is_missing(node)
+    def __init__(
+        self,
+        device: DeviceTier,
+        leaves: HostLeaves,
+        controller: HiCacheController,
+        write_policy: str,
+        ids: Iterator[int],
+    ) -> None:
+        if write_policy not in WRITE_POLICIES:
+            raise InvalidValueError("write_policy", write_policy, f"one of {', '.join(WRITE_POLICIES)}")
+        self.write_policy = write_policy
+        self.ongoing: dict[int, BackupOperation] = {}
+        self.num_failed = 0
+        """Copies that failed twice."""
+        self.num_refused = 0
+        """Copies for which the host had no room. A later hit, or eviction, tries again."""
+        self.archiver: Archiver | None = None
+        self._device = device
+        self._tree = device.tree
+        self._components = device.components
+        self._leaves = leaves
+        self._controller = controller
+        self._ids = ids
+
+    @property
+    def counts_hits(self) -> bool:
+        """Whether hits lead to backups. A write-back cache does not count them."""
+        return self.write_policy in _HITS_TO_BACK_UP
+
+    # --- begin ------------------------------------------------------------------------------------------------------
+
+    def back_up_if_due(self, node: TreeNode) -> None:
+        """Back up what the node has on the device alone, if the node has been hit often enough."""
+        if not self._is_due(node):
+            return
+        parent = node.parent
+        assert parent is not None
+        if parent.host_value is None and self._is_due(parent):
+            return  # the parent was tried before, and found no room
+        if node.host_value is None:
+            self.write(node)
+        is_pending = node.write_through_pending_id is not None
+        if node.host_value is not None and not (is_pending and self._device.rules.late_states_wait):
+            self.write_late(node)
 
     def _is_due(self, node: TreeNode) -> bool:
         threshold = _HITS_TO_BACK_UP.get(self.write_policy)
         return threshold is not None and node.hit_count >= threshold
 
-    def _back_up_what_is_missing(self, node: TreeNode) -> None:
-        """The node is in such use that whatever it has on the device should be on the host, too."""
-        if node.host_value is None:
-            self.write_backup(node)
-
-    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a node of the device to the host; its units, or 0: there is no room, or its parent has no
-        host copy yet (which a write_back does not mind). Its pages stay locked until `writing_check`."""
+    def _has_parent_on_host(self, node: TreeNode) -> bool:
         parent = node.parent
         assert parent is not None
-        if not write_back and parent is not self.root_node and parent.host_value is None:
-            return 0
-        ack_id = next(self._ack_ids)
-        rows = self._start_backup(node, ack_id)
+        return parent is self._tree.root or parent.host_value is not None
+
+    def write(self, node: TreeNode, write_back: bool = False) -> int:
+        """Start to copy a node of the device to the host. Returns its units, or 0: the host has no room, or the parent
+        has no host copy, which a write-back ignores. The node stays locked until `writing_check`."""
+        if not write_back and not self._has_parent_on_host(node):
+            if not self._device.rules.backs_up_parents:
+                return 0
+            above = [step for step in self._tree.path_to_root(node)[:0:-1] if step.host_value is None]
+            if not all(self._write(step, write_back=False) for step in above):
+                return 0
+        return self._write(node, write_back=write_back)
+
+    def _write(self, node: TreeNode, *, write_back: bool) -> int:
+        ack_id = next(self._ids)
+        parts = self._not_on_host(node)
+        with self._leaves.held(node):  # making room must not delete a tombstone that has lost its children
+            rows = self._start(node, ack_id, parts)
+            if rows is None:
+                self._leaves.evict(self._leaves.to_evict(len(node.key)))
+                rows = self._start(node, ack_id, parts)
         if rows is None:
-            self.evict_host(self._wanted_on_host(len(node.key)))
-            rows = self._start_backup(node, ack_id)
-        if rows is None:
-            self.num_refused_backups += 1
+            self.num_refused += 1
             return 0
         node.host_value = rows
         node.write_through_pending_id = ack_id
-        lock = None if write_back else self.inc_lock_ref(node)
-        self.ongoing_write_through[ack_id] = BackupOperation(node, lock, [node])
+        lock = None if write_back else self._device.lock(node)
+        self.ongoing[ack_id] = BackupOperation(node, lock, [node], [(each, node) for each in parts])
         return len(rows)
 
-    def _wanted_on_host(self, num_units: int) -> int:
-        """Units to evict from the host to make room for a backup of so many."""
-        return num_units
-
-    def _start_backup(self, node: TreeNode, ack_id: int) -> IndexArray | None:
+    def _start(self, node: TreeNode, ack_id: int, parts: list[AuxiliaryComponent]) -> IndexArray | None:
         assert node.value is not None
-        return self.controller.write(node.value, ack_id, self._get_extra_pools())
+        transfers = self._transfers(node, parts)
+        extras = [*transfers, *indexer_transfers(self._controller.group)]
+        rows = self._controller.write(node.value, ack_id, extras)
+        if rows is not None:
+            self._put_on_host(node, ack_id, parts, transfers)
+        return rows
 
-    def _get_extra_pools(self) -> list[PoolTransfer]:
-        """What moves with every transfer of KV because it lives on KV's rows; nothing for most models."""
-        return [
-            PoolTransfer(entry.name, indices_from_pool=PoolName.KV) for entry in self.controller.group.sharing_entries()
-        ]
+    def write_late(self, node: TreeNode) -> bool:
+        """Start to copy what has arrived at a node since its KV was copied to the host. False: there is nothing, or the
+        host has no room. The node stays locked until `writing_check`. None of this is an event of KV."""
+        parts = self._not_on_host(node)
+        if node.host_value is None or not parts:
+            return False
+        transfers, ack_id = self._transfers(node, parts), next(self._ids)
+        if self._controller.write(no_indices(), ack_id, transfers) is None:
+            self.num_refused += 1
+            return False
+        self._put_on_host(node, ack_id, parts, transfers)
+        self.ongoing[ack_id] = BackupOperation(node, self._device.lock(node), [], [(each, node) for each in parts])
+        return True
+
+    def _not_on_host(self, node: TreeNode) -> list[AuxiliaryComponent]:
+        data = [(each, each.data(node)) for each in self._components]
+        return [each for each, held in data if held.value is not None and held.host_value is None]
+
+    def _transfers(self, node: TreeNode, parts: list[AuxiliaryComponent]) -> list[PoolTransfer]:
+        return [PoolTransfer(each.pool, device_indices=each.data(node).value) for each in parts]
+
+    def _put_on_host(
+        self, node: TreeNode, ack_id: int, parts: list[AuxiliaryComponent], transfers: list[PoolTransfer]
+    ) -> None:
+        for component, transfer in zip(parts, transfers, strict=True):
+            assert transfer.host_indices is not None
+            component.lock_host(node)
+            component.put_on_host(node, transfer.host_indices)
+            component.data(node).pending_id = ack_id
+
+    # --- end --------------------------------------------------------------------------------------------------------
 
     def writing_check(self, write_back: bool = False) -> None:
-        """Take over the backups that have ended, oldest first. write_back: wait for all of them."""
-        self._end_backups(self.controller.finished_writes(wait=write_back))
+        """Process the backups that have ended, oldest first. write_back: wait for all of them."""
+        self._end_all(self._controller.finished_writes(wait=write_back))
 
-    def _await_backup(self, ack_id: int) -> None:
-        """Wait for one backup and for those that were started before it."""
-        self._end_backups(self.controller.finished_writes(wait_for=ack_id))
+    def wait_for(self, ack_id: int) -> None:
+        """Process the backups up to this one, and wait for it."""
+        self._end_all(self._controller.finished_writes(wait_for=ack_id))
 
-    def _end_backups(self, finished: list[Ack]) -> None:
-        for_each([(ack_id, ack.ticket.error) for ack in finished for ack_id in ack.ids], self._end_backup)
+    def _end_all(self, finished: list[Ack]) -> None:
+        for_each([(ack_id, ack.ticket.error) for ack in finished for ack_id in ack.ids], self._end)
 
-    def flush_write_through_acks(self) -> None:
-        """`writing_check` without waiting."""
-        self.writing_check()
-
-    def _end_backup(self, ack_id: int, error: Exception | None) -> None:
-        operation = self.ongoing_write_through.pop(ack_id)
+    def _end(self, ack_id: int, error: Exception | None) -> None:
+        operation = self.ongoing.pop(ack_id)
         try:
-            self._take_over(operation, error)
+            if error is None:
+                self._publish(operation)
+            else:
+                log.error("backup of node %d failed: %s", operation.node.id, error)
+                self.num_failed += 1
+                self._drop_failed(operation)
         finally:
             for pool, rows in operation.discarded:
-                self.controller.entry(pool).host_pool.free(rows)
+                self._controller.entry(pool).host_pool.free(rows)
             if operation.lock is not None:
-                self.release(operation.lock)
+                self._device.unlock(operation.lock.node, operation.lock.tickets)
 
-    def _take_over(self, operation: BackupOperation, error: Exception | None) -> None:
-        """A backup has ended, well or not."""
-        if error is None:
-            for_each([(node,) for node in operation.publish], self._publish)
-        else:
-            log.error("backup of node %d failed: %s", operation.node.id, error)
-            self.num_failed_backups += 1
-            self._drop_failed_copies(operation)
+    def _publish(self, operation: BackupOperation) -> None:
+        for component, node in operation.parts:
+            component.data(node).pending_id = None
+            component.unlock_host(node)
+            component.record_on_host(node)
+        if operation.publish:
+            for_each([(node,) for node in operation.publish], self._publish_node)
+        elif self.archiver is not None:
+            for node in dict.fromkeys(node for _, node in operation.parts):
+                self.archiver.archive_parts(node, [each for each, holder in operation.parts if holder is node])
 
-    def _publish(self, node: TreeNode) -> None:
+    def _publish_node(self, node: TreeNode) -> None:
         node.write_through_pending_id = None
-        self._backed_up(node)
+        self._device.events.store(node, StorageMedium.CPU)
+        if self.archiver is not None:
+            self.archiver.archive_node(node)
 
-    def _backed_up(self, node: TreeNode) -> None:
-        """The node's bytes are on the host now."""
-        self._record_store_event(node, StorageMedium.CPU)
-
-    def _drop_failed_copies(self, failed: BackupOperation) -> None:
-        """Take the host rows off the nodes of a failed backup, deepest first, and in write-through modes off all below
-        them, whose own copies cannot have been acknowledged before. Nobody was told of any of them."""
+    def _drop_failed(self, failed: BackupOperation) -> None:
+        """Remove the host rows of a failed backup from its nodes, deepest first, and in write-through modes from all
+        nodes below, whose own copies cannot have been acknowledged before. No event has named any of them."""
+        for component, node in failed.parts if not failed.publish else ():
+            self._discard_part(component, node, failed)
         dropped = failed.publish
         if failed.is_locked and dropped:
             dropped = [dropped[0], *iter_nodes(dropped[0])]
         for node in [node for node in reversed(dropped) if node.host_value is not None]:
             if node.write_through_pending_id is None:
                 raise CacheStateError(f"node {node.id} has a host copy older than that of node {failed.node.id} above")
-            operation = self.ongoing_write_through.get(node.write_through_pending_id, failed)
+            operation = self.ongoing.get(node.write_through_pending_id, failed)
             operation.publish.remove(node)
             self._discard_copy(node, operation)
 
     def _discard_copy(self, node: TreeNode, operation: BackupOperation) -> None:
-        """Take the host rows off a node. They are free when the operation, which may still write them, has ended."""
+        """Remove all host rows from a node. Those of KV are freed when `operation`, which still may write them, has
+        ended."""
+        for component in self._components:
+            pending = component.data(node).pending_id
+            if pending is None:
+                component.free_on_host(node)
+            else:
+                copying = operation if pending == node.write_through_pending_id else self.ongoing[pending]
+                copying.parts.remove((component, node))
+                self._discard_part(component, node, copying)
         assert node.host_value is not None
         operation.discarded.append((PoolName.KV, node.host_value))
         node.host_value = node.write_through_pending_id = None
 
-    def _split_node(self, child: TreeNode, split_len: int) -> TreeNode:
-        upper = super()._split_node(child, split_len)
-        upper.host_value, child.host_value = split_rows(child.host_value, split_len)
-        pending = upper.write_through_pending_id = child.write_through_pending_id
-        if pending is not None:
-            publish = self.ongoing_write_through[pending].publish
-            publish.insert(publish.index(child), upper)
-        return upper
+    def _discard_part(self, component: AuxiliaryComponent, node: TreeNode, operation: BackupOperation) -> None:
+        rows = component.take_from_host(node)
+        assert rows is not None
+        operation.discarded.append((component.pool, rows))
+        component.data(node).pending_id = None
+        component.unlock_host(node)
+
+    # --- the tree changes -------------------------------------------------------------------------------------------
+
+    def touched(self, path: Sequence[TreeNode]) -> None:
+        """Use of a node does not concern its backup."""
+
+    def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
+        """Both parts of a node that is being copied belong to the operation. Runs after the components' own."""
+        if upper.write_through_pending_id is not None:
+            publish = self.ongoing[upper.write_through_pending_id].publish
+            publish.insert(publish.index(lower), upper)
+        for component in self._components:
+            pending = component.data(upper).pending_id
+            if pending is not None:
+                parts = self.ongoing[pending].parts
+                parts.insert(parts.index((component, lower)), (component, upper))
 
 
 def for_each(calls: Sequence[tuple[Any, ...]], action: Callable[..., None]) -> None:
-    """Call `action` with each of the argument lists, in order and to the end, whatever it raises; all of that is
-    logged, and the first exception raised in the end."""
+    """Call `action` with each of the argument lists, in order. Exceptions do not stop the others: all are logged, and
+    the first is raised at the end."""
     failed: Exception | None = None
     for arguments in calls:
         try:
             action(*arguments)
-        except Exception as error:  # no part of the tree may be left waiting for what went wrong at another
-            log.exception("the end of a transfer could not be taken over")
+        except Exception as error:  # the other nodes must not wait for ever because of an error at one
+            log.exception("the end of a transfer could not be processed")
             failed = failed or error
     if failed is not None:
         raise failed

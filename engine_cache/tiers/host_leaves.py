@@ -1,84 +1,108 @@
-"""The host's side of a radix tree: what lies on the host only, who holds it, and what goes when room is needed."""
+"""Nodes that are on the host alone: which of them transfers need, and which are evicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine_cache.radix import RadixCache
-from engine_cache.transfer import HiCacheController
-from engine_cache.tree.eviction import EvictionQueue
+from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.pool_entry import HostPool
+from engine_cache.tiers.device import DeviceTier
 from engine_cache.tree.node import TreeNode
+from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
 
 
-class HostLeaves(RadixCache):
-    """Nodes that are on the host only and that no other hangs below may be deleted, unless somebody holds them."""
+class HostLeaves:
+    """Full KV on the host, together with what the components hold there. pool: owner of the host rows of KV."""
 
-    controller: HiCacheController
+    def __init__(self, device: DeviceTier, pool: HostPool) -> None:
+        self.pool = pool
+        self._device = device
+        self._tree = device.tree
+        self._components: Sequence[AuxiliaryComponent] = device.components
 
-    def reset(self) -> None:
-        self.evictable_host_leaves = EvictionQueue(self._policy)
-        super().reset()
-
-    def evict_host(self, num_tokens: int) -> int:
-        """Delete nodes that are on the host only, until `num_tokens` units of host rows are free or none is left that
-        may go; the units."""
-        leaves, pool = self.evictable_host_leaves, self.controller.kv.host_pool
-        before, laid_bare = pool.available_size(), []
-        while pool.available_size() - before < num_tokens and (leaf := leaves.pop()) is not None:
-            parent = leaf.parent
-            left = self._evict_host_leaf(leaf)
-            if left is not parent:  # after a cascade: it has its turn next time
-                leaves.discard(left)
-                laid_bare.append(left)
-        for node in laid_bare:
-            self._update_host_leaf(node)
-        return pool.available_size() - before
-
-    def _evict_host_leaf(self, leaf: TreeNode) -> TreeNode:
-        parent = leaf.parent
-        assert parent is not None
-        assert leaf.host_value is not None
-        self._record_remove_event(leaf, StorageMedium.CPU)
-        self.controller.kv.host_pool.free(leaf.host_value)
-        leaf.host_value = None
-        leaf.detach()
-        del parent.children[leaf.key.page_key(self.page_size)]
-        self.evictable_host_leaves.discard(leaf)
-        self._update_leaf(parent)
-        return parent
-
-    def _hold_host_kv(self, node: TreeNode) -> None:
-        """Keep the KV that the node has on the host, until `_release_host_kv`."""
+    def hold(self, node: TreeNode) -> None:
+        """Protect the host rows of a node from eviction, until `release`."""
         node.host_ref_counter += 1
-        self.evictable_host_leaves.discard(node)
+        self._tree.host_leaves.discard(node)
 
-    def _release_host_kv(self, node: TreeNode) -> None:
-        """Take one `_hold_host_kv` back."""
+    def release(self, node: TreeNode) -> None:
+        """Undo one `hold`."""
         assert node.host_ref_counter > 0, f"node {node.id} released with host_ref_counter 0"
         node.host_ref_counter -= 1
-        self._update_host_leaf(node)
+        self._tree.update_host_leaf(node)
 
     @contextmanager
-    def _host_kv_held(self, node: TreeNode) -> Iterator[None]:
-        self._hold_host_kv(node)
+    def held(self, node: TreeNode) -> Iterator[None]:
+        """`hold` during a block."""
+        self.hold(node)
         try:
             yield
         finally:
-            self._release_host_kv(node)
+            self.release(node)
 
-    def _touch(self, path: list[TreeNode]) -> None:
-        super()._touch(path)
-        self.evictable_host_leaves.used(path)
+    def free(self, rows: IndexArray) -> None:
+        """Return host rows to their pool."""
+        if len(rows):
+            self.pool.free(rows)
 
-    def _update_leaf(self, node: TreeNode) -> None:
-        super()._update_leaf(node)
-        self._update_host_leaf(node)
+    def to_evict(self, num_units: int) -> int:
+        """Units to evict to make room for so many."""
+        return num_units - self.pool.available_size() if self._device.rules.evicts_shortage_only else num_units
 
-    def _update_host_leaf(self, node: TreeNode) -> None:
-        is_on_host_only = node.value is None and node.host_value is not None
-        if is_on_host_only and not node.children and node.host_ref_counter == 0:
-            self.evictable_host_leaves.add(node)
-        else:
-            self.evictable_host_leaves.discard(node)
+    def evict(self, num_units: int) -> int:
+        """Delete nodes that are on the host alone, in the order of the eviction policy, until `num_units` rows are free
+        or none is left. Returns the rows."""
+        leaves, before = self._tree.host_leaves, self.pool.available_size()
+        uncovered = []  # nodes that became leaves in a cascade: the next eviction takes them
+        while self.pool.available_size() - before < num_units and (leaf := leaves.pop()) is not None:
+            parent = leaf.parent
+            above = self.evict_leaf(leaf)
+            if above is not parent:
+                leaves.discard(above)
+                uncovered.append(above)
+        for node in uncovered:
+            self._tree.update_host_leaf(node)
+        return self.pool.available_size() - before
+
+    def evict_leaf(self, leaf: TreeNode) -> TreeNode:
+        """Delete a leaf of the host, and the ancestors that become useless. Returns the node that remains above."""
+        return self.delete_useless(self._delete(leaf))
+
+    def delete_useless(self, node: TreeNode) -> TreeNode:
+        """Delete the node from all tiers if it is useless, and then its ancestors. Returns the one that remains."""
+        while self._device.is_useless(node):
+            if node.host_value is None:
+                node = self._device.delete_leaf(node)
+                continue
+            if node.value is not None:
+                self._device.demote(node)
+            node = self._delete(node)
+        return node
+
+    def _delete(self, leaf: TreeNode) -> TreeNode:
+        assert leaf.host_value is not None
+        for component in self._components:
+            component.free_on_host(leaf)
+        self._device.events.remove(leaf, StorageMedium.CPU)
+        self.pool.free(leaf.host_value)
+        leaf.host_value = None
+        return self._tree.unlink(leaf)
+
+    def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
+        """Free so many host rows of one kind, least recently used first. Returns their number. A leaf of the host loses
+        everything; another node loses this kind and those that cannot be used without it, which is not an event."""
+        pool = component.entry.host_pool
+        before = pool.available_size()
+        node = component.host_lru_list.oldest()
+        while node is not None and pool.available_size() - before < num_rows:
+            following = component.host_lru_list.newer_than(node)  # remains, as on the device
+            if node in self._tree.host_leaves:
+                self.evict_leaf(node)
+            else:
+                for each in self._device.evicted_with(component):
+                    if node in each.host_lru_list:
+                        each.free_on_host(node)
+            node = following
+        return pool.available_size() - before

@@ -1,31 +1,21 @@
-"""Least-recently-used order of tree nodes, as lists whose links lie in the nodes.
+"""Least-recently-used order of tree nodes, as linked lists whose links are fields of the nodes.
 
-    oldest <-> ... <-> newest        a circle, closed by a sentinel that is nobody's node
+    oldest <-> ... <-> newest        a circle, closed by a sentinel
 
-Every operation is O(1); a node can hang in several lists, one of each kind.
+Every operation is O(1). A node can be in several lists, one of each kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from engine_cache.errors import CacheStateError
-
-
-class Linked(Protocol):
-    """What a list needs of a node: a link to either neighbour for each list that it may hang in."""
-
-    id: int
-    newer: list[Any]
-    older: list[Any]
-
-
-_Node = TypeVar("_Node", bound=Linked)
+from engine_cache.tree.node import TreeNode
 
 
 class _End:
-    """The sentinel: a node as far as links go."""
+    """The sentinel."""
 
     id = -1
 
@@ -34,9 +24,8 @@ class _End:
         self.older: list[Any] = [None] * kind + [self]
 
 
-class LruList(Generic[_Node]):
-    """Nodes in order of use. kind: which of a node's links this list takes; no two lists that share nodes have the
-    same kind."""
+class LruList:
+    """Nodes in order of use. kind: index into the links of a node. Lists that share nodes have different kinds."""
 
     def __init__(self, kind: int) -> None:
         self._kind = kind
@@ -46,31 +35,31 @@ class LruList(Generic[_Node]):
     def __len__(self) -> int:
         return self._len
 
-    def __contains__(self, node: _Node) -> bool:
+    def __contains__(self, node: TreeNode) -> bool:
         return node.newer[self._kind] is not None
 
-    def __iter__(self) -> Iterator[_Node]:
-        """Oldest first. The list must not change meanwhile."""
+    def __iter__(self) -> Iterator[TreeNode]:
+        """Nodes, oldest first. The list must not change during iteration."""
         node = self.oldest()
         while node is not None:
             yield node
             node = self.newer_than(node)
 
-    def oldest(self) -> _Node | None:
+    def oldest(self) -> TreeNode | None:
         return self.newer_than(self._end)
 
-    def newer_than(self, node: _Node) -> _Node | None:
-        """The next one towards the newest, or None at the end. The node must be in the list."""
+    def newer_than(self, node: TreeNode) -> TreeNode | None:
+        """The next newer node, or None at the end. The node must be in the list."""
         following = node.newer[self._kind]
         return None if following is self._end else following
 
-    def append(self, node: _Node) -> None:
-        """Put in a node that was not there, as the newest."""
+    def append(self, node: TreeNode) -> None:
+        """Add a node as the newest. Raises CacheStateError if it is in the list."""
         self.insert_below(node, self._end)
 
-    def insert_below(self, node: _Node, above: _Node) -> None:
-        """Put in a node that was not there, as the next older one of `above`. Raises CacheStateError if it was there,
-        or `above` is not."""
+    def insert_below(self, node: TreeNode, above: TreeNode) -> None:
+        """Add a node as the next older one of `above`. Raises CacheStateError if it is in the list, or `above` is
+        not."""
         kind = self._kind
         below = above.older[kind]
         if below is None:
@@ -81,8 +70,8 @@ class LruList(Generic[_Node]):
         below.newer[kind] = above.older[kind] = node
         self._len += 1
 
-    def remove(self, node: _Node) -> None:
-        """Take a node out. Raises CacheStateError if it is not there."""
+    def remove(self, node: TreeNode) -> None:
+        """Remove a node. Raises CacheStateError if it is not in the list."""
         kind = self._kind
         older, newer = node.older[kind], node.newer[kind]
         if older is None or newer is None:
@@ -91,13 +80,13 @@ class LruList(Generic[_Node]):
         node.older[kind] = node.newer[kind] = None
         self._len -= 1
 
-    def move_to_newest(self, node: _Node) -> None:
-        """The node has been used. Raises CacheStateError if it is not there."""
+    def move_to_newest(self, node: TreeNode) -> None:
+        """Make a node the newest. Raises CacheStateError if it is not in the list."""
         self.remove(node)
         self.append(node)
 
     def check(self) -> None:
-        """Walk the list both ways. Raises CacheStateError where links disagree or the length is not the one kept."""
+        """Walk the list in both directions. Raises CacheStateError if links disagree or the length is wrong."""
         kind, node, found = self._kind, self._end, 0
         while True:
             newer = node.newer[kind]

@@ -1,26 +1,92 @@
-"""A node of a radix tree, and the two names of its pages.
+"""A node of a radix tree, the state it holds, and the two hashes of its pages.
 
-Both lists of names are lazy: None until an event needs them. Once computed they belong to the pages: a split cuts them,
-nothing recomputes them, so whatever was announced under a name is taken back under the same name.
+Both lists of hashes are lazy: they stay None until an event needs them. A split cuts the lists and nothing recomputes
+them, so a remove event always names the hash that the store event named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import Any
 
 from engine_cache.errors import CacheStateError
 from engine_cache.tree.key import PageKey, RadixKey
 from engine_cache.types import IndexArray
 from kv_events.hashing import U64Array, block_hash_chain, sequence_hashes
 
-NUM_LRU_LISTS = 2
-"""Lists that a `MambaNode` can hang in at once: nodes with a state on the device, and those with one on the host."""
+
+class ComponentType(IntEnum):
+    """The kinds of state of a model."""
+
+    FULL = 0
+    """KV of the full-attention layers, one row a unit."""
+    SWA = 1
+    """KV of the sliding-window layers, one row a unit or none."""
+    MAMBA = 2
+    """The recurrent state after the last unit, one slot."""
+
+
+class ComponentData:
+    """What a node holds of one kind of state besides Full KV."""
+
+    __slots__ = ("host_lock_ref", "host_value", "lock_ends", "lock_gaps", "lock_ref", "pending_id", "value")
+
+    def __init__(self) -> None:
+        self.value: IndexArray | None = None
+        """Device rows. None: the node is a tombstone of this kind on the device."""
+        self.host_value: IndexArray | None = None
+        """Host rows, set when a backup is enqueued."""
+        self.lock_ref = 0
+        """Users that need the device rows. Above 0 the rows cannot be evicted."""
+        self.host_lock_ref = 0
+        """Transfers that need the host rows. Above 0 the rows cannot be evicted."""
+        self.pending_id: int | None = None
+        """Backup that still has to fill the host rows."""
+        self.lock_ends: frozenset[int] = frozenset()
+        """Tickets of the window locks that begin below and end at this node."""
+        self.lock_gaps: frozenset[int] = frozenset()
+        """Tickets of the window locks that continue above this node but found no rows here."""
+
+
+class FullData:
+    """Full KV of a node, read through the field names of `ComponentData`."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: TreeNode) -> None:
+        self._node = node
+
+    @property
+    def value(self) -> IndexArray | None:
+        return self._node.value
+
+    @property
+    def host_value(self) -> IndexArray | None:
+        return self._node.host_value
+
+    @property
+    def lock_ref(self) -> int:
+        return self._node.lock_ref
+
+    @property
+    def host_lock_ref(self) -> int:
+        return self._node.host_ref_counter
+
+
+_NUM_AUXILIARIES = len(ComponentType) - 1
+_NUM_LRU_LISTS = 2 * _NUM_AUXILIARIES
+_NO_LINKS: list[Any] = []  # of all nodes that hang in no list; never changed
 
 
 class TreeNode:
-    """A segment of whole pages. The root has an empty key and no parent."""
+    """A segment of whole pages. The root has an empty key and no parent.
+
+    has_states: whether the node can hold state of kinds other than Full KV.
+    """
 
     __slots__ = (
+        "_auxiliaries",
         "children",
         "creation_time",
         "former_parent",
@@ -32,7 +98,9 @@ class TreeNode:
         "key",
         "last_access_time",
         "lock_ref",
+        "newer",
         "num_device_children",
+        "older",
         "parent",
         "priority",
         "sequence_hash",
@@ -41,87 +109,89 @@ class TreeNode:
     )
 
     def __init__(
-        self, node_id: int, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, now: int, priority: int
+        self,
+        node_id: int,
+        key: RadixKey,
+        value: IndexArray | None,
+        parent: TreeNode | None,
+        now: int,
+        priority: int,
+        has_states: bool = False,
     ) -> None:
         self.id = node_id
         """Unique in its tree, in order of creation."""
         self.key = key
         self.value = value
-        """Device rows, one a unit; None: not on the device."""
+        """Device rows, one a unit. None: the node is evicted."""
         self.parent = parent
         self.former_parent: TreeNode | None = None
-        """Where a node hung that was deleted; None: it was not."""
+        """The parent of a node that was deleted."""
         self.children: dict[PageKey, TreeNode] = {}
         """By `RadixKey.page_key` of the child's first page."""
         self.num_device_children = 0
-        """How many of them are on the device; without any the node may be a leaf there."""
+        """Number of children on the device. A node without any may be a device leaf."""
         self.lock_ref = 0
-        """Users that need the device data; above 0 it must stay."""
+        """Users that need the device rows. Above 0 the rows cannot be evicted."""
         self.hit_count = 0
         self.priority = priority
         self.last_access_time = now
-        """Ticks of the tree's own clock, as is `creation_time`."""
+        """In ticks of the tree's clock, like `creation_time`."""
         self.creation_time = now
         self.hash_value: list[str] | None = None
         """Block hashes as hex, one a page."""
         self.sequence_hash: U64Array | None = None
-        """The router's names, one a page."""
+        """Sequence hashes, one a page."""
         self.host_value: IndexArray | None = None
-        """Host rows, one a unit, from the moment a backup is enqueued; None: no copy on the host."""
+        """Host rows, one a unit, set when a backup is enqueued. None: no host copy."""
         self.host_ref_counter = 0
-        """Storage operations that need the host data; above 0 it must stay."""
+        """Storage operations that need the host rows. Above 0 the rows cannot be evicted."""
         self.write_through_pending_id: int | None = None
-        """The backup that has not been acknowledged yet; until then nobody is told of the host copy."""
+        """Backup that has not been acknowledged. Until then no event names the host copy."""
+        self._auxiliaries: Sequence[ComponentData] = ()
+        self.newer: list[Any] = _NO_LINKS
+        """Neighbours in each `LruList`, two lists a kind. None: not in that list. The same holds for `older`."""
+        self.older: list[Any] = _NO_LINKS
+        if has_states:
+            self._auxiliaries = [ComponentData() for _ in range(_NUM_AUXILIARIES)]
+            self.newer, self.older = [None] * _NUM_LRU_LISTS, [None] * _NUM_LRU_LISTS
 
     def detach(self) -> None:
-        """The node is deleted. Who still holds it finds its way back to the tree by `former_parent`."""
+        """Mark the node as deleted. `former_parent` still leads back to the tree."""
         self.former_parent, self.parent = self.parent, None
 
+    @property
+    def component_data(self) -> list[FullData | ComponentData]:
+        """Data of every kind, indexed by `ComponentType`."""
+        return [FullData(self), *(self._auxiliaries or (ComponentData() for _ in range(_NUM_AUXILIARIES)))]
 
-class MambaNode(TreeNode):
-    """A segment that may also hold the recurrent state after its last unit. `lock_ref` locks its KV.
+    def auxiliary(self, kind: ComponentType) -> ComponentData:
+        """Data of a kind other than FULL. Raises CacheStateError for a node of a tree without such kinds."""
+        try:
+            return self._auxiliaries[kind - 1]
+        except IndexError:
+            raise CacheStateError(f"node {self.id} is not of a tree with states") from None
 
-    A node without a state is a tombstone: its KV is of use only on the way to a deeper state.
-    """
+    @property
+    def mamba_value(self) -> IndexArray | None:
+        """[1] device slot of the recurrent state."""
+        return self.auxiliary(ComponentType.MAMBA).value
 
-    __slots__ = (
-        "host_mamba_ref_counter",
-        "mamba_host_value",
-        "mamba_lock_ref",
-        "mamba_pending_id",
-        "mamba_value",
-        "newer",
-        "older",
-    )
+    @property
+    def mamba_host_value(self) -> IndexArray | None:
+        """[1] host slot of the recurrent state."""
+        return self.auxiliary(ComponentType.MAMBA).host_value
 
-    def __init__(
-        self, node_id: int, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, now: int, priority: int
-    ) -> None:
-        super().__init__(node_id, key, value, parent, now, priority)
-        self.mamba_value: IndexArray | None = None
-        """[1] slot of the state on the device."""
-        self.mamba_lock_ref = 0
-        """Users that locked this very node, not one below; above 0 its state must stay."""
-        self.mamba_host_value: IndexArray | None = None
-        """[1] slot of the state on the host, from the moment a backup is enqueued."""
-        self.host_mamba_ref_counter = 0
-        """Transfers that need the host slot; above 0 it must stay."""
-        self.mamba_pending_id: int | None = None
-        """The backup of the state alone that has not been acknowledged yet; until then the host slot is not filled."""
-        self.newer: list[MambaNode | None] = [None] * NUM_LRU_LISTS
-        """Neighbours in each `LruList`; None: not in that list. So is `older`."""
-        self.older: list[MambaNode | None] = [None] * NUM_LRU_LISTS
+    @property
+    def mamba_lock_ref(self) -> int:
+        return self.auxiliary(ComponentType.MAMBA).lock_ref
 
-
-def hybrid(node: TreeNode) -> MambaNode:
-    """The node as what it is in a tree with states. Raises CacheStateError for one of another tree."""
-    if not isinstance(node, MambaNode):
-        raise CacheStateError(f"node {node.id} is not of a tree with states")
-    return node
+    @property
+    def host_mamba_ref_counter(self) -> int:
+        return self.auxiliary(ComponentType.MAMBA).host_lock_ref
 
 
 def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
-    """All nodes below the root, parents before children."""
+    """All nodes below the root (or below any other node), parents before children."""
     pending = list(root.children.values())
     while pending:
         node = pending.pop()
@@ -130,8 +200,8 @@ def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
 
 
 def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
-    """The node's block hashes; computed and kept if not there yet, together with those of its ancestors that lack them,
-    from the root down: a chain starts below the root and nowhere else."""
+    """The node's block hashes. Missing ones are computed and stored, those of its ancestors first, because a hash chain
+    starts at a child of the root."""
     for missing in _path_down(node, lambda n: n.hash_value is None):
         assert missing.parent is not None
         above = missing.parent.hash_value
@@ -142,7 +212,8 @@ def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
 
 
 def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U64Array:
-    """The node's sequence hashes, under the same rules. seed: the namespace's, as of `namespace_seed`."""
+    """The node's sequence hashes, computed and stored like the block hashes. seed: of the namespace, see
+    `namespace_seed`."""
     for missing in _path_down(node, lambda n: n.sequence_hash is None):
         assert missing.parent is not None
         above = missing.parent.sequence_hash
@@ -155,7 +226,7 @@ def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U
 
 
 def _path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeNode]:
-    """The node and the ancestors right above it for which `wanted` holds, upmost first."""
+    """The node and its ancestors up to the first for which `wanted` is false, topmost first."""
     path = []
     while node.parent is not None and wanted(node):
         path.append(node)
@@ -167,8 +238,7 @@ def _path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeN
 def split_node_hash_value(
     child_hash_value: list[str] | None, split_len: int, page_size: int
 ) -> tuple[list[str] | None, list[str] | None]:
-    """Block hashes of the upper and the lower part of a node that is split after `split_len` units, which are whole
-    pages. None stays None."""
+    """Block hashes of both parts of a node that is split after `split_len` units, a multiple of the page size."""
     assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
     if child_hash_value is None:
         return None, None
@@ -179,7 +249,7 @@ def split_node_hash_value(
 def split_node_sequence_hash(
     child_sequence_hash: U64Array | None, split_len: int, page_size: int
 ) -> tuple[U64Array | None, U64Array | None]:
-    """The same for sequence hashes. Both parts are copies, so that neither keeps the other alive."""
+    """Sequence hashes of both parts. Both are copies, so that neither keeps the memory of the other alive."""
     assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
     if child_sequence_hash is None:
         return None, None
@@ -188,7 +258,7 @@ def split_node_sequence_hash(
 
 
 def split_rows(rows: IndexArray | None, split_len: int) -> tuple[IndexArray | None, IndexArray | None]:
-    """The same for rows of a tier. Each half owns its memory, so that evicting one gives its memory back."""
+    """Rows of both parts. Both are copies, so that evicting one part returns its memory."""
     if rows is None:
         return None, None
     return rows[:split_len].copy(), rows[split_len:].copy()

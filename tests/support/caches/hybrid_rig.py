@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from engine_cache import (
+    ComponentType,
     EvictParams,
     HiMambaRadixCache,
     HostPoolGroup,
@@ -261,7 +262,7 @@ class HybridRig(Rig):
         pending = {
             (extra_key, prefixes[-1])
             for node, extra_key, prefixes in self.walk()
-            if node.mamba_pending_id is not None or node.write_through_pending_id is not None
+            if node.auxiliary(ComponentType.MAMBA).pending_id is not None or node.write_through_pending_id is not None
         }
         return {StorageMedium.GPU: on_device, StorageMedium.CPU: on_host - pending}.get(medium, set())
 

@@ -211,6 +211,11 @@ class UnifiedRig:
             self.requests.append(req)
         return result, req, held
 
+    def hold_on_host(self, node):
+        """Protect from eviction what a transfer at the node needs on the host besides KV; a call that undoes that."""
+        held = [(each, each.acquire_host(node)) for each in self.cache.auxiliaries]
+        return lambda: [each.release_host(node, ticket) for each, ticket in held if ticket is not None]
+
     def end_requests(self):
         """Requests that own a slot go away, whatever is still being loaded into it."""
         for req in self.requests:

@@ -94,14 +94,14 @@ def test_a_load_whose_end_fails_is_released_like_the_others(rig, monkeypatch):
         rig.cache.load_back(rig.match(tokens).best_match_node)
     rig.cache.ready_to_load_host_cache()
     rig.engine.drain()
-    end = rig.cache._end_load
+    end = rig.cache.host.loads._end
 
     def failing(*args):
         end(*args)
         raise RuntimeError("told to fail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.cache, "_end_load", failing)
+        patch.setattr(rig.cache.host.loads, "_end", failing)
         with pytest.raises(RuntimeError, match="told to fail"):
             rig.cache.loading_check()
     assert (rig.cache.ongoing_load_back, rig.cache.protected_size()) == ({}, 0)

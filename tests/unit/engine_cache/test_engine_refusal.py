@@ -68,7 +68,7 @@ def test_a_load_that_cannot_begin_stays_queued(rig, refuse):
 
 
 def test_a_write_back_that_cannot_begin_keeps_the_node(rig, refuse):
-    rig.cache.write_policy = "write_back"
+    rig.cache.host.backups.write_policy = "write_back"
     rig.insert([1, 2])
     free = num_free(rig)
     refuse(rig.cache.evict, EvictParams(2))

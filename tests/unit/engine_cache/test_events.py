@@ -150,8 +150,8 @@ def test_the_medium_is_gpu_unless_said(medium):
     insert(cache, [1, 2, 3, 4])
     cache.take_events()
     (node,) = cache.root_node.children.values()
-    cache._record_store_event(node, medium)
-    cache._record_remove_event(node, medium=medium)
+    cache.events.store(node, medium)
+    cache.events.remove(node, medium=medium)
     assert [event.medium for event in cache.take_events()] == [medium or StorageMedium.GPU] * 2
 
 

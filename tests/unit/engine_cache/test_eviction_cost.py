@@ -64,7 +64,7 @@ def insert(cache, tokens):
         cache.evict(EvictParams(1))
         rows = cache.allocator.alloc(1)
     value, state = np.concatenate((np.zeros(len(tokens) - 1, np.int64), rows)), None
-    if isinstance(cache, MambaRadixCache):
+    if isinstance(cache, MambaRadixCache | HiMambaRadixCache):
         state = cache.mamba_allocator.alloc(1)
     params = InsertParams(RadixKey(tokens), value, mamba_value=state, prev_prefix_len=len(tokens) - 1)
     assert cache.insert(params).prefix_len == len(tokens) - 1
@@ -126,7 +126,7 @@ def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkey
     assert cache.evict(EvictParams(1)).num_tokens_evicted == 1, "the page that was free on the host"
     held = list(cache.evictable_host_leaves)
     for node in held:
-        cache._hold_host_kv(node)
+        cache.host.leaves.hold(node)
     for _ in range(3):
         looked_at.clear()
         assert cache.evict(EvictParams(5)).num_tokens_evicted == 0
@@ -134,7 +134,7 @@ def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkey
             assert 1 <= looked_at.count(leaf) <= 2, "sorted in and taken out"
         assert len(cache.evictable_leaves) == 7
         cache.check()
-    cache._release_host_kv(held[0])
+    cache.host.leaves.release(held[0])
     assert cache.evict(EvictParams(5)).num_tokens_evicted > 0
     cache.check()
 
@@ -154,10 +154,11 @@ def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(
         leaf = cache.match_prefix(MatchPrefixParams(RadixKey([1, 2]))).last_device_node
         cache.evict(EvictParams(len(others)))
         (node,) = (node for node in cache.evictable_host_leaves if node.key.raw[0] == others[0])
-        cache._hold_host_kv(node)
+        cache.host.leaves.hold(node)
     assert cache.controller.kv.host_pool.available_size() == 0
-    tried, write_backup = [], cache.write_backup
-    monkeypatch.setattr(cache, "write_backup", lambda node, **how: tried.append(node) or write_backup(node, **how))
+    backups, tried = cache.host.backups, []
+    write = backups.write
+    monkeypatch.setattr(backups, "write", lambda node, **how: tried.append(node) or write(node, **how))
     assert cache.evict(EvictParams(2)).num_tokens_evicted == 0
     assert cache.controller.kv.host_pool.available_size() == 1, "page 3 went, in vain"
     assert tried == list(cache.evictable_leaves) == [leaf]
@@ -168,14 +169,14 @@ def test_host_leaves_that_somebody_holds_are_passed_over_and_stay(monkeypatch):
     cache, _ = host_tier(4, "write_through", monkeypatch)
     cache.evict(EvictParams(4))
     first, *_ = sorted(cache.evictable_host_leaves, key=lambda node: node.id)
-    cache._hold_host_kv(first)
-    cache._hold_host_kv(first)
+    cache.host.leaves.hold(first)
+    cache.host.leaves.hold(first)
     assert cache.evict_host(2) == 2
     assert first.host_value is not None
     assert cache.evict_host(9) == 1
-    cache._release_host_kv(first)
+    cache.host.leaves.release(first)
     assert cache.evict_host(1) == 0, "somebody else holds it, too"
-    cache._release_host_kv(first)
+    cache.host.leaves.release(first)
     assert cache.evict_host(1) == 1
     cache.check()
 
@@ -185,14 +186,14 @@ def test_leaves_that_somebody_holds_cost_an_eviction_nothing(monkeypatch):
     cache.evict(EvictParams(500))
     *held, free = sorted(cache.evictable_host_leaves, key=lambda node: node.id)
     for node in held:
-        cache._hold_host_kv(node)
+        cache.host.leaves.hold(node)
     cache.evict_host(1)
     assert free.former_parent is not None
     looked_at.clear()
     for _ in range(5):
         assert cache.evict_host(1) == 0
     assert looked_at == []
-    cache._release_host_kv(held[0])
+    cache.host.leaves.release(held[0])
     assert cache.evict_host(2) == 1
     assert len(looked_at) < 4
     cache.check()

@@ -258,9 +258,9 @@ def test_host_eviction_spares_what_is_on_the_device_or_referenced(rig):
     assert rig.cache.evict_host(2) == 0
     rig.cache.evict(EvictParams(2))
     node = rig.match([1, 2]).last_host_node
-    rig.cache._hold_host_kv(node)
+    rig.cache.host.leaves.hold(node)
     assert rig.cache.evict_host(2) == 0
-    rig.cache._release_host_kv(node)
+    rig.cache.host.leaves.release(node)
     assert rig.cache.evict_host(2) == 2
 
 

@@ -122,8 +122,8 @@ def test_with_states_the_way_up_ends_at_one_on_the_device():
     rig.cache.evict(EvictParams(2))
     match = rig.match(TURNS[2])
     rig.cache.evict_host(2)
-    rig.cache._free_state(node_of(rig, TURNS[1]))
+    rig.cache.states.free_on_device(node_of(rig, TURNS[1]))
     assert init_load_back(rig, match.best_match_node) is node_of(rig, TURNS[0])
-    rig.cache._free_state(node_of(rig, TURNS[0]))
+    rig.cache.states.free_on_device(node_of(rig, TURNS[0]))
     assert init_load_back(rig, match.best_match_node) is rig.cache.root_node
     rig.check()

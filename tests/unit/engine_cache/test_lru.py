@@ -2,12 +2,12 @@ import pytest
 
 from engine_cache import CacheStateError, RadixKey
 from engine_cache.tree.lru import LruList
-from engine_cache.tree.node import MambaNode
+from engine_cache.tree.node import TreeNode
 
 
 @pytest.fixture
 def nodes():
-    return [MambaNode(i, RadixKey([i]), None, None, 0, 0) for i in range(4)]
+    return [TreeNode(i, RadixKey([i]), None, None, 0, 0, has_states=True) for i in range(4)]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine_cache import Lane, StoragePolicy
+from engine_cache.components.indexer import indexer_transfers
 from engine_cache.pools.host import HOST_LAYOUTS
 from engine_cache.storage import PageLayout, StorageIdentity
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
@@ -87,9 +88,9 @@ def test_a_copy_of_the_index_that_fails_takes_the_copy_of_kv_with_it(monkeypatch
 
 def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
     expected = [PoolTransfer(INDEXER, hit_policy=PoolHitPolicy.ALL_PAGES, indices_from_pool=KV)]
-    assert NsaRig().cache._get_extra_pools() == expected
-    assert Rig().cache._get_extra_pools() == []
-    assert Rig(attention="mla").cache._get_extra_pools() == []
+    assert indexer_transfers(NsaRig().cache.controller.group) == expected
+    assert indexer_transfers(Rig().cache.controller.group) == []
+    assert indexer_transfers(Rig(attention="mla").cache.controller.group) == []
 
 
 # --- the store ---

@@ -225,8 +225,8 @@ def test_a_cache_and_its_pool_agree_on_the_page_size():
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (lambda c, n: setattr(c, "_evictable_size", 3), "evictable size.*3 != 4"),
-        (lambda c, n: setattr(c, "_protected_size", 2), "protected size.*2 != 0"),
+        (lambda c, n: setattr(c.tree, "evictable_size", 3), "evictable size.*3 != 4"),
+        (lambda c, n: setattr(c.tree, "protected_size", 2), "protected size.*2 != 0"),
         (lambda c, n: c.evictable_leaves.discard(n), "evictable leaves"),
         (lambda c, n: setattr(n, "value", n.value[:2]), "rows, units: 2 != 4"),
         (lambda c, n: setattr(n, "parent", n), "its parent"),

@@ -60,14 +60,14 @@ def test_a_tombstone_that_somebody_needs_stays(rig, hold):
     if hold == "lock_ref":
         rig.cache.inc_lock_ref(upper)
     else:
-        rig.cache._hold_host_kv(upper)
+        rig.cache.host.leaves.hold(upper)
     assert rig.cache.evict_host(1) == 2
     assert rig.events() == removed(GPU) + removed(CPU)
     assert [node for node, _, _ in rig.walk()] == [upper]
     if hold == "lock_ref":
         rig.cache.dec_lock_ref(upper)
     else:
-        rig.cache._release_host_kv(upper)
+        rig.cache.host.leaves.release(upper)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

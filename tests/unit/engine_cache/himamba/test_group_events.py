@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_cache import EvictParams, Lane, StoragePolicy
+from engine_cache import ComponentType, EvictParams, Lane, StoragePolicy
 from kv_events.schema import AllBlocksCleared, BlockStored
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.hybrid_steps import CPU, GPU, node_of, tombstone_and_leaf
@@ -47,7 +47,7 @@ def test_a_state_that_follows_its_kv_is_told_of_when_it_has_arrived(rig):
     upper, _ = tombstone_and_leaf(rig)
     told(rig)
     rig.insert([1, 2])
-    assert upper.mamba_pending_id is not None
+    assert upper.auxiliary(ComponentType.MAMBA).pending_id is not None
     assert told(rig) == [(STORE, GPU)]
     rig.settle()
     assert told(rig) == [(STORE, CPU)]

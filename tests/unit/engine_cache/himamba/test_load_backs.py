@@ -66,9 +66,9 @@ def test_kv_without_a_state_is_held_to_threshold_and_quota(rig):
     rig.cache.evict(EvictParams(4))
     node = node_of(rig, [1, 2])
     assert rig.cache.load_back(node, mem_quota=1) is None
-    rig.cache.load_back_threshold = 3
+    rig.cache.host.loads.threshold = 3
     assert rig.cache.load_back(node) is None
-    rig.cache.load_back_threshold = 2
+    rig.cache.host.loads.threshold = 2
     assert len(rig.cache.load_back(node, mem_quota=2)) == 2
 
 

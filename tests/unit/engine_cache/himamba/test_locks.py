@@ -67,7 +67,7 @@ def test_a_request_remembers_the_node_that_is_locked_for_it(rig):
     rig.cache.evict(EvictParams(2))
     req = Request("r", PROMPT, 0)
     match = rig.cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 3, 4])))
-    rig.cache._move_lock(req, match.best_match_node)
+    rig.cache._requests._move_lock(req, match.best_match_node)
     assert req.last_node is node_of(rig, [1, 2])
-    rig.cache._move_lock(req, None)
+    rig.cache._requests._move_lock(req, None)
     assert rig.cache.protected_size() == 0

@@ -100,12 +100,12 @@ def test_a_part_of_a_prompt_that_is_computed_again_has_its_new_state_copied(rig)
 
 def test_without_a_slot_nothing_is_taken_and_a_later_hit_heals(rig, late):
     held = rig.host_states.alloc(rig.host_states.available_size())
-    rig.cache._hold_host_state(node_of(rig, [1, 2, 3, 4]))
+    rig.cache.states.lock_host(node_of(rig, [1, 2, 3, 4]))
     rig.insert([1, 2])
     assert (late.mamba_host_value, late.lock_ref, late.host_mamba_ref_counter) == (None, 0, 0)
     assert rig.engine.num_queued(Lane.WRITE) == 0
     rig.host_states.free(held)
-    rig.cache._release_host_state(node_of(rig, [1, 2, 3, 4]))
+    rig.cache.states.unlock_host(node_of(rig, [1, 2, 3, 4]))
     rig.insert([1, 2])
     rig.settle()
     assert late.mamba_host_value is not None
@@ -142,7 +142,7 @@ def test_an_engine_that_refuses_leaves_all_as_it_was(rig, late, monkeypatch):
     free = rig.host_states.available_size()
     slot = rig.slots.alloc(1)
     rig.write_state(slot, 0)
-    rig.cache._attach_state(late, slot)
+    rig.cache.states.put_on_device(late, slot)
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine, "submit", refuse)
         with pytest.raises(RuntimeError, match="closed"):

@@ -19,10 +19,10 @@ def test_reset_forgets_states_too(rig):
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (lambda c, n: setattr(c, "_mamba_evictable_size", 3), "evictable states.*3 != 1"),
-        (lambda c, n: setattr(c, "_mamba_protected_size", 2), "protected states.*2 != 0"),
-        (lambda c, n: setattr(n, "mamba_value", None), "a leaf without a state"),
-        (lambda c, n: setattr(n, "mamba_lock_ref", 1), "0 <= mamba_lock_ref <= lock_ref"),
+        (lambda c, n: setattr(c.states, "evictable_size", 3), "evictable states.*3 != 1"),
+        (lambda c, n: setattr(c.states, "protected_size", 2), "protected states.*2 != 0"),
+        (lambda c, n: setattr(c.states.data(n), "value", None), "a leaf without a state"),
+        (lambda c, n: setattr(c.states.data(n), "lock_ref", 1), "0 <= mamba_lock_ref <= lock_ref"),
         (lambda c, n: c.mamba_lru_list.remove(n), "mamba list: nodes listed"),
         (lambda c, n: c.mamba_allocator.free(n.mamba_value), "distinct pages"),
     ],

@@ -83,7 +83,7 @@ def test_detaching_releases_everything(store):
 
 
 def test_a_store_that_hangs_is_not_detached(monkeypatch):
-    monkeypatch.setattr("engine_cache.tiers.storage_tier._DETACH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("engine_cache.tiers.storage._DETACH_TIMEOUT_S", 0.02)
     rig = attach(Rig(engine=ThreadCopyEngine()), MemoryStorage())
     gate = threading.Event()
     rig.engine.submit(Lane.ARCHIVE, [gate.wait])

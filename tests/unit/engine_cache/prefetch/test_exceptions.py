@@ -88,8 +88,8 @@ def test_a_prefetch_that_cannot_begin_leaves_nothing_behind(rig, monkeypatch, wh
     target = {
         "submit": (rig.engine, "submit"),
         "alloc": (pool_of(rig, PoolName.KV), "alloc"),
-        "evict_host": (rig.cache, "evict_host"),
-        "extras": (rig.cache, "_prefetch_extras"),
+        "evict_host": (rig.cache.host.leaves, "evict"),
+        "extras": (rig.cache.store, "_prefetch_extras"),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, refuse)
@@ -116,14 +116,14 @@ def test_a_sidecar_whose_room_cannot_be_made_costs_the_others_nothing(rig, monke
     assert_the_next_one_works(rig)
 
 
-@pytest.mark.parametrize("where", ["_settle", "_add_host_leaf", "_record_store_event"])
+@pytest.mark.parametrize("where", ["_settle", "_add_leaf", "store"])
 def test_what_has_arrived_and_cannot_be_put_into_the_tree_is_freed(rig, monkeypatch, where):
     before = free(rig)
     begin(rig)
     while rig.engine.step(Lane.PREFETCH):
         pass
     with monkeypatch.context() as patch:
-        patch.setattr(rig.cache, where, refuse)
+        patch.setattr(rig.cache.events if where == "store" else rig.cache.store, where, refuse)
         with pytest.raises(RuntimeError, match="told to fail"):
             rig.cache.check_prefetch_progress("r")
     rig.cache.check_hicache_events()
@@ -139,7 +139,7 @@ def test_what_the_tree_has_taken_before_it_failed_is_the_trees(rig, monkeypatch)
     rig.cache.take_events()
     before = free(rig)
     with monkeypatch.context() as patch:
-        patch.setattr(rig.cache, "_add_host_leaf", refuse)
+        patch.setattr(rig.cache.store, "_add_leaf", refuse)
         with pytest.raises(RuntimeError, match="told to fail"):
             rig.cache.check_prefetch_progress("r")
     rig.cache.check_hicache_events()

@@ -28,7 +28,7 @@ def test_only_what_was_added_is_noted(rig):
 
 
 def test_notes_that_nobody_asks_for_go_oldest_first(rig, monkeypatch):
-    monkeypatch.setattr("engine_cache.tiers.prefetch._MOST_LOADED_NOTES", 2)
+    monkeypatch.setattr("engine_cache.cache._MOST_LOADED_NOTES", 2)
     for req_id in ("a", "b", "a", "c"):
         fetch(rig, req_id)
         forget(rig)

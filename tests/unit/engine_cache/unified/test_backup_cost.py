@@ -15,8 +15,8 @@ def test_an_insert_along_a_path_that_found_no_room_looks_for_it_once(depth):
     keys = [RadixKey(list(range(length + 1))) for length in range(depth)]
     for key in keys:
         rig.cache.insert(InsertParams(key, rig.alloc(len(key)), chunked=True))
-    asked, evict_host = [], rig.cache.evict_host
-    rig.cache.evict_host = lambda num: asked.append(num) or evict_host(num)
+    asked, evict = [], rig.cache.host.leaves.evict
+    rig.cache.host.leaves.evict = lambda num: asked.append(num) or evict(num)
     rig.cache.insert(InsertParams(keys[-1], rig.alloc(depth)))
     assert asked == [1]
     rig.host.free(taken)

@@ -21,6 +21,7 @@ from engine_cache import (
     TreeComponent,
     UnifiedRadixCache,
 )
+from engine_cache.components.indexer import indexer_transfers
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from tests.support.caches.number_pools import HostPool
@@ -52,7 +53,7 @@ def test_every_component_answers_for_any_tier_and_for_the_device_alone(kinds):
     rig = UnifiedRig(kinds)
     rig.insert([1, 1, 2, 2])
     rig.settle()
-    rig.cache._evict_device_leaf(rig.node_of([1, 1, 2, 2]))
+    rig.cache.host.evict_leaf(rig.node_of([1, 1, 2, 2]))
     node = rig.node_of([1, 1, 2, 2])
     for component in rig.cache.components:
         assert component.create_match_validator()(node)
@@ -141,14 +142,8 @@ def test_pools_that_live_on_the_rows_of_kv_ride_along_with_every_transfer():
     cache = make([], pages)
     indexer = PoolEntry(PoolName.INDEXER, HostPool(20, 2), None, pages, share_indices_with_anchor=True)
     cache.init_hicache(controller(pages, indexer))
-    extras = [
-        cache._archive_extras(cache.root_node),
-        cache._prefetch_extras(cache.root_node, 4),
-        cache._get_extra_pools(),
-    ]
-    assert [[(extra.name, extra.indices_from_pool) for extra in each] for each in extras] == [
-        [(PoolName.INDEXER, PoolName.KV)]
-    ] * 3
+    (extra,) = indexer_transfers(cache.controller.group)
+    assert (extra.name, extra.indices_from_pool) == (PoolName.INDEXER, PoolName.KV)
 
 
 def test_sanity_check_finds_what_is_wrong():

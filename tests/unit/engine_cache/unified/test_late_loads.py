@@ -19,7 +19,7 @@ def rig():
     for tokens in (A, AB):
         rig.insert(tokens)
         rig.settle()
-    rig.cache._evict_device_leaf(rig.node_of(AB))
+    rig.cache.host.evict_leaf(rig.node_of(AB))
     return rig
 
 

@@ -86,7 +86,7 @@ def test_a_tombstone_is_not_locked_and_what_comes_later_is_not_unlocked():
 
 def test_a_node_that_is_not_on_the_device_stands_for_the_kv_above_it():
     rig = filled("mamba")
-    rig.cache._evict_device_leaf(rig.node_of(ABCD))
+    rig.cache.host.evict_leaf(rig.node_of(ABCD))
     lock = rig.cache.inc_lock_ref(rig.node_of(ABCD))
     assert (lock.node, lock.tickets) == (rig.node_of(ABC), ())
     load_lock = rig.load_back(rig.match(ABCD))[2]
@@ -131,11 +131,11 @@ def test_host_data_that_a_transfer_needs_leave_the_host_lists_across_splits():
     rig.cache.evict(EVERYTHING)
     mamba, swa = rig.cache.auxiliaries
     node = rig.node_of(ABCD)
-    held = rig.cache._hold_on_host(node)
+    release = rig.hold_on_host(node)
     assert [len(each.host_lru_list) for each in (mamba, swa)] == [0, 0]
     rig.match(AB)
     for component in (mamba, swa):
         assert rig.cache.evict_component_on_host(component, 100) == 0
-    rig.cache._let_go_on_host(node, held)
+    release()
     assert [len(each.host_lru_list) for each in (mamba, swa)] == [1, 2]
     rig.check()

@@ -2,9 +2,9 @@
 
 import pytest
 
+from engine_cache.components.match import num_accepted
 from engine_cache.tree.node import iter_nodes
 from engine_cache.unified import UnifiedRadixCache
-from engine_cache.unified.match import num_accepted
 from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
@@ -92,7 +92,7 @@ def test_kv_on_the_host_counts_for_the_best_match_alone():
     rig.insert(AB)
     rig.insert(ABC)
     rig.settle()
-    rig.cache._evict_device_leaf(rig.node_of(ABC))
+    rig.cache.host.evict_leaf(rig.node_of(ABC))
     match = rig.match(ABC)
     assert (len(match.device_indices), match.host_hit_length) == (4, 2)
     assert (match.last_device_node, match.best_match_node) == (rig.node_of(AB), rig.node_of(ABC))

@@ -136,8 +136,8 @@ def test_a_prefetch_is_cut_to_the_pages_that_are_free_without_a_second_eviction(
     rig = attached(kinds, archived(kinds, AB, ABCD))
     taken = rig.host.alloc(rig.host.size - 4)
     evictions = []
-    evict_host = rig.cache.evict_host
-    rig.cache.evict_host = lambda num: evictions.append(num) or evict_host(num)
+    evict = rig.cache.host.leaves.evict
+    rig.cache.host.leaves.evict = lambda num: evictions.append(num) or evict(num)
     prefetch(rig, ABCD)
     (operation,) = rig.cache.ongoing_prefetch.values()
     assert (len(operation.key), rig.cache.prefetch_tokens_occupied, evictions) == (4, 4, [8])
@@ -198,6 +198,7 @@ def test_every_way_out_gives_everything_back(way_out):
     kinds = ("mamba", "swa")
     store = archived(kinds, ABCD) if way_out != "revoke" else MemoryStorage()
     rig = attached(kinds, store)
+    tier = rig.cache.store
     prefetch(rig, ABCD)
     assert used(rig) == {"kv": 8, "swa": 4, "mamba": 1}
     if way_out == "abort":
@@ -208,6 +209,6 @@ def test_every_way_out_gives_everything_back(way_out):
         assert rig.cache.detach_storage_backend()[0]
     rig.settle()
     assert used(rig) == {"kv": 0, "swa": 0, "mamba": 0}
-    assert (rig.cache.ongoing_prefetch, rig.cache.prefetch_tokens_occupied, rig.cache._host_locks) == ({}, 0, {})
+    assert (rig.cache.ongoing_prefetch, rig.cache.prefetch_tokens_occupied, tier._host_locks) == ({}, 0, {})
     assert rig.cache.root_node.host_ref_counter == 0
     rig.check()

@@ -45,12 +45,12 @@ def test_the_window_of_the_anchor_stays(store, swa_host_pages, is_begun):
     rig.cache.evict(EvictParams(8, 8))
     anchor = rig.match(PROMPT).last_host_node
     other = rig.match(OTHER).best_match_node
-    held = rig.cache._hold_on_host(other)
+    release = rig.hold_on_host(other)
     rig.cache.prefetch_from_storage("r", anchor, PROMPT[2:])
     assert ("r" in rig.cache.ongoing_prefetch) == is_begun
     rig.settle()
     assert rig.cache.check_prefetch_progress("r")
     rig.settle()
     assert usable(rig) == (len(PROMPT) if is_begun else len(ANCHOR))
-    rig.cache._let_go_on_host(other, held)
+    release()
     rig.check()

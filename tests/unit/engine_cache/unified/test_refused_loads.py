@@ -16,7 +16,7 @@ def at_the_anchor(**params):
     for tokens in (A, AB):
         rig.insert(tokens)
         rig.settle()
-    rig.cache._evict_device_leaf(rig.node_of(AB))
+    rig.cache.host.evict_leaf(rig.node_of(AB))
     req = Request("r", [], 0)
     match = rig.match(AB, cow_mamba=True, req=req)
     assert (req.mamba_pool_idx, req.mamba_cow_src_index) == (None, None)
@@ -66,7 +66,7 @@ def test_without_a_slot_to_be_had_the_caller_is_told():
 def test_a_request_at_the_root_starts_from_nothing():
     rig, req, match = at_the_anchor()
     rig.cache.cache_finished_req(req, is_insert=False)
-    rig.cache._evict_device_leaf(rig.node_of(A))
+    rig.cache.host.evict_leaf(rig.node_of(A))
     match = rig.match(AB)
     req.last_node = rig.cache.root_node
     rows, node = load(rig, req, match)
@@ -86,7 +86,7 @@ def test_rows_of_the_window_that_went_since_the_match_are_not_gone_on_from():
     for tokens in (A, AB):
         rig.insert(tokens)
         rig.settle()
-    rig.cache._evict_device_leaf(rig.node_of(AB))
+    rig.cache.host.evict_leaf(rig.node_of(AB))
     match = rig.match(AB)
     assert (match.host_hit_length, match.swa_host_hit_length) == (2, 2)
     rig.cache.auxiliaries[0].free_on_host(rig.node_of(AB))

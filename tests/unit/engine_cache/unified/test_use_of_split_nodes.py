@@ -30,7 +30,7 @@ def test_a_node_that_comes_back_from_the_host_without_the_swa_rows_of_its_beginn
     rig = rig_of()
     rig.insert([1, 2, 3, 4])
     rig.settle()
-    rig.cache._evict_device_leaf(rig.node_of([1, 2, 3, 4]))
+    rig.cache.host.evict_leaf(rig.node_of([1, 2, 3, 4]))
     rig.insert([1, 2, 3, 4], evicted=2, priority=9)
     assert uses(rig) == [([1, 2], 9, 2), ([3, 4], 9, 2)]
     rig.check()

@@ -4,8 +4,8 @@
                                  not at B (2 units, then a gap)
 
 The root counts as covered: a prefix shorter than the window needs SWA rows all along. A lock runs from a node up to
-where it has found one window of rows. Its ticket is left at that node, and at the gaps below it, so that the release
-finds the locked nodes again whatever is split or filled in between.
+where one window is covered and leaves a number there, by which its release finds the end again whatever is split in
+between.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from engine_cache.base import InsertParams, MatchPrefixParams, MatchResult, Request
+from engine_cache.base import InsertParams, MatchResult, Request
+from engine_cache.components.component import AuxiliaryComponent, LockTicket
+from engine_cache.components.match import MatchedPath, MatchValidator
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.tree.node import ComponentData, ComponentType, TreeNode, split_rows
 from engine_cache.types import IndexArray
-from engine_cache.unified.component import AuxiliaryComponent, LockTicket
-from engine_cache.unified.match import MatchedPath, MatchValidator
-from engine_cache.unified.node import ComponentData, ComponentType, UnifiedNode, unified
 from kv_events.errors import InvalidValueError
 from kv_events.streams import swa_group
 
@@ -39,7 +39,7 @@ class SWAComponent(AuxiliaryComponent):
     kind: ClassVar[ComponentType] = ComponentType.SWA
     pool: ClassVar[PoolName] = PoolName.SWA
     eviction_priority: ClassVar[int] = 1
-    builds_on_anchor: ClassVar[bool] = True
+    builds_on_start_node: ClassVar[bool] = True
 
     def __init__(self, allocator: SWATokenToKVPoolAllocator, sliding_window_size: int) -> None:
         if sliding_window_size < 1:
@@ -59,7 +59,7 @@ class SWAComponent(AuxiliaryComponent):
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
         covered = math.inf  # units with SWA rows right above the end of the node
 
-        def accepts(node: UnifiedNode) -> bool:
+        def accepts(node: TreeNode) -> bool:
             nonlocal covered
             data = self.data(node)
             if data.value is None and (match_device_only or data.host_value is None):
@@ -70,35 +70,35 @@ class SWAComponent(AuxiliaryComponent):
 
         return accepts
 
-    def finalize_match_result(self, result: MatchResult, path: MatchedPath, params: MatchPrefixParams) -> MatchResult:
-        to_load = self._to_load(unified(result.best_match_node))
+    def finalize_match_result(self, result: MatchResult, path: MatchedPath) -> MatchResult:
+        to_load = self._to_load(result.best_match_node)
         return result._replace(swa_host_hit_length=sum(len(node.key) for node in to_load))
 
-    def touch(self, path: Sequence[UnifiedNode]) -> None:
+    def touched(self, path: Sequence[TreeNode]) -> None:
         """Only what a match at the end of the path needs has been used."""
         first, covered = len(path), 0
         while first > 0 and covered < self.window + self.allocator.page_size:
             first -= 1
             covered += len(path[first].key)
-        super().touch(path[first:])
+        super().touched(path[first:])
 
-    def touch_on_insert(self, node: UnifiedNode) -> None:
-        """The window is known when the insert has ended, see `finish_insert`."""
+    def touched_on_insert(self, node: TreeNode) -> None:
+        """`finish_insert` touches the window, which is not known before."""
 
-    def finish_insert(self, end: UnifiedNode, params: InsertParams) -> bool:
-        """Only the window that ends at this node, a new leaf included, has been used."""
-        self.touch([unified(node) for node in reversed(self.tree._path_to_root(end))])
+    def finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
+        """Only the window that ends at this node, possibly a new leaf, has been used."""
+        self.touched(self.tree.path_to_root(end)[::-1])
         return True
 
-    def _window_above(self, node: UnifiedNode) -> Iterator[UnifiedNode]:
+    def _window_above(self, node: TreeNode) -> Iterator[TreeNode]:
         """The node and those above it, until one window is covered or the root is reached."""
         step, covered = node, 0
         while step.parent is not None and covered < self.window:
             yield step
             covered += len(step.key)
-            step = unified(step.parent)
+            step = step.parent
 
-    def _to_load(self, node: UnifiedNode) -> list[UnifiedNode]:
+    def _to_load(self, node: TreeNode) -> list[TreeNode]:
         """Nodes of the window whose SWA rows are on the host only, root side first; none above a gap."""
         nodes = []
         for step in self._window_above(node):
@@ -112,48 +112,44 @@ class SWAComponent(AuxiliaryComponent):
 
     # --- where data are ---------------------------------------------------------------------------------------------
 
-    def _free_device_rows(self, node: UnifiedNode, rows: IndexArray) -> None:
+    def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
         assert node.value is not None
         self.allocator.free_swa(node.value)
 
-    def redistribute_on_split(self, upper: UnifiedNode, lower: UnifiedNode, split_len: int) -> None:
+    def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
         above, below = self.data(upper), self.data(lower)
         above.lock_ref, above.host_lock_ref = below.lock_ref, below.host_lock_ref
         above.lock_ends, below.lock_ends, above.lock_gaps = below.lock_ends, frozenset(), below.lock_gaps
-        if below.value is not None:
-            above.value, below.value = below.value[:split_len].copy(), below.value[split_len:].copy()
-            self.device_lru_list.insert_below(upper, lower)
-        if below.host_value is not None:
-            above.host_value, below.host_value = (
-                below.host_value[:split_len].copy(),
-                below.host_value[split_len:].copy(),
-            )
-            if lower in self.host_lru_list:
-                self.host_lru_list.insert_below(upper, lower)
+        above.value, below.value = split_rows(below.value, split_len)
+        above.host_value, below.host_value = split_rows(below.host_value, split_len)
+        above.pending_id = below.pending_id
+        for listed in (self.device_lru_list, self.host_lru_list):
+            if lower in listed:
+                listed.insert_below(upper, lower)
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
-    def acquire(self, node: UnifiedNode) -> LockTicket | None:
-        """One window of rows, not counting gaps. A node that is not on the device stands for the first above it that
-        is, which is where the release begins."""
+    def acquire(self, node: TreeNode) -> LockTicket | None:
+        """One window of rows, not counting gaps. For a node that is not on the device the lock starts at its first
+        ancestor that is, which is where the release starts."""
         while node.value is None:
             assert node.parent is not None
-            node = unified(node.parent)
+            node = node.parent
         return self._lock_window(node, self.lock, lambda data: data.value)
 
-    def release(self, node: UnifiedNode, ticket: LockTicket) -> None:
+    def release(self, node: TreeNode, ticket: LockTicket) -> None:
         self._unlock_window(node, ticket, self.unlock)
 
-    def acquire_host(self, node: UnifiedNode) -> LockTicket | None:
+    def acquire_host(self, node: TreeNode) -> LockTicket | None:
         return self._lock_window(node, self.lock_host, lambda data: data.host_value)
 
-    def release_host(self, node: UnifiedNode, ticket: LockTicket) -> None:
+    def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
         self._unlock_window(node, ticket, self.unlock_host)
 
     def _lock_window(
         self,
-        node: UnifiedNode,
-        lock: Callable[[UnifiedNode], None],
+        node: TreeNode,
+        lock: Callable[[TreeNode], None],
         rows: Callable[[ComponentData], IndexArray | None],
     ) -> LockTicket | None:
         ticket, covered, last, gaps = next(self._lock_ids), 0, None, []
@@ -164,16 +160,16 @@ class SWAComponent(AuxiliaryComponent):
             else:
                 lock(step)
                 covered += len(step.key)
-                for gap in gaps:  # the release must not take locks that others get there meanwhile
+                for gap in gaps:  # the release must not undo locks that other users take there meanwhile
                     self.data(gap).lock_gaps |= {ticket}
                 last, gaps = step, []
-            step = unified(step.parent)
+            step = step.parent
         if last is None:
             return None
         self.data(last).lock_ends |= {ticket}
         return ticket
 
-    def _unlock_window(self, node: UnifiedNode, ticket: LockTicket, unlock: Callable[[UnifiedNode], None]) -> None:
+    def _unlock_window(self, node: TreeNode, ticket: LockTicket, unlock: Callable[[TreeNode], None]) -> None:
         step = node
         while True:
             data = self.data(step)
@@ -184,9 +180,9 @@ class SWAComponent(AuxiliaryComponent):
             if ticket in data.lock_ends:
                 data.lock_ends -= {ticket}
                 return
-            above = step.parent or step.former_parent  # an anchor may leave the tree when its own backup has failed
+            above = step.parent or step.former_parent  # a start node may leave the tree when its own backup fails
             assert above is not None, f"no lock {ticket} ends above node {node.id}"
-            step = unified(above)
+            step = above
 
     # --- insert -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +201,7 @@ class SWAComponent(AuxiliaryComponent):
     def should_skip_leaf_creation(self, end: int, params: InsertParams) -> bool:
         return params.swa_evicted_seqlen >= end
 
-    def update_on_overlap(self, node: UnifiedNode, start: int, rows: IndexArray, params: InsertParams) -> None:
+    def update_on_overlap(self, node: TreeNode, start: int, rows: IndexArray, params: InsertParams) -> None:
         """A tombstone takes over the SWA rows of the caller, under its own Full rows, which others may be using."""
         bare = self._bare_units(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
         if self.data(node).value is not None or bare >= len(node.key):
@@ -215,7 +211,7 @@ class SWAComponent(AuxiliaryComponent):
         assert node.value is not None
         self.put_on_device(node, self.allocator.move_swa(rows[bare:], node.value))
 
-    def recover_after_unevict(self, node: UnifiedNode, start: int, params: InsertParams) -> None:
+    def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """SWA rows came along with the Full rows that the node has taken, but for those given up before. A leaf is cut
         so that a lock pins no more than one window."""
         bare = self._bare_units(start, params.swa_evicted_seqlen)
@@ -236,40 +232,40 @@ class SWAComponent(AuxiliaryComponent):
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def needed_nodes(self, node: UnifiedNode) -> list[UnifiedNode]:
+    def needed_nodes(self, node: TreeNode) -> list[TreeNode]:
         return list(self._window_above(node))
 
-    def load_transfers(self, node: UnifiedNode, req: Request | None) -> list[PoolTransfer]:
+    def load_transfers(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
         nodes = self._to_load(node)
         if not nodes:
             return []
         rows = np.concatenate([self.data(step).host_value for step in nodes])
         return [PoolTransfer(self.pool, host_indices=rows, nodes_to_load=list(nodes))]
 
-    def commit_load(self, node: UnifiedNode, transfers: list[PoolTransfer], req: Request | None) -> None:
+    def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:
         for transfer in transfers:
             assert transfer.device_indices is not None
             start = 0
-            for step in map(unified, transfer.nodes_to_load or ()):
+            for step in transfer.nodes_to_load or ():
                 rows = transfer.device_indices[start : start + len(step.key)].copy()
                 assert step.value is not None
                 self.allocator.map_swa(step.value, rows)
                 self.put_on_device(step, rows)
                 start += len(rows)
 
-    def archive_transfer(self, node: UnifiedNode, keys: list[str]) -> PoolTransfer:
+    def archive_transfer(self, node: TreeNode, keys: list[str]) -> PoolTransfer:
         rows = self.data(node).host_value
         return PoolTransfer(self.pool, host_indices=rows, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
-    def prefetch_transfer(self, anchor: UnifiedNode, num_pages: int) -> PoolTransfer | None:
+    def prefetch_transfer(self, start_node: TreeNode, num_pages: int) -> PoolTransfer | None:
         """What less than a window lacks, the anchor must have."""
-        above = (self.data(step) for step in self._window_above(anchor))
+        above = (self.data(step) for step in self._window_above(start_node))
         if any(data.value is None and data.host_value is None for data in above):
             return None
         num_keys = min(num_pages, self.window_pages)
         return PoolTransfer(self.pool, keys=[""] * num_keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
-    def commit_prefetch(self, end: UnifiedNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
+    def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
         """All pages of the window that lie behind the anchor, or none: they fill tombstones from the end upward."""
         assert fetched.host_indices is not None
         behind = takewhile(lambda step: step is not operation.anchor, self._window_above(end))
@@ -283,9 +279,9 @@ class SWAComponent(AuxiliaryComponent):
             self._fill_on_host(node, rows[-taken:])
             rows = rows[:-taken]
             assert node.parent is not None
-            node = unified(node.parent)
+            node = node.parent
 
-    def _fill_on_host(self, node: UnifiedNode, rows: IndexArray) -> None:
+    def _fill_on_host(self, node: TreeNode, rows: IndexArray) -> None:
         """Rows for the last units of a node."""
         if self.data(node).host_value is not None or node.host_value is None:
             self.entry.host_pool.free(rows)
@@ -293,4 +289,4 @@ class SWAComponent(AuxiliaryComponent):
         if len(rows) < len(node.key):
             self.tree.split(node, len(node.key) - len(rows))
         self.put_on_host(node, rows.copy())
-        self.tell_of_host(node)
+        self.record_on_host(node)

@@ -1,0 +1,717 @@
+"""TreeCache: a prefix cache put together of one radix tree, kinds of state, and the tiers that it has.
+
+    TreeCache ── tree        keys, nodes, splits, locks, orders of eviction
+              ├─ components  recurrent states, sliding windows: what each kind needs
+              ├─ device      rows on the device
+              ├─ host        None, or copies on the host: backups, load-backs
+              └─ store       None, or an attached store: archives, prefetches
+
+The classes of caches choose components, tiers and rules: `radix.py`, `hiradix.py`, `mamba.py`, `himamba.py`,
+`unified.py`. A scheduler may make the same calls whichever tiers there are: without a tier its calls have no effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Protocol, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_cache.base import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    Request,
+)
+from engine_cache.checks import check_component, check_host_rows, check_host_tier, check_tree
+from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.components.mamba import MambaComponent
+from engine_cache.components.match import MatchedPath, num_accepted
+from engine_cache.errors import CacheStateError
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.req_to_token import ReqToTokenPool
+from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
+from engine_cache.requests import Requests
+from engine_cache.rules import Rules
+from engine_cache.storage.base import HiCacheStorage, PoolName
+from engine_cache.storage_io import StorageIO
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
+from engine_cache.tiers.backup import BackupOperation
+from engine_cache.tiers.device import DeviceTier
+from engine_cache.tiers.host import HostTier
+from engine_cache.tiers.storage import StorageTier
+from engine_cache.transfer import HiCacheController
+from engine_cache.tree.events import EventRecorder, KVCacheEventMixin
+from engine_cache.tree.eviction import EvictionQueue, find_policy
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode, compute_node_hash_values
+from engine_cache.tree.tree import RadixTree
+from engine_cache.types import IndexArray, no_indices
+from kv_events.errors import InvalidValueError
+from kv_events.hashing import namespace_seed
+from kv_events.schema import BlockStored
+
+log = logging.getLogger(__name__)
+
+_MOST_LOADED_NOTES = 4_096
+
+
+class CacheOptions(TypedDict, total=False):
+    """Options of every cache, as in `TreeCache`."""
+
+    req_to_token_pool: ReqToTokenPool | None
+    enable_kv_cache_events: bool
+    emit_group_events: bool
+    is_eagle: bool
+    disable: bool
+    seed_of_extra_key: Callable[[str], int]
+
+
+class RadixOptions(CacheOptions, total=False):
+    """Options of caches whose order of eviction can be chosen."""
+
+    eviction_policy: str
+
+
+class Evictor(Protocol):
+    """The tier that decides what becomes of a leaf of the device."""
+
+    def evict_leaves(self, num_units: int) -> None: ...
+    def evict_leaf(self, leaf: TreeNode) -> None: ...
+
+
+def salted_seed(extra_key: str) -> int:
+    """The default `seed_of_extra_key`: the namespace is a cache salt."""
+    return namespace_seed(cache_salt=extra_key)
+
+
+class TreeCache(KVCacheEventMixin, BasePrefixCache):
+    """What all caches share.
+
+    page_size: units a page. allocator: takes back the rows of evicted and duplicate pages; None leaves them to the
+    caller. components: the kinds of state besides Full KV, which belong to this cache from now on. rules: how caches of
+    its class behave. req_to_token_pool: rows of running requests, for `cache_unfinished_req` and `cache_finished_req`.
+    eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are taken as bigrams. disable: nothing is cached and
+    every answer is empty. seed_of_extra_key: seed of a namespace's local hashes. enable_kv_cache_events: record what
+    `take_events` returns. emit_group_events: record what `take_group_events` returns.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator | None,
+        components: Sequence[AuxiliaryComponent] = (),
+        rules: Rules,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        eviction_policy: str = "lru",
+        enable_kv_cache_events: bool = False,
+        emit_group_events: bool = False,
+        is_eagle: bool = False,
+        disable: bool = False,
+        seed_of_extra_key: Callable[[str], int] = salted_seed,
+    ) -> None:
+        if page_size < 1:
+            raise InvalidValueError("page_size", page_size, "a positive integer")
+        if allocator is not None and allocator.page_size != page_size:
+            raise InvalidValueError("page_size", page_size, f"the allocator's, {allocator.page_size}")
+        if emit_group_events and not enable_kv_cache_events:
+            raise InvalidValueError("emit_group_events", True, "False without enable_kv_cache_events")
+        self.page_size = page_size
+        self.allocator = allocator.full if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
+        """Owner of the rows of Full KV."""
+        self.req_to_token_pool = req_to_token_pool
+        self.is_eagle = is_eagle
+        self.disable = disable
+        self.rules = rules
+        self.auxiliaries = tuple(components)
+        """The kinds of state besides Full KV."""
+        self.event_groups = tuple(component.event_group for component in components)
+        self.events = EventRecorder(
+            page_size,
+            enabled=enable_kv_cache_events,
+            groups=self.event_groups if emit_group_events else (),
+            seed_of_extra_key=seed_of_extra_key,
+        )
+        self.tree = RadixTree(
+            page_size,
+            find_policy(eviction_policy),
+            is_eagle=is_eagle,
+            has_states=bool(components),
+            split_copies_hits=rules.split_copies_hits,
+        )
+        for component in components:
+            component.attach(self.tree, self.events)
+        self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, rules)
+        self.host: HostTier | None = None
+        """None: the device is the only tier."""
+        self.store: StorageTier | None = None
+        """None: no store is attached."""
+        self.states = next((each for each in components if isinstance(each, MambaComponent)), None)
+        """None: the model has no recurrent layers."""
+        self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
+        self._evictor: Evictor = self.device
+        self._num_skipped_archives = 0  # of stores that were detached
+        self._requests = Requests(self, self.device, self.states)
+        self.events.all_cleared()
+
+    def _add_host_tier(
+        self,
+        controller: HiCacheController,
+        write_policy: str,
+        load_back_threshold: int,
+    ) -> None:
+        """Put a host tier behind the device, before anything is cached. Raises as `HostTier` does, and
+        InvalidValueError for a controller that does not know a component by its own allocator."""
+        for component in self.auxiliaries:
+            entry = controller.entry(component.pool)
+            if entry.device_allocator is not component.device_allocator:
+                raise InvalidValueError("device_allocator", entry.device_allocator, f"that of {component.pool.value}")
+        assert self.allocator is not None
+        host = HostTier(self.device, controller, self.allocator, write_policy, load_back_threshold)
+        self.host = self._evictor = host
+        for component in self.auxiliaries:
+            component.entry = controller.entry(component.pool)
+            component.entry.host_evict_fn = partial(host.leaves.evict_component, component)
+            component.entry.device_evict_fn = partial(self.evict_component, component)
+
+    def reset(self) -> None:
+        if self.host is not None:
+            self.host.clear()
+        if self.store is not None:
+            self.store.clear()
+        for component in self.auxiliaries:
+            component.clear()
+        self.prefetch_loaded_tokens_by_reqid.clear()
+        self.tree.clear()
+        self.events.all_cleared()
+
+    def evictable_size(self) -> int:
+        return self.tree.evictable_size
+
+    def protected_size(self) -> int:
+        return self.tree.protected_size
+
+    @property
+    def evictable_leaves(self) -> EvictionQueue:
+        """Leaves of the device that may be evicted."""
+        return self.tree.device_leaves
+
+    @property
+    def evictable_host_leaves(self) -> EvictionQueue:
+        """Leaves of the host that may be evicted."""
+        return self.tree.host_leaves
+
+    def check(self, request_indices: IndexArray | None = None, request_slots: IndexArray | None = None) -> None:
+        """Recount every invariant of tree, components, tiers and pools. Exact between two operations, except for
+        prefetches that another thread is working on. Raises CacheStateError with both figures of the first that fails.
+
+        request_indices, request_slots: rows, and slots of states, that running requests own besides the tree's. If
+        given, they and the tree's must add up to those of the allocators.
+        """
+        check_tree(self.tree, self.allocator, request_indices)
+        for component in self.auxiliaries:
+            check_component(component, self.tree, request_indices, request_slots)
+        if self.host is not None:
+            check_host_tier(self.host, self.store)
+            for component in self.auxiliaries:
+                check_host_rows(component, self.host, self.store)
+
+    # --- match and insert -------------------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest prefix at whose end every kind of state has what it needs, on any tier (`best_match_node`). Nodes
+        up to it have been used now.
+
+        With `cow_mamba`, raises PoolExhaustedError if the request has no slot and none can be freed for it.
+        """
+        if params.cow_mamba and params.req is None:
+            raise InvalidValueError("req", None, "the request that takes the state, with cow_mamba")
+        nodes, _ = self.tree.descend(self.whole_pages(params.key))
+        path = self._matched(nodes)
+        best = path.nodes[: path.num_best]
+        self.tree.touch(best)
+        rows = [node.value for node in best[: path.num_device] if node.value is not None]
+        device_node = best[path.num_device - 1] if path.num_device else self.tree.root
+        best_node = best[-1] if best else self.tree.root
+        if self.host is not None and self.rules.match_ends_on_host:
+            while best_node.host_value is None and best_node.parent is not None:
+                best_node = best_node.parent
+        units = sum(len(node.key) for node in best[path.num_device :])
+        device_rows = np.concatenate(rows) if rows else no_indices()
+        result = MatchResult(device_rows, device_node, best_node, best_node, units)
+        return self._match_states(result, path, params) if self.auxiliaries else result
+
+    def _matched(self, nodes: list[TreeNode]) -> MatchedPath:
+        """How far a path can be used, on any tier and on the device."""
+        if self.host is not None:
+            nodes = list(takewhile(lambda node: node.value is not None or node.host_value is not None, nodes))
+        num_best = len(nodes)
+        if self.auxiliaries:
+            on_device_only = self.host is None
+            num_best = num_accepted(nodes, [each.create_match_validator(on_device_only) for each in self.auxiliaries])
+        if self.host is None:
+            return MatchedPath(nodes, num_best, num_best)
+        if self.auxiliaries and self.rules.device_match_needs_states:
+            on_device = [each.create_match_validator(match_device_only=True) for each in self.auxiliaries]
+            return MatchedPath(nodes, num_best, num_accepted(nodes, on_device))
+        num_device = num_best
+        while num_device and nodes[num_device - 1].value is None:
+            num_device -= 1
+        return MatchedPath(nodes, num_best, num_device)
+
+    def _match_states(self, result: MatchResult, path: MatchedPath, params: MatchPrefixParams) -> MatchResult:
+        for component in self.auxiliaries:
+            result = component.finalize_match_result(result, path)
+        req, states = params.req, self.states
+        if states is not None:
+            if self.host is None or not self.rules.device_match_needs_states:
+                cached = sum(len(node.key) for node in path.nodes if node.value is not None)
+                usable = sum(len(node.key) for node in path.nodes[: path.num_best])
+                result = result._replace(mamba_branching_seqlen=states.branching_seqlen(cached, usable))
+            if params.cow_mamba and req is not None:
+                best = path.nodes[path.num_best - 1] if path.num_best else self.tree.root
+                needed = {best, result.last_device_node} if self.rules.device_match_needs_states else {best}
+                self._requests.copy_on_write(req, states.data(best).value, list(needed))
+        if req is not None:
+            req.swa_host_hit_length = result.swa_host_hit_length
+            req.mamba_host_hit_length = result.mamba_host_hit_length
+        return result
+
+    def whole_pages(self, key: RadixKey) -> RadixKey:
+        """The key as this cache takes it, cut to whole pages. Empty if the cache is disabled. Raises TransferError
+        after a load that failed."""
+        return self._whole_pages(key, None)[0]
+
+    def _whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
+        if self.host is not None:
+            self.host.controller.require_loads()
+        key, value = self.tree.whole_pages(key, value)
+        return key[:0] if self.disable else key, value
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Take over the rows of those pages that are not on the device yet, and what the components can use of the
+        rest. Evicted nodes on the path take over their rows, too.
+
+        Raises InvalidValueError unless there is a row for each unit, and what each component needs; with recurrent
+        states the key must be whole pages.
+        """
+        nothing = InsertResult(0, mamba_exist=self.rules.frees_duplicates)
+        if self.disable:
+            return nothing
+        key, value = self._whole_pages(params.key, params.value)
+        if value is None and not self.rules.frees_duplicates:
+            value = key.raw.astype(np.int64)
+        if value is None or (self.states is not None and len(value) != len(key)):
+            rows = 0 if value is None else len(value)
+            raise InvalidValueError("value", f"{rows} rows", f"one for each of {len(key)} units in whole pages")
+        if not len(key):
+            return nothing
+        if self.auxiliaries:
+            value = value[: len(key)]
+            params = params._replace(key=key, value=value)
+            for component in self.auxiliaries:
+                component.check_insert(params)
+        return self._insert(key, value, params)
+
+    def _insert(self, key: RadixKey, value: IndexArray, params: InsertParams) -> InsertResult:
+        if self.auxiliaries:
+            path, matched = self.tree.descend(key, self._touch_on_insert)
+        else:
+            path, matched = self.tree.descend(key)
+            self.tree.touch(path)
+        for node in path:  # before a component splits one, of which both parts are used
+            self._use(node, params)
+        prefix_len = self._insert_overlap(path, value, params)
+        if matched == len(key):
+            is_taken = self._finish_insert(path[-1], params)
+        elif any(each.should_skip_leaf_creation(len(key), params) for each in self.auxiliaries):
+            self.device.free(value[max(matched, params.prev_prefix_len) :])
+            key, is_taken = key[:matched], False
+        else:
+            path.append(self._add_leaf(path, key, value, matched, params))
+            is_taken = self._finish_insert(path[-1], params)
+        if self.host is not None and path and not params.chunked:
+            # last, because a backup copies what is there
+            for node in reversed(self.tree.path_to_root(path[-1])):
+                self.host.backups.back_up_if_due(node)
+        return InsertResult(prefix_len, len(key), mamba_exist=not is_taken)
+
+    def _touch_on_insert(self, node: TreeNode) -> None:
+        self.tree.touch_kv([node])
+        for component in self.auxiliaries:
+            component.touched_on_insert(node)
+
+    def _use(self, node: TreeNode, params: InsertParams) -> None:
+        """An insert uses the node."""
+        node.priority = max(node.priority, params.priority)
+        if params.chunked or (node.value is None and not self.rules.counts_hits_of_evicted_nodes):
+            return
+        if self.host is None or self.host.backups.counts_hits:
+            node.hit_count += 1
+
+    def _insert_overlap(self, path: list[TreeNode], value: IndexArray, params: InsertParams) -> int:
+        """Nodes on the device keep their rows, the others take over theirs. Returns `prefix_len` of the insert."""
+        start = prefix_len = 0
+        for node in path:
+            end = start + len(node.key)
+            if node.value is None:
+                self.device.put(node, value[start:end])
+                for component in self.auxiliaries:
+                    component.recover_after_unevict(node, start, params)
+                prefix_len += (end - start) * self.rules.counts_evicted_overlap
+            else:
+                for component in self.auxiliaries:
+                    component.update_on_overlap(node, start, value[start:end], params)
+                if self.rules.frees_duplicates:
+                    self.device.free(value[max(start, params.prev_prefix_len) : end])
+                prefix_len += end - start
+            start = end
+        return prefix_len
+
+    def _add_leaf(
+        self, path: list[TreeNode], key: RadixKey, value: IndexArray, start: int, params: InsertParams
+    ) -> TreeNode:
+        parent = path[-1] if path else self.tree.root
+        leaf = self.device.add_leaf(parent, key, value, start, params.priority)
+        for component in self.auxiliaries:
+            component.recover_after_unevict(leaf, start, params)
+        self._use(leaf, params)  # a node that a component has split off above it begins without a hit
+        return leaf
+
+    def _finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
+        taken = [component.finish_insert(end, params) for component in self.auxiliaries]
+        return all(taken)
+
+    # --- eviction and locks -----------------------------------------------------------------------------------------
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free at least `num_tokens` units of KV, and as many rows of the other kinds as wanted, as far as unlocked
+        nodes hold them. Counts include what leaves with a node."""
+        full, before = self.tree.evictable_size, [each.device_size for each in self.auxiliaries]
+        self._evictor.evict_leaves(params.num_tokens)
+        freed = {}
+        for component, size in zip(self.auxiliaries, before, strict=True):
+            wanted = params.mamba_num if component.pool is PoolName.MAMBA else params.swa_num_tokens
+            self.evict_component(component, wanted - (size - component.device_size) * self.rules.shares_eviction)
+        for component, size in zip(self.auxiliaries, before, strict=True):
+            freed[component.pool] = size - component.device_size
+        return EvictResult(full - self.tree.evictable_size, freed.get(PoolName.MAMBA, 0), freed.get(PoolName.SWA, 0))
+
+    def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
+        """Free so many device rows of one kind, least recently used first. Returns their number. A leaf loses all it
+        has; another node loses this kind and those that cannot be used without it, which is not an event."""
+        before = component.device_size
+        self.device.evict_component(component, num_rows, self._evictor.evict_leaf)
+        return before - component.device_size
+
+    def evict_mamba(self, mamba_num: int) -> EvictResult:
+        """Free so many recurrent states of the device, least recently used first."""
+        return self.evict(EvictParams(0, mamba_num=mamba_num))
+
+    def mamba_evictable_size(self) -> int:
+        """Recurrent states on the device that eviction could free."""
+        return 0 if self.states is None else self.states.evictable_size
+
+    def mamba_protected_size(self) -> int:
+        """Recurrent states on the device that locks hold."""
+        return 0 if self.states is None else self.states.protected_size
+
+    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
+        """Forbid eviction of the KV of the node and its ancestors, and of the states that a request needs that
+        continues from the node. The result names the node to unlock. Raises CacheStateError for a node of another tree.
+        """
+        return IncLockRefResult(0, node) if self.disable else self.device.lock(node)
+
+    def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """Undo one `inc_lock_ref`. node, params: `node` and `to_dec_params()` of its result; caches with one kind of
+        lock need no params. Raises CacheStateError if there is no lock, and for a node of another tree, and
+        InvalidValueError without params where they are needed."""
+        if self.disable:
+            return DecLockRefResult(0)
+        return self.device.unlock(node, None if params is None else params.tickets)
+
+    def release(self, lock: IncLockRefResult) -> DecLockRefResult:
+        """Undo the `inc_lock_ref` that returned `lock`."""
+        return self.dec_lock_ref(lock.node, lock.to_dec_params())
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
+        self._requests.unfinished(req, chunked=chunked)
+
+    def cache_finished_req(self, req: Request, *, is_insert: bool = True) -> None:
+        self._requests.finished(req, is_insert=is_insert)
+
+    # --- host tier --------------------------------------------------------------------------------------------------
+
+    @property
+    def cache_controller(self) -> HiCacheController | None:
+        """Moves the data between the tiers. None: there is no host tier."""
+        return None if self.host is None else self.host.controller
+
+    @property
+    def controller(self) -> HiCacheController:
+        """The same, of a cache with a host tier. Raises CacheStateError if it has none."""
+        if self.host is None:
+            raise CacheStateError("this cache has no host tier")
+        return self.host.controller
+
+    @property
+    def write_policy(self) -> str:
+        """When nodes are backed up."""
+        return "write_through" if self.host is None else self.host.backups.write_policy
+
+    @property
+    def load_back_threshold(self) -> int:
+        """Units of KV below which nothing is loaded back."""
+        return 0 if self.host is None else self.host.loads.threshold
+
+    @property
+    def ongoing_write_through(self) -> Mapping[int, BackupOperation]:
+        """Backups that have not been acknowledged."""
+        return {} if self.host is None else self.host.backups.ongoing
+
+    @property
+    def ongoing_load_back(self) -> Mapping[int, TreeNode]:
+        """Nodes whose load has not been acknowledged."""
+        return {} if self.host is None else self.host.loads.ongoing
+
+    @property
+    def num_failed_backups(self) -> int:
+        """Copies to the host that failed twice, since the cache was made."""
+        return 0 if self.host is None else self.host.backups.num_failed
+
+    @property
+    def num_refused_backups(self) -> int:
+        """Copies to the host for which it had no room, since the cache was made."""
+        return 0 if self.host is None else self.host.backups.num_refused
+
+    def check_hicache_events(self) -> None:
+        """Process whatever has ended: backups, loads, then what the storage side has finished."""
+        self.writing_check()
+        self.loading_check()
+        self.check_storage_events()
+
+    def writing_check(self, write_back: bool = False) -> None:
+        """Process the backups that have ended, oldest first. write_back: wait for all of them."""
+        if self.host is not None:
+            self.host.backups.writing_check(write_back)
+
+    def flush_write_through_acks(self) -> None:
+        """`writing_check` without waiting."""
+        self.writing_check()
+
+    def loading_check(self) -> None:
+        """Unlock the nodes whose load has ended. Raises TransferError if one failed: the cache must be reset."""
+        if self.host is not None:
+            self.host.loads.loading_check()
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the loads that were queued. Returns the number to wait for layers with, -1 if there are none."""
+        return -1 if self.host is None else self.host.controller.start_loading()
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        """Start to copy a node of the device to the host. Returns its units, or 0: there is no room, or its parent has
+        no host copy. Its pages stay locked until `writing_check`, except for a write-back."""
+        return 0 if self.host is None else self.host.backups.write(node, write_back)
+
+    def evict_host(self, num_tokens: int) -> int:
+        """Delete nodes that are on the host alone until `num_tokens` units of host rows are free or none is left.
+        Returns the units."""
+        return 0 if self.host is None else self.host.leaves.evict(num_tokens)
+
+    def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
+        """Give an evicted node, and its evicted ancestors, device rows, which are filled after
+        `ready_to_load_host_cache`. Returns the rows, root side first. None: nothing is loaded, because it is too
+        little, more than `mem_quota` units, or there is no room."""
+        return None if self.host is None else self.host.loads.load(node, mem_quota, req)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
+        """Load a match back if that is worth it. Returns the rows that KV got, and the deepest node of the match from
+        which the request can continue now; if the match was deleted meanwhile, of what remains of it. With recurrent
+        states `device_indices` may reach beyond that node: the request keeps those up to it. Raises CacheStateError for
+        a node of another tree, or from before a reset, and PoolExhaustedError without a slot for the state that the
+        request starts from."""
+        node, states = params.best_match_node, self.states
+        lacking = node if states is None else states.data(node)
+        if lacking.value is None and lacking.host_value is not None:
+            rows = self.load_back(node, params.mem_quota, params.req)
+            if rows is not None:
+                return rows, node
+        while not self._can_continue_from(node):
+            above = node.parent or node.former_parent
+            assert above is not None
+            node = above
+        self.tree.path_to_root(node)
+        if params.req is not None and states is not None:
+            self._requests.copy_on_write(params.req, states.data(node).value, [node])
+        return no_indices(), node
+
+    def _can_continue_from(self, node: TreeNode) -> bool:
+        """Whether the node is in the tree, with all that a request needs on the device."""
+        has_state = node is self.tree.root or self.states is None or self.states.data(node).value is not None
+        return has_state and node.former_parent is None and node.value is not None
+
+    # --- storage tier -----------------------------------------------------------------------------------------------
+
+    @property
+    def storage(self) -> StorageIO | None:
+        """The I/O side of the attached store. None: no store is attached."""
+        return None if self.store is None else self.store.io
+
+    @property
+    def ongoing_prefetch(self) -> Mapping[str, PrefetchOperation]:
+        """Prefetches that have not been taken over, by request."""
+        return {} if self.store is None else self.store.ongoing_prefetches
+
+    @property
+    def ongoing_backup(self) -> Mapping[ArchiveOperation, TreeNode]:
+        """Archives that have not been acknowledged."""
+        return {} if self.store is None else self.store.ongoing_archives
+
+    @property
+    def prefetch_tokens_occupied(self) -> int:
+        """Units on the host that belong to prefetches."""
+        return 0 if self.store is None else self.store.prefetch_tokens_occupied
+
+    @property
+    def archive_tokens_occupied(self) -> int:
+        """Units on the host that have to stay there until they are archived."""
+        return 0 if self.store is None else self.store.archive_tokens_occupied
+
+    @property
+    def num_skipped_archives(self) -> int:
+        """Nodes that were not archived because too much of the host was waiting for that, since the cache was made."""
+        return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
+
+    def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
+        """Put a store behind an idle cache. Returns whether it is attached now, and a message. A store that is attached
+        takes the new policy; another one is refused. policy: by default that of an attached store, else
+        `StoragePolicy()`."""
+        if self.host is None:
+            return False, "there is no host tier for a store to stand behind"
+        storage = self.storage
+        if storage is not None and storage.backend is not backend:
+            return False, "another store is attached, detach it first"
+        if storage is not None:
+            if policy is None:
+                return True, "attached already"
+            storage.policy = policy
+            return True, "attached already, policy updated"
+        try:
+            self.attach_store(backend, policy)
+        except Exception as error:  # stores may be of any kind, and the cache works without one
+            log.exception("the store does not take the pools")
+            return False, f"the store does not take the pools: {error}"
+        return True, "attached"
+
+    def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
+        """Put a store behind a cache that has none. Raises InvalidValueError for a cache without a host tier or with a
+        store, and as `StorageTier` does."""
+        if self.host is None:
+            raise InvalidValueError("store", type(backend).__name__, "a cache with a host tier for it to stand behind")
+        if self.store is not None:
+            raise InvalidValueError("store", type(backend).__name__, "a cache without one")
+        self.store = StorageTier(self.host, backend, policy or StoragePolicy())
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Abort what runs against the store, wait for it and release the store, which stays open for another cache.
+        Returns whether that worked, and a message."""
+        if self.store is None:
+            return True, "no store is attached"
+        failure = self.store.detach()
+        if failure is not None:
+            return False, failure
+        self._num_skipped_archives += self.store.num_skipped_archives
+        self.store = None
+        return True, "detached"
+
+    def clear_storage_backend(self) -> None:
+        """Remove every page that this model and rank has in the store."""
+        if self.store is not None:
+            self.store.clear_store()
+
+    def check_storage_events(self) -> None:
+        """Process what the storage side has finished: revoked prefetches, archives, rows that nobody needs, and pages
+        that the store has lost."""
+        if self.store is not None:
+            self.store.check_events()
+
+    def iter_announced(self) -> Iterator[tuple[str, BlockStored]]:
+        """Storage key and event of every page that events report in the store."""
+        return iter(()) if self.store is None else self.store.announced()
+
+    def prefetch_from_storage(
+        self,
+        req_id: str,
+        last_host_node: TreeNode,
+        new_input_tokens: Sequence[int] | npt.NDArray[np.integer],
+        last_hash: str | None = None,
+        extra_key: str | None = None,
+    ) -> None:
+        """Begin to fetch the pages of `new_input_tokens`, which start where the prefix of `last_host_node` ends.
+
+        last_host_node: as a match returned it. extra_key: the namespace, if the node is the root. last_hash: the node's
+        last block hash, computed by default. Nothing is begun, and nothing reported, without a store, for too few
+        units, over the rate limit, without room on the host, and if the node has lost its host copy since the match.
+        Raises InvalidValueError for a request that has a prefetch already, and for an extra_key or a last_hash that is
+        not the node's.
+        """
+        if req_id in self.ongoing_prefetch:
+            raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
+        is_root = last_host_node is self.tree.root
+        namespace = extra_key if is_root else last_host_node.key.extra_key
+        if extra_key is not None and extra_key != namespace:
+            raise InvalidValueError("extra_key", extra_key, f"that of node {last_host_node.id}, {namespace!r}")
+        if self.store is None or (last_host_node.host_value is None and not is_root):
+            return
+        key = self.whole_pages(RadixKey(new_input_tokens, namespace))
+        if self.store.can_prefetch(len(key)):
+            self.store.prefetch(req_id, last_host_node, key, self._last_hash(last_host_node, last_hash))
+
+    def _last_hash(self, node: TreeNode, given: str | None) -> str | None:
+        hashes = compute_node_hash_values(node, self.page_size) if node is not self.tree.root else []
+        last_hash = hashes[-1] if hashes else None
+        if given is not None and given != last_hash:
+            raise InvalidValueError("last_hash", given, f"that of node {node.id}, {last_hash}")
+        return last_hash
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        """Whether the request need not wait any more. The first time that is so, the pages that have arrived are put
+        into the tree."""
+        if self.store is None or req_id not in self.store.ongoing_prefetches:
+            return True
+        loaded = self.store.finish_prefetch(req_id)
+        if loaded is None:
+            return False
+        noted = self.prefetch_loaded_tokens_by_reqid
+        noted.pop(req_id, None)
+        if loaded > 0:
+            noted[req_id] = loaded
+        if len(noted) > _MOST_LOADED_NOTES:  # not every engine asks
+            del noted[next(iter(noted))]
+        return True
+
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        """Units that a prefetch has added to the tree. Reported once; 0 for a request without one, and after 4,096
+        newer prefetches."""
+        return self.prefetch_loaded_tokens_by_reqid.pop(req_id, 0)
+
+    def release_aborted_request(self, req_id: str) -> None:
+        """Give up the prefetch of a request that will not run, if it has one."""
+        self.prefetch_loaded_tokens_by_reqid.pop(req_id, None)
+        if self.store is not None:
+            self.store.abort_prefetch(req_id)

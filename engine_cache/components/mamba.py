@@ -1,0 +1,216 @@
+"""Recurrent states: one slot a node, valid exactly at the end of the node, so a split leaves the state below."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from engine_cache.base import InsertParams, MatchResult, Request
+from engine_cache.components.component import AuxiliaryComponent, LockTicket
+from engine_cache.components.loading_slots import LoadingSlots
+from engine_cache.components.match import MatchedPath, MatchValidator
+from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
+from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
+from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.tree.events import LAST_PAGE, EventRecorder
+from engine_cache.tree.node import ComponentType, TreeNode
+from engine_cache.tree.tree import RadixTree
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+from kv_events.streams import MAMBA_GROUP
+
+_LOCKED: LockTicket = 1
+
+
+class StatePool(Protocol):
+    """Where the recurrent states lie."""
+
+    def copy_from(self, src: IndexArray, dst: IndexArray) -> None:
+        """Copy the states of the slots `src` to the slots `dst`, in all layers."""
+
+
+class MambaComponent(AuxiliaryComponent):
+    """Recurrent states.
+
+    allocator: owner of the slots. state_pool: the states, which are copied when a running request shares its own; with
+    None only slots move. chunk_size: tokens between the points at which an engine can save a state.
+    enable_extra_buffer: requests track the state at a page's end besides the running one. Page sizes above 1 and bigram
+    keys need it: otherwise `attach` raises InvalidValueError.
+    """
+
+    kind: ClassVar[ComponentType] = ComponentType.MAMBA
+    pool: ClassVar[PoolName] = PoolName.MAMBA
+    eviction_priority: ClassVar[int] = 0
+    pages_told: ClassVar[slice] = LAST_PAGE
+    event_group = MAMBA_GROUP
+
+    def __init__(
+        self,
+        allocator: MambaSlotAllocator,
+        *,
+        state_pool: StatePool | None = None,
+        chunk_size: int = 64,
+        enable_extra_buffer: bool = False,
+    ) -> None:
+        if chunk_size < 1:
+            raise InvalidValueError("chunk_size", chunk_size, "a positive integer")
+        self.allocator = allocator
+        self.state_pool = state_pool
+        self.chunk_size = chunk_size
+        self.enable_extra_buffer = enable_extra_buffer
+
+    def attach(self, tree: RadixTree, events: EventRecorder) -> None:
+        if not self.enable_extra_buffer and tree.page_size != 1:
+            raise InvalidValueError("page_size", tree.page_size, "1 without enable_extra_buffer")
+        if not self.enable_extra_buffer and tree.is_eagle:
+            raise InvalidValueError("is_eagle", True, "False without enable_extra_buffer")
+        super().attach(tree, events)
+
+    def clear(self) -> None:
+        super().clear()
+        self.loading_slots = LoadingSlots()
+        self._loading: set[int] = set()  # loads of states that have not ended
+
+    @property
+    def device_allocator(self) -> PagedTokenToKVPoolAllocator:
+        return self.allocator
+
+    # --- match ------------------------------------------------------------------------------------------------------
+
+    def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
+        def accepts(node: TreeNode) -> bool:
+            data = self.data(node)
+            return data.value is not None or (data.host_value is not None and not match_device_only)
+
+        return accepts
+
+    def finalize_match_result(self, result: MatchResult, path: MatchedPath) -> MatchResult:
+        if not path.num_best:
+            return result
+        best = self.data(path.nodes[path.num_best - 1])
+        return result._replace(mamba_host_hit_length=int(best.value is None and best.host_value is not None))
+
+    def branching_seqlen(self, cached: int, usable: int) -> int | None:
+        """Where a state would help: the last chunk boundary among `cached` units of KV, of which `usable` can be
+        matched. None: nowhere."""
+        return None if cached <= usable else cached // self.chunk_size * self.chunk_size or None
+
+    # --- where data are ---------------------------------------------------------------------------------------------
+
+    def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
+        self.allocator.free(rows)
+
+    def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
+        """The state stays with the lower part."""
+
+    # --- locks ------------------------------------------------------------------------------------------------------
+
+    def acquire(self, node: TreeNode) -> LockTicket | None:
+        if self.data(node).value is None:
+            return None
+        self.lock(node)
+        return _LOCKED
+
+    def release(self, node: TreeNode, ticket: LockTicket) -> None:
+        self.unlock(node)
+
+    def acquire_host(self, node: TreeNode) -> LockTicket | None:
+        if self.data(node).host_value is None:
+            return None
+        self.lock_host(node)
+        return _LOCKED
+
+    def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
+        self.unlock_host(node)
+
+    # --- insert -----------------------------------------------------------------------------------------------------
+
+    def check_insert(self, params: InsertParams) -> None:
+        if params.mamba_value is None or len(params.mamba_value) != 1:
+            raise InvalidValueError("mamba_value", params.mamba_value, "one slot")
+
+    def finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
+        if self.data(end).value is not None:
+            return False
+        assert params.mamba_value is not None
+        self.put_on_device(end, params.mamba_value.astype(np.int64))
+        return True
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def needed_nodes(self, node: TreeNode) -> list[TreeNode]:
+        return [node]
+
+    def load_transfers(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
+        """The state goes to a slot of the tree and, with a request, also to one of the request's own."""
+        data = self.data(node)
+        if data.value is not None or data.host_value is None:
+            return []
+        transfers = [PoolTransfer(self.pool, host_indices=data.host_value, nodes_to_load=[node])]
+        if req is not None:
+            transfers.append(PoolTransfer(self.pool, host_indices=data.host_value, device_indices=req.mamba_pool_idx))
+        return transfers
+
+    def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:
+        if not transfers:
+            return
+        slots = [transfer.device_indices for transfer in transfers]
+        assert slots[0] is not None
+        self.put_on_device(node, slots[0])
+        self.lock_host(node)  # until `end_load`
+        self._loading.add(ack_id)
+        if req is not None:
+            assert slots[1] is not None
+            req.mamba_pool_idx, req.mamba_cow_src_index = slots[1], None
+            self.loading_slots.begin(ack_id, slots[1])
+
+    def end_load(self, ack_id: int, node: TreeNode) -> None:
+        if ack_id in self._loading:
+            self._loading.remove(ack_id)
+            self.unlock_host(node)
+        free = self.loading_slots.end(ack_id)
+        if len(free):
+            self.allocator.free(free)
+
+    def archive_transfer(self, node: TreeNode, keys: list[str]) -> PoolTransfer:
+        return _trailing_state(self.data(node).host_value, keys[-1:])
+
+    def prefetch_transfer(self, start_node: TreeNode, num_pages: int) -> PoolTransfer | None:
+        return _trailing_state(None, [""])
+
+    def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
+        is_wanted = end.host_value is not None and self.data(end).host_value is None
+        if is_wanted and operation.extra_pool_hit_pages.get(self.pool):
+            assert fetched.host_indices is not None
+            self.put_on_host(end, fetched.host_indices)
+            self.record_on_host(end)
+            fetched.host_indices = None
+
+
+class NodeStates(MambaComponent):
+    """States of a cache whose locks are released by node alone, without tickets.
+
+    Locks count on tombstones as well, so that unlocking mirrors locking even if a state arrived in between. States
+    on the host have one order of use, whether they are on the device or not.
+    """
+
+    lists_host_copies = True
+
+    def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:
+        super().commit_load(ack_id, node, transfers, req)
+        if transfers:
+            self.tree.touch([node])
+
+    def acquire(self, node: TreeNode) -> LockTicket | None:
+        self.lock(node)
+        return _LOCKED
+
+    def acquire_host(self, node: TreeNode) -> LockTicket | None:
+        self.lock_host(node)
+        return _LOCKED
+
+
+def _trailing_state(slot: IndexArray | None, keys: list[str]) -> PoolTransfer:
+    """The state at the end of a prefix. In a store: the last one of the pages that are there."""
+    return PoolTransfer(PoolName.MAMBA, host_indices=slot, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)

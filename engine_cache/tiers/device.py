@@ -1,0 +1,182 @@
+"""The device tier of a cache: rows that nodes gain and lose on the device, and the locks that keep them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine_cache.base import DecLockRefResult, IncLockRefResult
+from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.errors import CacheStateError
+from engine_cache.rules import Rules
+from engine_cache.tree.events import EventRecorder
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode
+from engine_cache.tree.tree import RadixTree
+from engine_cache.types import IndexArray
+from kv_events.errors import InvalidValueError
+
+
+class RowOwner(Protocol):
+    """The allocator of the device rows of a tree."""
+
+    def free(self, indices: IndexArray) -> None: ...
+
+
+class DeviceTier:
+    """Full KV on the device, together with what the components hold there.
+
+    allocator: takes back the rows. None: they are left to the caller.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        events: EventRecorder,
+        allocator: RowOwner | None,
+        components: Sequence[AuxiliaryComponent],
+        rules: Rules,
+    ) -> None:
+        self.tree = tree
+        self.events = events
+        self.components = components
+        self.rules = rules
+        self._allocator = allocator
+
+    def free(self, rows: IndexArray) -> None:
+        """Return rows to their allocator."""
+        if self._allocator is not None and len(rows):
+            self._allocator.free(rows)
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def add_leaf(self, parent: TreeNode, key: RadixKey, value: IndexArray, start: int, priority: int) -> TreeNode:
+        """A new leaf for `key[start:]`, which takes over the rows `value[start:]`."""
+        rest = key[start:]
+        leaf = self.tree.new_node(rest, value[start : len(key)].astype(np.int64), parent, priority)
+        self.events.store(leaf)  # first, because hashing the pages may fail
+        self.tree.link(leaf)
+        return leaf
+
+    def put(self, node: TreeNode, rows: IndexArray) -> None:
+        """Give an evicted node below one on the device rows of its own."""
+        self.tree.put_on_device(node, rows)
+        self.events.store(node)
+
+    def demote(self, node: TreeNode) -> None:
+        """Evict a node with all it has on the device. It stays on the host."""
+        assert node.value is not None
+        self._free_components(node)
+        self.events.remove(node)
+        self.free(node.value)
+        self.tree.take_off_device(node)
+
+    def delete_leaf(self, leaf: TreeNode) -> TreeNode:
+        """Delete an unlocked leaf that is on the device alone. Returns its parent."""
+        assert leaf.value is not None, f"node {leaf.id} has no device rows"
+        self._free_components(leaf)
+        self.events.remove(leaf)
+        self.free(leaf.value)
+        return self.tree.unlink(leaf)
+
+    def _free_components(self, node: TreeNode) -> None:
+        for component in self.components:  # before KV, whose rows name those of sliding windows
+            component.free_on_device(node)
+
+    # --- eviction ---------------------------------------------------------------------------------------------------
+
+    def evict_leaves(self, num_units: int) -> None:
+        """Delete leaves in the order of the eviction policy until `num_units` are free or no leaf is left."""
+        tree = self.tree
+        before = tree.evictable_size
+        while before - tree.evictable_size < num_units and (leaf := tree.device_leaves.pop()) is not None:
+            self.evict_leaf(leaf)
+
+    def evict_leaf(self, leaf: TreeNode) -> None:
+        """Delete a leaf, and the ancestors that become useless."""
+        node = self.delete_leaf(leaf)
+        while self.is_useless(node):
+            node = self.delete_leaf(node)
+
+    def is_useless(self, node: TreeNode) -> bool:
+        """Whether the node is an unused leaf at which no match can end."""
+        if not self.rules.deletes_tombstone_leaves or node.children:
+            return False
+        is_held = node.lock_ref > 0 or node.host_ref_counter > 0 or node.write_through_pending_id is not None
+        return not is_held and not any(_has_data(component, node) for component in self.components)
+
+    def evict_component(
+        self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None]
+    ) -> None:
+        """Free so many device rows of one kind, least recently used first. A leaf loses everything, by `evict_leaf`;
+        another node loses this kind and those that cannot be used without it, which is not an event."""
+        before = component.device_size
+        node = component.device_lru_list.oldest()
+        while node is not None and before - component.device_size < num_rows:
+            following = component.device_lru_list.newer_than(node)  # remains: other nodes lose no data of this kind
+            if node in self.tree.device_leaves and not (node.children and self.rules.keeps_kv_above_host_children):
+                evict_leaf(node)
+            elif all(each.data(node).lock_ref == 0 for each in self.evicted_with(component)):
+                for each in self.evicted_with(component):
+                    each.free_on_device(node)
+            node = following
+
+    def evicted_with(self, component: AuxiliaryComponent) -> list[AuxiliaryComponent]:
+        """The kinds that an inner node loses together with this one."""
+        return [each for each in self.components if each.eviction_priority <= component.eviction_priority]
+
+    # --- locks ------------------------------------------------------------------------------------------------------
+
+    def lock(self, node: TreeNode) -> IncLockRefResult:
+        """Lock the KV of the node and its ancestors, and the states that a user of the node needs. Raises
+        CacheStateError for a node of another tree."""
+        held = node if node.value is not None else self._first_on_device(node)
+        delta = -self.tree.lock(held)
+        if not self.components or held is self.tree.root:
+            return IncLockRefResult(delta, held)
+        if not self.rules.locks_have_tickets:
+            for component in self.components:
+                component.acquire(held)
+            return IncLockRefResult(delta, held)
+        taken = ((component.kind, component.acquire(node)) for component in self.components)
+        return IncLockRefResult(delta, held, tuple((int(kind), ticket) for kind, ticket in taken if ticket is not None))
+
+    def unlock(self, node: TreeNode, tickets: Sequence[tuple[int, int]] | None) -> DecLockRefResult:
+        """Undo one `lock` of the node. Raises CacheStateError if there is none, and for a node of another tree, and
+        InvalidValueError without the tickets of a lock that has some."""
+        if node.value is None:
+            raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
+        if not self.components or node is self.tree.root:
+            return DecLockRefResult(self.tree.unlock(node))
+        if not self.rules.locks_have_tickets:
+            tickets = [(component.kind, self._node_ticket(component, node)) for component in self.components]
+        elif tickets is None:
+            raise InvalidValueError("params", None, "to_dec_params() of the lock that is released")
+        by_kind = dict(tickets)
+        released = self.tree.unlock(node)
+        for component in self.components:
+            if component.kind in by_kind:
+                component.release(node, by_kind[component.kind])
+        return DecLockRefResult(released)
+
+    def _node_ticket(self, component: AuxiliaryComponent, node: TreeNode) -> int:
+        if component.data(node).lock_ref < 1:
+            raise CacheStateError(f"node {node.id} unlocked with mamba_lock_ref 0, expected at least 1")
+        return 1
+
+    def _first_on_device(self, node: TreeNode) -> TreeNode:
+        if not self.rules.locks_evicted_nodes:
+            raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
+        step = node
+        while step.value is None:
+            if step.parent is None:
+                raise CacheStateError(f"node {node.id} does not hang below a node on the device")
+            step = step.parent
+        return step
+
+
+def _has_data(component: AuxiliaryComponent, node: TreeNode) -> bool:
+    data = component.data(node)
+    return data.value is not None or data.host_value is not None

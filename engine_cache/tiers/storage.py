@@ -1,0 +1,362 @@
+"""The storage tier of a cache: one attached store behind the host.
+
+    on the host ── archive ──> in the store ── prefetch ──> on the host
+
+A node that is acknowledged on the host is archived. The pages of a prompt that waits in the queue can be prefetched:
+those that the store holds become nodes on the host. Everything here runs on the thread that owns the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from engine_cache.base import DecLockRefParams
+from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.components.indexer import indexer_transfers
+from engine_cache.storage.base import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
+from engine_cache.storage.object_names import page_keys
+from engine_cache.storage_io import StorageIO
+from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
+from engine_cache.tiers.host import HostTier
+from engine_cache.tree.key import RadixKey
+from engine_cache.tree.node import TreeNode, compute_node_hash_values
+from engine_cache.types import IndexArray, no_indices
+from kv_events.errors import InvalidValueError
+from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
+
+log = logging.getLogger(__name__)
+
+_DETACH_TIMEOUT_S = 10.0
+_RATE_LIMIT_SHARE = 0.8  # of the rows by which the host is larger than the device
+
+
+class StorageTier:
+    """A store behind the host tier of a cache. Raises what the store raises when it refuses the pools, of which it then
+    knows none, and InvalidValueError for pools without bytes and for a store that another cache has."""
+
+    def __init__(self, host: HostTier, backend: HiCacheStorage, policy: StoragePolicy) -> None:
+        self.ongoing_archives: dict[ArchiveOperation, TreeNode] = {}
+        self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
+        """By request."""
+        self.archive_tokens_occupied = 0
+        """Units on the host that have to stay there until they are archived."""
+        self.prefetch_tokens_occupied = 0
+        """Units on the host that belong to prefetches."""
+        self.num_skipped_archives = 0
+        """Nodes that were not archived because too much of the host was waiting for that."""
+        self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that is in the store
+        self._host_locks: dict[StorageOperation, DecLockRefParams] = {}
+        self._host = host
+        self._leaves = host.leaves
+        self._tree = host.device.tree
+        self._events = host.device.events
+        self._components = host.device.components
+        self._controller = host.controller
+        backend.register_host_pools(_pools_to_store(host, backend))
+        self.io = StorageIO(backend, host.controller, policy)
+        host.backups.archiver = self
+        if self._prefetch_capacity() == 0:
+            sizes = self._controller.kv.host_pool.size, self._controller.kv.device_allocator.size
+            log.warning("nothing can be prefetched: the host has %d rows, the device %d, too few to spare", *sizes)
+
+    def clear(self) -> None:
+        """Forget all operations. The engine has been drained."""
+        self.ongoing_archives.clear()
+        self.ongoing_prefetches.clear()
+        self.archive_tokens_occupied = self.prefetch_tokens_occupied = 0
+        self._announced.clear()
+        self._host_locks.clear()
+        self.io.reset()
+
+    def detach(self) -> str | None:
+        """Abort what runs against the store, wait for it and release the store, which stays open. Returns why that
+        failed, or None."""
+        for req_id in list(self.ongoing_prefetches):
+            self.abort_prefetch(req_id)
+        if not self._controller.engine.drain(_DETACH_TIMEOUT_S):
+            return f"transfers did not end within {_DETACH_TIMEOUT_S:g} s"
+        self.check_events()
+        self._withdraw(list(self._announced))
+        self.io.backend.unregister_host_pools()
+        self._host.backups.archiver = None
+        return None
+
+    def check_events(self) -> None:
+        """Process what the I/O side has finished: revoked prefetches, archives, rows that nobody needs, and pages that
+        the store has lost."""
+        io = self.io
+        while io.revoked:
+            operation = io.revoked.popleft()
+            if self.ongoing_prefetches.get(operation.req_id) is operation:
+                operation.take()
+                self._end_prefetch(operation)
+        while io.archived:
+            self._end_archive(io.archived.popleft())
+        while io.release_queue:
+            self._leaves.free(io.release_queue.popleft())
+        for operation in [operation for operation in io.prefetches if operation.is_over]:
+            io.prefetches.remove(operation)
+            self._free_extras(operation.extras)
+        self._withdraw(self._lost_keys())
+
+    # --- archive ----------------------------------------------------------------------------------------------------
+
+    def archive_node(self, node: TreeNode) -> None:
+        """Archive a node that is on the host, unless too much waits for that already."""
+        assert node.host_value is not None
+        filled = [each for each in self._components if _is_filled(each, node)]
+        extras = [*self._archive_transfers(node, filled), *indexer_transfers(self._controller.group)]
+        operation = ArchiveOperation(node, self._page_keys(node), node.host_value, extras)
+        if self.io.policy.emit_storage_events and self._events.enabled:
+            operation.events = list(self._events.store_events(node, self.io.backend.medium))
+        self._archive(operation)
+
+    def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
+        """Archive data of these kinds that arrived on the host after the node's KV."""
+        self._archive(ArchiveOperation(node, [], no_indices(), self._archive_transfers(node, parts)))
+
+    def _archive_transfers(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> list[PoolTransfer]:
+        if not parts:
+            return []
+        keys = self._page_keys(node)
+        return [component.archive_transfer(node, keys) for component in parts]
+
+    def _page_keys(self, node: TreeNode) -> list[str]:
+        return page_keys(compute_node_hash_values(node, self._tree.page_size), node.key.extra_key)
+
+    def _archive(self, operation: ArchiveOperation) -> None:
+        """Begin. The node stays on the host until the store has answered."""
+        if self.archive_tokens_occupied >= self.io.policy.archive_share * self._controller.kv.host_pool.size:
+            self.num_skipped_archives += 1
+            return
+        with ExitStack() as undo:
+            self._hold(operation, operation.node)
+            undo.callback(self._release, operation, operation.node)
+            self.io.archive(operation)
+            undo.pop_all()
+        self.ongoing_archives[operation] = operation.node
+        operation.num_units = len(operation.node.key)
+        self.archive_tokens_occupied += operation.num_units
+
+    def _end_archive(self, operation: ArchiveOperation) -> None:
+        node = self.ongoing_archives.pop(operation)
+        self.archive_tokens_occupied -= operation.num_units
+        self._release(operation, node)
+        for key, event in zip(operation.keys[: operation.completed_pages], operation.events, strict=False):
+            if key not in self._announced and self._is_held(key):
+                self._announced[key] = event
+                self._events.queue.append(event)
+
+    def _hold(self, operation: StorageOperation, node: TreeNode) -> None:
+        """Protect from eviction what an operation at the node needs on the host."""
+        held = [(each.kind, each.acquire_host(node)) for each in self._components]
+        tickets = tuple((int(kind), ticket) for kind, ticket in held if ticket is not None)
+        self._host_locks[operation] = DecLockRefParams(tickets)
+        self._leaves.hold(node)
+
+    def _release(self, operation: StorageOperation, node: TreeNode) -> None:
+        """Undo `_hold`."""
+        tickets = dict(self._host_locks.pop(operation).tickets)
+        for component in self._components:
+            if component.kind in tickets:
+                component.release_host(node, tickets[component.kind])
+        self._leaves.release(node)
+
+    # --- what the store holds ---------------------------------------------------------------------------------------
+
+    def announced(self) -> Iterator[tuple[str, BlockStored]]:
+        """Storage key and event of every page that events report in the store."""
+        yield from self._announced.items()
+
+    def clear_store(self) -> None:
+        """Remove every page that this model and rank has in the store."""
+        self.io.backend.clear()
+        self._withdraw(list(self._announced))
+
+    def _is_held(self, key: str) -> bool:
+        try:
+            return self.io.backend.is_held(key)
+        except StorageClosedError:
+            return False
+
+    def _lost_keys(self) -> list[str]:
+        """Pages that the store no longer holds. A closed store holds nothing. The store is asked even if no page is
+        announced, because it remembers its losses until then."""
+        try:
+            return self.io.backend.take_removed()
+        except StorageClosedError:
+            return list(self._announced)
+
+    def _withdraw(self, keys: Iterable[str]) -> None:
+        """Record the removal of those of the pages that were announced."""
+        for key in keys:
+            event = self._announced.pop(key, None)
+            if event is not None:
+                self._events.queue.append(BlockRemoved(event.block_hashes, event.medium, event.extra_key))
+
+    # --- begin a prefetch -------------------------------------------------------------------------------------------
+
+    def can_prefetch(self, num_units: int) -> bool:
+        """Whether a prefetch of so many units is worth it and within the rate limit."""
+        return num_units >= self.io.prefetch_threshold and self.prefetch_tokens_occupied < self._prefetch_capacity()
+
+    def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
+        """Begin to fetch the pages of `key`, which starts where the prefix of `start_node` ends. Nothing is begun
+        without room on the host, and if the pages could not be matched."""
+        with self._leaves.held(start_node), ExitStack() as undo:
+            rows = self._alloc(len(key))
+            if rows is None:
+                return
+            undo.callback(self._leaves.free, rows)
+            extras = self._prefetch_extras(start_node, len(rows))
+            if extras is None:
+                return
+            undo.callback(self._free_extras, extras)
+            operation = PrefetchOperation(req_id, start_node, key[: len(rows)], last_hash, rows, extras)
+            self._hold(operation, start_node)
+            undo.callback(self._release, operation, start_node)
+            self.io.prefetch(operation)
+            undo.pop_all()
+        self.ongoing_prefetches[req_id] = operation
+        self.prefetch_tokens_occupied += len(operation.key)
+
+    def _prefetch_capacity(self) -> int:
+        """Units that prefetches may occupy on the host."""
+        kv = self._controller.kv
+        return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
+
+    def _alloc(self, length: int) -> IndexArray | None:
+        """Host rows for so many units, or for as many pages as are free after an eviction if that is enough to be worth
+        it."""
+        pool = self._controller.kv.host_pool
+        rows = pool.alloc(length)
+        if rows is None:
+            self._leaves.evict(length)
+            rows = pool.alloc(length)
+        if rows is None:
+            available = pool.available_size()
+            length = available - available % self._tree.page_size
+            if length >= self.io.prefetch_threshold:
+                rows = pool.alloc(length)
+        return rows
+
+    def _prefetch_extras(self, start_node: TreeNode, num_units: int) -> list[PoolTransfer] | None:
+        """What has to be fetched besides KV, with host rows. None: there is no room, or the pages could not be
+        matched."""
+        extras: list[PoolTransfer] = []
+        with ExitStack() as held, ExitStack() as undo:
+            for component in self._components:
+                transfer = component.prefetch_transfer(start_node, num_units // self._tree.page_size)
+                if transfer is None:
+                    return None
+                ticket = component.acquire_host(start_node) if component.builds_on_start_node else None
+                if ticket is not None:
+                    held.callback(component.release_host, start_node, ticket)
+                pool = component.entry.host_pool
+                rows = component.entry.alloc_host(len(transfer.keys or ()) * pool.page_size)
+                if rows is None:
+                    return None
+                undo.callback(pool.free, rows)
+                transfer.host_indices = rows
+                extras.append(transfer)
+            undo.pop_all()
+        return [*extras, *indexer_transfers(self._controller.group)]
+
+    def _free_extras(self, extras: Iterable[PoolTransfer]) -> None:
+        for extra in extras:
+            if extra.host_indices is not None:
+                self._controller.entry(extra.name).host_pool.free(extra.host_indices)
+
+    # --- end a prefetch ---------------------------------------------------------------------------------------------
+
+    def finish_prefetch(self, req_id: str) -> int | None:
+        """Put what a prefetch has fetched into the tree. Returns the units that are new to the tree. None: the request
+        has to wait."""
+        operation = self.ongoing_prefetches[req_id]
+        if not operation.may_finish(self.io.policy):
+            return None
+        rows = operation.take()
+        try:
+            matched = self._insert(operation, rows)
+        finally:
+            self._end_prefetch(operation)
+        return len(rows) - matched
+
+    def abort_prefetch(self, req_id: str) -> None:
+        """Give up the prefetch of a request, if it has one."""
+        operation = self.ongoing_prefetches.get(req_id)
+        if operation is not None:
+            self._leaves.free(operation.take())
+            self._end_prefetch(operation)
+
+    def _end_prefetch(self, operation: PrefetchOperation) -> None:
+        """Forget a prefetch whose rows the tree has taken."""
+        del self.ongoing_prefetches[operation.req_id]
+        self.prefetch_tokens_occupied -= len(operation.key)
+        self._release(operation, operation.anchor)
+
+    def _insert(self, operation: PrefetchOperation, rows: IndexArray) -> int:
+        """Hang fetched pages below the start node. Rows of pages that have a host copy are freed, those of other nodes
+        become their host copy, the rest becomes one node on the host. Returns the units that were in the tree. On an
+        error, rows that the tree has not taken are freed."""
+        if not len(rows):
+            return 0
+        tree = self._tree
+        key, node, done = operation.key[: len(rows)], operation.anchor, 0
+        with ExitStack() as undo:
+            undo.callback(lambda: self._leaves.free(rows[done:]))
+            self._settle(node)
+            if node.host_value is None and node is not tree.root:
+                return len(rows)  # its own backup has failed, so nothing may hang below it on the host
+            while done < len(key) and (child := tree.next_on_path(node, key, done)) is not None:
+                tree.touch([child])
+                self._settle(child)
+                self._adopt_or_free(child, rows[done : done + len(child.key)])
+                node, done = child, done + len(child.key)
+            if done < len(key):
+                hashes = operation.hashes[done // tree.page_size : len(key) // tree.page_size]
+                node = self._add_leaf(node, key[done:], rows[done:], hashes)
+            undo.pop_all()
+        for transfer in operation.extras:
+            for component in self._components:
+                if component.pool is transfer.name:
+                    component.commit_prefetch(node, transfer, operation)
+        return done
+
+    def _settle(self, node: TreeNode) -> None:
+        """Wait for a pending backup of the node, because no event may name pages on the host below it before."""
+        if node.write_through_pending_id is not None:
+            self._host.backups.wait_for(node.write_through_pending_id)
+
+    def _adopt_or_free(self, node: TreeNode, rows: IndexArray) -> None:
+        if node.host_value is not None:
+            self._leaves.free(rows)
+        else:
+            self._events.store(node, StorageMedium.CPU)  # first, because hashing the pages may fail
+            node.host_value = rows.copy()
+
+    def _add_leaf(self, parent: TreeNode, key: RadixKey, rows: IndexArray, hashes: list[str]) -> TreeNode:
+        leaf = self._tree.new_node(key, None, parent, parent.priority)
+        leaf.host_value, leaf.hash_value = rows.copy(), hashes
+        self._events.store(leaf, StorageMedium.CPU)  # first, as above
+        self._tree.link(leaf)
+        return leaf
+
+
+def _is_filled(component: AuxiliaryComponent, node: TreeNode) -> bool:
+    data = component.data(node)
+    return data.host_value is not None and data.pending_id is None
+
+
+def _pools_to_store(host: HostTier, backend: HiCacheStorage) -> dict[PoolName, Any]:
+    """Host pools by name, the one that owns the rows as KV."""
+    pools: dict[PoolName, Any] = {}
+    for name, entry in host.controller.entries.items():
+        if backend.needs_bytes and not hasattr(entry.host_pool, "get_data_page"):
+            kind = type(entry.host_pool).__name__
+            raise InvalidValueError(f"host pool {name.value}", kind, "a pool that holds bytes")
+        pools[PoolName.KV if entry is host.controller.kv else name] = entry.host_pool
+    return pools

@@ -1,0 +1,133 @@
+"""UnifiedRadixCache: one prefix cache for every kind of state, on one tier or on three.
+
+    root ── A ── B* ── C°'     KV makes the nodes; each other kind has data of its own at some of them
+                               (*: on the device, °: on the host;  ': KV on the host only)
+
+KV moves as in `HiRadixCache`; what the other kinds hold moves with it: one operation, all or nothing. What they may do
+alone (be evicted, be restored) is not an event. A match may end only where all kinds can continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+import numpy as np
+
+from engine_cache.base import InitLoadBackParams, Request
+from engine_cache.cache import RadixOptions, TreeCache
+from engine_cache.components.component import AuxiliaryComponent, TreeComponent
+from engine_cache.components.full import FullComponent
+from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
+from engine_cache.rules import UNIFIED
+from engine_cache.transfer import HiCacheController
+from engine_cache.tree.node import ComponentType, TreeNode
+from engine_cache.types import IndexArray, no_indices
+from kv_events.errors import InvalidValueError
+
+
+class UnifiedRadixCache(TreeCache):
+    """A radix tree over pages of KV and whatever else its components hold.
+
+    components: the kinds of state besides Full KV, each once; they belong to this cache from now on. allocator: owner
+    of the device rows; with SWA that of its component. The options are those of `TreeCache`. Without `init_hicache`
+    there is one tier, the device. The cache must be reset after a TransferError.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator,
+        components: Sequence[AuxiliaryComponent] = (),
+        **options: Unpack[RadixOptions],
+    ) -> None:
+        kinds = [ComponentType.FULL, *(component.kind for component in components)]
+        if len(set(kinds)) != len(kinds):
+            raise InvalidValueError("components", [kind.name for kind in kinds], "each kind once, FULL not named")
+        has_swa_rows = isinstance(allocator, SWATokenToKVPoolAllocator)
+        if has_swa_rows != (ComponentType.SWA in kinds):
+            raise InvalidValueError(
+                "allocator", type(allocator).__name__, "one with SWA rows exactly for an SWA component"
+            )
+        self.token_allocator = allocator
+        self.components: tuple[TreeComponent, ...] = (FullComponent(), *components)
+        super().__init__(page_size=page_size, allocator=allocator, components=components, rules=UNIFIED, **options)
+
+    def init_hicache(
+        self, controller: HiCacheController, write_policy: str = "write_through", load_back_threshold: int = 10
+    ) -> None:
+        """Put a host tier behind the cache, once and before anything is cached.
+
+        controller: moves KV and, as its sidecars, all that the components hold; its device allocators must be theirs.
+        write_policy, load_back_threshold: as in `HiRadixCache`.
+        """
+        if self.host is not None or self.root_node.children:
+            raise InvalidValueError("controller", controller, "the first one, before anything is cached")
+        self._add_host_tier(controller, write_policy, load_back_threshold)
+
+    def component(self, kind: ComponentType) -> AuxiliaryComponent:
+        """The component of an auxiliary kind. Raises InvalidValueError if the cache has none of it."""
+        for component in self.auxiliaries:
+            if component.kind is kind:
+                return component
+        raise InvalidValueError("kind", kind.name, f"one of {[component.kind.name for component in self.auxiliaries]}")
+
+    def sanity_check(self) -> None:
+        """`check` of what the tree alone can tell."""
+        self.check()
+
+    def evict_component_on_host(self, component: AuxiliaryComponent, num_rows: int) -> int:
+        """Free so many host rows of one kind, least recently used first. Returns their number."""
+        return 0 if self.host is None else self.host.leaves.evict_component(component, num_rows)
+
+    def write_auxiliary_backup(self, node: TreeNode) -> bool:
+        """Start to copy what has arrived at a node since its KV was copied to the host. False: there is nothing, or no
+        room."""
+        return False if self.host is None else self.host.backups.write_late(node)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
+        """Load back what the match lacks. Returns the rows by which the request's prefix grows, and the node from which
+        it continues. `req.last_node` must be the match's device node, locked; if nothing was gained the request
+        continues there. Raises InvalidValueError without a request, or if that node is not above the match, and
+        PoolExhaustedError without a slot for the state that the request starts from."""
+        node, req = params.best_match_node, params.req
+        if req is None or req.last_node is None:
+            raise InvalidValueError("req", req, "a request with a last_node")
+        start = req.last_node
+        added = _path_below(start, node) if node.former_parent is None else []
+        is_wanted = node.value is None or params.host_hit_length > 0
+        if not is_wanted and req.swa_host_hit_length <= 0 and req.mamba_host_hit_length <= 0:
+            return no_indices(), start
+        self._copy_state(req, node)  # a state that need not be loaded is copied
+        if self._is_usable(node) and self.load_back(node, params.mem_quota, req) is not None:
+            rows = [step.value for step in added if step.value is not None]
+            assert len(rows) == len(added), "a node was loaded, but is not on the device"
+            return np.concatenate([no_indices(), *rows]), node if rows else start
+        self._copy_state(req, start)
+        return no_indices(), start
+
+    def _copy_state(self, req: Request, node: TreeNode) -> None:
+        if self.states is not None:
+            self._requests.copy_on_write(req, self.states.data(node).value, [node])
+
+    def _is_usable(self, node: TreeNode) -> bool:
+        """Whether a match may still end at a node: since the match it may have lost data, or left the tree."""
+        if node.former_parent is not None:
+            return False
+        path = self.tree.path_to_root(node)[::-1]
+        return self._matched(path).num_best == len(path)
+
+
+def _path_below(start: TreeNode, node: TreeNode) -> list[TreeNode]:
+    """Nodes on the way from `start`, which is left out, down to `node`."""
+    path = []
+    step: TreeNode | None = node
+    while step is not start:
+        if step is None:
+            raise InvalidValueError("req.last_node", f"node {start.id}", f"a node on the way to node {node.id}")
+        path.append(step)
+        step = step.parent
+    path.reverse()
+    return path
