@@ -34,7 +34,7 @@ from engine_cache import (
 from engine_cache.pools.device import MHATokenToKVPool, PoolShape
 from engine_cache.pools.host import MHATokenToKVPoolHost
 from engine_cache.storage.base import PoolName
-from engine_cache.tree.eviction import SortKey, find_policy
+from engine_cache.tree.eviction import EVICTION_POLICIES, SortKey
 from engine_cache.tree.node import TreeNode
 from kv_events.schema import EngineEvent
 from publisher import EventPublisher
@@ -60,19 +60,36 @@ def tokens(count: int) -> np.ndarray:
 class CountingCache(HiRadixCache):
     """Counts the nodes that it visits."""
 
-    def reset(self) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        allocator: PagedTokenToKVPoolAllocator,
+        controller: HiCacheController,
+        enable_kv_cache_events: bool,
+    ) -> None:
         self.looked_at = 0
-        key = find_policy("lru").key
+        lru = EVICTION_POLICIES["lru"]
 
         def counted(node: TreeNode) -> SortKey:
             self.looked_at += 1
-            return key(node)
+            return lru.key(node)
 
-        self._policy = self._policy._replace(key=counted)
-        super().reset()
+        EVICTION_POLICIES["counted"] = lru._replace(key=counted)
+        super().__init__(
+            page_size=page_size,
+            allocator=allocator,
+            controller=controller,
+            enable_kv_cache_events=enable_kv_cache_events,
+            eviction_policy="counted",
+        )
+        self._descend = self.tree.descend
+        self.tree.descend = self._counted_descend  # type: ignore[method-assign]
 
-    def _descend(self, key: RadixKey, *, touch: bool = True) -> tuple[list[TreeNode], int]:
-        path, done = super()._descend(key, touch=touch)
+    def _counted_descend(
+        self, key: RadixKey, visit: Callable[[TreeNode], None] | None = None
+    ) -> tuple[list[TreeNode], int]:
+        path, done = self._descend(key, visit)
         self.looked_at += len(path)
         return path, done
 
