@@ -29,19 +29,19 @@ from engine_cache.cache import TreeCache
 from engine_cache.components.component import AuxiliaryComponent, TreeComponent
 from engine_cache.components.mamba import MambaComponent
 from engine_cache.components.swa import SWAComponent
-from engine_cache.copying import CopyEngine, Lane, ManualCopyEngine, ThreadCopyEngine
 from engine_cache.errors import CacheStateError, PoolError, PoolExhaustedError, StackError, TransferError
 from engine_cache.himamba import HiMambaRadixCache
 from engine_cache.hiradix import HiRadixCache
 from engine_cache.mamba import MambaRadixCache
-from engine_cache.pool_entry import HostPoolGroup, PoolEntry
 from engine_cache.pools import MambaSlotAllocator, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from engine_cache.pools.entry import HostPoolGroup, PoolEntry
 from engine_cache.pools.host_rows import BytelessHostPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.radix import RadixCache
-from engine_cache.storage_operations import StoragePolicy
+from engine_cache.storage.operations import StoragePolicy
 from engine_cache.tiers.backup import WRITE_POLICIES
-from engine_cache.transfer import HiCacheController, HybridCacheController
+from engine_cache.tiers.copying import CopyEngine, Lane, ManualCopyEngine, ThreadCopyEngine
+from engine_cache.tiers.transfer import HiCacheController, HybridCacheController
 from engine_cache.tree.events import KVCacheEventMixin, ResidentPage
 from engine_cache.tree.eviction import EVICTION_POLICIES
 from engine_cache.tree.key import RadixKey

@@ -46,13 +46,13 @@ from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.requests import Requests
 from engine_cache.rules import Rules
 from engine_cache.storage.base import HiCacheStorage, PoolName
-from engine_cache.storage_io import StorageIO
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StoragePolicy
+from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StoragePolicy
 from engine_cache.tiers.backup import BackupOperation
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host import HostTier
 from engine_cache.tiers.storage import StorageTier
-from engine_cache.transfer import HiCacheController
+from engine_cache.tiers.storage_io import StorageIO
+from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.events import EventRecorder, KVCacheEventMixin
 from engine_cache.tree.eviction import EvictionQueue, find_policy
 from engine_cache.tree.key import RadixKey

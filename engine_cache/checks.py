@@ -10,8 +10,8 @@ from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import MambaComponent
 from engine_cache.components.swa import SWAComponent
 from engine_cache.errors import CacheStateError
-from engine_cache.pool_entry import HostPool
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.entry import HostPool
 from engine_cache.storage.base import PoolName
 from engine_cache.tiers.host import HostTier
 from engine_cache.tiers.storage import StorageTier

@@ -15,11 +15,11 @@ from typing import Unpack
 from engine_cache.base import EvictParams, EvictResult
 from engine_cache.cache import CacheOptions, TreeCache
 from engine_cache.components.mamba import StatePool
-from engine_cache.hybrid_transfer import HybridCacheController
 from engine_cache.mamba import node_states
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.rules import MAMBA
 from engine_cache.storage.base import PoolName
+from engine_cache.tiers.transfer import HybridCacheController
 from engine_cache.tree.lru import LruList
 from engine_cache.tree.node import TreeNode
 from kv_events.errors import InvalidValueError

@@ -14,7 +14,7 @@ from typing import Unpack
 from engine_cache.cache import RadixOptions, TreeCache
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.rules import RADIX
-from engine_cache.transfer import HiCacheController
+from engine_cache.tiers.transfer import HiCacheController
 
 
 class HiRadixCache(TreeCache):

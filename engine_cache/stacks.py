@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypedDict, TypeVar, Unpack
 
-from engine_cache.copying import CopyEngine
 from engine_cache.errors import StackError
-from engine_cache.pool_entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
+from engine_cache.pools.entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.storage.base import HiCacheStorage, PoolName
-from engine_cache.storage_operations import StoragePolicy
-from engine_cache.transfer import HybridCacheController
+from engine_cache.storage.operations import StoragePolicy
+from engine_cache.tiers.copying import CopyEngine
+from engine_cache.tiers.transfer import HybridCacheController
 from kv_events.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def _rows_of_kv(name: PoolName, pool: Any, allocator: RowAllocator, layers: Mapp
 def _engine(specs: Sequence[PoolSpec], options: StackOptions) -> CopyEngine:
     if "make_engine" in options:
         return options["make_engine"]()
-    from engine_cache.pools.cuda import copy_engine_for
+    from engine_cache.tiers.cuda import copy_engine_for
 
     return copy_engine_for(specs[0].device_pool.shape.device)
 

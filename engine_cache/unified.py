@@ -21,7 +21,7 @@ from engine_cache.components.full import FullComponent
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.rules import UNIFIED
-from engine_cache.transfer import HiCacheController
+from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.node import ComponentType, TreeNode
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeAlias
 
 from engine_cache.base import InsertParams, MatchResult, Request
 from engine_cache.components.match import MatchedPath, MatchValidator
-from engine_cache.pool_entry import PoolEntry
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
+from engine_cache.pools.entry import PoolEntry
 from engine_cache.storage.base import PoolName, PoolTransfer
-from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.events import ALL_PAGES, EventRecorder
 from engine_cache.tree.lru import LruList
 from engine_cache.tree.node import ComponentData, ComponentType, TreeNode

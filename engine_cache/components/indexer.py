@@ -5,7 +5,7 @@ They hold nothing at a node of their own, so they need neither match nor evictio
 
 from __future__ import annotations
 
-from engine_cache.pool_entry import HostPoolGroup
+from engine_cache.pools.entry import HostPoolGroup
 from engine_cache.storage.base import PoolName, PoolTransfer
 
 

@@ -12,7 +12,7 @@ from engine_cache.components.loading_slots import LoadingSlots
 from engine_cache.components.match import MatchedPath, MatchValidator
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
-from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.events import LAST_PAGE, EventRecorder
 from engine_cache.tree.node import ComponentType, TreeNode
 from engine_cache.tree.tree import RadixTree

@@ -23,7 +23,7 @@ from engine_cache.components.match import MatchedPath, MatchValidator
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
-from engine_cache.storage_operations import PrefetchOperation
+from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.node import ComponentData, ComponentType, TreeNode, split_rows
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError

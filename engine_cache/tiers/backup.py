@@ -22,7 +22,7 @@ from engine_cache.errors import CacheStateError
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host_leaves import HostLeaves
-from engine_cache.transfer import Ack, HiCacheController
+from engine_cache.tiers.transfer import Ack, HiCacheController
 from engine_cache.tree.node import TreeNode, iter_nodes
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError

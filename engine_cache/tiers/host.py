@@ -17,7 +17,7 @@ from engine_cache.tiers.backup import Backups
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host_leaves import HostLeaves
 from engine_cache.tiers.load_back import LoadBacks
-from engine_cache.transfer import HiCacheController
+from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.node import TreeNode
 from kv_events.errors import InvalidValueError
 

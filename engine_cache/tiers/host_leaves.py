@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from engine_cache.components.component import AuxiliaryComponent
-from engine_cache.pool_entry import HostPool
+from engine_cache.pools.entry import HostPool
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray

@@ -14,7 +14,7 @@ from engine_cache.storage.base import PoolTransfer
 from engine_cache.tiers.backup import for_each
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host_leaves import HostLeaves
-from engine_cache.transfer import HiCacheController
+from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError

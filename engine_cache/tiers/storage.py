@@ -18,9 +18,9 @@ from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.indexer import indexer_transfers
 from engine_cache.storage.base import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 from engine_cache.storage.object_names import page_keys
-from engine_cache.storage_io import StorageIO
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
+from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
 from engine_cache.tiers.host import HostTier
+from engine_cache.tiers.storage_io import StorageIO
 from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode, compute_node_hash_values
 from engine_cache.types import IndexArray, no_indices

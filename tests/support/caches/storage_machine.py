@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import ClassVar
 
 from engine_cache import Lane, ManualCopyEngine, StoragePolicy
-from engine_cache.storage_operations import STOP_POLICIES
+from engine_cache.storage.operations import STOP_POLICIES
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.cache_machine import CacheMachine, operation

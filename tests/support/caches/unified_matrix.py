@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from engine_cache import EVICTION_POLICIES, WRITE_POLICIES
-from engine_cache.storage_operations import STOP_POLICIES
+from engine_cache.storage.operations import STOP_POLICIES
 from tests.support.caches.unified_machine import UnifiedDeviceMachine
 from tests.support.caches.unified_tiered_machine import UnifiedCacheMachine
 

@@ -14,8 +14,8 @@ from engine_cache import (
     PoolError,
 )
 from engine_cache.storage.base import PoolName, PoolTransfer
-from engine_cache.storage_io import shared_transfers
-from engine_cache.storage_operations import ArchiveOperation
+from engine_cache.storage.operations import ArchiveOperation
+from engine_cache.tiers.storage_io import shared_transfers
 from kv_events.errors import InvalidValueError
 
 KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA

@@ -4,8 +4,8 @@ import pytest
 
 from engine_cache import Lane, ManualCopyEngine, RadixKey, StoragePolicy
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
-from engine_cache.storage_io import StorageIO
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation
+from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation
+from engine_cache.tiers.storage_io import StorageIO
 from tests.support.caches.prefetch_steps import PROMPT, hybrid_controller, page_hashes
 from tests.support.caches.tier_rig import MemoryStorage
 

@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 
-from engine_cache.copying import Lane
-from engine_cache.pool_entry import HostPoolGroup
+from engine_cache.pools.entry import HostPoolGroup
 from engine_cache.storage.base import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer, num_leading
 from engine_cache.storage.object_names import page_keys
-from engine_cache.storage_operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
-from engine_cache.transfer import HiCacheController
+from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StorageOperation, StoragePolicy
+from engine_cache.tiers.copying import Lane
+from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import block_hash_chain

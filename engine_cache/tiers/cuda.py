@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine_cache.copying import Lane, Step, ThreadCopyEngine
+from engine_cache.tiers.copying import Lane, Step, ThreadCopyEngine
 
 
 class CudaCopyEngine(ThreadCopyEngine):
