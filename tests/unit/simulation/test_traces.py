@@ -102,8 +102,11 @@ def test_a_line_that_is_no_object_is_refused_with_its_number(tmp_path: Path, lin
 
 
 @pytest.mark.parametrize("content", [b"not gzip", gzip.compress(_line().encode(), mtime=0)[:-12]])
-def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "trace.jsonl.gz"
+def test_a_file_that_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)  # messages cut long paths
+    path = Path("trace.jsonl.gz")
     path.write_bytes(content)
     with pytest.raises(InvalidValueError, match=r"trace\.jsonl\.gz"):
         MooncakeTrace(path)
