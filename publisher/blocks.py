@@ -1,7 +1,7 @@
-"""Blocks: pages by the engine's name, block hash XOR the salt of its namespace, and where they lie.
+"""Blocks: pages by the engine's identifier (block hash XOR the salt of its namespace), with their media.
 
-A ledger has a table of them. One that is fed by somebody who names pages, and remembers the names beyond the pages'
-lives, shares his table: then he enters and gives up the entries, and the ledger says which of them lie somewhere.
+A ledger has a table of blocks. The bridge, which remembers hashes longer than pages are held, may supply the table; it
+then owns insertion and removal of entries, and the ledger only marks which blocks are held on a medium.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kv_events.schema import NUM_MEDIA
 # columns
 PAGE, STATE = range(2)
 
-# bits of a state, behind bit m: it lies on medium m
+# bits of a state, after bits m: held on medium m
 ON_MEDIA = 2**NUM_MEDIA - 1
 REMEMBERED = 1 << NUM_MEDIA
-"""The entry stays when the block lies nowhere any more."""
+"""The entry stays when the block is no longer held."""
 ASKED_FOR = 2 << NUM_MEDIA
-"""Its name was used since somebody last looked for names to give up."""
+"""The entry was used since the last search for entries to drop."""
 
 # elements of tally
 HELD, MOST_HELD, IS_SHARED = range(3)
 
 
 class Blocks(NamedTuple):
-    """The table, and what belongs to its entries."""
+    """The table and the columns of its entries."""
 
     table: Table
     columns: U32Matrix
-    """[capacity + 1, 2] entry of the page that the block carries, meant while it lies somewhere; state, 0: a free
-    entry. The last row stays free."""
+    """[capacity + 1, 2] entry of the block's page, valid while the block is held; state, 0 for a free entry. The last
+    row stays free."""
     tally: I64Vector
-    """[3] blocks that lie somewhere; the most there were, as far as was noted; 1: entries are made and given up by
-    another than the ledger."""
+    """[3] number of blocks held; the largest such number, as far as recorded; 1 if the table is shared, so that the
+    ledger does not insert and remove its entries."""
 
 
 BLOCK_ARRAYS = (*TABLE_ARRAYS, types.uint32[:, ::1], types.int64[::1])
@@ -49,7 +49,7 @@ BLOCK_ARRAYS = (*TABLE_ARRAYS, types.uint32[:, ::1], types.int64[::1])
 
 
 def make_blocks(capacity: int, *, is_shared: bool = False) -> Blocks:
-    """An empty one for at most `capacity` entries. Reserves address space, not memory."""
+    """Create an empty table for at most `capacity` entries. Reserves address space, not memory."""
     tally = np.zeros(3, np.int64)
     tally[IS_SHARED] = is_shared
     return Blocks(page_table.make_table(capacity), np.zeros((capacity + 1, 2), np.uint32), tally)
@@ -61,14 +61,16 @@ def flat_blocks(blocks: Blocks) -> tuple[npt.NDArray[np.generic], ...]:
 
 
 def states(blocks: Blocks) -> npt.NDArray[np.uint32]:
-    """uint32[entries ever handed out], a view."""
+    """Return a view of the states, uint32[entries ever used]."""
     used: npt.NDArray[np.uint32] = blocks.columns[: page_table.high_water(blocks.table), STATE]
     return used
 
 
 def put_down(blocks: Blocks) -> None:
-    """No block lies anywhere any more. A shared table keeps its entries, and those that lay somewhere as asked for:
-    maybe it was not the engine that gave them up. That takes some ms a million; else all go at once.
+    """Clear all residency.
+
+    A shared table keeps its entries and marks those that were held as used, because the engine may still hold them.
+    This takes a few ms for each million entries; otherwise all entries are dropped at once.
     """
     if blocks.tally[IS_SHARED]:
         used = states(blocks)
@@ -82,7 +84,7 @@ def put_down(blocks: Blocks) -> None:
 
 
 def forget_all(blocks: Blocks) -> None:
-    """Give up all entries."""
+    """Drop all entries."""
     states(blocks)[:] = 0
     page_table.clear(blocks.table)
     blocks.tally[[HELD, MOST_HELD]] = 0
@@ -90,5 +92,5 @@ def forget_all(blocks: Blocks) -> None:
 
 @array_helper
 def is_held(blocks, entry):
-    """Whether a block lies somewhere."""
+    """Return whether a block is held on any medium."""
     return blocks.columns[entry, STATE] & np.uint32(ON_MEDIA) != 0

@@ -1,18 +1,18 @@
-"""Numbers of publishers' incarnations."""
+"""Epochs of publishers."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-_lock = threading.Lock()  # guards the newest one
+_lock = threading.Lock()  # guards the newest epoch
 _newest = 0
 
 
 def next_epoch() -> int:
-    """Nanoseconds since 1970; where the clock was set back, one more than the newest that this process has had.
+    """Return nanoseconds since 1970, or, if the clock was set back, one more than the newest epoch of this process.
 
-    A view takes the higher epoch for the newer incarnation, whatever the clock did between them. Any thread.
+    A view treats the higher epoch as the newer one, so epochs of a process always increase. Thread-safe.
     """
     global _newest
     with _lock:

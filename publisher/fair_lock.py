@@ -1,4 +1,4 @@
-"""A lock that whoever waits for it gets next."""
+"""A fair lock: a waiting thread gets it next."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 
 
 class FairLock:
-    """For `with`, as `threading.Lock`, which somebody who takes it again and again would hardly ever let others have.
+    """A lock for `with`. A thread that acquires a `threading.Lock` in a loop would hardly ever let others acquire it.
 
-    A turnstile: who waits for the lock holds the turnstile meanwhile, and who comes back has to pass that first.
+    It has a turnstile: a thread that waits for the lock holds the turnstile, and a returning thread must pass it first.
     """
 
     def __init__(self) -> None:

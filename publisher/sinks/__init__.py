@@ -1,7 +1,7 @@
-"""Where records go: memory (same process), a folder (recording), Kafka, or readers of the engines' own ZMQ protocol.
+"""Sinks for records: memory (same process), an event log in a folder, Kafka, or readers of the engines' ZMQ protocol.
 
-Start at `base.Sink`, the contract; `create_sink` chooses by settings. Imports only `kv_events` and the publisher's
-settings; aiokafka and ZMQ are loaded when their sink is made.
+Start at the contract, `base.Sink`. `create_sink` chooses by settings. Imports only `kv_events` and the publisher's
+settings; aiokafka and ZMQ are loaded when their sink is created.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def create_sink(settings: PublisherSettings) -> Sink:
-    """The sink that the settings name: Kafka, a folder or ZMQ. Raises InvalidValueError unless they name one."""
+    """Create the sink of the settings: Kafka, a folder or ZMQ. Raises InvalidValueError unless they name one."""
     named = {
         "KVSIGHT_KAFKA": settings.kafka,
         "KVSIGHT_EVENT_LOG_DIR": settings.event_log_dir,

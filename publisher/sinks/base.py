@@ -1,4 +1,4 @@
-"""What a publisher needs from the place it publishes to."""
+"""The contract of sinks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from kv_events.schema import ResyncRequest
 
 
 class SinkError(KvsightError):
-    """A sink did not take records."""
+    """A sink did not accept records."""
 
 
 class SinkUnavailableError(SinkError):
-    """The sink is away or slow. The same records may be handed over again later; readers ignore doubles."""
+    """The sink is unavailable or slow. The same records may be sent again later; readers ignore duplicates."""
 
     retriable: ClassVar[bool] = True
 
 
 class SinkRejectedError(SinkError):
-    """The sink will never take one of these records."""
+    """The sink will never accept one of these records."""
 
 
 class OutRecord(NamedTuple):
-    """One record on its way to the log."""
+    """One record to be written to the log."""
 
     key: bytes
-    """Name of the stream: equal keys keep their order."""
+    """Identity of the stream. Records with equal keys keep their order."""
     payload: bytes
     timestamp_ms: int
     """Milliseconds since 1970."""
@@ -35,20 +35,20 @@ class OutRecord(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where records go. All methods belong to one event loop; `start` comes first, `stop` last."""
+    """A destination of records. All methods belong to one event loop. `start` is called first, `stop` last."""
 
     async def start(self) -> None:
-        """Connect. Raises SinkUnavailableError, and may be called again then."""
+        """Connect. Raises SinkUnavailableError; it may then be called again."""
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Hand over records, in order for equal keys. Returns once all are durable for this sink.
+        """Send records, in order for equal keys. Returns when all of them are durable for this sink.
 
-        Raises SinkUnavailableError or SinkRejectedError; an unknown part of the records may have been taken then.
+        Raises SinkUnavailableError or SinkRejectedError. Any part of the records may then have been accepted.
         """
 
     async def stop(self) -> None:
-        """Let go of everything. Does not raise if the far side is away; stopping twice is harmless."""
+        """Release all resources. Does not raise if the other side is unavailable. Stopping twice is harmless."""
 
     def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Requests for a resync, of whatever stream, from `start` on. A sink without a way back waits for ever."""
+        """Yield resync requests of all streams after `start`. A sink without a control channel waits forever."""
         ...

@@ -1,8 +1,8 @@
-"""Our records -> events of the engines' own protocol, for readers that were written for vLLM and SGLang.
+"""Conversion of records into events of the engines' protocol, for readers that were written for vLLM and SGLang.
 
-Pages are named by their sequence hashes, which is what RFC #1527 wants, and parents can be told; to other readers they
-are names like any other. Where a record names pages as everything that is held, readers are told the difference to
-what they know already: removals; pages that they do not know have no tokens there, and cannot be told.
+Block hashes are the sequence hashes, as RFC #1527 requires, so that parents are always known; other readers treat them
+as opaque identifiers. A resync is sent as the difference to what readers already know, which consists of removals:
+pages that they do not know have no tokens in a resync and cannot be sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CLEARED = "AllBlocksCleared"
 
 
 class _Names(NamedTuple):
-    """What readers have to know to hash a page as a prompt's."""
+    """The information with which readers hash a page in the same way as a prompt."""
 
     lora_name: str | None
     cache_salt: str | None
@@ -46,25 +46,25 @@ class _Names(NamedTuple):
 
 
 class EngineEvents:
-    """What readers of one stream know. `encode` is called with every record, in order."""
+    """The knowledge of the readers of one stream. `encode` must be called with every record, in order."""
 
     def __init__(self, encoding: Encoding) -> None:
         self.num_untold = 0
-        """Pages left out: without tokens, or with a name that readers would not find from the tokens."""
+        """Number of omitted pages: pages without tokens, or whose hash does not follow from the tokens."""
         self._encoding = encoding
         self._batch_decoder = msgspec.msgpack.Decoder(EventBatch)
         self._event_decoder = msgspec.msgpack.Decoder(WireEvent)
         self._encoder = msgspec.msgpack.Encoder()
         self._told: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
-        self._named: dict[StorageMedium, set[int]] | None = None  # since the begin of a snapshot
+        self._named: dict[StorageMedium, set[int]] | None = None  # since the beginning of a resync
         self._has_begun = False
 
     def encode(self, record: bytes) -> bytes | None:
-        """The engines' form of one record's batch; None where it has nothing for readers. Raises RecordRejectedError.
+        """Convert one record. Returns None if it contains nothing for readers. Raises RecordRejectedError.
 
-        The first batch says that all blocks are cleared, for readers that knew a worker of this name before.
+        The first batch clears all blocks, for readers that know an earlier worker of this name.
         """
-        decode_batch(record)  # checks all of it
+        decode_batch(record)  # checks the whole record
         batch = self._batch_decoder.decode(record)
         events: list[Any] = [] if self._has_begun else [self._event(_CLEARED)]
         self._has_begun = True
@@ -124,7 +124,7 @@ class EngineEvents:
     def _chain(
         self, event: PackedStored, hashes: U64Array, rows: U32Array, parent: int | None, block_size: int
     ) -> Any | None:
-        """One event, as far as readers would name its pages so, too. rows: uint32[pages, block_size, or one more]."""
+        """Return the event for pages whose hashes readers can reproduce. rows: uint32[pages, block_size or 1 more]."""
         is_bigram = rows.shape[1] > block_size
         tokens = np.concatenate((rows[0, :is_bigram], rows[:, is_bigram:].reshape(-1)))
         names, num_agreed = _agreement(event.extra_key, tokens, hashes, parent, block_size, is_bigram)
@@ -146,7 +146,7 @@ class EngineEvents:
         )
 
     def _name_fields(self, names: _Names) -> dict[str, Any]:
-        """An array has one place for both, where vLLM writes the adapter's name, and SGLang, for a time, the salt."""
+        """Return the fields of the namespace. In an array, one field holds the adapter (vLLM) or the salt (old SGLang)."""
         if self._encoding == "map":
             return {"lora_name": names.lora_name} | ({"cache_salt": names.cache_salt} if names.cache_salt else {})
         if names.cache_salt:
@@ -160,9 +160,9 @@ class EngineEvents:
 def _agreement(
     extra_key: str | None, tokens: U32Array, hashes: U64Array, parent: int | None, block_size: int, is_bigram: bool
 ) -> tuple[_Names, int]:
-    """What the namespace is, a salt or an adapter, and how many pages have the names that follow from it.
+    """Return the kind of the namespace, a salt or an adapter, and the number of pages whose hashes follow from it.
 
-    None at all where the page before them is not known, or where more than tokens went into the names.
+    The number is 0 if the preceding page is unknown, or if the hashes contain more than tokens.
     """
     best = _Names(None, extra_key or None), 0
     for names in {best[0], _Names(extra_key or None, None)}:
@@ -174,7 +174,7 @@ def _agreement(
 
 
 def _token_rows(token_ids: bytes | None, num_pages: int) -> U32Array:
-    """uint32[pages, tokens a page]; [0, 0] where there are none, or they cannot be theirs."""
+    """Return uint32[pages, tokens a page], or [0, 0] if there are no tokens or their number does not match."""
     if not token_ids or not num_pages or len(token_ids) % (4 * num_pages):
         return np.empty((0, 0), np.uint32)
     tokens: npt.NDArray[np.uint32] = np.frombuffer(token_ids, "<u4")

@@ -1,4 +1,4 @@
-"""Sink of a recording: an event log in a folder."""
+"""The file sink: an event log in a folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from publisher.sinks.base import OutRecord, SinkUnavailableError
 
 
 class FileSink:
-    """Appends to an event log; `send` returns once the records would outlast a power cut. Has no way back."""
+    """Appends to an event log. `send` returns when records would survive a power failure. Has no control channel."""
 
     def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
         self._folder = folder
         self._segment_bytes = segment_bytes
-        self._writer: EventLogWriter | None = None  # belongs to the thread
-        self._thread: ThreadPoolExecutor | None = None  # one thread: what was cancelled goes on, and the next waits
+        self._writer: EventLogWriter | None = None  # used only in the thread
+        self._thread: ThreadPoolExecutor | None = None  # one: a cancelled call finishes before the next
 
     async def start(self) -> None:
-        """Open the log; a log that another writer holds counts as unavailable."""
+        """Open the log. A log that another writer has open counts as unavailable."""
         self._thread = self._thread or ThreadPoolExecutor(1, f"event-log:{self._folder}")
         await self._in_thread(self._thread, self._open)
 
@@ -34,7 +34,7 @@ class FileSink:
         await self._in_thread(self._thread, lambda: self._write(records))
 
     async def stop(self) -> None:
-        """Close the log, after a write that is going on."""
+        """Close the log after a write in progress."""
         thread, self._thread = self._thread, None
         if thread is not None:
             closing = asyncio.get_running_loop().run_in_executor(thread, self._close)
@@ -42,9 +42,9 @@ class FileSink:
             await asyncio.shield(closing)
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Waits for ever."""
+        """Wait forever."""
         await asyncio.Event().wait()
-        yield ResyncRequest("", 0)  # never reached; makes this a generator
+        yield ResyncRequest("", 0)  # never reached; makes this function a generator
 
     async def _in_thread(self, thread: ThreadPoolExecutor, step: Callable[[], None]) -> None:
         try:
@@ -53,7 +53,7 @@ class FileSink:
             raise SinkUnavailableError(f"event log {self._folder}: {error}") from error
 
     def _open(self) -> None:
-        if self._writer is None:  # an opening that was given up may have come to its end
+        if self._writer is None:  # an abandoned open may have finished
             self._writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes)
 
     def _write(self, records: Sequence[OutRecord]) -> None:

@@ -1,4 +1,4 @@
-"""Sink of the embedded mode: a `MemoryLog` of the same process."""
+"""The sink of the embedded mode: a `MemoryLog` in the same process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kv_events.schema import ResyncRequest
 from publisher.sinks.base import OutRecord
 
 _MAX_WAITING_REQUESTS = 256
-"""Requests repeat and add nothing to one that waits, so what goes beyond may go."""
+"""Requests are repeated, so requests beyond this limit may be dropped."""
 
 
 class MemorySink:
-    """Appends to a `MemoryLog` and listens to its requests."""
+    """Appends to a `MemoryLog` and receives its requests."""
 
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
@@ -22,23 +22,23 @@ class MemorySink:
         self._stop_listening: Callable[[], None] | None = None
 
     async def start(self) -> None:
-        """Begin to listen."""
+        """Start to receive requests."""
         loop = asyncio.get_running_loop()
         self._stop_listening = self._log.listen(lambda request: self._forward(loop, request))
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Durable as long as the process lives."""
+        """Append the records, which are durable for the life of the process."""
         for record in records:
             self._log.append(record.key, record.payload, record.timestamp_ms)
 
     async def stop(self) -> None:
-        """Stop listening."""
+        """Stop receiving requests."""
         if self._stop_listening is not None:
             self._stop_listening()
             self._stop_listening = None
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Requests made on the log."""
+        """Yield the requests made on the log."""
         while True:
             yield await self._requests.get()
 

@@ -1,7 +1,7 @@
-"""Sink of the other direction: readers of the engines' own ZMQ protocol, as NVIDIA Dynamo's indexer or llm-d's.
+"""The ZMQ sink, for readers of the engines' own protocol such as the indexers of NVIDIA Dynamo and llm-d.
 
-The protocol knows no acknowledgement and no way back: who is not there, or too slow, misses batches, and may have them
-replayed for as long as they are kept.
+The protocol has no acknowledgements and no control channel. A reader that is absent or slow misses batches and can have
+them replayed as long as they are kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LINGER_MS = 500
 
 
 class ZmqSink:
-    """Publishes one stream: topic, number, batch. The number begins with 0 and belongs to this object.
+    """Publishes one stream as topic, sequence number and batch. The numbers start at 0 for each object.
 
-    Needs `with_tokens`, because readers name pages by their tokens. As engines do, it binds an address that has a
-    wildcard for its host, or is of `ipc` or `inproc`, and connects to any other, which the reader has bound then.
+    Needs `with_tokens`, because readers hash the tokens. Like engines, it binds an address with a wildcard host or an
+    `ipc` or `inproc` address, and connects to any other address, which the reader must have bound.
     """
 
     def __init__(self, settings: PublisherSettings) -> None:
@@ -38,7 +38,7 @@ class ZmqSink:
         if settings.zmq is None:
             raise InvalidValueError("KVSIGHT_ZMQ", None, "an address to publish on, as tcp://*:5557")
         if not settings.with_tokens:
-            raise InvalidValueError("KVSIGHT_WITH_TOKENS", False, "true: readers of KVSIGHT_ZMQ name pages by tokens")
+            raise InvalidValueError("KVSIGHT_WITH_TOKENS", False, "true: readers of KVSIGHT_ZMQ hash tokens")
         self._settings = settings
         self._key = settings.stream.key.encode()
         self._endpoint = endpoint_of_rank(settings.zmq, settings.dp_rank, "KVSIGHT_ZMQ")
@@ -54,11 +54,11 @@ class ZmqSink:
         self._live: zmq.Socket[bytes] | None = None
 
     async def start(self) -> None:
-        """Open both sockets; an address in use counts as unavailable."""
+        """Open both sockets. An address in use counts as unavailable."""
         self._context = zmq.Context()
         try:
             self._live = self._context.socket(zmq.PUB)
-            self._live.setsockopt(zmq.LINGER, _LINGER_MS)  # now, as for replays: readers may be gone before we are
+            self._live.setsockopt(zmq.LINGER, _LINGER_MS)  # now: readers may leave before close
             self._live.setsockopt(zmq.SNDHWM, self._settings.zmq_hwm)
             self._live.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
             if has_wildcard(self._endpoint) or self._endpoint.startswith(LOCAL_SCHEMES):
@@ -73,7 +73,7 @@ class ZmqSink:
             raise SinkUnavailableError(f"{self._endpoint}, replay {replay}: {error}") from error
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Never waits: a batch is out once it is kept for replay and handed to ZMQ. Heartbeats have no counterpart."""
+        """Send without waiting. A batch is sent when it is kept for replay and passed to ZMQ. Skips heartbeats."""
         if self._live is None:
             raise SinkUnavailableError(f"{self._endpoint} is not open")
         for record in records:
@@ -89,7 +89,7 @@ class ZmqSink:
         self._log_untold()
 
     async def stop(self) -> None:
-        """Give what was sent half a second to leave, then close."""
+        """Allow half a second to transmit what was sent, then close."""
         if self._replay is not None:
             await self._replay.stop()
         if self._live is not None:
@@ -99,12 +99,12 @@ class ZmqSink:
             await asyncio.to_thread(context.term)
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Waits for ever."""
+        """Wait forever."""
         await asyncio.Event().wait()
-        yield ResyncRequest("", 0)  # never reached; makes this a generator
+        yield ResyncRequest("", 0)  # never reached; makes this function a generator
 
     def _log_untold(self) -> None:
-        """Say so whenever the pages left out have doubled."""
+        """Log a warning whenever the number of omitted pages has doubled."""
         if self._events.num_untold > 2 * self._untold_logged:
             self._untold_logged = self._events.num_untold
-            log.warning("%s: %d pages so far could not be told to readers", self._endpoint, self._untold_logged)
+            log.warning("%s: %d pages so far could not be sent to readers", self._endpoint, self._untold_logged)

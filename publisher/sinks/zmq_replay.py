@@ -1,4 +1,4 @@
-"""The replay socket of a ZMQ sink: batches that are kept, and readers that have them sent again."""
+"""The replay socket of a ZMQ sink, which keeps batches and sends them again on request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from publisher.settings import PublisherSettings
 log = logging.getLogger(__name__)
 
 _MAX_KEPT_BYTES = 256 * 2**20
-"""Bound on what is kept, besides the number of batches."""
+"""Limit on the bytes kept, in addition to the number of batches."""
 _MAX_REQUEST_BYTES = 1024
 _MOST_READERS = 64
-"""Answers at a time."""
+"""Maximum number of concurrent answers."""
 _IN_FLIGHT_BYTES = 4 * 2**20
-"""What may wait for one reader, in batches of the largest size."""
+"""Queue of one reader, in batches of the largest size."""
 _BATCHES_AT_A_TIME = 64
 _FULL_PAUSE_MS = 5
 _STUCK_S = 30.0
@@ -31,7 +31,7 @@ _LINGER_MS = 500
 
 
 class KeptBatches:
-    """The newest batches, by number. Numbers begin with 0 and outlive the sockets."""
+    """The newest batches by number. Numbers start at 0 and continue when sockets are reopened."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -41,7 +41,7 @@ class KeptBatches:
         self._next = 0
 
     def keep(self, payload: bytes) -> int:
-        """Number of a batch, which is kept from now on, as long as there is room."""
+        """Keep a batch as long as there is room. Returns its number."""
         seq = self._next
         self._batches[seq] = payload
         self._num_bytes += len(payload)
@@ -52,25 +52,25 @@ class KeptBatches:
         return seq
 
     def since(self, start: int, at_most: int) -> list[tuple[int, bytes]]:
-        """Number and content of the first that are kept from `start` on."""
+        """Return number and content of the first batches that are kept from `start`."""
         first = max(start, self._oldest)
         return [(seq, self._batches[seq]) for seq in range(first, min(first + at_most, self._next))]
 
 
 @dataclass(slots=True)
 class _Answer:
-    """To one reader."""
+    """An answer to one reader."""
 
     position: int
     """Number of the next batch."""
     moved_at: float
     asked_again: int | None = None
-    """Start of the reader's newest request since; served when this one is at its end."""
+    """Start of the reader's newest later request, which is served after this one."""
 
 
 class ReplaySocket:
-    """Owns the socket and the task that answers. A reader that does not read is waited for, within bounds of memory and
-    time, and keeps nobody waiting.
+    """Owns the socket and the task that answers. Waits for slow readers within limits of memory and time, without
+    delaying other readers.
     """
 
     def __init__(self, settings: PublisherSettings, endpoint: str, kept: KeptBatches) -> None:
@@ -79,17 +79,17 @@ class ReplaySocket:
         self._topic = settings.zmq_topic.encode()
         self._kept = kept
         self._limited_logger = RateLimitedLogger(log, f"replay {endpoint}")
-        self._answers: dict[bytes, _Answer] = {}  # by reader, each of whom has one connection
+        self._answers: dict[bytes, _Answer] = {}  # by reader, each of which has one connection
         self._router: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Bind, and answer from now on, in the running event loop. Raises zmq.ZMQError."""
+        """Bind and start to answer in the running event loop. Raises zmq.ZMQError."""
         self._router = router = zmq.asyncio.Socket(context, zmq.ROUTER)
         router.setsockopt(zmq.IPV6, is_ipv6(self.endpoint))
-        # now and not with `close` only: ZMQ would wait for ever for what a reader left unread who is gone before that
+        # set before `close`: ZMQ would wait forever for unread data of readers that disconnected earlier
         router.setsockopt(zmq.LINGER, _LINGER_MS)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader who is gone, or has no room, is an error
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader that has disconnected, or has no room, is an error
         router.setsockopt(zmq.SNDHWM, max(2, _IN_FLIGHT_BYTES // self._settings.batch_bytes))
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         router.bind(self.endpoint)
@@ -97,7 +97,7 @@ class ReplaySocket:
         self._task.add_done_callback(_note_end)
 
     async def stop(self) -> None:
-        """Give what was sent half a second to leave, then close. A second call does nothing."""
+        """Allow half a second to transmit what was sent, then close. A second call does nothing."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -137,10 +137,10 @@ class ReplaySocket:
         elif len(self._answers) < _MOST_READERS:
             self._answers[reader] = _Answer(start, time.monotonic())
         else:
-            self._limited_logger.warning("a request is left unanswered: %d readers are being answered", _MOST_READERS)
+            self._limited_logger.warning("a request is ignored: %d readers are being answered", _MOST_READERS)
 
     def _go_on(self, socket: zmq.Socket[bytes], reader: bytes) -> bool:
-        """Send a part of an answer; False: the reader has no room for any of it."""
+        """Send a part of an answer. Returns False if the reader has no room for any of it."""
         answer = self._answers[reader]
         before = answer.position
         try:
@@ -149,12 +149,12 @@ class ReplaySocket:
             is_done = False
             if answer.position == before:
                 if time.monotonic() - answer.moved_at > _STUCK_S:
-                    self._limited_logger.warning("an answer is given up: its reader took nothing for %.0f s", _STUCK_S)
+                    self._limited_logger.warning("an answer is dropped: its reader stalled for %.0f s", _STUCK_S)
                     del self._answers[reader]
                 return False
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # the reader is gone
-                self._limited_logger.warning("an answer is given up: %s", error)
+            if error.errno != zmq.EHOSTUNREACH:  # the reader has disconnected
+                self._limited_logger.warning("an answer is dropped: %s", error)
             del self._answers[reader]
             return True
         answer.moved_at = time.monotonic()
@@ -163,7 +163,7 @@ class ReplaySocket:
         return True
 
     def _send_some(self, socket: zmq.Socket[bytes], reader: bytes, answer: _Answer) -> bool:
-        """Whether that was the end. Raises zmq.Again where there is no more room."""
+        """Send the next part of an answer. Returns whether it was the end. Raises zmq.Again if there is no room."""
         batches = self._kept.since(answer.position, _BATCHES_AT_A_TIME)
         for seq, payload in batches:
             self._send(socket, reader, self._topic, seq_frame(seq), payload)
@@ -183,6 +183,6 @@ class ReplaySocket:
 
 
 def _note_end(task: asyncio.Task[None]) -> None:
-    """A task that died must be seen."""
+    """Log the failure of the task."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s died: replays are left unanswered", task.get_name(), exc_info=error)
+        log.error("%s failed: replays are no longer answered", task.get_name(), exc_info=error)
