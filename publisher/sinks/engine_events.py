@@ -146,7 +146,7 @@ class EngineEvents:
         )
 
     def _name_fields(self, names: _Names) -> dict[str, Any]:
-        """Return the fields of the namespace. An array has one field for the adapter (vLLM) or the salt (old SGLang)."""
+        """Return the fields of the namespace. An array has one field for the adapter (vLLM) or the salt (SGLang)."""
         if self._encoding == "map":
             return {"lora_name": names.lora_name} | ({"cache_salt": names.cache_salt} if names.cache_salt else {})
         if names.cache_salt:
