@@ -258,7 +258,7 @@ class SWAComponent(AuxiliaryComponent):
         return PoolTransfer(self.pool, host_indices=rows, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
     def prefetch_transfer(self, start_node: TreeNode, num_pages: int) -> PoolTransfer | None:
-        """What less than a window lacks, the anchor must have."""
+        """If less than a window is fetched, the nodes above must hold the rest."""
         above = (self.data(step) for step in self._window_above(start_node))
         if any(data.value is None and data.host_value is None for data in above):
             return None
@@ -266,9 +266,9 @@ class SWAComponent(AuxiliaryComponent):
         return PoolTransfer(self.pool, keys=[""] * num_keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
     def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
-        """All pages of the window that lie behind the anchor, or none: they fill tombstones from the end upward."""
+        """Fill all tombstones of the window below the start node, from the end upward, or none."""
         assert fetched.host_indices is not None
-        behind = takewhile(lambda step: step is not operation.anchor, self._window_above(end))
+        behind = takewhile(lambda step: step is not operation.start_node, self._window_above(end))
         num_units = min(len(fetched.host_indices), sum(len(step.key) for step in behind))
         if operation.extra_pool_hit_pages.get(self.pool, 0) * self.allocator.page_size < num_units:
             return

@@ -63,16 +63,16 @@ class PrefetchOperation:
     def __init__(
         self,
         req_id: str,
-        anchor: TreeNode,
+        start_node: TreeNode,
         key: RadixKey,
         last_hash: str | None,
         host_indices: IndexArray,
         extras: Sequence[PoolTransfer] = (),
     ) -> None:
         self.req_id = req_id
-        self.anchor = anchor
+        self.start_node = start_node
         self.key = key
-        """The units to fetch, page-aligned. They start where the anchor's prefix ends."""
+        """The units to fetch, page-aligned. They start where the start node's prefix ends."""
         self.last_hash = last_hash
         self.extras = list(extras)
         """Transfers of sidecars, with host rows. They belong to the tree again once `is_over`. Setting `host_indices`

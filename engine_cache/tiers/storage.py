@@ -296,7 +296,7 @@ class StorageTier:
         """Forget a prefetch whose rows the tree has taken."""
         del self.ongoing_prefetches[operation.req_id]
         self.prefetch_tokens_occupied -= len(operation.key)
-        self._release(operation, operation.anchor)
+        self._release(operation, operation.start_node)
 
     def _insert(self, operation: PrefetchOperation, rows: IndexArray) -> int:
         """Hang fetched pages below the start node. Rows of pages that have a host copy are freed, those of other nodes
@@ -305,7 +305,7 @@ class StorageTier:
         if not len(rows):
             return 0
         tree = self._tree
-        key, node, done = operation.key[: len(rows)], operation.anchor, 0
+        key, node, done = operation.key[: len(rows)], operation.start_node, 0
         with ExitStack() as undo:
             undo.callback(lambda: self._leaves.free(rows[done:]))
             self._settle(node)

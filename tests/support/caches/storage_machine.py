@@ -203,7 +203,7 @@ class StorageMachine(CacheMachine):
             assert node.host_ref_counter == archives[node] + anchors[node]
 
     def anchors(self):
-        return Counter(operation.anchor for operation in self.cache.ongoing_prefetch.values())
+        return Counter(operation.start_node for operation in self.cache.ongoing_prefetch.values())
 
     def check_store(self, all_taken):
         """What is announced of the store is what this cache has archived and the store holds; more only as long as its

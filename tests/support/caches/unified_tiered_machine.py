@@ -145,7 +145,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         super().prefetch(draw)
         request = str(self.num_requests)
         if request in self.cache.ongoing_prefetch:
-            self.anchored[request] = self.needed_of(self.cache.ongoing_prefetch[request].anchor)
+            self.anchored[request] = self.needed_of(self.cache.ongoing_prefetch[request].start_node)
 
     def needed_of(self, anchor):
         """(kind, row) on the host: its state, and what there is of its window without a gap."""
@@ -167,8 +167,8 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         for archive, node in self.cache.ongoing_backup.items():
             assert archived_rows(archive) <= self.rows_above(node)
         for request, prefetch in self.cache.ongoing_prefetch.items():
-            if prefetch.anchor.former_parent is None:
-                assert self.anchored[request] <= self.rows_above(prefetch.anchor)
+            if prefetch.start_node.former_parent is None:
+                assert self.anchored[request] <= self.rows_above(prefetch.start_node)
 
     def rows_above(self, node):
         """(kind, row) on the host, of the node and of all above it."""

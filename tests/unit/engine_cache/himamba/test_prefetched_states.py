@@ -84,7 +84,7 @@ def test_a_node_that_is_held_meanwhile_gets_its_state_too(store):
         pass
     assert rig.cache.check_prefetch_progress("r")
     rig.check()
-    assert fetch_others.anchor.mamba_host_value is not None
+    assert fetch_others.start_node.mamba_host_value is not None
     rig.settle()
     rig.check()
     rig.cache.evict(EvictParams(100))

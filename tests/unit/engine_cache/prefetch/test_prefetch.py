@@ -41,7 +41,7 @@ def test_a_prefetch_goes_on_where_the_anchor_ends(rig):
     rig.settle()
     operation = prefetch(rig)
     assert list(operation.key) == PROMPT[4:]
-    assert operation.anchor.host_ref_counter == 1
+    assert operation.start_node.host_ref_counter == 1
     run(rig)
     rig.cache.check_prefetch_progress("r")
     assert rig.cache.pop_prefetch_loaded_tokens("r") == 4
