@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 from zlib import crc32
 
@@ -107,7 +108,7 @@ def resident(bundle: NamedTuple) -> Resident:
     words.bundle = bundle
     block = np.frombuffer(words, np.uint64)
     block[0] = class_number(type(bundle))
-    _write_resident(block, bundle)
+    _writer(type(bundle))(block, bundle)
     return block
 
 
@@ -170,10 +171,17 @@ def _write_bundle(block: Any, bundle: Any) -> None:
     _write(block, bundle)
 
 
-with kept_on_disk(Path(__file__)):
-    _write_resident: Any = njit(cache=True, **NO_MEMORY_RUNTIME)(_write_bundle)
+@lru_cache
+def _writer(bundle: type) -> Any:
+    """The kernel that writes bundles of one class. Each has a name of its own, and so its own index in numba's cache:
+    reading a shared one would import the packages of all classes.
+    """
+    function = FunctionType(_write_bundle.__code__, globals())
+    function.__qualname__ = f"_write_{bundle.__module__}_{bundle.__qualname__}".replace(".", "_")
+    with kept_on_disk(Path(__file__)):
+        return njit(cache=True, **NO_MEMORY_RUNTIME)(function)
 
 
 def prepare(bundle: type) -> None:
     """Compile what makes bundles of a class resident, so that nothing is compiled later."""
-    _write_resident.compile((RESIDENT_TYPE, numba_type(bundle)))
+    _writer(bundle).compile((RESIDENT_TYPE, numba_type(bundle)))

@@ -177,3 +177,12 @@ def test_a_package_loads_without_what_it_must_not_need(package: str, blocked: li
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.timeout(300)  # the first time, kernels are compiled
+def test_kernels_that_another_package_compiled_do_not_load_it() -> None:
+    """numba reads all signatures of a cached kernel at once, with the classes that they name."""
+    programs = ("import bridge", "import sys, publisher.ledger; assert 'bridge' not in sys.modules")
+    for program in programs:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
