@@ -34,7 +34,7 @@ class WorkerThreads:
     async def run(self, num_bytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call `work`: on a thread if `num_bytes` is large, else at once.
 
-        Returns only after the call has returned, even if this task is cancelled meanwhile.
+        Returns only after the call has returned, even if this task is cancelled while it runs.
         """
         if num_bytes <= _SMALL_BYTES:
             return work(*args, **kwargs)

@@ -12,7 +12,7 @@ _WILDCARDS = ("*", "::", "0.0.0.0")  # noqa: S104  (looked for, not bound to)
 
 
 def has_wildcard(endpoint: str) -> bool:
-    """Whether the host is a wildcard. Such an address can be bound, but nobody can connect to it."""
+    """Whether the host is a wildcard. Such an address can be bound, but no peer can connect to it."""
     return not endpoint.startswith(LOCAL_SCHEMES) and any(
         f"//{wildcard}:" in endpoint or f"//[{wildcard}]:" in endpoint for wildcard in _WILDCARDS
     )
