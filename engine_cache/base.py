@@ -1,4 +1,4 @@
-"""The interface of a prefix cache: what an engine's scheduler calls, with what, and what it gets."""
+"""The interface of a prefix cache, with its parameters and results, as an engine's scheduler uses it."""
 
 from __future__ import annotations
 
@@ -19,195 +19,198 @@ from kv_events.schema import EngineEvent
 class MatchPrefixParams(NamedTuple):
     key: RadixKey
     cow_mamba: bool = False
-    """Name the state that the request must copy before it goes on, and give it a slot of its own to copy it to."""
+    """Return the state that the request must copy before it continues, and allocate its own slot for the copy."""
     req: Request | None = None
-    """Wanted with `cow_mamba`."""
+    """Required with `cow_mamba`."""
 
 
 class MatchResult(NamedTuple):
-    """The longest cached prefix. A cache with one tier gives one node three times."""
+    """The longest cached prefix. In a cache with one tier, all three nodes are the same."""
 
     device_indices: IndexArray
-    """Device rows of the prefix up to `last_device_node`; the caller's own copy."""
+    """Device rows of the prefix up to `last_device_node`. The copy belongs to the caller."""
     last_device_node: TreeNode
     """Node to lock while the rows are in use."""
     last_host_node: TreeNode
-    """Deepest node with a host copy: anchor of a prefetch."""
+    """Deepest node with a host copy: the start node of a prefetch."""
     best_match_node: TreeNode
-    """Deepest node of the prefix on any tier: anchor of a load-back."""
+    """Deepest node of the prefix on any tier: the end of a load-back."""
     host_hit_length: int = 0
     """Units that a load-back would add to `device_indices`."""
     mamba_branching_seqlen: int | None = None
-    """Where KV goes on beyond the last recurrent state: a length, in whole chunks, at which a state would be of use."""
+    """If KV continues beyond the last recurrent state: a length, in whole chunks, at which a state would be useful."""
     mamba_host_hit_length: int = 0
-    """Recurrent states that a load-back would bring to the device, 0 or 1."""
+    """Recurrent states that a load-back would copy to the device, 0 or 1."""
     swa_host_hit_length: int = 0
-    """Units of the sliding window that a load-back would bring to the device."""
+    """Units of the sliding window that a load-back would copy to the device."""
 
 
 class InsertParams(NamedTuple):
     key: RadixKey
     value: IndexArray | None = None
-    """Device rows, one a unit of the key. None: the tokens serve as rows, which only tests want."""
+    """Device rows, one for each unit of the key. None: the tokens serve as rows, which is useful only in tests."""
     chunked: bool = False
-    """The prompt is still being computed: hit counts do not rise."""
+    """Whether the prompt is still being computed, in which case hit counts do not increase."""
     priority: int = 0
     mamba_value: IndexArray | None = None
-    """[1] slot of the recurrent state after the last unit of the key. Wanted by the Mamba caches, unused by others."""
+    """[1] slot of the recurrent state after the last unit of the key. Required by Mamba caches, unused by others."""
     prev_prefix_len: int = 0
-    """Leading rows of `value` that are the tree's own. Mamba caches free the duplicates behind them themselves."""
+    """Leading rows of `value` that belong to the tree. Mamba caches free the duplicates after them themselves."""
     swa_evicted_seqlen: int = 0
-    """Leading rows of `value` whose sliding-window rows were given up before, in whole pages."""
+    """Leading rows of `value` whose sliding-window rows were freed before, in whole pages."""
 
 
 class InsertResult(NamedTuple):
     prefix_len: int
-    """Units that were there before. Their rows in `value` are duplicates and the caller's to free."""
+    """Units that were in the tree before. Their rows in `value` are duplicates, which the caller frees."""
     total_len: int = 0
     """Units of the key that are in the tree now."""
     mamba_exist: bool = False
-    """The state in `mamba_value` was not taken: its slot stays the caller's."""
+    """Whether the tree has not accepted `mamba_value`, in which case its slot still belongs to the caller."""
 
 
 class EvictParams(NamedTuple):
     num_tokens: int
     mamba_num: int = 0
-    """Recurrent states to free besides."""
+    """Recurrent states to free in addition."""
     swa_num_tokens: int = 0
-    """Units of sliding-window rows to free besides."""
+    """Units of sliding-window rows to free in addition."""
 
 
 class EvictResult(NamedTuple):
     num_tokens_evicted: int
-    """More than asked for when the last node was longer, fewer when nothing was left."""
+    """Units freed: more than requested if the last node was longer, fewer if nothing was left."""
     mamba_num_evicted: int = 0
-    """Recurrent states freed, those of evicted nodes included."""
+    """Recurrent states freed, including those of evicted nodes."""
     swa_num_tokens_evicted: int = 0
-    """Units of sliding-window rows freed, those of evicted nodes included."""
+    """Units of sliding-window rows freed, including those of evicted nodes."""
 
 
 class InitLoadBackParams(NamedTuple):
     best_match_node: TreeNode
-    """As the match gave it."""
+    """The value from the match."""
     host_hit_length: int
     mem_quota: int | None = None
-    """Device units that the request may take; None: no limit."""
+    """Device units that the request may use. None: no limit."""
     req: Request | None = None
 
 
 class DecLockRefParams(NamedTuple):
-    """What a cache with several kinds of state must be told of the lock it takes back."""
+    """Description of the lock to release, for caches with several kinds of state."""
 
     tickets: tuple[tuple[int, int], ...] = ()
-    """(kind of state, what its component noted) of each kind that is locked besides KV."""
+    """(kind of state, ticket of its component) for each kind that is locked in addition to KV."""
 
 
 class IncLockRefResult(NamedTuple):
     delta: int
-    """Minus the units that became protected."""
+    """Change of the evictable size: minus the units that became protected."""
     node: TreeNode
-    """The one that is locked, and to be unlocked: of a node that is not on the device the first above it that is."""
+    """The locked node, which must be unlocked: for a node that is not on the device, its nearest ancestor that is."""
     tickets: tuple[tuple[int, int], ...] = ()
     """As in `DecLockRefParams`."""
 
     def to_dec_params(self) -> DecLockRefParams:
-        """What the release of this very lock must be told."""
+        """Return the parameters that release exactly this lock."""
         return DecLockRefParams(self.tickets)
 
 
 class DecLockRefResult(NamedTuple):
     delta: int
-    """The units that became evictable."""
+    """Change of the evictable size: the units that became evictable."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a cache needs to know about a request in flight; the caches update it."""
+    """The state of a running request that a cache reads and updates."""
 
     rid: str
     token_ids: Sequence[int] | npt.NDArray[np.integer]
-    """Tokens whose KV has been computed, prompt and output alike: row `req_pool_idx` names a pool row for each."""
+    """Tokens of prompt and output whose KV has been computed. Line `req_pool_idx` holds a pool row for each."""
     req_pool_idx: int
-    """Row in the `ReqToTokenPool`."""
+    """Line in the `ReqToTokenPool`."""
     extra_key: str | None = None
     priority: int = 0
     last_node: TreeNode | None = None
-    """Node whose path the request has locked."""
+    """Node whose path is locked by the request."""
     cache_protected_len: int = 0
-    """Leading rows that belong to the tree, page-aligned; those after it are the request's own."""
+    """Number of leading rows that belong to the tree, page-aligned. The rows after them belong to the request."""
     prefix_indices: IndexArray = field(default_factory=no_indices)
     """Rows of all tokens computed so far."""
     mamba_pool_idx: IndexArray | None = None
-    """[1] slot of the running recurrent state; the request's own."""
+    """[1] slot of the running recurrent state, which belongs to the request."""
     mamba_cow_src_index: IndexArray | None = None
     """[1] slot of the tree that the request must copy to `mamba_pool_idx` while `last_node` is locked."""
     mamba_last_track_seqlen: int | None = None
-    """Tokens behind the state in `mamba_track_idx`, whole pages. None: no state was tracked since the last time."""
+    """Number of tokens up to the state in `mamba_track_idx`, whole pages. None: no state since the last call."""
     mamba_track_idx: IndexArray | None = None
-    """[1] slot of the tracked state, the request's own; wanted by a cache with an extra buffer."""
+    """[1] slot of the tracked state, which belongs to the request. Required by a cache with an extra buffer."""
     lock_params: DecLockRefParams | None = None
-    """Of the lock on `last_node`; wanted by a cache with several kinds of state."""
+    """Parameters of the lock on `last_node`. Required by a cache with several kinds of state."""
     swa_evicted_seqlen: int = 0
-    """Leading tokens whose sliding-window rows the engine has given up, in whole pages."""
+    """Leading tokens whose sliding-window rows the engine has freed, in whole pages."""
     swa_host_hit_length: int = 0
-    """As the match gave it; so is the next one."""
+    """The value from the match, like the next field."""
     mamba_host_hit_length: int = 0
 
 
 class BasePrefixCache(ABC):
-    """Pages of earlier prompts, kept for later ones. Belongs to one thread.
+    """Keeps pages of earlier prompts for later ones. Belongs to one thread.
 
-    A cache without a host tier never waits. One with a host tier waits for copies to the host in four places: where a
-    write-back evicts, where pages from a store come below a node whose own copy is under way, where a store is
-    detached, and in `reset`.
+    A cache without a host tier never waits. A cache with a host tier waits for copies to the host in four cases: in an
+    eviction with write-back, when prefetched pages are inserted below a node whose backup is in progress, when a
+    storage backend is detached, and in `reset`.
 
-    The tree owns the device rows of the pages it stores and frees them when it evicts; it keeps whole pages only. Keys
-    are cut to whole pages first, and a key without one gives the empty result and changes nothing.
+    The tree owns the device rows of its pages and frees them when it evicts. It keeps only whole pages: keys are cut to
+    whole pages first, and a key without a whole page gives the empty result and changes nothing.
     """
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything. The rows are not freed: the owner clears the pools."""
+        """Drop everything. Does not free the rows: the owner clears the pools."""
 
     @abstractmethod
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest cached prefix. Refreshes access times; may split a node so that the match ends at one."""
+        """Return the longest cached prefix. Refreshes access times. May split a node at the end of the match."""
 
     @abstractmethod
     def insert(self, params: InsertParams) -> InsertResult:
-        """Take over the rows of those pages that are not there yet. Raises InvalidValueError if `value` is shorter
-        than the key."""
+        """Insert a key. The tree becomes the owner of the rows of its new pages.
+
+        Raises InvalidValueError if `value` is shorter than the key."""
 
     @abstractmethod
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `num_tokens` units of device rows if unlocked nodes hold as many, whole nodes at a time."""
+        """Free at least `num_tokens` units of device rows, in whole nodes, if unlocked nodes hold as many."""
 
     @abstractmethod
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Forbid eviction of the node and everything above it. Raises CacheStateError for a node of another tree."""
+        """Protect the node and its ancestors from eviction. Raises CacheStateError for a node of another tree."""
 
     @abstractmethod
     def dec_lock_ref(self, node: TreeNode) -> DecLockRefResult:
-        """Take one `inc_lock_ref` back, of the node that it has named. Raises CacheStateError if there is none, or for
-        a node of another tree."""
+        """Undo one `inc_lock_ref` of the node that it returned.
+
+        Raises CacheStateError if the node is not locked, or for a node of another tree."""
 
     @abstractmethod
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:
-        """Share what a running request has computed: its whole pages go to the tree, its row and lock follow."""
+        """Insert the whole pages that a running request has computed, and update its line and its lock."""
 
     @abstractmethod
     def cache_finished_req(self, req: Request, *, is_insert: bool = True) -> None:
-        """End a request: whole pages go to the tree (or are freed), the rest is freed, the lock released. Its row in
-        the `ReqToTokenPool` stays the owner's to free."""
+        """End a request: insert or free its whole pages, free its other rows, and release its lock.
+
+        The caller frees its line in the `ReqToTokenPool`."""
 
     @abstractmethod
     def evictable_size(self) -> int:
-        """Units on the device that eviction could free."""
+        """Return the units on the device that eviction could free."""
 
     @abstractmethod
     def protected_size(self) -> int:
-        """Units on the device that locks hold."""
+        """Return the units on the device that are protected by locks."""
 
     def take_events(self) -> list[EngineEvent]:
-        """All events since the last call, oldest first; a cache that records none has none."""
+        """Return all events since the last call, oldest first. Empty if the cache records no events."""
         return []

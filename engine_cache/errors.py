@@ -1,4 +1,4 @@
-"""What goes wrong on the engine side, beyond bad values."""
+"""Errors of the engine side, other than invalid values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kv_events.errors import KvsightError
 
 
 class CacheStateError(KvsightError):
-    """A tree is not what it should be, or a node or lock was used against the rules. Names both figures."""
+    """A tree is inconsistent, or a node or a lock was used incorrectly. Names both figures."""
 
 
 class TransferError(KvsightError):
@@ -14,14 +14,14 @@ class TransferError(KvsightError):
 
 
 class PoolExhaustedError(KvsightError, RuntimeError):
-    """A pool has no room and eviction found none. Names what was wanted; possible again once locks are released."""
+    """A pool has no room, and eviction found none. Names what was requested. May succeed after locks are released."""
 
     retriable = True
 
 
 class PoolError(KvsightError):
-    """Pool rows were freed that were not allocated, or not from this pool. Only debug mode looks for it."""
+    """Rows were freed that were not allocated, or not from this pool. Detected only in debug mode."""
 
 
 class StackError(KvsightError, RuntimeError):
-    """A hybrid stack could not be built: names the pools and the step. All that was opened has been closed."""
+    """A hybrid stack could not be built. Names the pools and the step. Everything that was opened has been closed."""

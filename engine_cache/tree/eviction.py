@@ -1,7 +1,7 @@
-"""Eviction: the policies, which say which leaf goes first, and the queue that keeps the leaves in that order.
+"""Eviction: the policies, which define the order of eviction, and the queue that keeps the leaves in that order.
 
-A policy gives a node a sort key; the smallest goes first and ties go by node id, so the order is total. Times are ticks
-of the tree's counter clock, not wall time.
+A policy computes a sort key for a node. The smallest key is evicted first and ties are broken by node id, so the order
+is total. Times are ticks of the tree's counter clock, not wall time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EvictionPolicy(NamedTuple):
 
     key: Callable[[TreeNode], SortKey]
     falls_when_used: bool = False
-    """Whether use makes a node's key smaller. In other policies a key can only grow, and may do so unnoticed."""
+    """Whether use makes a node's key smaller. In other policies a key can only grow, which need not be reported."""
 
 
 EVICTION_POLICIES: dict[str, EvictionPolicy] = {
@@ -42,7 +42,7 @@ EVICTION_POLICIES: dict[str, EvictionPolicy] = {
 
 
 def find_policy(name: str) -> EvictionPolicy:
-    """The policy of that name. Raises InvalidValueError, which lists the known ones."""
+    """Return the policy with this name. Raises InvalidValueError, which lists the known ones."""
     try:
         return EVICTION_POLICIES[name]
     except KeyError:
@@ -50,20 +50,20 @@ def find_policy(name: str) -> EvictionPolicy:
 
 
 class EvictionQueue:
-    """A set of nodes whose next one to evict is found in logarithmic time, however many there are.
+    """A set of nodes that returns the next node to evict in logarithmic time.
 
-    A heap with lazy repair. A node that joins is sorted in when an eviction asks for it, or together with a batch of
-    others, so that many leave again at no cost. The entry of one that has left, or whose key has grown, stays where it
-    is until it comes to the top, where it is dropped or sorted in anew; a node can so be used any number of times
-    between two evictions at the cost of one repair. `pop` is O(log n) amortised over joins and uses. Stale entries are
-    swept out before they outnumber the others.
+    It is a heap with lazy repair. A new node is sorted in at the next eviction, or together with a batch of others, so
+    that nodes that are removed earlier cost nothing. The entry of a node that was removed, or whose key has grown,
+    stays in place until it reaches the top, where it is dropped or sorted in again. A node can therefore be used any
+    number of times between two evictions at the cost of one repair. `pop` is O(log n), amortised over additions and
+    uses. Stale entries are removed before they outnumber the others.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = policy.key
         self._falls_when_used = policy.falls_when_used
         self._entries: dict[TreeNode, _Entry | None] = {}
-        """Each node's one valid entry, whose key is not above the node's own; None: it is still to be sorted in."""
+        """The valid entry of each node, whose key is at most the node's own. None if it is not sorted in yet."""
         self._heap: list[_Entry] = []
         self._unsorted: list[TreeNode] = []
 
@@ -74,27 +74,27 @@ class EvictionQueue:
         return node in self._entries
 
     def __iter__(self) -> Iterator[TreeNode]:
-        """In no order."""
+        """Iterate over the nodes in no particular order."""
         return iter(self._entries)
 
     def add(self, node: TreeNode) -> None:
-        """The node may be evicted; nothing happens if it might before."""
+        """Add a node. Does nothing if it is in the queue."""
         if node not in self._entries:
             self._sort_later(node)
 
     def discard(self, node: TreeNode) -> None:
-        """The node may not be evicted; nothing happens if it might not before."""
+        """Remove a node. Does nothing if it is not in the queue."""
         self._entries.pop(node, None)
 
     def used(self, nodes: Iterable[TreeNode]) -> None:
-        """Nodes, of the queue or not, have just been used, as their keys tell by now."""
+        """Report that nodes have been used, after their keys have changed. They need not be in the queue."""
         if self._falls_when_used:
             for node in nodes:
                 if node in self._entries:
                     self._sort_later(node)
 
     def pop(self) -> TreeNode | None:
-        """Take out the node that goes first; None when there is none."""
+        """Remove and return the first node. None if the queue is empty."""
         self._sort_in()
         heap, entries = self._heap, self._entries
         while heap:
@@ -113,7 +113,7 @@ class EvictionQueue:
         return None
 
     def check(self) -> None:
-        """Raises CacheStateError for a node that would not come out in its turn."""
+        """Check the order. Raises CacheStateError for a node that would not be returned in its turn."""
         known = {id(entry) for entry in self._heap} | {id(node) for node in self._unsorted}
         for node, entry in self._entries.items():
             if id(entry or node) not in known:

@@ -1,8 +1,8 @@
-"""RadixKey: what a radix tree is asked for and what its nodes hold.
+"""RadixKey: the key of lookups in a radix tree and of its nodes.
 
-A key is a row of *logical units*: tokens, or in bigram mode pairs of neighbouring tokens. n raw tokens make n units,
-or n - 1 pairs. Tokens are kept as one `bytes`, so keys never change, a walk compares and slices memory, and a slice
-does not keep a long prompt alive.
+A key is a sequence of *logical units*: tokens, or pairs of neighbouring tokens in bigram mode. n raw tokens make n
+units, or n - 1 pairs. Tokens are stored in one `bytes` object, so keys are immutable, a walk compares and slices
+memory, and a slice does not keep a long prompt alive.
 
     raw tokens      t0   t1   t2   t3   t4
     plain units     0    1    2    3    4
@@ -34,7 +34,7 @@ _TOKEN_BYTES = 4
 
 
 class RadixKey:
-    """An immutable row of logical units in one namespace.
+    """An immutable sequence of logical units in one namespace.
 
     token_ids: raw tokens, any sequence of integers in 0 .. 2**32 - 1; copied. extra_key: namespace (LoRA name, cache
     salt, tenant), None or "" for the common one, else UTF-8 text of at most `MAX_EXTRA_KEY_BYTES`. Raises
@@ -44,7 +44,7 @@ class RadixKey:
     __slots__ = ("data", "extra_key", "is_bigram")
 
     data: bytes
-    """Raw tokens as little-endian u32, which is also what is hashed."""
+    """Raw tokens as little-endian u32, which is also the hashed form."""
     extra_key: str | None
     is_bigram: bool
 
@@ -67,12 +67,12 @@ class RadixKey:
 
     @property
     def raw(self) -> U32Array:
-        """[n] raw tokens; a read-only view."""
+        """Return a read-only view of the raw tokens, [n]."""
         return np.frombuffer(self.data, dtype="<u4")
 
     @property
     def token_ids(self) -> array[int]:
-        """Raw tokens as a fresh `array('q')`."""
+        """Return the raw tokens as a new `array('q')`."""
         return array("q", self.raw.astype(np.int64).tobytes())
 
     def __len__(self) -> int:
@@ -104,15 +104,16 @@ class RadixKey:
         return f"RadixKey({len(self)} units, extra_key={self.extra_key!r}, is_bigram={self.is_bigram})"
 
     def page_aligned(self, page_size: int) -> RadixKey:
-        """The longest prefix of whole pages."""
+        """Return the longest prefix of whole pages."""
         aligned = len(self) // page_size * page_size
         return self if aligned == len(self) else self[:aligned]
 
     def maybe_to_bigram_view(
         self, is_eagle: bool, value: IndexArray | None = None
     ) -> tuple[RadixKey, IndexArray | None]:
-        """If `is_eagle`: the key's bigram view, which copies no token, and `value` cut to its length; else both as
-        they are. Applying it again changes nothing."""
+        """With `is_eagle`, return the key's bigram view, which copies no tokens, and `value` cut to its length.
+
+        Otherwise return both unchanged. The conversion is idempotent."""
         if not is_eagle:
             return self, value
         key = self
@@ -122,9 +123,9 @@ class RadixKey:
         return key, None if value is None else value[: len(key)]
 
     def match(self, other: RadixKey, page_size: int, start: int = 0) -> int:
-        """Number of leading units that `self[start:]` and `other` share, rounded down to whole pages.
+        """Return the number of leading units that `self[start:]` and `other` share, rounded down to whole pages.
 
-        Raises InvalidValueError for keys of two namespaces or of two kinds of unit: their units do not compare.
+        Raises InvalidValueError for keys of different namespaces or different kinds of units.
         """
         if self.extra_key != other.extra_key:
             raise InvalidValueError("extra_key", other.extra_key, repr(self.extra_key))
@@ -150,7 +151,7 @@ class RadixKey:
         return page if self.extra_key is None else (self.extra_key, page)
 
     def pages(self, page_size: int) -> Sequence[TokenIds]:
-        """Units of each page, as events carry them. The key must be page-aligned."""
+        """Return the units of each page, in the form of events. The key must be page-aligned."""
         if not self.is_bigram:
             rows: list[list[int]] = self.raw.reshape(-1, page_size).tolist()
             return rows
@@ -158,7 +159,7 @@ class RadixKey:
         return [pairs[i : i + page_size] for i in range(0, len(pairs), page_size)]
 
     def hash_page(self, start: int, end: int, prior_hash: str | None = None) -> str:
-        """SHA-256 name of the page of units [start, end), chained to the page before it; lower-case hex."""
+        """Return the SHA-256 hash of the page of units [start, end), chained to the page before it, as hex."""
         if not 0 <= start < end <= len(self):
             raise InvalidValueError("page", (start, end), f"0 <= start < end <= {len(self)}")
         page = self[start:end]
