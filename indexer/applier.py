@@ -19,7 +19,7 @@ class Applier:
     def __init__(
         self, namespaces: Namespaces, dead_letters: DeadLetters, is_expired: Callable[[View], bool] = lambda _: False
     ) -> None:
-        """is_expired: whether nothing was heard of a view for its time-to-live."""
+        """is_expired: whether a view has been silent for its time-to-live."""
         self.namespaces = namespaces
         self.dead_letters = dead_letters
         self.is_expired = is_expired
@@ -29,9 +29,9 @@ class Applier:
         """Records seen."""
 
     def apply(self, record: LogRecord, heard_at: float, heard_tick: float | None = None) -> Iterator[None]:
-        """Apply one record, slice by slice; a record that breaks the contract becomes a dead letter.
+        """Apply one record in slices. A record that breaks the contract becomes a dead letter.
 
-        heard_at: seconds since 1970, when the record was heard of; heard_tick: the same moment on the clock of
+        heard_at: seconds since 1970, when the record was received. heard_tick: the same moment on the clock of
         `Freshness` (default: the same number).
         """
         self.records += 1

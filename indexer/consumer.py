@@ -162,7 +162,7 @@ class Consumer:
         if self.progress.is_applied(record):
             return
         now = self._clock()
-        # while the log is caught up with, a record counts as received when it was written
+        # while catching up, a record counts as received when it was written
         late_s = 0.0 if self.ready else max(0.0, now - record.timestamp_ms / 1000)
         await self._slices.run(self.applier.apply(record, now - late_s, time.monotonic() - late_s))
         self.progress.advance(record)

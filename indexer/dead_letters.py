@@ -1,4 +1,4 @@
-"""Records that could not be applied: counted by reason, kept for a look, never fatal."""
+"""Records that could not be applied: counted by reason, kept for inspection, never fatal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_FOLDER_BYTES = 64 * 2**20
 
 
 class DeadLetter(NamedTuple):
-    """Where a rejected record stood, and why it was rejected."""
+    """Position of a rejected record, and why it was rejected."""
 
     partition: int
     offset: int
@@ -39,12 +39,12 @@ class DeadLetters:
         self.counts: Counter[str] = Counter()
         self.newest: deque[DeadLetter] = deque(maxlen=_KEPT_IN_MEMORY)
         self.not_kept = 0
-        """Letters that did not get into the folder: it is full, or cannot be written."""
+        """Records that were not written to the folder: it is full, or cannot be written."""
         self._writer = EventLogWriter(folder) if folder is not None else None
         self._room = _MAX_FOLDER_BYTES - (sum(f.stat().st_size for f in folder.iterdir()) if folder is not None else 0)
 
     def put(self, record: LogRecord, error: RecordRejectedError) -> None:
-        """Take a record that was rejected."""
+        """Count and keep a rejected record."""
         self.counts[error.reason] += 1
         key = record.key[:_SHOWN].decode(errors="replace")
         detail = error.detail[:_SHOWN]
@@ -57,7 +57,7 @@ class DeadLetters:
             self._keep(self._writer, record)
 
     def _keep(self, writer: EventLogWriter, record: LogRecord) -> None:
-        """What is too large for an event log is kept as far as it fits; keeping never stops the reading."""
+        """Write a record to the folder, cut to what an event log accepts. A failure is only logged."""
         kept = record._replace(key=record.key[:_SHOWN], payload=record.payload[:MAX_RECORD_BYTES])
         if self._room < len(kept.payload):
             self.not_kept += 1

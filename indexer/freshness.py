@@ -1,4 +1,4 @@
-"""What state to show. Silence counts against a worker only while the log itself is known to be alive."""
+"""The state to show. Silence counts against a worker only while the event log itself can be read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from indexer.views import View, ViewState
 class Freshness:
     """Judges ages by the time up to which the log was readable.
 
-    Its clock is any that never goes back: a monotonic one for live views, the records' own time for a replay. While
-    the log is away nobody can be heard, so nobody expires; when it comes back, everybody gets a
-    whole time-to-live again to be heard.
+    The clock must never go back: a monotonic clock for live views, the time of the records for a replay. While the
+    event log is unavailable no worker expires. When it returns, every worker has a whole time-to-live again.
     """
 
     def __init__(self, ttl_s: float, now: float) -> None:
@@ -19,13 +18,13 @@ class Freshness:
         self._resumed_at = now
 
     def log_is_alive(self, now: float) -> None:
-        """The log was readable just now."""
+        """Note that the event log could be read just now."""
         if now - self._alive_at > self._ttl_s / 2:
             self._resumed_at = now
         self._alive_at = max(self._alive_at, now)
 
     def silence_s(self, view: View) -> float:
-        """Seconds during which a worker could have been heard and was not."""
+        """Seconds during which the event log could be read and had nothing from the worker."""
         return self._alive_at - max(view.heard_tick, self._resumed_at)
 
     def state(self, view: View) -> ViewState:

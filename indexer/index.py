@@ -22,7 +22,7 @@ from kv_events.hashing import U64Array
 from kv_events.schema import NUM_MEDIA
 
 SLICE_PAGES = 4096
-"""Pages that one kernel call touches at most: well under a millisecond, so that queries never wait long."""
+"""Pages that one kernel call touches at most: well under a millisecond, so that queries wait only briefly."""
 
 _SCAN_ENTRIES = 65_536
 _STORES_STOP_AT = 7 / 8  # of the holder sets: removals may need new ones, too, and must go on
@@ -53,7 +53,7 @@ class StreamPages(NamedTuple):
 
 
 class IndexImage(NamedTuple):
-    """Everything an index knows, detached from it; the columns of the pages in parts."""
+    """The whole content of an index, as copies. Columns of pages are lists of parts."""
 
     hashes: list[U64Array]
     """[n] sequence hashes."""
@@ -70,9 +70,9 @@ class IndexImage(NamedTuple):
 class OverlapIndex:
     """One index of all worker streams of a namespace. One thread writes and reads; a call never blocks.
 
-    Costs about 37 bytes a page, whatever the number of streams that hold it, and 60 bytes (for up to 64 streams) a
-    holder set, of which there is one for each distinct combination of holders. Memory is bounded by `max_pages` and
-    `max_set_bytes`: stores beyond them are refused and counted, removals and queries go on.
+    A page takes about 37 bytes, regardless of the number of streams that hold it. A holder set, one for each distinct
+    combination of holders, takes about 57 bytes with up to 64 streams; `max_set_bytes` counts the 32 of its bitmask.
+    Stores beyond `max_pages` or `max_set_bytes` are refused and counted. Removals and queries continue.
     """
 
     def __init__(self, max_pages: int = 2**24, max_streams: int = 4096, max_set_bytes: int = 2**30) -> None:
@@ -110,13 +110,13 @@ class OverlapIndex:
         return stream
 
     def drop_stream(self, stream: int) -> None:
-        """Give a stream's number back. It must hold nothing (see `sweep`)."""
+        """Release the number of a stream. The stream must hold no page (see `sweep`)."""
         if self.digest(stream)[:NUM_MEDIA].any():
             raise InvalidValueError("stream", stream, "a stream that holds no page")
         self._digests[stream] = None
 
     def digest(self, stream: int) -> Digest:
-        """uint64[8]: what the stream holds now, kept up by every change. The live array; do not write."""
+        """uint64[8]: the stream's digest, updated by every change. The live array: do not write to it."""
         digest = self._digests[stream] if 0 <= stream < len(self._digests) else None
         if digest is None:
             raise InvalidValueError("stream", stream, "a stream in use")
@@ -125,7 +125,7 @@ class OverlapIndex:
     # --- changes ---
 
     def new_marks(self) -> Marks:
-        """Marks for a sweep that keeps what `store` names from now on. Costs a byte a page while it lives."""
+        """Marks for a sweep that keeps the pages stored from now on. They take a byte per page."""
         return np.zeros(page_table.capacity(self._pages.table) + 1, np.uint8)
 
     def store(
@@ -169,7 +169,7 @@ class OverlapIndex:
         return unknown, refused
 
     def sweep(self, stream: int, marks: Marks | None = None) -> Iterator[int]:
-        """Remove all that a stream holds, but for marked pages, slice by slice. Yields pages removed by each slice."""
+        """Remove all pages of a stream except marked ones, in slices. Yields the pages that each slice removed."""
         for start, stop in self._entry_ranges(SLICE_PAGES):
             if not self.digest(stream)[:NUM_MEDIA].any():
                 return
@@ -180,7 +180,7 @@ class OverlapIndex:
     # --- questions ---
 
     def find(self, hashes: U64Array) -> Matches:
-        """How far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from the first page on."""
+        """Find how far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from page 0."""
         streams = np.empty(64 * self._width, _INT32)
         pages = np.empty((64 * self._width, NUM_MEDIA), _UINT32)
         found = find(self._asked, hashes, self._alive, streams, pages)
@@ -211,7 +211,7 @@ class OverlapIndex:
         return bool(trim_to_reusable(self._pages.sets.words, holders, streams, window, lengths))
 
     def stream_pages(self, stream: int) -> Iterator[StreamPages]:
-        """Everything a stream holds, slice by slice, in no particular order."""
+        """All pages of a stream, in slices, in no particular order."""
         self.digest(stream)
         entries = np.empty(_SCAN_ENTRIES, np.int64)
         tiers = np.empty(_SCAN_ENTRIES, np.uint8)
@@ -222,7 +222,7 @@ class OverlapIndex:
                 yield StreamPages(self._pages.table.keys[held], self._pages.parents[held], tiers[:found].copy())
 
     def image(self) -> Generator[None, None, IndexImage]:
-        """A copy of everything, for a snapshot, slice by slice; nothing may be changed before its end."""
+        """Copy everything for a snapshot, in slices. The index must not change before the end."""
         sets = self._pages.sets
         ids = np.flatnonzero(sets.users)
         row_of_id = np.zeros(len(sets.users), np.uint32)
@@ -266,7 +266,7 @@ class OverlapIndex:
 
     @property
     def has_room(self) -> bool:
-        """Whether a resync of a refused worker has a chance: a twentieth of the pages is free, and so are some sets."""
+        """Whether a refused worker may fit after a resync: a twentieth of the pages and some holder sets are free."""
         return self.num_pages < 0.95 * self.max_pages and self._has_sets
 
     @property
@@ -275,7 +275,7 @@ class OverlapIndex:
 
     @property
     def num_pages(self) -> int:
-        """Distinct pages held by anybody."""
+        """Distinct pages that some stream holds."""
         return page_table.num_live(self._pages.table)
 
     @property
@@ -313,7 +313,7 @@ class OverlapIndex:
             start += step
 
     def _set_capacity(self, max_pages: int, width: int) -> int:
-        """No more sets than pages are ever needed, but for the empty one and the room that removals keep."""
+        """There are never more sets than pages, except for the empty set and the reserve for removals."""
         bytes_per_set = NUM_MEDIA * width * 8
         return max(64, min(2 * max_pages + 64, self._max_set_bytes // bytes_per_set))
 

@@ -1,4 +1,4 @@
-"""The state of each worker stream: what was admitted, whether it is right, since when it is silent."""
+"""The state of each worker stream: which batches were admitted, whether the view is right, how long it is silent."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kv_events.schema import ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, Sn
 from kv_events.streams import StreamId
 
 INDEX_FULL = "index full"
-"""Why a view is stale whose pages did not all fit: a resync helps only when there is room again."""
+"""Stale reason of a view whose pages did not all fit. A resync helps only when there is room again."""
 
 
 class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the storage media)
     """How far a view can be trusted, from the most to the least."""
 
     LIVE = "live"
-    """Its digest equalled the publisher's at the last batch, and the publisher had no doubt of its own."""
+    """The digest equalled the publisher's at the last batch, and the publisher reported no degradation."""
     SYNCING = "syncing"
     """A resync is being applied; pages held before still count until it ends."""
     STALE = "stale"
-    """A gap or a wrong digest was seen, and a resync is asked for; or the publisher doubts what it knows itself."""
+    """A gap or a wrong digest was found and a resync is requested, or the publisher reported a degradation."""
     EXPIRED = "expired"
     """Silent for the time-to-live; left out of scores."""
 
@@ -42,7 +42,7 @@ def least_trusted(states: Iterable[ViewState]) -> ViewState:
 
 @dataclass(slots=True)
 class ViewCounters:
-    """What happened in a stream since this process knows it."""
+    """What happened in a stream since this process first read it."""
 
     batches: int = 0
     pages_stored: int = 0
@@ -61,7 +61,7 @@ class ViewCounters:
 
 @dataclass(slots=True)
 class View:
-    """One worker stream's radix view: its part of the namespace's index, and what is known about it."""
+    """One worker stream's radix view: its part of the namespace's index, and its state."""
 
     stream: StreamId
     index: OverlapIndex
@@ -70,22 +70,22 @@ class View:
     epoch: int = -1
     next_seq: int = 0
     heard_at: float = 0.0
-    """Seconds since 1970, by the reader's clock: the newest batch whose publisher heard its engine."""
+    """Seconds since 1970, by the reader's clock: the newest batch whose publisher was in contact with its engine."""
     heard_tick: float = -math.inf
     """The newest batch on the clock of `Freshness`."""
     state: ViewState = ViewState.STALE
-    """LIVE, STALE or SYNCING by what was applied; what the clock and the publisher's doubts add, see `freshness`."""
+    """LIVE, STALE or SYNCING, from the batches alone. `freshness` adds silence and degradation."""
     stale_reason: str = "new"
     degraded_reason: str = ""
-    """What the publisher said with the newest batch against its own knowledge; a resync would not help."""
+    """Why the publisher called its stream incomplete with the newest batch. A resync would not help."""
     counters: ViewCounters = field(default_factory=ViewCounters)
     _marks: Marks | None = None
     _refused_now: int = 0
-    """Pages refused since everything was named the last time: until then the digest cannot fit."""
+    """Pages refused since the last resync or clear. The digest cannot match before the next one."""
 
     @property
     def reason(self) -> str:
-        """Why the view is not to be fully trusted; "": it is."""
+        """Why the view cannot be fully trusted. Empty: it can."""
         return self.stale_reason or self.degraded_reason
 
     @property
@@ -114,19 +114,19 @@ class View:
         return True
 
     def hear(self, batch: DecodedBatch, at: float, tick: float) -> None:
-        """An admitted batch came. One whose publisher does not hear its engine leaves the view as old as it is."""
+        """Note that an admitted batch arrived. Without contact to its engine the view keeps its age."""
         if batch.doubt != ENGINE_UNHEARD or self.heard_at == 0.0:
             self.heard_at = at
         self.heard_tick = max(self.heard_tick, tick)
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
-        """Apply an admitted batch, slice by slice: stop between two slices to let queries through."""
+        """Apply an admitted batch in slices. Queries can run between two slices."""
         self.counters.batches += 1
         for step in batch.steps:
             yield from self._apply_step(step)
 
     def confirm(self, batch: DecodedBatch) -> None:
-        """Compare the digests after a batch: equal means right, whatever went wrong before."""
+        """Compare the digests after a batch. If they are equal the view is right, whatever happened before."""
         self.degraded_reason = batch.doubt
         if self._marks is not None:
             return
@@ -140,13 +140,13 @@ class View:
             self.mark_stale("digest")
 
     def clear(self) -> Iterator[None]:
-        """Forget every page, slice by slice."""
+        """Remove every page, in slices."""
         for removed in self.index.sweep(self.number):
             self.counters.pages_removed += removed
             yield
 
     def mark_stale(self, reason: str) -> None:
-        """Distrust the view until a digest fits again; a resync under way is given up."""
+        """Mark the view as stale until a digest matches. A resync in progress is abandoned."""
         self._marks = None
         self.state, self.stale_reason = ViewState.STALE, reason
 
@@ -156,7 +156,7 @@ class View:
             self.mark_stale("restart")
         self.epoch, self.next_seq = batch.epoch, 0
         if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
-            batch.steps.insert(0, AllBlocksCleared())  # an incarnation that names nothing begins with nothing
+            batch.steps.insert(0, AllBlocksCleared())  # without a resync the new incarnation holds nothing
 
     def _apply_step(self, step: Step) -> Iterator[None]:
         match step:
@@ -197,7 +197,7 @@ class View:
 
     def _end_snapshot(self) -> Iterator[None]:
         if self._marks is None:
-            return  # its beginning was lost; the gap is known already
+            return  # the beginning of the resync was lost; the gap is known
         for removed in self.index.sweep(self.number, self._marks):
             self.counters.pages_removed += removed
             yield

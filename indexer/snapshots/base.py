@@ -8,23 +8,23 @@ from kv_events.errors import KvsightError
 
 
 class SnapshotStoreError(KvsightError):
-    """The store cannot be reached or written now; the next snapshot tries again."""
+    """The store cannot be reached or written now. The next snapshot tries again."""
 
     retriable: ClassVar[bool] = True
 
 
 class SnapshotDamagedError(KvsightError):
-    """A snapshot does not read back; the log is replayed instead."""
+    """A snapshot cannot be read. The event log is replayed instead."""
 
 
 class SnapshotStore(Protocol):
     """Keeps the newest image of something: of all views, or of the registered engines. Belongs to one event loop."""
 
     async def save(self, image: bytes) -> None:
-        """Replace the snapshot: whoever loads sees the old one or this one, whole. Raises SnapshotStoreError."""
+        """Replace the snapshot. A reader sees either the old one or this one, complete. Raises SnapshotStoreError."""
 
     async def load(self) -> bytes | None:
         """The newest snapshot, or None. Raises SnapshotStoreError."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

@@ -11,20 +11,20 @@ from kv_events.schema import ResyncRequest
 
 
 class SourceUnavailableError(KvsightError):
-    """The log cannot be read now; try again."""
+    """The event log cannot be read now. Try again later."""
 
     retriable: ClassVar[bool] = True
 
 
 class Source(Protocol):
-    """A log that one consumer reads, and the way back to its publishers. Belongs to one event loop."""
+    """An event log that one consumer reads, and the channel back. Belongs to one event loop."""
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         """Begin to read. positions: partition -> offset of the first record wanted; others begin at the oldest.
 
-        Returns where each partition that there is really begins. An offset that the log no longer keeps becomes the
-        oldest, and so does one beyond the log's end, which must have been made anew: the views find the gap by
-        themselves. Raises SourceUnavailableError.
+        Returns the first offset of every existing partition. An offset that the log no longer keeps becomes the oldest
+        one. So does an offset beyond the end: the log was created again. The views detect the gap themselves.
+        Raises SourceUnavailableError.
         """
 
     async def fetch(self) -> Sequence[LogRecord]:
@@ -43,4 +43,4 @@ class Source(Protocol):
         """Ask a publisher for a resync. Raises SourceUnavailableError; a log without a way back does nothing."""
 
     async def stop(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""

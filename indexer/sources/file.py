@@ -1,4 +1,4 @@
-"""Records of an event log in a folder, also while somebody appends to it. There is no way back to the publishers."""
+"""Records of an event log in a folder, also while a writer appends to it. Publishers cannot be reached this way."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FileSource:
             raise SourceUnavailableError(str(error)) from error
 
     async def request(self, request: ResyncRequest) -> None:
-        """A file has no publisher at its other end."""
+        """Do nothing: a file has no channel back to its publishers."""
 
     async def stop(self) -> None:
         self._reader = None
@@ -78,7 +78,7 @@ class FileSource:
         return records
 
     def _skip_damage(self, error: EventLogCorruptedError, num_read: int) -> None:
-        """Go on behind damaged records, whose loss the views find out by themselves."""
+        """Continue after damaged records. The views detect the loss themselves."""
         if error.resume_index is None and not num_read:
             raise SourceUnavailableError(str(error)) from error
         if error.resume_index is not None:
