@@ -86,7 +86,7 @@ class PolledEvents:
                 self.counters.bad_events["error"] += 1
                 for translator, publisher in self._rank_streams.values():
                     translator.clear()
-                    publisher.set_doubt(BATCHES_LOST)
+                    publisher.set_degraded_reason(BATCHES_LOST)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         rank = _integer(event.get("attention_dp_rank") or 0)
@@ -96,13 +96,13 @@ class PolledEvents:
             if last is not None and number != last + 1:
                 self.counters.losses += 1
                 translator.apply(ClearedRun())
-                publisher.set_doubt(BATCHES_LOST)
+                publisher.set_degraded_reason(BATCHES_LOST)
             self._last_ids[rank] = number
         self.counters.events += 1
         for run in from_tensorrt(event, publisher.block_size, self._widest_window):
             translator.apply(run)
             if isinstance(run, BadEvent) and run.may_remove:
-                publisher.set_doubt(BATCHES_LOST)
+                publisher.set_degraded_reason(BATCHES_LOST)
 
     def _rank(self, rank: int) -> tuple[EventTranslator, EventPublisher]:
         if rank not in self._rank_streams:

@@ -154,7 +154,7 @@ class WorkerStream:
     def _update_degraded_reason(self) -> None:
         reason = BATCHES_LOST if self._is_incomplete else self._translator.block_size_mismatch
         if self._translator.publisher is not None:
-            self._translator.publisher.set_doubt(reason if self._is_heard else ENGINE_UNHEARD)
+            self._translator.publisher.set_degraded_reason(reason if self._is_heard else ENGINE_UNHEARD)
 
     def _forget(self, block_size: int) -> None:
         """Begin with an empty translator, and with a publisher whose block size is not certain yet."""

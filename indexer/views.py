@@ -115,7 +115,7 @@ class View:
 
     def hear(self, batch: DecodedBatch, at: float, tick: float) -> None:
         """Note that an admitted batch arrived. Without contact to its engine the view keeps its age."""
-        if batch.doubt != ENGINE_UNHEARD or self.heard_at == 0.0:
+        if batch.degraded_reason != ENGINE_UNHEARD or self.heard_at == 0.0:
             self.heard_at = at
         self.heard_tick = max(self.heard_tick, tick)
 
@@ -127,7 +127,7 @@ class View:
 
     def confirm(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch. If they are equal the view is right, whatever happened before."""
-        self.degraded_reason = batch.doubt
+        self.degraded_reason = batch.degraded_reason
         if self._marks is not None:
             return
         if np.array_equal(self.index.digest(self.number), batch.digest):

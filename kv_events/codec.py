@@ -17,7 +17,7 @@ from kv_events.digest import DIGEST_BYTES, Digest
 from kv_events.errors import RecordRejectedError
 from kv_events.limits import (
     MAX_BLOCK_SIZE,
-    MAX_DOUBT_BYTES,
+    MAX_DEGRADED_REASON_BYTES,
     MAX_DP_RANK,
     MAX_EVENTS_PER_BATCH,
     MAX_NAME_BYTES,
@@ -29,7 +29,7 @@ from kv_events.schema import (
     SCHEMA_MAJOR,
     SCHEMA_VERSION,
     AllBlocksCleared,
-    DoubtedBatch,
+    DegradedBatch,
     EventBatch,
     PackedRemoved,
     PackedStored,
@@ -41,7 +41,7 @@ from kv_events.schema import (
 from kv_events.streams import StreamId
 
 _encoder = msgspec.msgpack.Encoder()
-_batch_decoder = msgspec.msgpack.Decoder(DoubtedBatch)
+_batch_decoder = msgspec.msgpack.Decoder(DegradedBatch)
 _event_decoder = msgspec.msgpack.Decoder(WireEvent)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for invalid bytes
 _control_decoder = msgspec.msgpack.Decoder(ResyncRequest)
@@ -84,7 +84,7 @@ class DecodedBatch(NamedTuple):
     steps: list[Step]
     digest: Digest
     """uint64[8], read-only: digest of the pages that the worker holds after this batch."""
-    doubt: str = ""
+    degraded_reason: str = ""
     """Why its own publisher does not fully trust it; "": it does."""
 
 
@@ -96,9 +96,9 @@ def encode_batch(
     timestamp: float,
     events: list[bytes],
     digest: bytes,
-    doubt: str = "",
+    degraded_reason: str = "",
 ) -> bytes:
-    """One record. events: results of `encode_event`; digest: 64 bytes; doubt: see `DoubtedBatch`."""
+    """One record. events: results of `encode_event`; digest: 64 bytes; degraded_reason: see `DegradedBatch`."""
     batch = EventBatch(
         SCHEMA_VERSION,
         stream.model,
@@ -112,7 +112,9 @@ def encode_batch(
         [msgspec.Raw(event) for event in events],
         digest,
     )
-    return _encoder.encode(DoubtedBatch(**msgspec.structs.asdict(batch), doubt=doubt) if doubt else batch)
+    return _encoder.encode(
+        DegradedBatch(**msgspec.structs.asdict(batch), degraded_reason=degraded_reason) if degraded_reason else batch
+    )
 
 
 def encode_event(event: WireEvent) -> bytes:
@@ -142,7 +144,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
         batch.timestamp,
         steps,
         np.frombuffer(batch.digest, "<u8"),
-        batch.doubt,
+        batch.degraded_reason,
     )
 
 
@@ -166,7 +168,7 @@ def _check_version(version: int) -> bool:
     return version > SCHEMA_VERSION
 
 
-def _check_header(batch: DoubtedBatch) -> None:
+def _check_header(batch: DegradedBatch) -> None:
     for field in ("model", "tenant", "worker"):
         name: str = getattr(batch, field)
         if not name or len(name.encode()) > MAX_NAME_BYTES:
@@ -184,8 +186,11 @@ def _check_header(batch: DoubtedBatch) -> None:
         raise RecordRejectedError("field", f"timestamp: got {batch.timestamp}, expected seconds since 1970")
     if len(batch.digest) != DIGEST_BYTES:
         raise RecordRejectedError("field", f"digest: {len(batch.digest)} bytes, expected {DIGEST_BYTES}")
-    if len(batch.doubt.encode()) > MAX_DOUBT_BYTES:
-        raise RecordRejectedError("field", f"doubt: {len(batch.doubt)} characters, at most {MAX_DOUBT_BYTES} bytes")
+    if len(batch.degraded_reason.encode()) > MAX_DEGRADED_REASON_BYTES:
+        raise RecordRejectedError(
+            "field",
+            f"degraded_reason: {len(batch.degraded_reason)} characters, at most {MAX_DEGRADED_REASON_BYTES} bytes",
+        )
     if len(batch.events) > MAX_EVENTS_PER_BATCH:
         raise RecordRejectedError("batch_size", f"{len(batch.events)} events, at most {MAX_EVENTS_PER_BATCH}")
 

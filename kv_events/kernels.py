@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
-from numba.core import typing
 
 from kv_events.bundles import RESIDENT_TYPE, Spread, field_names, numba_type, prepare, reader
 from kv_events.kernel_cache import kept_on_disk
@@ -35,9 +34,6 @@ def array_kernel(returns, *parameters):
     `bundles` (`U64Vector`); the class of a bundle, where callers pass a `resident` one; or `spread` of such a class,
     where they pass the named tuple itself. In the function all bundles are named tuples.
     """
-
-    if isinstance(returns, typing.Signature):
-        returns, parameters = returns.return_type, returns.args
 
     def compiled(function):
         entry = _entry_point(function, parameters)

@@ -16,7 +16,7 @@ MAX_DP_RANK = 65_535
 MAX_NAME_BYTES = 256
 """Largest UTF-8 length of a model, tenant or worker name."""
 
-MAX_DOUBT_BYTES = 256
+MAX_DEGRADED_REASON_BYTES = 256
 """Largest UTF-8 length of what a publisher says against its own records."""
 
 MAX_EXTRA_KEY_BYTES = 1024

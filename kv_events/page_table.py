@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from kv_events.bundles import I64Vector, U32Matrix, U32Vector, U64Vector
 from kv_events.errors import InvalidValueError
@@ -55,17 +54,6 @@ class Table(NamedTuple):
     """[segments, 2] number of tag bits that all keys of a segment share; number of used slots."""
     meta: I64Vector
     """[7] see the column numbers above."""
-
-
-TABLE_ARRAYS = (
-    types.Array(types.uint64, 1, "C"),
-    types.Array(types.uint32, 1, "C"),
-    types.Array(types.uint64, 1, "C"),
-    types.Array(types.uint32, 2, "C"),
-    types.Array(types.int64, 1, "C"),
-)
-"""numba types of a `Table`'s arrays. Kernels called from Python take them one by one and build the `Table` inside:
-numba finds the type of a bare array in 40 ns, that of a named tuple in microseconds."""
 
 
 def make_table(capacity: int) -> Table:

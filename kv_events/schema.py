@@ -71,9 +71,9 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, array_like=True, g
 
 
 ENGINE_UNHEARD = "engine not heard"
-"""Doubt of a publisher that cannot reach the engine it speaks for, or has not heard of it since it could."""
+"""Degraded reason: the publisher cannot reach its engine, or has received nothing from it since it connected."""
 BATCHES_LOST = "batches lost"
-"""Doubt of a publisher that missed events of its engine which are not to be had any more."""
+"""Degraded reason: the publisher missed events of its engine that are permanently lost."""
 
 EngineEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
@@ -139,14 +139,15 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Digest of the pages that the worker holds after this batch; see `kv_events.digest`."""
 
 
-class DoubtedBatch(EventBatch, frozen=True, array_like=True, gc=False):
-    """A record whose publisher knows that its own knowledge of the worker is wanting. Naming all again would not help.
+class DegradedBatch(EventBatch, frozen=True, array_like=True, gc=False):
+    """A record whose publisher may not know everything that its worker holds. A resync cannot repair this.
 
-    A record of which that cannot be said is written without the field.
+    A publisher with nothing to report writes an `EventBatch`, without the last field. On the wire a record is an array,
+    so the field is known by its position: readers of versions that called it `doubt` understand it.
     """
 
-    doubt: str = ""
-    """In few words: `ENGINE_UNHEARD`, `BATCHES_LOST` or another. Empty: none."""
+    degraded_reason: str = ""
+    """A short text: `ENGINE_UNHEARD`, `BATCHES_LOST` or another. Empty: none."""
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from kv_events import page_table
 from kv_events.bundles import I64Vector, U32Matrix
 from kv_events.kernels import array_helper
-from kv_events.page_table import TABLE_ARRAYS, Table
+from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
 # columns
@@ -44,20 +43,11 @@ class Blocks(NamedTuple):
     ledger does not insert and remove its entries."""
 
 
-BLOCK_ARRAYS = (*TABLE_ARRAYS, types.uint32[:, ::1], types.int64[::1])
-"""numba types of the arrays, in the order of `flat_blocks`."""
-
-
 def make_blocks(capacity: int, *, is_shared: bool = False) -> Blocks:
     """Create an empty table for at most `capacity` entries. Reserves address space, not memory."""
     tally = np.zeros(3, np.int64)
     tally[IS_SHARED] = is_shared
     return Blocks(page_table.make_table(capacity), np.zeros((capacity + 1, 2), np.uint32), tally)
-
-
-def flat_blocks(blocks: Blocks) -> tuple[npt.NDArray[np.generic], ...]:
-    """The arrays in a row, as kernels take them."""
-    return (*blocks.table, blocks.columns, blocks.tally)
 
 
 def states(blocks: Blocks) -> npt.NDArray[np.uint32]:

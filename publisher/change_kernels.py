@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, types
 
+from kv_events.bundles import I64Input, I64Vector, U8Input, U8Vector, U32Input, U64Input, U64Vector, numba_type
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_helper, array_kernel
 from kv_events.schema import NUM_MEDIA
@@ -13,16 +14,10 @@ from kv_events.schema import NUM_MEDIA
 REMOVAL = NUM_MEDIA
 CLEARED = 2 * NUM_MEDIA
 NUM_RANKS = 2 * NUM_MEDIA
-"""Kinds that a group may have."""
-
-_U8_IN = types.Array(types.uint8, 1, "C", readonly=True)
-_U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
-_I64_IN = types.Array(types.int64, 1, "C", readonly=True)
-_U32_IN = types.Array(types.uint32, 1, "C", readonly=True)
-_U8_OUT, _U64_OUT, _I64_OUT = types.uint8[::1], types.uint64[::1], types.int64[::1]
+"""Kinds that a span may have."""
 
 
-@array_kernel(types.void(types.uint64[::1], _U8_IN, _U64_IN))
+@array_kernel(types.void, U64Vector, U8Input, U64Input)
 def advance_digest(digest, kinds, hashes):
     """Bring a digest (uint64[8], changed in place) from before the changes to after them."""
     for i in range(kinds.shape[0]):
@@ -36,15 +31,15 @@ def advance_digest(digest, kinds, hashes):
                 digest[word] = np.uint64(0)
 
 
-@array_kernel(types.int64(_U8_IN, _U64_IN, _U64_IN, _U32_IN, types.int64, types.int64, types.int64, types.int64))
-def batch_length(kinds, hashes, parents, groups, max_events, max_bytes, event_bytes, page_bytes):
+@array_kernel(types.int64, U8Input, U64Input, U64Input, U32Input, types.int64, types.int64, types.int64, types.int64)
+def batch_length(kinds, hashes, parents, spans, max_events, max_bytes, event_bytes, page_bytes):
     """How many of the changes fit one batch, sorted or not; at least one.
 
-    A run of one kind and group is an event of `event_bytes`; a page costs `page_bytes`, a chain that begins 8 more.
+    A run of one kind and span is an event of `event_bytes`; a page costs `page_bytes`, a chain that begins 8 more.
     """
     num_events, num_bytes = 0, 0
     for i in range(kinds.shape[0]):
-        new_run = i == 0 or kinds[i] != kinds[i - 1] or groups[i] != groups[i - 1] or kinds[i] == CLEARED
+        new_run = i == 0 or kinds[i] != kinds[i - 1] or spans[i] != spans[i - 1] or kinds[i] == CLEARED
         if new_run:
             num_events += 1
             num_bytes += event_bytes
@@ -57,10 +52,10 @@ def batch_length(kinds, hashes, parents, groups, max_events, max_bytes, event_by
 
 
 @array_helper
-def _rank(kind, group, first_group):
-    """Where a change comes among others: by groups; within one removals first, and by media."""
+def _rank(kind, span, first_span):
+    """Where a change comes among others: by spans; within one removals first, and by media."""
     place = kind + REMOVAL if kind < REMOVAL else kind - REMOVAL if kind < CLEARED else np.int64(0)
-    return np.int64(np.uint32(group - first_group)) * NUM_RANKS + place
+    return np.int64(np.uint32(span - first_span)) * NUM_RANKS + place
 
 
 @array_helper
@@ -70,11 +65,11 @@ def _copy(column, start, out, place, length):
 
 
 @array_helper
-def _find_runs(kinds, groups, borders):
-    """Fill `borders` with where runs of one kind and group begin, and where the last one ends. Returns their number."""
+def _find_runs(kinds, spans, borders):
+    """Fill `borders` with where runs of one kind and span begin, and where the last one ends. Returns their number."""
     num_runs = borders[0] = 0
     for i in range(1, kinds.shape[0]):
-        if kinds[i] != kinds[i - 1] or groups[i] != groups[i - 1]:
+        if kinds[i] != kinds[i - 1] or spans[i] != spans[i - 1]:
             num_runs += 1
             borders[num_runs] = i
     borders[num_runs + 1] = kinds.shape[0]
@@ -82,29 +77,30 @@ def _find_runs(kinds, groups, borders):
 
 
 @array_kernel(
-    types.int64(_U8_IN, _U64_IN, _U64_IN, _U64_IN, _U32_IN, _I64_OUT, _U8_OUT, _U64_OUT, _U64_OUT, _U64_OUT, _I64_OUT)
-)
+    types.int64, U8Input, U64Input, U64Input, U64Input, U32Input, I64Vector,
+    U8Vector, U64Vector, U64Vector, U64Vector, I64Vector,
+)  # fmt: skip
 def sort_changes(
-    kinds, hashes, block_hashes, parents, groups,
+    kinds, hashes, block_hashes, parents, spans,
     places, out_kinds, out_hashes, out_block_hashes, out_parents, borders,
 ):  # fmt: skip
-    """Sort changes into few runs of a kind, without a change of meaning; those of one kind and group stay in order.
+    """Sort changes into few runs of a kind, without a change of meaning; those of one kind and span stay in order.
     Returns the number of runs. A counting sort, of the runs that there are.
 
-    Columns are as in `PageChanges`. places: int64[NUM_RANKS for each group], zeros: scratch. borders: int64[n + 1],
+    Columns are as in `PageChanges`. places: int64[NUM_RANKS for each span], zeros: scratch. borders: int64[n + 1],
     filled with where each run begins and the last one ends.
     """
-    num_old = _find_runs(kinds, groups, borders)
+    num_old = _find_runs(kinds, spans, borders)
     for run in range(num_old):
         i = borders[run]
-        places[_rank(np.int64(kinds[i]), groups[i], groups[0])] += borders[run + 1] - i
+        places[_rank(np.int64(kinds[i]), spans[i], spans[0])] += borders[run + 1] - i
     end = 0
     for rank in range(places.shape[0]):
         places[rank], end = end, end + places[rank]
     for run in range(num_old):
         start = borders[run]
         length = borders[run + 1] - start
-        rank = _rank(np.int64(kinds[start]), groups[start], groups[0])
+        rank = _rank(np.int64(kinds[start]), spans[start], spans[0])
         place = places[rank]
         places[rank] += length
         _copy(kinds, start, out_kinds, place, length)
@@ -119,7 +115,7 @@ def sort_changes(
     return num_runs
 
 
-@array_kernel(types.int64(_U64_IN, _U64_IN, _U8_OUT, _U64_OUT))
+@array_kernel(types.int64, U64Input, U64Input, U8Vector, U64Vector)
 def mark_chains(hashes, parents, starts, firsts):
     """Find the chains of stored pages: one begins where a page's parent is not the page before. Returns how many.
 
@@ -135,7 +131,7 @@ def mark_chains(hashes, parents, starts, firsts):
     return num_chains
 
 
-@njit(types.int64(_U8_IN, _I64_IN, types.int64[::1]), nogil=True, cache=True)
+@njit(types.int64(numba_type(U8Input), numba_type(I64Input), numba_type(I64Vector)), nogil=True, cache=True)
 def order_by_prefix(media, parents, order):
     """Fill `order` with the live entries, parents before children and, where possible, right before one.
 

@@ -1,4 +1,4 @@
-"""The tasks that carry records from the outbox to the sink and requests back."""
+"""The tasks that carry records from the builder to the sink and requests back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from kv_events.backoff import Backoff
-from publisher.outbox import Outbox
+from publisher.record_builder import RecordBuilder
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Drain:
     is due, the end. An error that no sink is allowed to raise ends it; `failure` says so then.
     """
 
-    def __init__(self, worker: str, outbox: Outbox, sink: Sink, max_records: int) -> None:
+    def __init__(self, worker: str, builder: RecordBuilder, sink: Sink, max_records: int) -> None:
         self.failure: BaseException | None = None
         self.is_sink_available = True
         self.in_flight: Sequence[OutRecord] = ()
@@ -35,7 +35,7 @@ class Drain:
         self.num_rejected = 0
         """Records that the sink refused."""
         self._worker = worker
-        self._outbox = outbox
+        self._builder = builder
         self._sink = sink
         self._max_records = max_records
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,9 +90,9 @@ class Drain:
         control = self._spawn(self._answer_requests(), f"publisher-control:{self._worker}")
         try:
             while True:
-                if self._outbox.is_snapshot_due(time.time(), force=self._is_closing):
+                if self._builder.is_snapshot_due(time.time(), force=self._is_closing):
                     await self._begin_snapshot()
-                records = self._outbox.take_records(time.time(), force=self._is_closing, max_records=self._max_records)
+                records = self._builder.take_records(time.time(), force=self._is_closing, max_records=self._max_records)
                 if records:
                     await self._send(records)
                 elif self._is_closing:
@@ -104,8 +104,8 @@ class Drain:
             await asyncio.gather(control, return_exceptions=True)
 
     async def _begin_snapshot(self) -> None:
-        """In a thread, and to its end even if this task is cancelled: the outbox is for one caller at a time."""
-        making = asyncio.ensure_future(asyncio.to_thread(self._outbox.begin_snapshot))
+        """In a thread, and to its end even if this task is cancelled: the builder is for one caller at a time."""
+        making = asyncio.ensure_future(asyncio.to_thread(self._builder.begin_snapshot))
         try:
             await asyncio.shield(making)
         finally:
@@ -114,8 +114,8 @@ class Drain:
     async def _wait(self) -> None:
         """Until something may be due. While changes wait for company, further events need not wake us."""
         self._awake.clear()
-        self._is_signalled = self._outbox.is_lingering
-        timeout_s = self._outbox.seconds_until_due(time.time())  # 0 if something came before the line above
+        self._is_signalled = self._builder.is_lingering
+        timeout_s = self._builder.seconds_until_due(time.time())  # 0 if something came before the line above
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._awake.wait(), timeout_s)
 
@@ -126,7 +126,7 @@ class Drain:
         except SinkRejectedError as error:
             self.num_rejected += len(records)
             log.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
-            self._outbox.request_resync("rejected")
+            self._builder.request_resync("rejected")
             await asyncio.sleep(_FIRST_RETRY_S)
         self.in_flight = ()
         await asyncio.sleep(0)  # a sink that never waits must not keep the loop to itself
@@ -150,5 +150,5 @@ class Drain:
 
     async def _answer_requests(self) -> None:
         async for request in self._sink.requests():
-            if self._outbox.answer(request):
+            if self._builder.answer(request):
                 self._awake.set()

@@ -17,8 +17,8 @@ from kv_events.page_table import make_table
 from kv_events.schema import NUM_MEDIA
 from publisher.blocks import HELD, ON_MEDIA, PAGE, STATE, Blocks, make_blocks, put_down
 from publisher.change_kernels import advance_digest
-from publisher.hand_over import HandOver
-from publisher.intake import EventColumns
+from publisher.change_queue import ChangeQueue
+from publisher.event_columns import EventColumns
 from publisher.ledger_kernels import (
     COUNT_NAMES,
     FIRST_BLOCK,
@@ -31,14 +31,14 @@ from publisher.ledger_kernels import (
 )
 from publisher.queue_kernels import queue_cleared
 
-__all__ = ["SLICE_PAGES", "HeldPages", "Ledger"]
+__all__ = ["SLICE_PAGES", "Ledger", "LedgerCopy"]
 
 U64Array = npt.NDArray[np.uint64]
 
 _MASK64 = 2**64 - 1
 
 
-class HeldPages(NamedTuple):
+class LedgerCopy(NamedTuple):
     """A copy of what the ledger held at one moment; one row a table entry, free ones among them."""
 
     hashes: U64Array
@@ -53,12 +53,12 @@ class HeldPages(NamedTuple):
 class Ledger:
     """Pages by the engine's name and by the router's, with their media, and the running digest.
 
-    What becomes resident or leaves is queued into the `HandOver` in the same step. Not thread-safe: the publisher's
+    What becomes resident or leaves is queued into the `ChangeQueue` in the same step. Not thread-safe: the publisher's
     lock guards it. `capacity` bounds pages, and blocks where the table is its own; a page beyond it is neither kept nor
     queued, but counted, so that ledger, digest and router agree.
     """
 
-    def __init__(self, capacity: int, hand_over: HandOver) -> None:
+    def __init__(self, capacity: int, change_queue: ChangeQueue) -> None:
         self._arrays = LedgerArrays(
             blocks=make_blocks(capacity),
             pages=make_table(capacity),
@@ -71,7 +71,7 @@ class Ledger:
             digest=empty_digest(),
             counts=np.zeros(len(COUNT_NAMES), np.int64),
         )
-        self._queue = hand_over.resident
+        self._queue = change_queue.resident
         self._resident = resident(self._arrays)
 
     def share(self, blocks: Blocks) -> None:
@@ -127,12 +127,12 @@ class Ledger:
 
     # --- copies, slice by slice, so that the engine is kept off for short moments only ------------------------------
 
-    def start_copy(self) -> HeldPages:
+    def start_copy(self) -> LedgerCopy:
         """Room for a copy; all slices are stale. One copy at a time."""
         self._arrays.page_changed[:] = True
         capacity = page_table.capacity(self._arrays.pages)
         words = np.empty((capacity, 2), np.uint64)
-        return HeldPages(
+        return LedgerCopy(
             hashes=np.empty(capacity, np.uint64),
             parents=words[:, PARENT],
             block_hashes=words[:, FIRST_BLOCK],
@@ -146,7 +146,7 @@ class Ledger:
         stale: list[int] = np.flatnonzero(self._arrays.page_changed[:num_slices]).tolist()
         return stale
 
-    def copy_slice(self, number: int, held: HeldPages) -> None:
+    def copy_slice(self, number: int, held: LedgerCopy) -> None:
         """Copy at most SLICE_PAGES pages, 25 bytes each."""
         arrays = self._arrays
         here = slice(number * SLICE_PAGES, min((number + 1) * SLICE_PAGES, self._num_used))
@@ -156,7 +156,7 @@ class Ledger:
         held.media[here] = arrays.page_media[here]
         arrays.page_changed[number] = False
 
-    def finish_copy(self, held: HeldPages) -> HeldPages:
+    def finish_copy(self, held: LedgerCopy) -> LedgerCopy:
         """Copy what is stale. Returns the used part: exactly what is held now.
 
         A clear in between is no special case: every entry handed out after it made its slice stale.
@@ -164,7 +164,7 @@ class Ledger:
         for number in self.stale_slices():
             self.copy_slice(number, held)
         used = slice(self._num_used)
-        return HeldPages(
+        return LedgerCopy(
             held.hashes[used], held.parents[used], held.block_hashes[used], held.media[used], self.digest()
         )
 

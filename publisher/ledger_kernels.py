@@ -31,8 +31,8 @@ from kv_events.page_table_kernels import AHEAD, fetch, find, find_or_insert, rem
 from kv_events.schema import NUM_MEDIA
 from publisher.blocks import HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
 from publisher.change_kernels import CLEARED, REMOVAL
-from publisher.intake import StoredColumns
-from publisher.queue_kernels import GROUP, QueueArrays, append
+from publisher.event_columns import StoredColumns
+from publisher.queue_kernels import SPAN, QueueArrays, append
 
 # columns of page_words
 PARENT, FIRST_BLOCK = range(2)
@@ -50,7 +50,7 @@ _STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, _LEDGER_FULL, _RENAMED, _PAR
 
 _NO_HASH = np.uint64(0)
 _MEDIA_BITS = np.uint32(NUM_MEDIA)
-_GROUP_MASK = np.uint32(2**32 - 2**NUM_MEDIA)
+_SPAN_MASK = np.uint32(2**32 - 2**NUM_MEDIA)
 
 
 class LedgerArrays(NamedTuple):
@@ -65,7 +65,7 @@ class LedgerArrays(NamedTuple):
     page_words: U64Matrix
     """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
     page_stored_in: U32Vector
-    """[capacity] where the page was queued as stored the last time: number of the group modulo 2**28, and behind it
+    """[capacity] where the page was queued as stored the last time: number of the span modulo 2**28, and behind it
     four bits, bit m: on medium m."""
     page_changed: BoolVector
     """[capacity / SLICE_PAGES, rounded up] whether media of the slice's pages changed since it was last copied."""
@@ -78,26 +78,26 @@ class LedgerArrays(NamedTuple):
 
 
 @array_helper
-def _group_mark(queue):
-    """The group that is being queued, as in `page_stored_in`, without media."""
-    return np.uint32(np.uint32(queue.cursors[GROUP]) << _MEDIA_BITS)  # numba shifts into 64 bits
+def _span_mark(queue):
+    """The span that is being queued, as in `page_stored_in`, without media."""
+    return np.uint32(np.uint32(queue.cursors[SPAN]) << _MEDIA_BITS)  # numba shifts into 64 bits
 
 
 @array_helper
 def _queue_store(ledger, queue, page, medium, name, block_hash, parent):
     stored_in = ledger.page_stored_in[page]
-    if stored_in & _GROUP_MASK != _group_mark(queue):
-        stored_in = _group_mark(queue)
+    if stored_in & _SPAN_MASK != _span_mark(queue):
+        stored_in = _span_mark(queue)
     ledger.page_stored_in[page] = stored_in | np.uint32(1 << medium)
     append(queue, medium, name, block_hash, parent)
 
 
 @array_helper
 def _queue_removal(ledger, queue, page, medium, block_hash):
-    """A group in which the page was stored there ends here: its removals may be told before its stores."""
+    """A span in which the page was stored there ends here: its removals may be told before its stores."""
     stored_in = ledger.page_stored_in[page]
-    if stored_in & _GROUP_MASK == _group_mark(queue) and stored_in & np.uint32(1 << medium):
-        queue.cursors[GROUP] += 1
+    if stored_in & _SPAN_MASK == _span_mark(queue) and stored_in & np.uint32(1 << medium):
+        queue.cursors[SPAN] += 1
     append(queue, REMOVAL + medium, ledger.pages.keys[page], block_hash, _NO_HASH)
 
 

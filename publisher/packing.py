@@ -11,7 +11,7 @@ from kv_events.codec import encode_event
 from kv_events.limits import MAX_EVENTS_PER_BATCH
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored
 from publisher.change_kernels import CLEARED, NUM_RANKS, REMOVAL, batch_length, mark_chains, sort_changes
-from publisher.hand_over import PageChanges
+from publisher.change_queue import PageChanges
 
 EVENT_BYTES = 80
 """Bound on the bytes of a wire event besides its pages, chains and tokens."""
@@ -38,9 +38,9 @@ class BatchLimits(NamedTuple):
 
     def fitting(self, changes: PageChanges, token_bytes: int = 0) -> int:
         """How many of the changes fit one batch; at least one. token_bytes: bound on what tokens cost a page."""
-        kinds, hashes, _, parents, groups = changes
+        kinds, hashes, _, parents, spans = changes
         page_bytes = PAGE_BYTES + token_bytes
-        return int(batch_length(kinds, hashes, parents, groups, _MAX_EVENTS, self.bytes, EVENT_BYTES, page_bytes))
+        return int(batch_length(kinds, hashes, parents, spans, _MAX_EVENTS, self.bytes, EVENT_BYTES, page_bytes))
 
 
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:
@@ -69,10 +69,10 @@ def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
     num_changes = len(changes.kinds)
     if not num_changes:
         return changes, []
-    num_groups = (int(changes.groups[-1]) - int(changes.groups[0])) % 2**32 + 1
+    num_spans = (int(changes.spans[-1]) - int(changes.spans[0])) % 2**32 + 1
     words, borders = np.empty((3, num_changes), np.uint64), np.empty(num_changes + 1, np.int64)
-    ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], changes.groups[:0])
-    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_groups, np.int64), *ordered[:4], borders)
+    ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], changes.spans[:0])
+    num_runs = sort_changes(*changes, np.zeros(NUM_RANKS * num_spans, np.int64), *ordered[:4], borders)
     return ordered, list(pairwise(borders[: num_runs + 1].tolist()))
 
 

@@ -14,16 +14,16 @@ from typing import NamedTuple, Self
 import uvloop
 
 from kv_events.errors import InvalidValueError, KvsightError
-from kv_events.limits import MAX_DOUBT_BYTES
+from kv_events.limits import MAX_DEGRADED_REASON_BYTES
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
 from publisher.blocks import Blocks
+from publisher.change_queue import QueueStats
+from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
 from publisher.epochs import next_epoch
-from publisher.hand_over import QueueStats
-from publisher.intake import EventColumns
-from publisher.outbox import Outbox
-from publisher.recorder import Recorder
+from publisher.event_columns import EventColumns
+from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink
 
@@ -79,9 +79,9 @@ class EventPublisher:
 
     def __init__(self, settings: PublisherSettings, sink: Sink) -> None:
         self._settings = settings
-        self._recorder = Recorder(settings)
-        self._outbox = Outbox(settings, self._recorder, epoch=next_epoch())
-        self._drain = Drain(settings.worker, self._outbox, sink, settings.inflight_batches)
+        self._tracker = ChangeTracker(settings)
+        self._builder = RecordBuilder(settings, self._tracker, epoch=next_epoch())
+        self._drain = Drain(settings.worker, self._builder, sink, settings.inflight_batches)
         self._logged_at = -_LOG_INTERVAL_S
         self._logged: dict[str, int] = {}
         self._is_started = False
@@ -107,14 +107,14 @@ class EventPublisher:
     @property
     def epoch(self) -> int:
         """This incarnation: nanoseconds since 1970 at construction, see `next_epoch`."""
-        return self._outbox.epoch
+        return self._builder.epoch
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
         """Take events, in order. Any thread; never waits for the sink, never raises. Costs about 0.5 us a page.
 
         Events that are not acceptable are dropped and counted by reason; everything else goes on.
         """
-        self._take(lambda: self._recorder.record(events))
+        self._take(lambda: self._tracker.record(events))
 
     def share_blocks(self, blocks: Blocks) -> None:
         """From now on take stores by `publish_columns` only, of blocks that the caller entered into this table.
@@ -122,47 +122,47 @@ class EventPublisher:
         For a caller who names an engine's pages and remembers them anyway. Raises InvalidValueError while pages are
         held.
         """
-        self._recorder.share(blocks)
+        self._tracker.share(blocks)
 
     def publish_columns(self, events: EventColumns, extra_key: str | None) -> None:
         """`publish` of stores and removals of one namespace that lie column by column already."""
-        self._take(lambda: self._recorder.change(events, extra_key))
+        self._take(lambda: self._tracker.change(events, extra_key))
 
     def take_records(self, now: float, *, force: bool = False) -> list[OutRecord]:
         """Records that are due at `now` (seconds since 1970), or with `force` all; for a publisher never started.
 
         Calling again says that the records of the call before were delivered.
         """
-        return self._outbox.take_records(now, force=force)
+        return self._builder.take_records(now, force=force)
 
     def request_resync(self, reason: str) -> None:
         """Have everything named again, soon. Any thread."""
-        self._outbox.request_resync(reason)
+        self._builder.request_resync(reason)
         self._drain.wake()
 
-    def set_doubt(self, doubt: str) -> None:
+    def set_degraded_reason(self, degraded_reason: str) -> None:
         """Say with every record from now on why readers should not fully trust it; "": nothing speaks against it.
 
         For a publisher that has its events from elsewhere, and knows that it misses some: naming all again would not
         help. A change is told at once. Any thread. Raises InvalidValueError.
         """
-        if doubt == self._outbox.doubt:
+        if degraded_reason == self._builder.degraded_reason:
             return
-        if len(doubt.encode()) > MAX_DOUBT_BYTES:
-            raise InvalidValueError("doubt", doubt, f"at most {MAX_DOUBT_BYTES} bytes")
-        self._outbox.doubt = doubt
+        if len(degraded_reason.encode()) > MAX_DEGRADED_REASON_BYTES:
+            raise InvalidValueError("degraded_reason", degraded_reason, f"at most {MAX_DEGRADED_REASON_BYTES} bytes")
+        self._builder.degraded_reason = degraded_reason
         self._drain.wake()
 
     def stats(self) -> PublisherStats:
         """Figures of this moment. Any thread."""
         failure = self._drain.failure
         return PublisherStats(
-            queue=self._recorder.queue_stats(),
-            pages=self._recorder.counts(),
-            rejected_events=self._recorder.rejected(),
-            next_seq=self._outbox.seq,
-            snapshots=self._outbox.num_snapshots,
-            is_snapshot_begun=self._outbox.is_snapshot_begun,
+            queue=self._tracker.queue_stats(),
+            pages=self._tracker.counts(),
+            rejected_events=self._tracker.rejected(),
+            next_seq=self._builder.seq,
+            snapshots=self._builder.num_snapshots,
+            is_snapshot_begun=self._builder.is_snapshot_begun,
             rejected_records=self._drain.num_rejected,
             is_sink_available=self._drain.is_sink_available,
             failure=None if failure is None else repr(failure),
@@ -170,7 +170,7 @@ class EventPublisher:
 
     def check(self) -> None:
         """Recount the ledger from scratch. Raises AssertionError with both figures."""
-        self._recorder.check()
+        self._tracker.check()
 
     # --- inside an event loop ---------------------------------------------------------------------------------------
 
@@ -186,16 +186,16 @@ class EventPublisher:
         """Refuse events from now on, send what waits for at most `deadline_s` seconds, stop, and say what was not
         sent. Belongs to the loop of `start`.
         """
-        self._recorder.close()
-        before = self._recorder.queue_stats()
+        self._tracker.close()
+        before = self._tracker.queue_stats()
         if self._is_started:
             await self._drain.stop(deadline_s)
-        after = self._recorder.queue_stats()
+        after = self._tracker.queue_stats()
         if self._ended is not None:
             self._ended.set()
         report = CloseReport(
             flushed_pages=after.delivered - before.delivered,
-            unflushed_pages=after.queued + after.in_flight + self._outbox.num_snapshot_pages_left(),
+            unflushed_pages=after.queued + after.in_flight + self._builder.num_snapshot_pages_left(),
             unflushed_batches=len(self._drain.in_flight),
         )
         if report.unflushed_pages or report.unflushed_batches:
@@ -274,9 +274,9 @@ class EventPublisher:
 
     def _log_rejected(self) -> None:
         """Say now and then what is wrong with the engine's events."""
-        if not self._recorder.has_rejected or time.monotonic() < self._logged_at + _LOG_INTERVAL_S:
+        if not self._tracker.has_rejected or time.monotonic() < self._logged_at + _LOG_INTERVAL_S:
             return
-        rejected = self._recorder.rejected()
+        rejected = self._tracker.rejected()
         if rejected != self._logged:
             self._logged_at = time.monotonic()
             self._logged = rejected

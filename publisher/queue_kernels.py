@@ -12,8 +12,8 @@ from kv_events.kernels import array_helper, array_kernel
 from publisher.change_kernels import CLEARED
 
 # elements of cursors: changes queued, taken, confirmed since the ring was last empty; changes given up; whether the
-# stream is broken; number of the group that is being queued
-HEAD, TAKEN, TAIL, DROPPED, BROKEN, GROUP = range(6)
+# stream is broken; number of the span that is being queued
+HEAD, TAKEN, TAIL, DROPPED, BROKEN, SPAN = range(6)
 
 _NO_HASH = np.uint64(0)
 
@@ -25,9 +25,9 @@ class QueueArrays(NamedTuple):
     hashes: U64Vector
     block_hashes: U64Vector
     parents: U64Vector
-    groups: U32Vector
+    spans: U32Vector
     cursors: I64Vector
-    """[6] see HEAD, TAKEN, TAIL, DROPPED, BROKEN, GROUP."""
+    """[6] see HEAD, TAKEN, TAIL, DROPPED, BROKEN, SPAN."""
 
 
 @array_helper
@@ -43,14 +43,14 @@ def append(queue, kind, sequence_hash, block_hash, parent):
         cursors[BROKEN] = 1
     else:
         i = cursors[HEAD] if cursors[HEAD] < capacity else cursors[HEAD] % capacity  # a division takes its time
-        queue.kinds[i], queue.groups[i] = np.uint8(kind), np.uint32(cursors[GROUP])
+        queue.kinds[i], queue.spans[i] = np.uint8(kind), np.uint32(cursors[SPAN])
         queue.hashes[i], queue.block_hashes[i], queue.parents[i] = sequence_hash, block_hash, parent
         cursors[HEAD] += 1
 
 
 @array_kernel(types.void, QueueArrays)
 def queue_cleared(queue):
-    """Queue the change "everything cleared", a group of its own."""
-    queue.cursors[GROUP] += 1
+    """Queue the change "everything cleared", a span of its own."""
+    queue.cursors[SPAN] += 1
     append(queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
-    queue.cursors[GROUP] += 1
+    queue.cursors[SPAN] += 1

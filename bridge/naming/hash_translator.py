@@ -32,7 +32,7 @@ from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.page_table import MAX_CAPACITY
 from publisher.blocks import Blocks, forget_all, make_blocks, states
-from publisher.intake import StoredColumns
+from publisher.event_columns import StoredColumns
 
 
 class HashNamespace(NamedTuple):

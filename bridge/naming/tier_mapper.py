@@ -16,7 +16,7 @@ from kv_events.hashing import U64Array
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
 from publisher.change_kernels import REMOVAL
-from publisher.intake import EventColumns, StoredColumns
+from publisher.event_columns import EventColumns, StoredColumns
 from publisher.publisher import EventPublisher
 
 _MOST_MEDIA_NAMES = 64

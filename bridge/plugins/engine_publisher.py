@@ -79,7 +79,7 @@ class EnginePublisher:
         except Exception:
             logger.exception("a batch of events is lost; all pages of %s are dropped", self._settings.stream.key)
             self._translator.clear()
-            self._doubt(BATCHES_LOST)
+            self._set_degraded_reason(BATCHES_LOST)
 
     def shutdown(self) -> None:
         """Publish that the engine holds no pages, for at most two seconds. A second call does nothing."""
@@ -108,15 +108,15 @@ class EnginePublisher:
             self.counters.events += num_events
             self._translator.apply(run)
             if isinstance(run, ClearedRun):
-                self._doubt("")
+                self._set_degraded_reason("")
             elif isinstance(run, BadEvent):
                 self._limited_logger.warning("an event is left out: %s", run.reason)
                 if run.may_remove:
-                    self._doubt(BATCHES_LOST)
+                    self._set_degraded_reason(BATCHES_LOST)
 
-    def _doubt(self, doubt: str) -> None:
+    def _set_degraded_reason(self, degraded_reason: str) -> None:
         if self._publisher is not None:
-            self._publisher.set_doubt(doubt)
+            self._publisher.set_degraded_reason(degraded_reason)
 
     def _start_publisher(self, block_size: int) -> EventPublisher:
         settings = PublisherSettings(**{**self._settings.model_dump(), "block_size": block_size})

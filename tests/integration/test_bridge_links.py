@@ -86,7 +86,7 @@ async def test_a_worker_that_named_itself_is_forgotten_when_its_connection_is_lo
             await bridge.shows(pages(2), "gone")
 
 
-async def test_a_worker_that_named_itself_is_doubted_while_its_connection_is_lost_and_begins_anew_after() -> None:
+async def test_a_worker_that_named_itself_is_degraded_while_its_connection_is_lost_and_begins_anew_after() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         pod, other = (
@@ -100,7 +100,7 @@ async def test_a_worker_that_named_itself_is_doubted_while_its_connection_is_los
             pod.send(store(0))
             await bridge.shows(pages(0), "pod")
             await asyncio.to_thread(pod.restart)
-            await bridge.doubts(ENGINE_UNHEARD, "pod")
+            await bridge.degrades(ENGINE_UNHEARD, "pod")
             assert bridge.view("pod").pages == pages(0)
             pod.seq = 1  # its first batch was missed; the next number is consistent
             await asyncio.to_thread(pod.wait_for_readers)

@@ -83,7 +83,7 @@ async def test_a_name_is_had_as_soon_as_its_owner_is_gone() -> None:
                 return bridge.view().pages == OTHER_PAGE
 
             await async_wait_until(is_taken)
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
 
 
 async def test_a_topic_that_names_nobody_who_can_be_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ async def test_publishers_that_share_an_address_are_left_out_for_a_while_and_nam
             await async_wait_until(lambda: "several publishers" in (bridge.status().failure or ""))
             await async_wait_until(lambda: bridge.counters()["stale_batches"] > 150)
             assert bridge.counters()["restarts"] == 10
-            await bridge.doubts(ENGINE_UNHEARD)
+            await bridge.degrades(ENGINE_UNHEARD)
             assert bridge.view().pages == set()
 
             await async_wait_until(lambda: bridge.status().failure is None)

@@ -44,7 +44,7 @@ async def test_pages_are_given_up_when_a_removal_cannot_be_read(event: Any) -> N
             await bridge.shows(page(ONE))
             engine.send(payload(event, stored([2], TWO)))
             await bridge.shows(page(TWO))
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
             assert bridge.counters()["losses"] == 1
 
 
@@ -78,7 +78,7 @@ async def test_what_was_to_follow_a_break_in_a_batch_is_taken_for_removals() -> 
             whole = msgspec.msgpack.encode([1.0, [["BlockStored", [2], None, TWO, 4], ["BlockRemoved", [1], "GPU"]], 0])
             engine.send(whole[:-12])
             await bridge.shows(set())
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kv_events.schema import (
     SnapshotEnd,
 )
 from publisher import EventPublisher, PublisherSettings
-from publisher.queue_kernels import GROUP
+from publisher.queue_kernels import SPAN
 from publisher.sinks import MemorySink, OutRecord
 from tests.support.log.records import words
 
@@ -144,10 +144,10 @@ def make(**settings: Any) -> EventPublisher:
 
 @given(calls, st.integers(1, 7) | st.just(1000), st.sampled_from([0, 2**28 - 3, 2**32 - 3]))
 def test_a_reader_of_the_stream_knows_what_the_events_say(
-    calls: list[list[EngineEvent]], batch_pages: int, first_group: int
+    calls: list[list[EngineEvent]], batch_pages: int, first_span: int
 ) -> None:
     publisher, model, view = make(batch_pages=batch_pages), Model(), View()
-    publisher._recorder._hand_over.arrays.cursors[GROUP] = first_group  # close to the wrap-around of the counter
+    publisher._tracker._change_queue.arrays.cursors[SPAN] = first_span  # close to the wrap-around of the counter
     now = 1000.0
     for events in calls:
         publisher.publish(events)

@@ -14,8 +14,8 @@ from kv_events.codec import RemovedPages, StoredPages, decode_batch, encode_batc
 from kv_events.schema import AllBlocksCleared
 from kv_events.streams import StreamId
 from publisher.change_kernels import CLEARED, REMOVAL
-from publisher.hand_over import HandOver
-from publisher.intake import EventColumns, StoredColumns
+from publisher.change_queue import ChangeQueue
+from publisher.event_columns import EventColumns, StoredColumns
 from publisher.ledger import Ledger
 from publisher.packing import pack
 
@@ -73,7 +73,7 @@ def columns(events: list[Event]) -> EventColumns:
     return EventColumns(np.array([event.kind for event in events], np.uint8), stored)
 
 
-def drained(queue: HandOver, pages: set[tuple[int, int]]) -> set[tuple[int, int]]:
+def drained(queue: ChangeQueue, pages: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """Return the pages after the queued changes, applied batch by batch in wire order."""
     while queue.num_queued:
         changes = queue.peek(100)
@@ -95,7 +95,7 @@ def drained(queue: HandOver, pages: set[tuple[int, int]]) -> set[tuple[int, int]
 @pytest.mark.parametrize("is_shared", [False, True])
 @given(calls=calls)
 def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls: list[list[Event] | None]) -> None:
-    queue = HandOver(10_000)
+    queue = ChangeQueue(10_000)
     ledger, names, model = Ledger(CAPACITY, queue), HashTranslator(CAPACITY, CAPACITY), Model()
     if is_shared:
         ledger.share(names.blocks)

@@ -8,27 +8,23 @@ from hypothesis import strategies as st
 from numba import types
 
 from kv_events import page_table, page_table_kernels
+from kv_events.bundles import I64Vector, U64Input, spread
 from kv_events.kernels import array_kernel
-from kv_events.page_table import TABLE_ARRAYS, Table
-from kv_events.xxh3 import U64_IN
+from kv_events.page_table import Table
 from tests.support.effort import num_examples
 
-_INT64_OUT = types.Array(types.int64, 1, "C")
 
-
-@array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
-def _insert_all(keys, directory, slots, segments, meta, wanted, out):
-    table = Table(keys, directory, slots, segments, meta)
+@array_kernel(types.void, spread(Table), U64Input, I64Vector)
+def _insert_all(table, wanted, out):
     for i in range(wanted.shape[0]):
         out[i] = page_table_kernels.find(table, wanted[i])
         if out[i] < 0:
             out[i] = page_table_kernels.insert(table, wanted[i])
 
 
-@array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
-def _enter_all(keys, directory, slots, segments, meta, wanted, out):
+@array_kernel(types.void, spread(Table), U64Input, I64Vector)
+def _enter_all(table, wanted, out):
     """As `_insert_all`, with a single walk for each key."""
-    table = Table(keys, directory, slots, segments, meta)
     for i in range(wanted.shape[0]):
         known = page_table_kernels.find(table, wanted[i])
         out[i], is_new = page_table_kernels.find_or_insert(table, wanted[i])
@@ -36,9 +32,8 @@ def _enter_all(keys, directory, slots, segments, meta, wanted, out):
             out[i] = -2
 
 
-@array_kernel(types.void(*TABLE_ARRAYS, U64_IN, _INT64_OUT))
-def _remove_all(keys, directory, slots, segments, meta, wanted, out):
-    table = Table(keys, directory, slots, segments, meta)
+@array_kernel(types.void, spread(Table), U64Input, I64Vector)
+def _remove_all(table, wanted, out):
     for i in range(wanted.shape[0]):
         out[i] = page_table_kernels.find(table, wanted[i])
         if out[i] >= 0:
@@ -47,7 +42,7 @@ def _remove_all(keys, directory, slots, segments, meta, wanted, out):
 
 def run(kernel: object, table: Table, keys: list[int]) -> list[int]:
     out = np.empty(len(keys), np.int64)
-    kernel(*table, np.array(keys, np.uint64), out)  # type: ignore[operator]
+    kernel(table, np.array(keys, np.uint64), out)  # type: ignore[operator]
     return out.tolist()
 
 

@@ -46,7 +46,7 @@ class View:
         batch = decode_batch(record)
         if batch.epoch < self.epoch:
             return
-        self.epoch, self.block_size, self.degraded_reason = batch.epoch, batch.block_size, batch.doubt
+        self.epoch, self.block_size, self.degraded_reason = batch.epoch, batch.block_size, batch.degraded_reason
         for step in batch.steps:
             match step:
                 case StoredPages():
@@ -102,9 +102,11 @@ class LiveBridge:
             lambda: self.view(worker, rank).pages == pages, deadline_s, f"{len(pages)} pages of {worker}"
         )
 
-    async def doubts(self, doubt: str, worker: str = "w", rank: int = 0) -> None:
+    async def degrades(self, degraded_reason: str, worker: str = "w", rank: int = 0) -> None:
         """Wait until this is what a worker's records say against themselves."""
-        await async_wait_until(lambda: self.view(worker, rank).degraded_reason == doubt, 20.0, f"{doubt!r} of {worker}")
+        await async_wait_until(
+            lambda: self.view(worker, rank).degraded_reason == degraded_reason, 20.0, f"{degraded_reason!r} of {worker}"
+        )
 
     async def __aenter__(self) -> Self:
         return self

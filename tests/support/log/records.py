@@ -72,7 +72,7 @@ class Stream:
         self.epoch, self.seq, self.held = self.epoch + 1, 0, set()
 
     def batch(
-        self, *events: WireEvent, digest: bytes | None = None, now: float | None = None, doubt: str = ""
+        self, *events: WireEvent, digest: bytes | None = None, now: float | None = None, degraded_reason: str = ""
     ) -> LogRecord:
         """Return the next record."""
         for event in events:
@@ -86,7 +86,7 @@ class Stream:
             now,
             [encode_event(event) for event in events],
             digest_of(self.held) if digest is None else digest,
-            doubt,
+            degraded_reason,
         )
         self.seq += 1
         return LogRecord(0, self.seq, int(now * 1000), self.id.key.encode(), payload)

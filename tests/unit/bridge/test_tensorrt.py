@@ -71,7 +71,7 @@ class Rig:
         self._publishers[rank].check()
         return self._views[rank].pages
 
-    def doubt(self, rank: int = 0) -> str | None:
+    def degraded_reason(self, rank: int = 0) -> str | None:
         self.pages(rank)
         return self._views[rank].degraded_reason
 
@@ -146,8 +146,8 @@ def test_ranks_are_streams_of_their_own() -> None:
 def test_events_that_fell_out_of_the_buffer_cost_the_pages_but_not_their_names() -> None:
     rig = Rig().take(stored(HASHES[:2], TOKENS[:8])).lose(1).take(stored(HASHES[2:], TOKENS[8:], parent=12))
     assert rig.pages() == on(GPU, NAMES[2:])
-    assert (rig.polled.counters.losses, rig.doubt()) == (1, "batches lost")
-    assert Rig().take(stored(HASHES, TOKENS)).doubt() == ""
+    assert (rig.polled.counters.losses, rig.degraded_reason()) == (1, "batches lost")
+    assert Rig().take(stored(HASHES, TOKENS)).degraded_reason() == ""
 
 
 def test_an_extra_id_keeps_a_block_and_its_children_apart_from_the_plain_ones() -> None:
@@ -204,7 +204,7 @@ def test_a_store_that_makes_no_sense_is_counted_and_its_neighbours_are_taken(eve
 def test_what_makes_no_sense_and_may_have_been_a_removal_costs_the_pages_of_before(event: Any) -> None:
     rig = Rig().take(stored(HASHES[:1], TOKENS[:4]))
     rig.polled.take([event, {"data": stored(HASHES[1:], TOKENS[4:], parent=11)}])
-    assert (rig.pages(), rig.doubt()) == (on(GPU, NAMES[1:]), "batches lost")
+    assert (rig.pages(), rig.degraded_reason()) == (on(GPU, NAMES[1:]), "batches lost")
     assert rig.polled.counters.bad_events.total() == 1
 
 

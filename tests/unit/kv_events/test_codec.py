@@ -83,16 +83,16 @@ def test_trailing_fields_of_a_newer_writer_are_ignored() -> None:
     assert len(decode_batch(msgspec.msgpack.encode(record)).steps) == 1
 
 
-def test_a_doubt_comes_back_as_it_went_and_costs_nothing_where_there_is_none() -> None:
-    assert decode_batch(Stream().batch(doubt="batches lost").payload).doubt == "batches lost"
+def test_a_degraded_reason_is_read_back_and_costs_nothing_where_there_is_none() -> None:
+    assert decode_batch(Stream().batch(degraded_reason="batches lost").payload).degraded_reason == "batches lost"
     assert len(fields()) == 11
-    assert decode_batch(msgspec.msgpack.encode(fields())).doubt == ""
+    assert decode_batch(msgspec.msgpack.encode(fields())).degraded_reason == ""
 
 
-@pytest.mark.parametrize("doubt", ["ü" * 129, "x" * 257, 7, None])
-def test_a_doubt_is_a_short_text(doubt: object) -> None:
-    assert reject([*fields(), doubt]).reason == "field"
-    assert decode_batch(msgspec.msgpack.encode([*fields(), "ü" * 128])).doubt == "ü" * 128
+@pytest.mark.parametrize("degraded_reason", ["ü" * 129, "x" * 257, 7, None])
+def test_a_degraded_reason_is_a_short_text(degraded_reason: object) -> None:
+    assert reject([*fields(), degraded_reason]).reason == "field"
+    assert decode_batch(msgspec.msgpack.encode([*fields(), "ü" * 128])).degraded_reason == "ü" * 128
 
 
 def test_unknown_events_are_ignored_only_from_a_newer_minor_version() -> None:

@@ -7,21 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import types
 
+from kv_events.bundles import U64Input, U64Vector
 from kv_events.digest import add_page, digest_bytes, empty_digest, page_counts, remove_page
 from kv_events.kernels import array_kernel
-from kv_events.xxh3 import U64_IN
 from tests.support.log.records import digest_of
 
-_DIGEST = types.Array(types.uint64, 1, "C")
 
-
-@array_kernel(types.void(_DIGEST, types.int64, U64_IN))
+@array_kernel(types.void, U64Vector, types.int64, U64Input)
 def _add(digest, medium, hashes):
     for i in range(hashes.shape[0]):
         add_page(digest, medium, hashes[i])
 
 
-@array_kernel(types.void(_DIGEST, types.int64, U64_IN))
+@array_kernel(types.void, U64Vector, types.int64, U64Input)
 def _remove(digest, medium, hashes):
     for i in range(hashes.shape[0]):
         remove_page(digest, medium, hashes[i])

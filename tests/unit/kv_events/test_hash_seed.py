@@ -25,7 +25,7 @@ from engine_cache import InsertParams, RadixCache, RadixKey
 from kv_events import BlockStored
 from kvsight import sequence_hashes
 from kv_events.hashing import namespace_seed, token_array
-from publisher.intake import derived_columns
+from publisher.event_columns import derived_columns
 
 tokens = list(range(1, 17))
 json = b'{"model_name": "m", "token_ids": %s, "cache_salt": "%s"}'

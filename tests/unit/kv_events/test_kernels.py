@@ -68,6 +68,30 @@ def test_a_kernel_is_compiled_anew_when_another_package_that_it_imports_from_cha
     assert run(tmp_path, cache, "ours.entry") == ["42", "0"]
 
 
+_BUNDLED = """
+from typing import NamedTuple
+import numpy as np
+from numba import types
+from kv_events.bundles import U64Vector, resident
+from kv_events.kernels import array_kernel
+class {name}(NamedTuple):
+    words: U64Vector
+@array_kernel(types.uint64, {name})
+def first(bundle):
+    return bundle.words[0]
+print(first(resident({name}(np.array([{value}], np.uint64)))))
+"""
+
+
+def test_kernels_are_loaded_without_the_modules_of_other_kernels(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "one.py").write_text(_BUNDLED.format(name="One", value=1))
+    (tmp_path / "two.py").write_text(_BUNDLED.format(name="Two", value=2))
+    assert run(tmp_path, cache, "one") == ["1"]
+    (tmp_path / "one.py").unlink()
+    assert run(tmp_path, cache, "two") == ["2"]
+
+
 def test_without_a_place_to_write_kernels_work_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "entry.py").write_text(_ENTRY)
     (tmp_path / "callee.py").write_text(_CALLEE.format(value=7))

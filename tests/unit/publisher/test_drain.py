@@ -21,13 +21,13 @@ from publisher import (
     PublisherStateError,
     SinkRejectedError,
     SinkUnavailableError,
-    outbox,
+    record_builder,
 )
+from publisher.change_queue import PageChanges
 from publisher.drain import Drain
-from publisher.hand_over import PageChanges
-from publisher.ledger import HeldPages
+from publisher.ledger import LedgerCopy
+from publisher.resync import resync_changes
 from publisher.sinks import MemorySink
-from publisher.snapshot import snapshot_changes
 from tests.support.log.records import words
 from tests.support.waiting import async_wait_until, wait_until
 
@@ -272,11 +272,11 @@ async def test_the_event_loop_does_not_wait_for_a_snapshot_to_be_put_in_order(
 ) -> None:
     may_go_on = threading.Event()
 
-    def slow(held: HeldPages) -> PageChanges:
+    def slow(held: LedgerCopy) -> PageChanges:
         assert may_go_on.wait(10)
-        return snapshot_changes(held)
+        return resync_changes(held)
 
-    monkeypatch.setattr(outbox, "snapshot_changes", slow)
+    monkeypatch.setattr(record_builder, "resync_changes", slow)
     async with make(sink) as publisher:
         publisher.publish([stored(1)])
         await async_wait_until(lambda: publisher.stats().snapshots == 1)
@@ -290,12 +290,12 @@ async def test_closing_while_a_snapshot_is_made_reports_all_of_it(
 ) -> None:
     is_making, may_go_on = threading.Event(), threading.Event()
 
-    def slow(held: HeldPages) -> PageChanges:
+    def slow(held: LedgerCopy) -> PageChanges:
         is_making.set()
         assert may_go_on.wait(10)
-        return snapshot_changes(held)
+        return resync_changes(held)
 
-    monkeypatch.setattr(outbox, "snapshot_changes", slow)
+    monkeypatch.setattr(record_builder, "resync_changes", slow)
     publisher = make(sink)
     publisher.publish([stored(1, 2)])
     await publisher.start()

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from publisher.hand_over import HandOver
-from publisher.intake import EventColumns, StoredColumns
-from publisher.ledger import SLICE_PAGES, HeldPages, Ledger
+from publisher.change_queue import ChangeQueue
+from publisher.event_columns import EventColumns, StoredColumns
+from publisher.ledger import SLICE_PAGES, Ledger, LedgerCopy
 
 NUM_PAGES = 3 * SLICE_PAGES + 5
 
 
 @pytest.fixture
 def ledger() -> Ledger:
-    ledger = Ledger(2 * NUM_PAGES, HandOver(10))
+    ledger = Ledger(2 * NUM_PAGES, ChangeQueue(10))
     store(ledger, range(NUM_PAGES))
     return ledger
 
@@ -34,11 +34,11 @@ def remove(ledger: Ledger, names: Iterable[int]) -> None:
     ledger.change(EventColumns.removed(np.array([*names], np.uint64), 0), None)
 
 
-def pages_of(held: HeldPages) -> list[int]:
+def pages_of(held: LedgerCopy) -> list[int]:
     return sorted(held.hashes[held.media == 1].tolist())
 
 
-def copy_slices(ledger: Ledger, held: HeldPages, numbers: Iterable[int]) -> None:
+def copy_slices(ledger: Ledger, held: LedgerCopy, numbers: Iterable[int]) -> None:
     for number in numbers:
         ledger.copy_slice(number, held)
 

@@ -16,7 +16,7 @@ from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Storag
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
 from publisher.change_kernels import CLEARED, REMOVAL
-from publisher.hand_over import PageChanges
+from publisher.change_queue import PageChanges
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens, pack
 from publisher.sinks import MemorySink
 from tests.support.log.records import words
@@ -27,23 +27,23 @@ STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
 def changes(*rows: tuple[int, int, int]) -> PageChanges:
     """Rows of kind, sequence hash and parent; block hashes are the sequence hashes plus 1000."""
     kinds, hashes, parents = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
-    groups = np.array(groups_of([(kind, page) for kind, page, _ in rows]), np.uint32)
-    return PageChanges(kinds.astype(np.uint8), hashes, hashes + np.uint64(1000), parents, groups)
+    spans = np.array(groups_of([(kind, page) for kind, page, _ in rows]), np.uint32)
+    return PageChanges(kinds.astype(np.uint8), hashes, hashes + np.uint64(1000), parents, spans)
 
 
 def groups_of(rows: list[tuple[int, int]]) -> list[int]:
-    """A group for each kind and page, the number wrapping around: none removes what it stored."""
-    group, groups = 2**32 - 2, []
+    """A span for each kind and page, the number wrapping around: none removes what it stored."""
+    span, spans = 2**32 - 2, []
     stored: set[tuple[int, int]] = set()
     for kind, page in rows:
         if kind == CLEARED or (kind - REMOVAL, page) in stored:
-            group, stored = group + 1, set()
-        groups.append(group % 2**32)
+            span, stored = span + 1, set()
+        spans.append(span % 2**32)
         if kind < REMOVAL:
             stored.add((kind, page))
         elif kind == CLEARED:
-            group += 1
-    return groups
+            span += 1
+    return spans
 
 
 def read(events: list[bytes]) -> list[Any]:

@@ -25,7 +25,7 @@ from kv_events.schema import (
     StorageMedium,
 )
 from publisher import EventPublisher, OutRecord, PublisherSettings
-from publisher.intake import EventColumns, StoredColumns
+from publisher.event_columns import EventColumns, StoredColumns
 from publisher.sinks import MemorySink
 from tests.support.log.records import words
 
@@ -329,7 +329,7 @@ def test_snapshots_that_are_made_while_the_engine_publishes_tell_the_truth() -> 
     pages: set[int] = set()
     for _ in range(20):
         publisher.request_resync("test")
-        for batch in batches_of(publisher._outbox.take_records(NOW, force=True, max_records=3)):
+        for batch in batches_of(publisher._builder.take_records(NOW, force=True, max_records=3)):
             pages = read(batch, pages)
             assert batch.digest.tolist()[:4] == [len(pages), 0, 0, 0]
     is_over.set()
@@ -346,7 +346,7 @@ def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> No
     columns = EventColumns.stored(StoredColumns(names, names, np.full(events, length), *no_parents), 0)
     engine = threading.Thread(target=publisher.publish_columns, args=(columns, None))
     engine.start()
-    while not publisher._outbox.take_records(NOW, max_records=1):  # without that bound, until all are taken
+    while not publisher._builder.take_records(NOW, max_records=1):  # without that bound, until all are taken
         pass
     assert publisher.stats().pages["stored"] < total
     engine.join()
@@ -383,7 +383,7 @@ def test_a_snapshot_is_begun_until_its_last_part_is_out() -> None:
     publisher.publish([stored(*range(1, 8))])
     publisher.request_resync("test")
     begun = []
-    while records := publisher._outbox.take_records(NOW, force=True, max_records=1):
+    while records := publisher._builder.take_records(NOW, force=True, max_records=1):
         begun.append((steps_of(records), publisher.stats().is_snapshot_begun))
     marks = [is_begun for steps, is_begun in begun if not isinstance(steps[-1], SnapshotEnd)]
     assert marks == [True, True]
@@ -403,9 +403,9 @@ def test_requests_of_other_streams_and_incarnations_are_ignored() -> None:
     publisher = make()
     key, epoch = publisher.stream.key, publisher.epoch
     for request in (ResyncRequest(key, epoch - 1), ResyncRequest(key, epoch + 1), ResyncRequest("t/m/v/0", epoch)):
-        assert not publisher._outbox.answer(request)
+        assert not publisher._builder.answer(request)
     assert drain(publisher) == []
-    assert publisher._outbox.answer(ResyncRequest(key, epoch, "gap"))
+    assert publisher._builder.answer(ResyncRequest(key, epoch, "gap"))
     assert drain(publisher)[0] == SnapshotBegin("gap")
 
 
@@ -414,7 +414,7 @@ def test_many_requests_lead_to_one_snapshot_in_an_interval() -> None:
     request = ResyncRequest(publisher.stream.key, publisher.epoch, "gap")
     num_begun = 0
     for tenth in range(100):
-        publisher._outbox.answer(request)
+        publisher._builder.answer(request)
         num_begun += SnapshotBegin("gap") in steps_of(publisher.take_records(NOW + tenth / 10))
     assert num_begun == 1
 

@@ -10,12 +10,12 @@ from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
 from kv_events.schema import ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher.change_kernels import advance_digest
-from publisher.hand_over import PageChanges
+from publisher.change_queue import PageChanges
+from publisher.change_tracker import ChangeTracker
 from publisher.packing import BatchLimits, pack
-from publisher.recorder import Recorder
+from publisher.resync import resync_changes
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord
-from publisher.snapshot import snapshot_changes
 
 _FIRST_REASON = "start"
 
@@ -42,8 +42,8 @@ class _Wanted(NamedTuple):
     """From when it is first seen."""
 
 
-class Outbox:
-    """Turns what the recorder holds into records. One caller at a time: the drain, or a simulation.
+class RecordBuilder:
+    """Turns what the tracker holds into records. One caller at a time: the drain, or a simulation.
 
     Every epoch begins with a snapshot, usually an empty one. A snapshot states what the ledger held at one moment;
     changes from that moment on follow behind it, so a queue that overflows meanwhile leads to another snapshot, not
@@ -51,22 +51,22 @@ class Outbox:
     went by between two calls, and a clock that was set back counts as none.
     """
 
-    def __init__(self, settings: PublisherSettings, recorder: Recorder, epoch: int) -> None:
+    def __init__(self, settings: PublisherSettings, tracker: ChangeTracker, epoch: int) -> None:
         self.epoch = epoch
         self.seq = 0
         """Number of the next record."""
         self.num_snapshots = 0
         self.is_snapshot_begun = False
         """Whether the last of them is not told to its end: changes from before it wait in no queue any more."""
-        self.doubt = ""
+        self.degraded_reason = ""
         """What every record says against itself. Any thread may set it; a change makes a record due."""
         self._settings = settings
         self._stream = settings.stream
         self._key = settings.stream.key.encode()
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
-        self._recorder = recorder
+        self._tracker = tracker
         self._digest = empty_digest()  # after the last record
-        self._told_doubt = ""  # by the last record
+        self._sent_degraded_reason = ""  # by the last record
         self._snapshot: _Snapshot | None = None
         self._wanted: _Wanted | None = _Wanted(_FIRST_REASON, 0)
         # by `_clock`, which never goes back
@@ -83,7 +83,7 @@ class Outbox:
         """Records that are due, in order; with `force`, of everything there is. Calling again says that the records
         of the call before were delivered, or given up: their room in the queue is free then.
         """
-        self._recorder.confirm()
+        self._tracker.confirm()
         records: list[OutRecord] = []
         while max_records is None or len(records) < max_records:
             record = self._next_record(now, force)
@@ -97,7 +97,7 @@ class Outbox:
         self._advance(now)
         if self._snapshot is not None:
             return False
-        if self._recorder.is_broken:
+        if self._tracker.is_broken:
             self._want_snapshot("overflow", 0)
         if self._wanted is None:
             return False
@@ -116,8 +116,8 @@ class Outbox:
         self._last_snapshot_at = self._clock
         self.num_snapshots += 1
         self.is_snapshot_begun = True
-        held = self._recorder.restart()
-        self._snapshot = _Snapshot(snapshot_changes(held), held.digest, reason)
+        held = self._tracker.restart()
+        self._snapshot = _Snapshot(resync_changes(held), held.digest, reason)
         self._waiting_since = None
 
     @property
@@ -128,9 +128,9 @@ class Outbox:
     def seconds_until_due(self, now: float) -> float:
         """How long nothing will be due if no further event comes; 0 if there is something not looked at yet."""
         self._advance(now)
-        unseen_wish = self._resync_at is None and (self._wanted is not None or self._recorder.is_broken)
-        unseen_changes = self._recorder.num_queued and not self.is_lingering
-        if unseen_wish or unseen_changes or self.doubt != self._told_doubt:
+        unseen_wish = self._resync_at is None and (self._wanted is not None or self._tracker.is_broken)
+        unseen_changes = self._tracker.num_queued and not self.is_lingering
+        if unseen_wish or unseen_changes or self.degraded_reason != self._sent_degraded_reason:
             return 0.0
         due = [self._last_record_at + self._settings.heartbeat_s]
         if self._waiting_since is not None:
@@ -153,8 +153,8 @@ class Outbox:
     def num_snapshot_pages_left(self) -> int:
         """Pages of snapshots that are wanted or not sent to their end."""
         left = 0 if self._snapshot is None else self._snapshot.num_left
-        if self._wanted is not None or self._recorder.is_broken:
-            left += self._recorder.counts()["held"]
+        if self._wanted is not None or self._tracker.is_broken:
+            left += self._tracker.counts()["held"]
         return left
 
     def _advance(self, now: float) -> None:
@@ -174,7 +174,10 @@ class Outbox:
             record = self._changes_record(now)
             if record is not None:
                 return record
-        if self.doubt != self._told_doubt or self._clock - self._last_record_at >= self._settings.heartbeat_s:
+        if (
+            self.degraded_reason != self._sent_degraded_reason
+            or self._clock - self._last_record_at >= self._settings.heartbeat_s
+        ):
             return self._heartbeat(now)
         return None
 
@@ -195,7 +198,7 @@ class Outbox:
         return self._record(now, events, len(part.kinds))
 
     def _changes_due(self, force: bool) -> bool:
-        num_queued = self._recorder.num_queued
+        num_queued = self._tracker.num_queued
         if num_queued == 0:
             self._waiting_since = None
             return False
@@ -207,7 +210,7 @@ class Outbox:
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """A batch of changes; None if an overflow has just dropped them all."""
-        changes, tokens, digest = self._recorder.take()
+        changes, tokens, digest = self._tracker.take()
         self._waiting_since = None if digest is not None else self._clock
         if not len(changes.kinds):
             return None
@@ -219,11 +222,11 @@ class Outbox:
 
     def _heartbeat(self, now: float) -> OutRecord:
         """States what the ledger holds, unless changes wait: a stream that is broken says so by its digest."""
-        return self._record(now, [], 0, self._recorder.digest_if_idle())
+        return self._record(now, [], 0, self._tracker.digest_if_idle())
 
     def _record(self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None) -> OutRecord:
         digest = self._digest if digest is None else digest
-        self._told_doubt = doubt = self.doubt
+        self._sent_degraded_reason = self.degraded_reason
         payload = encode_batch(
             self._stream,
             self._settings.block_size,
@@ -232,7 +235,7 @@ class Outbox:
             now,
             events,
             digest_bytes(digest),
-            doubt,
+            self._sent_degraded_reason,
         )
         self.seq += 1
         self._last_record_at = self._clock

@@ -23,15 +23,15 @@ class PageChanges(NamedTuple):
     """[n]"""
     parents: npt.NDArray[np.uint64]
     """[n] for a store, sequence hash of the page before it; 0: none, or not known."""
-    groups: npt.NDArray[np.uint32]
-    """[n] number of the group, ascending modulo 2**32. Nothing is removed from a medium on which it was stored earlier
-    in the same group, so that a group's removals may as well be told first; a clear is a group of its own."""
+    spans: npt.NDArray[np.uint32]
+    """[n] number of the span, ascending modulo 2**32. Nothing is removed from a medium on which it was stored earlier
+    in the same span, so that a span's removals may as well be told first; a clear is a span of its own."""
 
     def part(self, start: int, stop: int) -> PageChanges:
         """Views of changes start .. stop."""
         here = slice(start, stop)
         return PageChanges(
-            self.kinds[here], self.hashes[here], self.block_hashes[here], self.parents[here], self.groups[here]
+            self.kinds[here], self.hashes[here], self.block_hashes[here], self.parents[here], self.spans[here]
         )
 
 
@@ -50,7 +50,7 @@ class QueueStats(NamedTuple):
     """Whether the queue overflowed and a snapshot has still to begin."""
 
 
-class HandOver:
+class ChangeQueue:
     """A ring of page changes, 29 bytes each, filled by the ledger's kernels. The publisher's lock guards it.
 
     The bound counts what the sink has not confirmed, too. A change that finds no room drops all that waits: the
@@ -91,7 +91,7 @@ class HandOver:
         start = int(ring.cursors[TAKEN]) % capacity
         here = slice(start, min(start + min(max_pages, self.num_queued), capacity))
         return PageChanges(
-            ring.kinds[here], ring.hashes[here], ring.block_hashes[here], ring.parents[here], ring.groups[here]
+            ring.kinds[here], ring.hashes[here], ring.block_hashes[here], ring.parents[here], ring.spans[here]
         )
 
     def take(self, num_pages: int) -> None:

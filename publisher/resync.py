@@ -7,11 +7,11 @@ import numpy.typing as npt
 
 from kv_events.schema import NUM_MEDIA
 from publisher.change_kernels import order_by_prefix
-from publisher.hand_over import PageChanges
-from publisher.ledger import HeldPages
+from publisher.change_queue import PageChanges
+from publisher.ledger import LedgerCopy
 
 
-def snapshot_changes(held: HeldPages) -> PageChanges:
+def resync_changes(held: LedgerCopy) -> PageChanges:
     """Stores of all pages held, medium by medium, parents before children, in as few chains as a walk finds."""
     parents = _parent_entries(held)
     order = np.empty(len(held.media), np.int64)
@@ -20,11 +20,11 @@ def snapshot_changes(held: HeldPages) -> PageChanges:
     on_medium = [order[media >> medium & 1 == 1] for medium in range(NUM_MEDIA)]
     kinds = np.repeat(np.arange(NUM_MEDIA, dtype=np.uint8), [len(entries) for entries in on_medium])
     rows = np.concatenate(on_medium)
-    groups = np.zeros(len(rows), np.uint32)
-    return PageChanges(kinds, held.hashes[rows], held.block_hashes[rows], held.parents[rows], groups)
+    spans = np.zeros(len(rows), np.uint32)
+    return PageChanges(kinds, held.hashes[rows], held.block_hashes[rows], held.parents[rows], spans)
 
 
-def _parent_entries(held: HeldPages) -> npt.NDArray[np.int64]:
+def _parent_entries(held: LedgerCopy) -> npt.NDArray[np.int64]:
     """[n] entry of the page before each page, or -1 where that is not held."""
     live = np.flatnonzero(held.media)
     live = live[np.argsort(held.hashes[live])]

@@ -12,8 +12,8 @@ from kv_events.errors import InvalidValueError
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import BlockStored
 from publisher import EventPublisher, PublisherSettings
-from publisher.outbox import Outbox
-from publisher.recorder import Recorder
+from publisher.change_tracker import ChangeTracker
+from publisher.record_builder import RecordBuilder
 from publisher.sinks import MemorySink
 from tests.support.waiting import async_wait_until
 
@@ -26,54 +26,54 @@ def make(log: MemoryLog, **settings: Any) -> EventPublisher:
 
 
 def told(publisher: EventPublisher, now: float = NOW) -> list[tuple[int, str]]:
-    """(events, doubt) of the records that are due."""
+    """(events, degraded_reason) of the records that are due."""
     batches = [decode_batch(record.payload) for record in publisher.take_records(now)]
-    return [(len(batch.steps), batch.doubt) for batch in batches]
+    return [(len(batch.steps), batch.degraded_reason) for batch in batches]
 
 
-def test_every_record_says_the_doubt_until_there_is_none() -> None:
+def test_every_record_states_the_degraded_reason_until_it_is_cleared() -> None:
     publisher = make(MemoryLog(), linger_ms=0)
-    publisher.set_doubt("batches lost")
+    publisher.set_degraded_reason("batches lost")
     assert told(publisher) == [(2, "batches lost")]
     publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4)])
     assert told(publisher) == [(1, "batches lost")]
     assert told(publisher, NOW + 3) == [(0, "batches lost")]
-    publisher.set_doubt("")
+    publisher.set_degraded_reason("")
     assert told(publisher, NOW + 3) == [(0, "")]
 
 
 def test_a_change_is_told_at_once_and_once() -> None:
     publisher = make(MemoryLog())
     assert told(publisher) == [(2, "")]
-    for doubt in ("engine not heard", "batches lost", ""):
-        publisher.set_doubt(doubt)
-        assert told(publisher) == [(0, doubt)]
-        publisher.set_doubt(doubt)
+    for degraded_reason in ("engine not heard", "batches lost", ""):
+        publisher.set_degraded_reason(degraded_reason)
+        assert told(publisher) == [(0, degraded_reason)]
+        publisher.set_degraded_reason(degraded_reason)
         assert told(publisher) == []
 
 
 def test_a_change_that_comes_before_a_wait_leaves_nothing_to_wait_for() -> None:
     settings = PublisherSettings(model="m", worker="w", block_size=4, ledger_pages=10_000)
-    outbox = Outbox(settings, Recorder(settings), epoch=1)
-    outbox.take_records(NOW)
-    assert outbox.seconds_until_due(NOW) > 0
-    outbox.doubt = "batches lost"
-    assert outbox.seconds_until_due(NOW) == 0
-    outbox.take_records(NOW)
-    assert outbox.seconds_until_due(NOW) > 0
+    builder = RecordBuilder(settings, ChangeTracker(settings), epoch=1)
+    builder.take_records(NOW)
+    assert builder.seconds_until_due(NOW) > 0
+    builder.degraded_reason = "batches lost"
+    assert builder.seconds_until_due(NOW) == 0
+    builder.take_records(NOW)
+    assert builder.seconds_until_due(NOW) > 0
 
 
 async def test_a_change_wakes_a_publisher_that_has_nothing_to_say() -> None:
     log = MemoryLog()
     async with make(log, heartbeat_s=1000) as publisher:
         await async_wait_until(lambda: log.next_offset == 1)
-        await asyncio.to_thread(publisher.set_doubt, "batches lost")
+        await asyncio.to_thread(publisher.set_degraded_reason, "batches lost")
         await async_wait_until(lambda: log.next_offset == 2)
-    assert decode_batch(log.read(1)[0].payload).doubt == "batches lost"
+    assert decode_batch(log.read(1)[0].payload).degraded_reason == "batches lost"
 
 
-def test_a_doubt_that_readers_would_refuse_is_refused() -> None:
+def test_a_degraded_reason_that_readers_would_refuse_is_refused() -> None:
     publisher = make(MemoryLog())
-    with pytest.raises(InvalidValueError, match="doubt"):
-        publisher.set_doubt("x" * 257)
+    with pytest.raises(InvalidValueError, match="degraded_reason"):
+        publisher.set_degraded_reason("x" * 257)
     assert told(publisher) == [(2, "")]

@@ -30,25 +30,25 @@ def pages(*numbers: int) -> set[tuple[int, int]]:
     return on(GPU, [names_of(prompt(number))[0] for number in numbers])
 
 
-async def test_an_engine_that_is_heard_is_not_doubted() -> None:
+async def test_an_engine_that_is_heard_is_not_degraded() -> None:
     with ZmqEngine(replay=False) as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine, block_size=4)
-            await bridge.doubts(ENGINE_UNHEARD)
+            await bridge.degrades(ENGINE_UNHEARD)
             engine.send(store(0))
             await bridge.shows(pages(0))
-            await bridge.doubts("")
+            await bridge.degrades("")
 
 
 async def test_an_idle_engine_with_a_replay_socket_is_heard() -> None:
     with ZmqEngine() as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine, block_size=4)
-            await bridge.doubts("")
+            await bridge.degrades("")
 
 
 @pytest.mark.parametrize("replay", [False, True])
-async def test_a_loss_is_doubted_until_the_engine_clears_its_cache(replay: bool) -> None:
+async def test_a_loss_degrades_the_stream_until_the_engine_clears_its_cache(replay: bool) -> None:
     with ZmqEngine(replay=replay, buffer_steps=1) as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
@@ -57,13 +57,13 @@ async def test_a_loss_is_doubted_until_the_engine_clears_its_cache(replay: bool)
             engine.send(payload(removed([0])), "lost")
             engine.send(store(2))
             await bridge.shows(pages(2))
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
             engine.send(store(3))
             await bridge.shows(pages(2, 3))
             assert bridge.view().degraded_reason == BATCHES_LOST
             engine.send(payload(cleared(), stored([4], prompt(4))))
             await bridge.shows(pages(4))
-            await bridge.doubts("")
+            await bridge.degrades("")
 
 
 async def test_a_loss_is_forgotten_with_the_engines_incarnation() -> None:
@@ -73,11 +73,11 @@ async def test_a_loss_is_forgotten_with_the_engines_incarnation() -> None:
             engine.send(store(0))
             engine.send(store(1), "lost")
             engine.send(store(2))
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
             engine.seq = 0
             engine.send(store(3))
             await bridge.shows(pages(3))
-            await bridge.doubts("")
+            await bridge.degrades("")
 
 
 async def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
@@ -85,19 +85,19 @@ async def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
             engine.send(store(0))
-            await bridge.doubts("")
+            await bridge.degrades("")
             engine.send(b"\xc1 no msgpack")
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
 
 
-async def test_joining_an_engine_that_no_longer_keeps_its_first_batches_is_doubted() -> None:
+async def test_joining_an_engine_that_no_longer_keeps_its_first_batches_is_degraded() -> None:
     with ZmqEngine(buffer_steps=2) as engine:
         for number in range(5):
             engine.send(store(number))
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
             await bridge.shows(pages(3, 4))
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
 
 
 async def test_an_engine_that_counts_from_one_is_joined_at_its_beginning() -> None:
@@ -106,17 +106,17 @@ async def test_an_engine_that_counts_from_one_is_joined_at_its_beginning() -> No
             await bridge.read(engine)
             engine.send(store(0))
             await bridge.shows(pages(0))
-            await bridge.doubts("")
+            await bridge.degrades("")
 
 
-async def test_an_engine_that_is_gone_is_doubted_at_once_and_its_pages_stay() -> None:
+async def test_an_engine_that_is_gone_is_degraded_at_once_and_its_pages_stay() -> None:
     with ZmqEngine() as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
             engine.send(store(0))
-            await bridge.doubts("")
+            await bridge.degrades("")
             await asyncio.to_thread(engine.stop)
-            await bridge.doubts(ENGINE_UNHEARD)
+            await bridge.degrades(ENGINE_UNHEARD)
             assert bridge.view().pages == pages(0)
             assert "connection is lost" in (bridge.status().failure or "")
 
@@ -128,21 +128,21 @@ async def test_an_engine_that_is_back_is_heard_once_its_replay_or_a_batch_says_w
             await bridge.read(other, "other", block_size=4)
             for each in (engine, other):
                 each.send(store(0))
-            await bridge.doubts("")
-            await bridge.doubts("", "other")
+            await bridge.degrades("")
+            await bridge.degrades("", "other")
             for each in (engine, other):
                 await asyncio.to_thread(each.restart)
                 await asyncio.to_thread(each.wait_for_readers)
             await bridge.shows(set())
             await bridge.shows(set(), "other")
-            await bridge.doubts("")
+            await bridge.degrades("")
             assert bridge.view("other").degraded_reason == ENGINE_UNHEARD
             other.send(store(1))
             await bridge.shows(pages(1), "other")
-            await bridge.doubts("", "other")
+            await bridge.degrades("", "other")
 
 
-async def test_a_connection_that_was_lost_without_a_replay_socket_leaves_a_doubt() -> None:
+async def test_a_connection_that_was_lost_without_a_replay_socket_leaves_a_degraded_reason() -> None:
     with ZmqEngine(replay=False) as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
@@ -154,10 +154,10 @@ async def test_a_connection_that_was_lost_without_a_replay_socket_leaves_a_doubt
             await bridge.shows(set())
             engine.send(store(8))
             await bridge.shows(pages(8))
-            await bridge.doubts(BATCHES_LOST)
+            await bridge.degrades(BATCHES_LOST)
 
 
-async def test_an_engine_that_stays_away_holds_nothing_and_is_still_doubted() -> None:
+async def test_an_engine_that_stays_away_holds_nothing_and_is_still_degraded() -> None:
     with ZmqEngine() as engine:
         async with LiveBridge(bridge_away_s=0.2) as bridge:
             await bridge.read(engine)
@@ -168,32 +168,32 @@ async def test_an_engine_that_stays_away_holds_nothing_and_is_still_doubted() ->
             assert bridge.view().degraded_reason == ENGINE_UNHEARD
 
 
-async def test_an_engine_whose_reading_task_failed_is_doubted_by_a_failure_put_in(
+async def test_an_engine_whose_reading_task_failed_is_degraded_by_a_failure_put_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with ZmqEngine(replay=False) as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
             engine.send(store(0))
-            await bridge.doubts("")
+            await bridge.degrades("")
             with monkeypatch.context() as patched:
                 patched.setattr(EngineStream, "take_live", None)
                 engine.send(store(1))
-                await bridge.doubts(ENGINE_UNHEARD)
+                await bridge.degrades(ENGINE_UNHEARD)
 
 
-async def test_ranks_that_only_batches_name_share_the_doubts_of_their_engine() -> None:
+async def test_ranks_that_only_batches_name_share_the_degraded_reason_of_their_engine() -> None:
     with ZmqEngine(replay=False) as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
             engine.send(store(0, rank=3))
-            await bridge.doubts("", rank=3)
+            await bridge.degrades("", rank=3)
             engine.send(store(1, rank=3), "lost")
             engine.send(store(2, rank=5))  # heard of for the first time after the loss
-            await bridge.doubts(BATCHES_LOST, rank=3)
-            await bridge.doubts(BATCHES_LOST, rank=5)
+            await bridge.degrades(BATCHES_LOST, rank=3)
+            await bridge.degrades(BATCHES_LOST, rank=5)
             await asyncio.to_thread(engine.stop)
-            await bridge.doubts(ENGINE_UNHEARD, rank=3)
+            await bridge.degrades(ENGINE_UNHEARD, rank=3)
 
 
 async def test_another_block_size_than_registered_is_said_in_the_log_and_to_routers(
@@ -203,11 +203,11 @@ async def test_another_block_size_than_registered_is_said_in_the_log_and_to_rout
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine, block_size=16)
             engine.send(payload(stored([1, 2], prompt(1) + prompt(2))))
-            await bridge.doubts("block size 4, registered with 16")
+            await bridge.degrades("block size 4, registered with 16")
             assert "block size 4, registered with 16" in caplog.text
             engine.send(payload(stored([3], [7] * 16, 16)))
             await bridge.shows(on(GPU, names_of([7] * 16, 16)))
-            await bridge.doubts("")
+            await bridge.degrades("")
             engine.send(payload(stored([4], prompt(4)), removed([3])))
             await bridge.shows(set())
             assert bridge.view().degraded_reason == ""  # that one page is left out is counted

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
-from publisher.intake import (
+from publisher.event_columns import (
     MAX_PAGES_PER_EVENT,
     BadEventError,
     EventColumns,

@@ -1,4 +1,4 @@
-"""Views of streams whose publishers doubt their own knowledge."""
+"""Views of streams whose publishers report that they may be incomplete."""
 
 from __future__ import annotations
 
@@ -54,72 +54,74 @@ def reader() -> Reader:
     return Reader()
 
 
-def test_a_doubted_view_is_stale_with_the_reason_and_no_resync_until_the_doubt_is_gone(reader: Reader) -> None:
+def test_a_degraded_view_is_stale_with_the_reason_and_no_resync_until_it_recovers(reader: Reader) -> None:
     stream = Stream()
-    reader.read(stream.batch(stored((0, [1])), now=100.0), stream.batch(now=101.0, doubt=BATCHES_LOST))
+    reader.read(stream.batch(stored((0, [1])), now=100.0), stream.batch(now=101.0, degraded_reason=BATCHES_LOST))
     assert reader.shown(stream) == (ViewState.STALE, BATCHES_LOST)
     assert not reader.asks_for_resyncs()
-    reader.read(stream.batch(stored((0, [2])), now=102.0, doubt=BATCHES_LOST))
+    reader.read(stream.batch(stored((0, [2])), now=102.0, degraded_reason=BATCHES_LOST))
     assert reader.shown(stream) == (ViewState.STALE, BATCHES_LOST)
     reader.read(stream.batch(now=103.0))
     assert reader.shown(stream) == (ViewState.LIVE, "")
 
 
-def test_a_gap_in_a_doubted_stream_is_mended_all_the_same(reader: Reader) -> None:
+def test_a_gap_in_a_degraded_stream_is_repaired(reader: Reader) -> None:
     stream = Stream()
-    reader.read(stream.batch(stored((0, [1])), now=100.0, doubt=BATCHES_LOST))
+    reader.read(stream.batch(stored((0, [1])), now=100.0, degraded_reason=BATCHES_LOST))
     stream.batch(stored((0, [2])))  # lost
-    reader.read(stream.batch(now=101.0, doubt=BATCHES_LOST))
+    reader.read(stream.batch(now=101.0, degraded_reason=BATCHES_LOST))
     assert reader.shown(stream) == (ViewState.STALE, "gap")
     assert reader.asks_for_resyncs()
     reader.read(stream.resync(now=102.0))
     assert reader.shown(stream) == (ViewState.LIVE, "")
 
 
-def test_a_doubted_worker_stays_in_the_scores_as_stale(reader: Reader) -> None:
-    doubted, sound = Stream("doubted"), Stream("sound")
+def test_a_degraded_worker_stays_in_the_scores_as_stale(reader: Reader) -> None:
+    degraded, sound = Stream("degraded"), Stream("sound")
     page = stored((0, [1]))
-    reader.read(doubted.batch(page, now=100.0, doubt=BATCHES_LOST), sound.batch(page, now=100.0))
+    reader.read(degraded.batch(page, now=100.0, degraded_reason=BATCHES_LOST), sound.batch(page, now=100.0))
     second_rank = Stream("sound", dp_rank=1)
-    reader.read(second_rank.batch(page, now=100.0, doubt=BATCHES_LOST))
+    reader.read(second_rank.batch(page, now=100.0, degraded_reason=BATCHES_LOST))
     (namespace,) = reader.applier.namespaces
     scores = score(namespace, PAGE_1, reader.freshness)
     assert {each.worker: (each.tiers.gpu, each.state) for each in scores} == {
-        "doubted": (4, ViewState.STALE),
+        "degraded": (4, ViewState.STALE),
         "sound": (4, ViewState.STALE),
     }
     reader.read(second_rank.batch(now=101.0))
     scores = score(namespace, PAGE_1, reader.freshness)
-    assert {each.worker: each.state for each in scores} == {"doubted": ViewState.STALE, "sound": ViewState.LIVE}
+    assert {each.worker: each.state for each in scores} == {"degraded": ViewState.STALE, "sound": ViewState.LIVE}
 
 
 def test_a_view_ages_while_the_engine_is_not_heard_and_does_not_expire(reader: Reader) -> None:
     stream = Stream()
     reader.read(stream.batch(stored((0, [1])), now=100.0))
-    reader.read(*(stream.batch(now=100.0 + 5 * beat, doubt=ENGINE_UNHEARD) for beat in range(1, 8)))
+    reader.read(*(stream.batch(now=100.0 + 5 * beat, degraded_reason=ENGINE_UNHEARD) for beat in range(1, 8)))
     assert reader.view(stream).heard_at == 100.0
     assert reader.shown(stream) == (ViewState.STALE, ENGINE_UNHEARD)
-    reader.read(stream.batch(now=136.0, doubt=BATCHES_LOST))
+    reader.read(stream.batch(now=136.0, degraded_reason=BATCHES_LOST))
     assert reader.view(stream).heard_at == 136.0
 
 
 def test_a_view_whose_engine_was_never_heard_is_as_old_as_its_stream(reader: Reader) -> None:
     stream = Stream()
-    reader.read(stream.batch(now=100.0, doubt=ENGINE_UNHEARD), stream.batch(now=105.0, doubt=ENGINE_UNHEARD))
+    reader.read(
+        stream.batch(now=100.0, degraded_reason=ENGINE_UNHEARD), stream.batch(now=105.0, degraded_reason=ENGINE_UNHEARD)
+    )
     assert reader.view(stream).heard_at == 100.0
 
 
-def test_a_publisher_that_is_silent_expires_whatever_it_doubted(reader: Reader) -> None:
+def test_a_publisher_that_is_silent_expires_whatever_its_degraded_reason(reader: Reader) -> None:
     stream = Stream()
-    reader.read(stream.batch(now=100.0, doubt=ENGINE_UNHEARD))
+    reader.read(stream.batch(now=100.0, degraded_reason=ENGINE_UNHEARD))
     for now in (104.0, 108.0, 112.0):
         reader.freshness.log_is_alive(now)
     assert reader.shown(stream)[0] is ViewState.EXPIRED
 
 
-def test_doubts_outlive_the_indexer(reader: Reader) -> None:
+def test_degraded_reasons_outlive_the_indexer(reader: Reader) -> None:
     stream = Stream()
-    reader.read(stream.batch(stored((0, [1])), now=100.0, doubt=BATCHES_LOST))
+    reader.read(stream.batch(stored((0, [1])), now=100.0, degraded_reason=BATCHES_LOST))
     copying = take(reader.applier.namespaces, {}, 100.0)
     try:
         while True:

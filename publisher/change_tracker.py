@@ -14,9 +14,8 @@ from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 from publisher.blocks import Blocks
 from publisher.change_kernels import REMOVAL
-from publisher.fair_lock import FairLock
-from publisher.hand_over import HandOver, PageChanges, QueueStats
-from publisher.intake import (
+from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
+from publisher.event_columns import (
     BadEventError,
     EventColumns,
     StoredColumns,
@@ -27,7 +26,8 @@ from publisher.intake import (
     stored_columns,
     token_rows,
 )
-from publisher.ledger import HeldPages, Ledger
+from publisher.fair_lock import FairLock
+from publisher.ledger import Ledger, LedgerCopy
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
 from publisher.settings import PublisherSettings
 
@@ -51,7 +51,7 @@ class TakenChanges(NamedTuple):
     """The ledger's, if these were the last changes; None while more wait."""
 
 
-class Recorder:
+class ChangeTracker:
     """Ledger and queue behind one lock. Any thread may call anything; the lock is held for short steps only."""
 
     def __init__(self, settings: PublisherSettings) -> None:
@@ -63,8 +63,8 @@ class Recorder:
             self._tokens = deque()
             self._token_bytes = 4 * (settings.block_size + 1) + EVENT_BYTES + MAX_EXTRA_KEY_BYTES
         self._lock = FairLock()  # guards everything below
-        self._hand_over = HandOver(settings.queue_pages)
-        self._ledger = Ledger(settings.ledger_pages, self._hand_over)
+        self._change_queue = ChangeQueue(settings.queue_pages)
+        self._ledger = Ledger(settings.ledger_pages, self._change_queue)
         self._rejected: Counter[str] = Counter()
         self._is_closed = False
 
@@ -130,7 +130,7 @@ class Recorder:
         queued = self._ledger.change(EventColumns.stored(columns, tier), extra_key)
         if self._tokens is not None and tokens is not None:
             self._tokens.extend(entry for entry, is_queued in zip(tokens, queued, strict=True) if is_queued)
-            if self._hand_over.is_broken:
+            if self._change_queue.is_broken:
                 self._tokens.clear()
 
     def _remove(self, events: list[BlockRemoved], medium: Any, extra_key: Any) -> None:
@@ -161,21 +161,21 @@ class Recorder:
     def take(self) -> TakenChanges:
         """The oldest changes that fit one batch; in flight from now on. Only who takes them confirms them."""
         with self._lock:
-            changes = self._hand_over.peek(self._limits.pages)
+            changes = self._change_queue.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
-            self._hand_over.take(len(changes.kinds))
+            self._change_queue.take(len(changes.kinds))
             tokens = None
             if self._tokens is not None:
                 tokens = [self._tokens.popleft() for _ in range(int((changes.kinds < REMOVAL).sum()))]
-            is_last = self._hand_over.num_queued == 0
+            is_last = self._change_queue.num_queued == 0
             return TakenChanges(changes, tokens, self._ledger.digest() if is_last else None)
 
     def confirm(self) -> None:
         """What was in flight was delivered."""
         with self._lock:
-            self._hand_over.confirm()
+            self._change_queue.confirm()
 
-    def restart(self) -> HeldPages:
+    def restart(self) -> LedgerCopy:
         """Drop what waits and queue anew behind the copy of the ledger that this returns. Takes 25 ms a million pages
         or more, in which `record` goes on.
         """
@@ -186,7 +186,7 @@ class Recorder:
                 with self._lock:
                     self._ledger.copy_slice(number, held)
         with self._lock:
-            self._hand_over.restart()
+            self._change_queue.restart()
             if self._tokens is not None:
                 self._tokens.clear()
             return self._ledger.finish_copy(held)
@@ -199,22 +199,22 @@ class Recorder:
     @property
     def num_queued(self) -> int:
         """Page changes that wait."""
-        return self._hand_over.num_queued
+        return self._change_queue.num_queued
 
     @property
     def is_broken(self) -> bool:
         """Whether the queue overflowed and a snapshot has still to begin."""
-        return self._hand_over.is_broken
+        return self._change_queue.is_broken
 
     def digest_if_idle(self) -> Digest | None:
         """What the worker holds now; None while changes wait that readers of the stream do not know."""
         with self._lock:
-            return None if self._hand_over.num_queued else self._ledger.digest()
+            return None if self._change_queue.num_queued else self._ledger.digest()
 
     def queue_stats(self) -> QueueStats:
         """Page changes by where they are."""
         with self._lock:
-            return self._hand_over.stats()
+            return self._change_queue.stats()
 
     def counts(self) -> dict[str, int]:
         """Pages ever, by what became of them, and `held`: distinct pages now."""
