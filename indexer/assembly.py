@@ -1,4 +1,4 @@
-"""Settings -> a consumer with its source and its snapshot store."""
+"""Creation of a consumer with its source and its snapshot store from settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kv_events.memory_log import MemoryLog
 
 
 def create_consumer(settings: IndexerSettings, log: MemoryLog | None = None) -> Consumer:
-    """A consumer that has not begun to run. log: the log to read in embedded mode, where the settings name no other.
+    """Create a consumer that is not running yet. log: the log to read in embedded mode.
 
-    A log in memory ends with its process, and who writes the next one begins anew: views of it are not kept.
-    Clients are imported only where the settings ask for them.
+    A log in memory ends with its process and its writers start from scratch, so views of it are not saved. Clients are
+    imported only if the settings need them.
     """
     applier = Applier(Namespaces(settings), DeadLetters(settings.dead_letter_dir))
     store = None if settings.is_embedded else create_store(settings)
@@ -27,9 +27,9 @@ def create_consumer(settings: IndexerSettings, log: MemoryLog | None = None) -> 
 
 
 def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | None:
-    """Where snapshots are kept, or, beside them, the newest image of something else; None: nowhere.
+    """Create the store of snapshots, or of another image next to them. Returns None if the settings name no store.
 
-    what: a name that files and keys bear.
+    what: part of the names of files and keys for the other image.
     """
     if settings.redis is not None:
         from indexer.snapshots.redis import RedisStore

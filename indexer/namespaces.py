@@ -1,6 +1,6 @@
-"""All views, by namespace: one index for each (model, tenant, block size).
+"""All views by namespace, with one index for each (model, tenant, block size).
 
-Namespaces of group streams hang below that of their model, in whatever order the two are made.
+Namespaces of group streams are attached to the namespace of their model, in whichever order they are created.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kv_events.streams import StreamId, split_group
 
 
 class NamespaceKey(NamedTuple):
-    """What keeps pages apart besides their hash."""
+    """Identity of a namespace."""
 
     model: str
     tenant: str
@@ -26,14 +26,14 @@ class NamespaceKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """One index and the views that live in it."""
+    """One index with its views."""
 
     key: NamespaceKey
     index: OverlapIndex
     views: dict[int, View] = field(default_factory=dict)
-    """By stream number of the index."""
+    """Views by the stream number of the index."""
     by_rank: dict[tuple[str, int], View] = field(default_factory=dict)
-    """The same by worker and DP rank."""
+    """Views by worker and DP rank."""
     groups: dict[str, Namespace] = field(default_factory=dict, repr=False)
     """Namespaces of its group streams, of the same tenant and block size."""
 
@@ -46,48 +46,48 @@ class Namespaces:
         self._namespaces: dict[NamespaceKey, Namespace] = {}
         self._homes: dict[StreamId, Namespace] = {}
         self._views: dict[StreamId, View] = {}
-        self._groups_of: dict[NamespaceKey, dict[str, Namespace]] = {}  # also of namespaces that are not there (yet)
+        self._groups_of: dict[NamespaceKey, dict[str, Namespace]] = {}  # also for namespaces that do not exist (yet)
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._namespaces.values())
 
     @property
     def views(self) -> list[View]:
-        """Every view."""
+        """Iterate over all views."""
         return list(self._views.values())
 
     def view(self, stream: StreamId) -> View | None:
-        """The view of a stream, if it is known."""
+        """Return the view of a stream, or None if it is unknown."""
         return self._views.get(stream)
 
     def block_size(self, stream: StreamId) -> int:
-        """Tokens a page of a known stream."""
+        """Return the block size of a known stream."""
         return self._homes[stream].key.block_size
 
     def find(self, model: str, tenant: str) -> list[Namespace]:
-        """The namespaces of a model and tenant, one for each block size that workers use."""
+        """Return the namespaces of a model and tenant, one for each block size that workers use."""
         return [n for n in self._namespaces.values() if n.key.model == model and n.key.tenant == tenant]
 
     def is_group(self, namespace: Namespace) -> bool:
-        """Whether it is of a group of a namespace that is there, too."""
+        """Return whether the namespace is that of a group whose model has a namespace, too."""
         base, group = _base_key(namespace.key)
         return group is not None and base in self._namespaces
 
     def add_view(self, stream: StreamId, block_size: int) -> View:
-        """A new, empty view. Raises IndexFullError when a bound of the settings is met."""
+        """Create an empty view. Raises IndexFullError if a limit of the settings is reached."""
         namespace = self.add_namespace(stream.model, stream.tenant, block_size)
         view = View(stream, namespace.index, namespace.index.add_stream())
         self.adopt(namespace, view)
         return view
 
     def adopt(self, namespace: Namespace, view: View) -> None:
-        """Take up a view whose stream number the namespace's index knows already."""
+        """Add a view whose stream number the index of the namespace already knows."""
         namespace.views[view.number] = view
         namespace.by_rank[view.stream.worker, view.stream.dp_rank] = view
         self._homes[view.stream], self._views[view.stream] = namespace, view
 
     def add_namespace(self, model: str, tenant: str, block_size: int) -> Namespace:
-        """The namespace, made when it is new. Raises IndexFullError when there are too many."""
+        """Return the namespace, and create it if it is new. Raises IndexFullError if there are too many."""
         key = NamespaceKey(model, tenant, block_size)
         namespace = self._namespaces.get(key)
         if namespace is None:
@@ -101,7 +101,7 @@ class Namespaces:
         return namespace
 
     def check_room(self, expected: Mapping[StreamId, int]) -> None:
-        """Whether these streams' views, too, could be here together. expected: stream -> block size.
+        """Check that there is room for the views of these streams, too. expected: stream -> block size.
 
         Raises IndexFullError.
         """
@@ -117,9 +117,9 @@ class Namespaces:
         return IndexFullError("namespaces (KVSIGHT_MAX_NAMESPACES)", self._settings.max_namespaces)
 
     def forget(self, stream: StreamId) -> Iterator[None]:
-        """Drop a view and its pages, slice by slice; a namespace without views goes too.
+        """Drop a view and its pages, slice by slice. A namespace without views is dropped, too.
 
-        A view of which something stays (see `OverlapIndex.remove`) stays itself, and can be forgotten later.
+        If pages of the view cannot be removed (see `OverlapIndex.remove`), the view stays and can be dropped later.
         """
         namespace, view = self._homes[stream], self._views[stream]
         yield from view.clear()
@@ -133,7 +133,7 @@ class Namespaces:
             self._drop_groups_of(namespace.key)
 
     def _drop_groups_of(self, gone: NamespaceKey) -> None:
-        """A namespace is gone, and with it what knew of its groups, unless some of them are left."""
+        """Drop the links of a removed namespace to its groups, unless some groups remain."""
         base, group = _base_key(gone)
         if group is not None:
             del self._groups_of[base][group]
@@ -143,6 +143,6 @@ class Namespaces:
 
 
 def _base_key(key: NamespaceKey) -> tuple[NamespaceKey, str | None]:
-    """The namespace that this one is a group of, and which; itself and None if it is none."""
+    """Return the namespace of the model and the group, or the namespace itself and None if it has no group."""
     model, group = split_group(key.model)
     return key._replace(model=model), group

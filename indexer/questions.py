@@ -1,4 +1,4 @@
-"""One prompt asked of several namespaces at once: who holds how much of it?"""
+"""Queries of one prompt over several namespaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_events.hashing import U64Array
 def score_all(
     namespaces: Iterable[Namespace], hashes: Callable[[int], U64Array], freshness: Freshness
 ) -> list[WorkerScore]:
-    """One score a worker, also where its ranks use different block sizes.
+    """Return one score for each worker, even if its ranks use different block sizes.
 
     hashes: block size -> uint64[pages], the prompt's sequence hashes.
     """

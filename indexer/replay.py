@@ -1,4 +1,4 @@
-"""What the router saw: views rebuilt from a log, up to an offset or a time."""
+"""Replay: the views of a router, rebuilt from a log up to an offset or a time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kv_events.records import LogRecord
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Which records a replay takes: those before all of the given bounds."""
+    """The end of a replay: records before all of the given limits are applied."""
 
     offset: int | None = None
-    """Index in an event log; offset in every partition of a topic."""
+    """Index in an event log, or offset in every partition of a topic."""
     positions: Mapping[int, int] | None = None
-    """Partition -> offset, as a consumer's `positions`; partitions that it does not name are left out."""
+    """Partition -> offset, as in a consumer's `positions`. Other partitions are left out."""
     time_s: float | None = None
-    """Seconds since 1970; records of exactly that time are still applied."""
+    """Seconds since 1970. Records with exactly this time are still applied."""
 
     def takes(self, record: LogRecord) -> bool:
-        """Whether a record is to be applied."""
+        """Return whether a record is to be applied."""
         if self.offset is not None and record.offset >= self.offset:
             return False
         if self.positions is not None and record.offset >= self.positions.get(record.partition, 0):
@@ -37,7 +37,7 @@ class Until:
 
 @dataclass
 class Replay:
-    """Views that grow record by record, with the clock of the log."""
+    """Views that are built record by record, with the clock of the log."""
 
     settings: IndexerSettings = field(default_factory=lambda: IndexerSettings())
 
@@ -45,7 +45,7 @@ class Replay:
         self.applier = Applier(Namespaces(self.settings), DeadLetters())
         self.freshness = Freshness(self.settings.worker_ttl_s, 0.0)
         self.now = 0.0
-        """Seconds since 1970: the time of the newest record applied."""
+        """Time of the newest record applied, in seconds since 1970."""
 
     @property
     def namespaces(self) -> Namespaces:
@@ -53,16 +53,16 @@ class Replay:
         return self.applier.namespaces
 
     def apply(self, record: LogRecord) -> None:
-        """Apply one record as the consumer would have."""
+        """Apply one record in the same way as the consumer."""
         self.now = max(self.now, record.timestamp_ms / 1000)
         self.freshness.log_is_alive(self.now)
         for _ in self.applier.apply(record, record.timestamp_ms / 1000):
             pass
 
     def apply_all(self, records: Iterable[LogRecord], until: Until | None = None) -> Replay:
-        """Apply the records that `until` takes. Returns itself.
+        """Apply the records that `until` selects. Returns itself.
 
-        Goes through all of them: a log of several partitions is not in order of time.
+        Reads all records, because a log of several partitions is not ordered by time.
         """
         for record in records:
             if until is None or until.takes(record):
@@ -71,7 +71,7 @@ class Replay:
 
 
 def log_records(folder: Path, stop: int | None = None) -> Iterator[LogRecord]:
-    """The records of an event log, up to before index `stop`; their offsets are their indices in it.
+    """Yield the records of an event log before index `stop`. Their offsets are their indices in the log.
 
     Raises EventLogError.
     """

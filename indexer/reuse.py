@@ -1,8 +1,8 @@
-"""What an engine can really go on from: of the pages matched, as many as its states and windows reach.
+"""Reusable prefixes: the part of the matched pages from which an engine can continue.
 
-Full KV is of use wherever a prompt shares it; a recurrent state only behind the page at whose end it was taken, and a
-sliding window only whole. Workers say of both where they are in group streams (see `kv_events.streams`), each of which
-is looked up in an index of its own.
+Full KV can be reused at every page, a recurrent state only after the page at whose end it was taken, and a sliding
+window only if it is complete. Workers publish their states and windows in group streams (see `kv_events.streams`), each
+of which has its own index.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NO_STREAM = -1
 def reusable_pages(
     namespace: Namespace, hashes: U64Array, matches: Matches, freshness: Freshness
 ) -> dict[tuple[str, int], int]:
-    """Pages that each (worker, DP rank) with group streams can reuse, of those that it holds on any tier.
+    """Return the number of pages that each (worker, DP rank) with group streams can reuse, on any tier.
 
-    A group stream that is expired holds nothing. hashes: uint64[n], C order; matches: what the namespace has found.
+    An expired group stream counts as empty. hashes: uint64[n], C order. matches: the result of the main namespace.
     """
     ranks = [_rank(namespace.views[stream]) for stream in matches.streams.tolist()]
     lengths = matches.pages[matches.streams, -1].astype(np.int64)
@@ -41,7 +41,7 @@ def reusable_pages(
         window = -(-group_window(name) // namespace.key.block_size)
         steps.append(partial(group.index.trim_to_reusable, group.index.holders(hashes), streams, window))
     while any(step(lengths) for step in steps):
-        pass  # where one group lets a prefix end the others must, too
+        pass  # all groups must allow a prefix to end at the same page
     return {rank: int(lengths[i]) for i, rank in enumerate(ranks) if has_groups[i]}
 
 

@@ -1,4 +1,4 @@
-"""From holder sets to what a router wants to know: tokens of a prompt held by every worker, per cumulative tier."""
+"""Scores: the tokens of a prompt that each worker holds, by cumulative tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TierTokens(NamedTuple):
     external: int
 
     def weighted(self, weights: Sequence[float]) -> float:
-        """One number: tokens, each weighed by the fastest tier that reaches it. weights: 4, fastest tier first."""
+        """Return the tokens, each weighted by the fastest tier that reaches it. weights: 4, fastest tier first."""
         gpu, cpu, disk, external = weights
         return (
             self.gpu * gpu
@@ -32,32 +32,32 @@ class TierTokens(NamedTuple):
 
 
 _Rank = tuple[View, ViewState, TierTokens]
-"""State: the one to show."""
+"""state: the state to show."""
 
 
 class WorkerScore(NamedTuple):
-    """What one worker holds of a prompt."""
+    """The part of a prompt that one worker holds."""
 
     worker: str
     tiers: TierTokens
     """Best over the worker's ranks, tier by tier."""
     ranks: dict[int, TierTokens]
-    """By DP rank."""
+    """Tokens by DP rank."""
     state: ViewState
     """The least trustworthy state among the ranks that count."""
     heard_at: float
-    """`View.heard_at` of the one that is oldest."""
+    """The oldest `View.heard_at` among the ranks."""
     reusable_by_rank: dict[int, int] | None = None
-    """Tokens by DP rank, see `reusable`; None: no rank has group streams."""
+    """Tokens by DP rank, see `reusable`. None if no rank has group streams."""
 
     @property
     def has_groups(self) -> bool:
-        """Whether the worker says where its states and windows are."""
+        """Whether the worker publishes its states and windows."""
         return self.reusable_by_rank is not None
 
     @property
     def reusable(self) -> int:
-        """Tokens that the engine can go on from, which with states or windows are fewer than are matched; best rank."""
+        """Tokens from which the engine can continue, of the best rank. Fewer than matched with states or windows."""
         return self.longest_matched if self.reusable_by_rank is None else max(self.reusable_by_rank.values())
 
     @property
@@ -67,9 +67,9 @@ class WorkerScore(NamedTuple):
 
 
 def score(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[WorkerScore]:
-    """Every worker that holds the prompt's first page on any tier; expired workers are left out.
+    """Return the scores of all workers that hold the prompt's first page on any tier, except expired ones.
 
-    hashes: uint64[n], C order, sequence hashes of the prompt's whole pages.
+    hashes: uint64[n], C order, sequence hashes of the prompt's complete pages.
     """
     matches = namespace.index.find(hashes)
     block_size = namespace.key.block_size
@@ -89,7 +89,7 @@ def score(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[
 
 
 def _with_reusable(score: WorkerScore, pages: dict[tuple[str, int], int], block_size: int) -> WorkerScore:
-    """pages: by worker and rank, of those that have group streams."""
+    """pages: reusable pages by worker and rank, for those with group streams."""
     if not any((score.worker, rank) in pages for rank in score.ranks):
         return score
     by_rank = {

@@ -1,4 +1,4 @@
-"""An image as one file, replaced by renaming."""
+"""A snapshot store with one file, which is replaced by renaming."""
 
 from __future__ import annotations
 

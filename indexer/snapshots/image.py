@@ -61,7 +61,7 @@ class _Image(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(NamedTuple):
-    """A snapshot read back."""
+    """A decoded snapshot."""
 
     namespaces: Namespaces
     positions: dict[int, int]
@@ -78,7 +78,7 @@ class SnapshotParts(NamedTuple):
     namespaces: list[tuple[NamespaceKey, list[_ViewImage], IndexImage]]
 
     def pack(self) -> bytes:
-        """The snapshot's bytes."""
+        """Return the bytes of the snapshot."""
         namespaces = [
             _NamespaceImage(
                 *key,
@@ -102,7 +102,7 @@ _decoder = msgspec.msgpack.Decoder(_Image)
 def take(namespaces: Namespaces, positions: Mapping[int, int], now: float) -> Generator[None, None, SnapshotParts]:
     """Copy everything out of the views, slice by slice.
 
-    Begin between two records, and apply none before the end. A resync under way is saved as a stale view.
+    Start between two records and apply no record before the end. A view during a resync is saved as stale.
     """
     images = []
     for namespace in namespaces:
@@ -112,7 +112,7 @@ def take(namespaces: Namespaces, positions: Mapping[int, int], now: float) -> Ge
 
 
 def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
-    """Read a snapshot back into new views. Raises SnapshotDamagedError."""
+    """Decode a snapshot into new views. Raises SnapshotDamagedError."""
     body = memoryview(data)[_HEADER_BYTES:]
     if data[: len(_MAGIC)] != _MAGIC:
         raise SnapshotDamagedError(f"begins with {data[: len(_MAGIC)]!r}, expected {_MAGIC!r}")

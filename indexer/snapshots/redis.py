@@ -1,4 +1,4 @@
-"""The snapshot in Redis: chunks under a fresh name, then one pointer is changed."""
+"""A snapshot store in Redis: writes chunks under a new name, then changes one pointer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from indexer.snapshots.base import SnapshotStoreError
 
-_CHUNK_BYTES = 16 * 2**20  # far below the 512 MB that one value may have
+_CHUNK_BYTES = 16 * 2**20  # far below the limit of 512 MB for one value
 _TIMEOUT_S = 10.0
 _GRACE_S = 60
 _LOAD_TRIES = 3  # a pointer may change while its chunks are read
@@ -50,7 +50,7 @@ class RedisStore:
         await self._redis.aclose()
 
     async def _point_to(self, name: str, num_chunks: int) -> None:
-        """Change the pointer; what it pointed to stays for a while, for whoever is reading it."""
+        """Change the pointer. The previous chunks stay for a while for processes that read them."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for number in range(num_chunks):
                 pipe.persist(self._chunk(name, number))
@@ -69,7 +69,7 @@ class RedisStore:
 
 
 def _parsed(pointer: bytes | str | None) -> tuple[str, int] | None:
-    """Name and number of the chunks that a pointer names."""
+    """Return name and number of the chunks of a pointer."""
     if pointer is None:
         return None
     name, num_chunks = (pointer if isinstance(pointer, str) else pointer.decode()).split(" ")

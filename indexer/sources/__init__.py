@@ -1,4 +1,4 @@
-"""Where records come from: `kafka`, `memory`, `file`. Start at `base.Source`, the contract of all three.
+"""Sources of records: `kafka`, `memory` and `file`. Start at `base.Source`, their contract.
 
 Each module imports its own client only; nothing here knows views or indexes.
 """
