@@ -240,6 +240,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         if params.cow_mamba and params.req is None:
             raise InvalidValueError("req", None, "the request that takes the state, with cow_mamba")
         nodes, _ = self.tree.descend(self.whole_pages(params.key))
+        if self.host is None and not self.auxiliaries:
+            self.tree.touch(nodes)
+            last = nodes[-1] if nodes else self.tree.root
+            device_rows = np.concatenate([node.value for node in nodes]) if nodes else no_indices()
+            return MatchResult(device_rows, last, last, last)
         path = self._matched(nodes)
         best = path.nodes[: path.num_best]
         self.tree.touch(best)
@@ -273,11 +278,13 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return MatchedPath(nodes, num_best, num_device)
 
     def _match_states(self, result: MatchResult, path: MatchedPath, params: MatchPrefixParams) -> MatchResult:
-        for component in self.auxiliaries:
-            result = component.finalize_match_result(result, path)
+        if self.host is not None:
+            for component in self.auxiliaries:
+                result = component.finalize_match_result(result, path)
         req, states = params.req, self.states
         if states is not None:
-            if self.host is None or not self.rules.device_match_needs_states:
+            is_told = self.host is None or not self.rules.device_match_needs_states
+            if is_told and path.num_best < len(path.nodes):
                 cached = sum(len(node.key) for node in path.nodes if node.value is not None)
                 usable = sum(len(node.key) for node in path.nodes[: path.num_best])
                 result = result._replace(mamba_branching_seqlen=states.branching_seqlen(cached, usable))
@@ -320,8 +327,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         if not len(key):
             return nothing
         if self.auxiliaries:
-            value = value[: len(key)]
-            params = params._replace(key=key, value=value)
+            if params.key is not key or params.value is not value or len(value) != len(key):
+                value = value[: len(key)]
+                params = params._replace(key=key, value=value)
             for component in self.auxiliaries:
                 component.check_insert(params)
         return self._insert(key, value, params)
@@ -332,9 +340,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         else:
             path, matched = self.tree.descend(key)
             self.tree.touch(path)
-        for node in path:  # before a component splits one, of which both parts are used
-            self._use(node, params)
-        prefix_len = self._insert_overlap(path, value, params)
+        self._use(path, params)  # before a component splits one, of which both parts are used
+        prefix_len = matched
+        if self.host is not None or self.rules.frees_duplicates:
+            prefix_len = self._insert_overlap(path, value, params)
         if matched == len(key):
             is_taken = self._finish_insert(path[-1], params)
         elif any(each.should_skip_leaf_creation(len(key), params) for each in self.auxiliaries):
@@ -354,13 +363,14 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         for component in self.auxiliaries:
             component.touched_on_insert(node)
 
-    def _use(self, node: TreeNode, params: InsertParams) -> None:
-        """An insert uses the node."""
-        node.priority = max(node.priority, params.priority)
-        if params.chunked or (node.value is None and not self.rules.counts_hits_of_evicted_nodes):
-            return
-        if self.host is None or self.host.backups.counts_hits:
-            node.hit_count += 1
+    def _use(self, nodes: Sequence[TreeNode], params: InsertParams) -> None:
+        """An insert uses the nodes."""
+        counts_evicted = self.rules.counts_hits_of_evicted_nodes
+        is_hit = not params.chunked and (self.host is None or self.host.backups.counts_hits)
+        for node in nodes:
+            node.priority = max(node.priority, params.priority)
+            if is_hit and (counts_evicted or node.value is not None):
+                node.hit_count += 1
 
     def _insert_overlap(self, path: list[TreeNode], value: IndexArray, params: InsertParams) -> int:
         """Nodes on the device keep their rows, the others take over theirs. Returns `prefix_len` of the insert."""
@@ -388,7 +398,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         leaf = self.device.add_leaf(parent, key, value, start, params.priority)
         for component in self.auxiliaries:
             component.recover_after_unevict(leaf, start, params)
-        self._use(leaf, params)  # a node that a component has split off above it begins without a hit
+        self._use([leaf], params)  # a node that a component has split off above it begins without a hit
         return leaf
 
     def _finish_insert(self, end: TreeNode, params: InsertParams) -> bool:

@@ -178,10 +178,11 @@ class AuxiliaryComponent(TreeComponent):
 
     def touched(self, path: Sequence[TreeNode]) -> None:
         """The nodes, parents first, have been used."""
-        for node in path:
-            for listed in (self.device_lru_list, self.host_lru_list):
-                if node in listed:
-                    listed.move_to_newest(node)
+        for listed in (self.device_lru_list, self.host_lru_list):
+            if len(listed):
+                for node in path:
+                    if node in listed:
+                        listed.move_to_newest(node)
 
     def touched_on_insert(self, node: TreeNode) -> None:
         """An insert passes the node on its way down."""

@@ -134,11 +134,14 @@ class Backups:
     def _write(self, node: TreeNode, *, write_back: bool) -> int:
         ack_id = next(self._ids)
         parts = self._not_on_host(node)
-        with self._leaves.held(node):  # making room must not delete a tombstone that has lost its children
+        node.host_ref_counter += 1  # making room must not delete a tombstone that has lost its children
+        try:
             rows = self._start(node, ack_id, parts)
             if rows is None:
                 self._leaves.evict(self._leaves.to_evict(len(node.key)))
                 rows = self._start(node, ack_id, parts)
+        finally:
+            node.host_ref_counter -= 1
         if rows is None:
             self.num_refused += 1
             return 0

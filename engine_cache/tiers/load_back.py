@@ -84,12 +84,17 @@ class LoadBacks:
         self, node: TreeNode, host_rows: IndexArray, ack_id: int, extras: list[PoolTransfer]
     ) -> IndexArray | None:
         transfers = [*extras, *indexer_transfers(self._controller.group)]
-        with ExitStack() as held:
-            self._hold_needed(node, held)
+        rows = None
+        if not self._components:  # else the controller may evict, too
             rows = self._controller.load(host_rows, ack_id, transfers)
-            if rows is None:
-                self._make_room(len(host_rows))
-                rows = self._controller.load(host_rows, ack_id, transfers)
+        if rows is None:
+            with ExitStack() as held:
+                self._hold_needed(node, held)
+                if self._components:
+                    rows = self._controller.load(host_rows, ack_id, transfers)
+                if rows is None:
+                    self._make_room(len(host_rows))
+                    rows = self._controller.load(host_rows, ack_id, transfers)
         if rows is None:
             log.warning("no room on the device to load %d units back", len(host_rows))
         return rows
