@@ -315,9 +315,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         Raises InvalidValueError unless there is a row for each unit, and what each component needs; with recurrent
         states the key must be whole pages.
         """
-        nothing = InsertResult(0, mamba_exist=self.rules.frees_duplicates)
         if self.disable:
-            return nothing
+            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
         key, value = self._whole_pages(params.key, params.value)
         if value is None and not self.rules.frees_duplicates:
             value = key.raw.astype(np.int64)
@@ -325,7 +324,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             rows = 0 if value is None else len(value)
             raise InvalidValueError("value", f"{rows} rows", f"one for each of {len(key)} units in whole pages")
         if not len(key):
-            return nothing
+            return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
         if self.auxiliaries:
             if params.key is not key or params.value is not value or len(value) != len(key):
                 value = value[: len(key)]
@@ -346,7 +345,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             prefix_len = self._insert_overlap(path, value, params)
         if matched == len(key):
             is_taken = self._finish_insert(path[-1], params)
-        elif any(each.should_skip_leaf_creation(len(key), params) for each in self.auxiliaries):
+        elif self.auxiliaries and any(each.should_skip_leaf_creation(len(key), params) for each in self.auxiliaries):
             self.device.free(value[max(matched, params.prev_prefix_len) :])
             key, is_taken = key[:matched], False
         else:
@@ -402,8 +401,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return leaf
 
     def _finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        taken = [component.finish_insert(end, params) for component in self.auxiliaries]
-        return all(taken)
+        is_taken = True
+        for component in self.auxiliaries:
+            is_taken = component.finish_insert(end, params) and is_taken
+        return is_taken
 
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
@@ -412,6 +413,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         nodes hold them. Counts include what leaves with a node."""
         full, before = self.tree.evictable_size, [each.device_size for each in self.auxiliaries]
         self._evictor.evict_leaves(params.num_tokens)
+        if not self.auxiliaries:
+            return EvictResult(full - self.tree.evictable_size)
         freed = {}
         for component, size in zip(self.auxiliaries, before, strict=True):
             wanted = params.mamba_num if component.pool is PoolName.MAMBA else params.swa_num_tokens

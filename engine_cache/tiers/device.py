@@ -97,7 +97,7 @@ class DeviceTier:
     def evict_leaf(self, leaf: TreeNode) -> None:
         """Delete a leaf, and the ancestors that become useless."""
         node = self.delete_leaf(leaf)
-        while self.is_useless(node):
+        while self.rules.deletes_tombstone_leaves and self.is_useless(node):
             node = self.delete_leaf(node)
 
     def is_useless(self, node: TreeNode) -> bool:

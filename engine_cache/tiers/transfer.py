@@ -202,6 +202,8 @@ class HiCacheController:
     def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
         """Give every transfer the rows it lacks on the side `wanted`. False, with nothing allocated, if a pool has no
         room. Transfers that share rows are resolved last."""
+        if len(transfers) == len(self.entries) == 1:  # most models: KV alone
+            return self._take_rows(transfers[0], wanted)
         self._check_transfers(transfers, wanted)
         with ExitStack() as undo:
             for transfer in transfers:
@@ -289,9 +291,10 @@ def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
 
 def _first_of(*rows: IndexArray | None) -> IndexArray:
     """The first that is not None; checked before."""
-    found = next((each for each in rows if each is not None), None)
-    assert found is not None
-    return found
+    for each in rows:
+        if each is not None:
+            return each
+    raise AssertionError("a transfer has no rows")
 
 
 def _num_finished(acks: deque[Ack]) -> int:

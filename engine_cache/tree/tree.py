@@ -179,7 +179,8 @@ class RadixTree:
         del parent.children[leaf.key.page_key(self.page_size)]
         leaf.detach()
         self.device_leaves.discard(leaf)
-        self.host_leaves.discard(leaf)
+        if self.has_host:
+            self.host_leaves.discard(leaf)
         self.update_leaf(parent)
         return parent
 
