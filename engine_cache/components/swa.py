@@ -1,11 +1,11 @@
-"""KV of sliding-window layers in a unified tree: of use for the last tokens before a match ends, and only whole.
+"""KV of sliding-window layers: needed for the last tokens before the end of a match, and only without gaps.
 
     root ── A ── B* ── C*        *: has SWA rows. window 4, C 3 units, B 2: a match may end at C (3 + 2 units),
                                  not at B (2 units, then a gap)
 
-The root counts as covered: a prefix shorter than the window needs SWA rows all along. A lock runs from a node up to
-where one window is covered and leaves a number there, by which its release finds the end again whatever is split in
-between.
+The root counts as covered: a prefix shorter than the window needs SWA rows throughout. A lock covers the nodes from one
+node up to where it has found one window of rows. Its ticket is stored at that node, and at the gaps below it, so that
+the release finds the locked nodes again even if nodes were split or filled in between.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SWAComponent(AuxiliaryComponent):
         return result._replace(swa_host_hit_length=sum(len(node.key) for node in to_load))
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """Only what a match at the end of the path needs has been used."""
+        """Only the window that a match at the end of the path needs has been used."""
         first, covered = len(path), 0
         while first > 0 and covered < self.window + self.allocator.page_size:
             first -= 1
@@ -91,7 +91,7 @@ class SWAComponent(AuxiliaryComponent):
         return True
 
     def _window_above(self, node: TreeNode) -> Iterator[TreeNode]:
-        """The node and those above it, until one window is covered or the root is reached."""
+        """The node and its ancestors, until one window is covered or the root is reached."""
         step, covered = node, 0
         while step.parent is not None and covered < self.window:
             yield step
@@ -282,7 +282,7 @@ class SWAComponent(AuxiliaryComponent):
             node = node.parent
 
     def _fill_on_host(self, node: TreeNode, rows: IndexArray) -> None:
-        """Rows for the last units of a node."""
+        """Give a node host rows for its last units, or free them."""
         if self.data(node).host_value is not None or node.host_value is None:
             self.entry.host_pool.free(rows)
             return
