@@ -1,8 +1,9 @@
-"""Engine events in, records of one worker's stream out, to a sink.
+"""Publishes the events of one worker's cache as records of a stream.
 
-Owns the ledger of what the worker holds, the bounded queue, batching, digests, snapshots and the sinks. Imports
-`kv_events` only. Start at `publisher.EventPublisher`; then `tracker` (the engine's side), `builder` (what goes out
-next, no I/O) and `drain` (the tasks). An event's way: `intake` -> `ledger` -> `change_queue` -> `packing` -> `sinks`.
+Owns the ledger of the pages that the worker holds, the bounded queue, batching, digests, resyncs and the sinks. Imports
+`kv_events` only. Start at `publisher.EventPublisher`; then read `change_tracker` (the engine's side), `record_builder`
+(the next records, without I/O) and `drain` (the tasks). The way of an event: `event_columns` -> `ledger` ->
+`change_queue` -> `packing` -> `sinks`.
 """
 
 from __future__ import annotations

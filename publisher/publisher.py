@@ -1,4 +1,4 @@
-"""The face of the package: `EventPublisher`."""
+"""The public class of the package: `EventPublisher`."""
 
 from __future__ import annotations
 
@@ -34,47 +34,47 @@ _THREAD_GRACE_S = 5.0
 
 
 class PublisherStateError(KvsightError):
-    """Started twice, or stopped from the wrong side."""
+    """The publisher was started twice, or stopped in the wrong way."""
 
 
 class PublisherStats(NamedTuple):
-    """Figures for metrics and tests."""
+    """Statistics for metrics and tests."""
 
     queue: QueueStats
     """Page changes by where they are."""
     pages: dict[str, int]
-    """Pages ever, by what became of them; `held`: distinct pages now."""
+    """Total pages by result; `held`: distinct pages held now."""
     rejected_events: dict[str, int]
     """Events dropped, by reason."""
     next_seq: int
-    """Records made in this epoch."""
+    """Records created in this epoch."""
     snapshots: int
-    """Snapshots begun in this epoch, the first one included."""
+    """Resyncs started in this epoch, including the first one."""
     is_snapshot_begun: bool
-    """Whether the last of them still has to be told to its end."""
+    """Whether the last resync is not sent completely yet."""
     rejected_records: int
     """Records that the sink refused for good."""
     is_sink_available: bool
     failure: str | None
-    """What ended a task that should run; None: all is well."""
+    """The error that ended a task. None if all tasks run."""
 
 
 class CloseReport(NamedTuple):
-    """What became of the events that waited when the publisher was closed."""
+    """The result of closing a publisher."""
 
     flushed_pages: int
     """Page changes that the sink confirmed during the close."""
     unflushed_pages: int
-    """Page changes given up, pages of an unfinished snapshot included."""
+    """Page changes that were not sent, including pages of an unfinished resync."""
     unflushed_batches: int
-    """Records given up that the sink had been handed; an unknown part of them may have arrived."""
+    """Records that were passed to the sink without confirmation. Any part of them may have arrived."""
 
 
 class EventPublisher:
     """Publishes one worker's cache events.
 
-    Inside an event loop: `async with EventPublisher(settings, sink) as publisher`. In an engine without one: `with`,
-    which runs everything on a daemon thread of its own. Without either, `take_records` hands the records out.
+    Inside an event loop, use `async with EventPublisher(settings, sink) as publisher`. In an engine without one, use
+    `with`, which runs everything on its own daemon thread. Without either, `take_records` returns the records.
     """
 
     def __init__(self, settings: PublisherSettings, sink: Sink) -> None:
@@ -106,45 +106,44 @@ class EventPublisher:
 
     @property
     def epoch(self) -> int:
-        """This incarnation: nanoseconds since 1970 at construction, see `next_epoch`."""
+        """Epoch of this publisher: nanoseconds since 1970 at construction, see `next_epoch`."""
         return self._builder.epoch
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
-        """Take events, in order. Any thread; never waits for the sink, never raises. Costs about 0.5 us a page.
+        """Publish events, in order. Thread-safe. Never waits for the sink and never raises. Costs about 0.5 us a page.
 
-        Events that are not acceptable are dropped and counted by reason; everything else goes on.
+        Invalid events are dropped and counted by reason; all others are published.
         """
         self._take(lambda: self._tracker.record(events))
 
     def share_blocks(self, blocks: Blocks) -> None:
-        """From now on take stores by `publish_columns` only, of blocks that the caller entered into this table.
+        """Use the caller's table of blocks. Accept stores of its blocks by `publish_columns` only.
 
-        For a caller who names an engine's pages and remembers them anyway. Raises InvalidValueError while pages are
-        held.
+        For the bridge, which keeps such a table anyway. Raises InvalidValueError while pages are held.
         """
         self._tracker.share(blocks)
 
     def publish_columns(self, events: EventColumns, extra_key: str | None) -> None:
-        """`publish` of stores and removals of one namespace that lie column by column already."""
+        """Publish stores and removals of one namespace that are given as columns. See `publish`."""
         self._take(lambda: self._tracker.change(events, extra_key))
 
     def take_records(self, now: float, *, force: bool = False) -> list[OutRecord]:
-        """Records that are due at `now` (seconds since 1970), or with `force` all; for a publisher never started.
+        """Return the records due at `now` (seconds since 1970), or all with `force`. For a publisher never started.
 
-        Calling again says that the records of the call before were delivered.
+        Another call confirms that the records of the previous call were delivered.
         """
         return self._builder.take_records(now, force=force)
 
     def request_resync(self, reason: str) -> None:
-        """Have everything named again, soon. Any thread."""
+        """Request a resync. Thread-safe."""
         self._builder.request_resync(reason)
         self._drain.wake()
 
     def set_degraded_reason(self, degraded_reason: str) -> None:
-        """Say with every record from now on why readers should not fully trust it; "": nothing speaks against it.
+        """Set the degraded reason of all further records; "" if there is none.
 
-        For a publisher that has its events from elsewhere, and knows that it misses some: naming all again would not
-        help. A change is told at once. Any thread. Raises InvalidValueError.
+        For a publisher that forwards events and knows that it misses some, which a resync cannot repair. A change is
+        sent at once. Thread-safe. Raises InvalidValueError.
         """
         if degraded_reason == self._builder.degraded_reason:
             return
@@ -154,7 +153,7 @@ class EventPublisher:
         self._drain.wake()
 
     def stats(self) -> PublisherStats:
-        """Figures of this moment. Any thread."""
+        """Return current statistics. Thread-safe."""
         failure = self._drain.failure
         return PublisherStats(
             queue=self._tracker.queue_stats(),
@@ -175,7 +174,7 @@ class EventPublisher:
     # --- inside an event loop ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to send, in the running event loop. A sink that is away is tried again until it is there."""
+        """Start to send in the running event loop. An unavailable sink is retried until it is available."""
         if self._is_started:
             raise PublisherStateError(f"publisher {self._settings.worker} was started before")
         self._is_started = True
@@ -183,8 +182,9 @@ class EventPublisher:
         self._drain.start()
 
     async def aclose(self, deadline_s: float = 5.0) -> CloseReport:
-        """Refuse events from now on, send what waits for at most `deadline_s` seconds, stop, and say what was not
-        sent. Belongs to the loop of `start`.
+        """Refuse further events, send queued ones for at most `deadline_s` seconds, and stop.
+
+        Returns what was not sent. Belongs to the loop of `start`.
         """
         self._tracker.close()
         before = self._tracker.queue_stats()
@@ -211,10 +211,10 @@ class EventPublisher:
     ) -> None:
         await self.aclose()
 
-    # --- on a thread of its own -------------------------------------------------------------------------------------
+    # --- on its own thread ------------------------------------------------------------------------------------------
 
     def start_in_thread(self) -> None:
-        """Begin to send, on a daemon thread that runs an event loop of its own. Raises PublisherStateError."""
+        """Start to send on a daemon thread with its own event loop. Raises PublisherStateError."""
         if self._is_started or self._thread is not None:
             raise PublisherStateError(f"publisher {self._settings.worker} was started before")
         running: Future[None] = Future()
@@ -229,7 +229,7 @@ class EventPublisher:
             raise PublisherStateError(f"publisher {self._settings.worker}: no thread of its own: {error}") from error
 
     def close(self, deadline_s: float = 5.0) -> CloseReport:
-        """`aclose` for `start_in_thread`; waits for the thread to end."""
+        """Close a publisher that was started with `start_in_thread`, and wait for its thread. See `aclose`."""
         if self._thread is None or self._thread_loop is None:
             raise PublisherStateError(f"publisher {self._settings.worker} has no thread of its own: use aclose")
         closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s), self._thread_loop)
@@ -273,7 +273,7 @@ class EventPublisher:
         self._drain.wake()
 
     def _log_rejected(self) -> None:
-        """Say now and then what is wrong with the engine's events."""
+        """Log at intervals the number of invalid events by reason."""
         if not self._tracker.has_rejected or time.monotonic() < self._logged_at + _LOG_INTERVAL_S:
             return
         rejected = self._tracker.rejected()
