@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from engine_cache.errors import PoolError
@@ -13,22 +11,22 @@ from kv_events.errors import InvalidValueError
 
 
 class PagedTokenToKVPoolAllocator:
-    """Allocates whole pages of rows, numbered from 1. Page 0 is a dummy write target and is never allocated.
+    """Allocates whole pages of rows. Page 0 is a dummy write target and is not allocated.
 
-    size: number of rows to allocate, a multiple of page_size; the pool itself has `size + page_size`. With
+    size: number of rows to allocate, a multiple of page_size; the pool itself has `size + page_size`. first_page: 0 for
+    a pool without a dummy. With
     `KVSIGHT_DEBUG_POOLS`, freeing a page twice or freeing a row of another pool raises PoolError; without it, such
     errors are not detected.
     """
 
-    first_page: ClassVar[int] = 1
-
-    def __init__(self, size: int, page_size: int) -> None:
+    def __init__(self, size: int, page_size: int, first_page: int = 1) -> None:
         if page_size < 1:
             raise InvalidValueError("page_size", page_size, "a positive integer")
         if size < page_size or size % page_size:
             raise InvalidValueError("size", size, f"a positive multiple of the page size {page_size}")
         self.size = size
         self.page_size = page_size
+        self._first_page = first_page
         self._num_pages = size // page_size
         self._rows_of_page = np.arange(page_size, dtype=np.int64)
         self._debug = debug_pools()
@@ -37,8 +35,8 @@ class PagedTokenToKVPoolAllocator:
     def clear(self) -> None:
         """Free all pages."""
         # a stack with its top at _num_free; low pages are allocated first
-        last = self.first_page + self._num_pages - 1
-        self._stack = np.arange(last, self.first_page - 1, -1, dtype=np.int64)
+        last = self._first_page + self._num_pages - 1
+        self._stack = np.arange(last, self._first_page - 1, -1, dtype=np.int64)
         self._num_free = self._num_pages
 
     def available_size(self) -> int:
@@ -72,10 +70,10 @@ class PagedTokenToKVPoolAllocator:
         self._num_free += len(pages)
 
     def _check_allocated(self, pages: IndexArray) -> None:
-        last = self.first_page + self._num_pages - 1
-        foreign = pages[(pages < self.first_page) | (pages > last)]
+        last = self._first_page + self._num_pages - 1
+        foreign = pages[(pages < self._first_page) | (pages > last)]
         if len(foreign):
-            raise PoolError(f"page {foreign[0]} freed, the pool has pages {self.first_page} .. {last}")
+            raise PoolError(f"page {foreign[0]} freed, the pool has pages {self._first_page} .. {last}")
         twice = np.intersect1d(pages, self._stack[: self._num_free])
         if len(twice):
             raise PoolError(f"page {twice[0]} freed, but it is free already ({self._num_free} pages are)")

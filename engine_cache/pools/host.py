@@ -9,14 +9,16 @@ from typing import Unpack
 import torch
 
 from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolShape
-from engine_cache.pools.host_tensors import HOST_LAYOUTS, Part, SizedHostPool, SizedHostPoolOptions
+from engine_cache.pools.host_rows import host_pool_size
+from engine_cache.pools.host_tensors import HOST_LAYOUTS, HostPoolOptions, Part, SizedHostPoolOptions, TensorHostPool
 from kv_events.errors import InvalidValueError
 
 __all__ = ["HOST_LAYOUTS", "HostKVPool", "MHATokenToKVPoolHost", "MLATokenToKVPoolHost"]
 
 
-class HostKVPool(SizedHostPool):
-    """Rows of KV. row_shape: shape of one part of a row. num_parts: 2 for keys and values, 1 for compressed KV."""
+class HostKVPool(TensorHostPool):
+    """Rows of KV. row_shape: shape of one part of a row. num_parts: 2 for keys and values, 1 for compressed KV.
+    host_size_gb, ratio: see `host_pool_size`."""
 
     def __init__(
         self,
@@ -24,17 +26,21 @@ class HostKVPool(SizedHostPool):
         row_shape: tuple[int, ...],
         num_parts: int,
         name: str,
-        **options: Unpack[SizedHostPoolOptions],
+        *,
+        host_size_gb: float = 0.0,
+        ratio: float = 2.0,
+        **options: Unpack[HostPoolOptions],
     ) -> None:
         self.dtype = shape.dtype
         self.row_shape = row_shape
         self._num_parts = num_parts
+        row_bytes = prod(row_shape) * num_parts * shape.layer_num * shape.dtype.itemsize
         super().__init__(
             name,
-            shape.size,
+            size=host_pool_size(shape.size, shape.page_size, row_bytes, host_size_gb=host_size_gb, ratio=ratio),
             page_size=shape.page_size,
             layer_num=shape.layer_num,
-            size_per_token=prod(row_shape) * num_parts * shape.layer_num * shape.dtype.itemsize,
+            size_per_token=row_bytes,
             **options,
         )
 

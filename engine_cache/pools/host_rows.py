@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from threading import Lock
-from typing import ClassVar
 
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
 
-class HostRows(PagedTokenToKVPoolAllocator):
-    """Allocates whole pages of host rows, `0 .. size - 1`. Thread-safe."""
-
-    first_page: ClassVar[int] = 0
+class HostRows:
+    """Allocates whole pages of host rows, `0 .. size - 1`, as `PagedTokenToKVPoolAllocator` does. Thread-safe."""
 
     def __init__(self, size: int, page_size: int) -> None:
-        self._lock = Lock()  # guards the stack of free pages
-        super().__init__(size, page_size)
+        self.size = size
+        self.page_size = page_size
+        self._rows = PagedTokenToKVPoolAllocator(size, page_size, first_page=0)
+        self._lock = Lock()  # guards _rows
 
     def clear(self) -> None:
         with self._lock:
-            super().clear()
+            self._rows.clear()
 
     def available_size(self) -> int:
         with self._lock:
-            return super().available_size()
+            return self._rows.available_size()
 
     def free_pages(self) -> IndexArray:
         with self._lock:
-            return super().free_pages()
+            return self._rows.free_pages()
 
     def alloc(self, need_size: int) -> IndexArray | None:
         with self._lock:
-            return super().alloc(need_size)
+            return self._rows.alloc(need_size)
 
     def free(self, indices: IndexArray) -> None:
         with self._lock:
-            super().free(indices)
+            self._rows.free(indices)
 
 
 class BytelessHostPool(HostRows):

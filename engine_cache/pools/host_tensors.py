@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
 
 from engine_cache.pools.host_memory import require_host_memory
-from engine_cache.pools.host_rows import HostRows, host_pool_size
+from engine_cache.pools.host_rows import HostRows
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
@@ -37,7 +37,7 @@ class HostPoolOptions(TypedDict, total=False):
 
 
 class SizedHostPoolOptions(HostPoolOptions, total=False):
-    """Options of a host pool with its own size; see `host_pool_size`."""
+    """Options of a host pool with its own rows; see `host_pool_size`."""
 
     host_size_gb: float
     """Memory of the pool. 0 (default): determined by `ratio`."""
@@ -225,31 +225,6 @@ class TensorHostPool(HostRows, abc.ABC):
         if self.layout == "layer_first":
             return Part.of(tensor, tensor.movedim(0, 1))
         return Part.of(tensor[:, :, 0].movedim(1, 0), tensor)
-
-
-class SizedHostPool(TensorHostPool):
-    """Create a pool with the size of its options. device_size: rows of the device pool."""
-
-    def __init__(
-        self,
-        name: str,
-        device_size: int,
-        *,
-        page_size: int,
-        layer_num: int,
-        size_per_token: int,
-        host_size_gb: float = 0.0,
-        ratio: float = 2.0,
-        **options: Unpack[HostPoolOptions],
-    ) -> None:
-        super().__init__(
-            name,
-            size=host_pool_size(device_size, page_size, size_per_token, host_size_gb=host_size_gb, ratio=ratio),
-            page_size=page_size,
-            layer_num=layer_num,
-            size_per_token=size_per_token,
-            **options,
-        )
 
 
 def whole_pages(pool: str, indices: IndexArray, page_size: int) -> IndexArray:

@@ -8,26 +8,37 @@ from typing import Unpack
 
 import torch
 
-from engine_cache.pools.host_tensors import Part, SizedHostPool, SizedHostPoolOptions
+from engine_cache.pools.host_rows import host_pool_size
+from engine_cache.pools.host_tensors import HostPoolOptions, Part, TensorHostPool
 from engine_cache.pools.mamba import MambaPool
 from kv_events.errors import InvalidValueError
 
 
-class MambaPoolHost(SizedHostPool):
-    """Host slots of a `MambaPool`. Every tensor of the device pool has a counterpart.
+class MambaPoolHost(TensorHostPool):
+    """Host slots of a `MambaPool`. Every tensor of the device pool has a counterpart. host_size_gb, ratio: see
+    `host_pool_size`.
 
     Its shape is `(layers, size, ...)` in the layout layer_first, else `(size, layers, 1, ...)`.
     """
 
-    def __init__(self, device_pool: MambaPool, name: str = "mamba", **options: Unpack[SizedHostPoolOptions]) -> None:
+    def __init__(
+        self,
+        device_pool: MambaPool,
+        name: str = "mamba",
+        *,
+        host_size_gb: float = 0.0,
+        ratio: float = 2.0,
+        **options: Unpack[HostPoolOptions],
+    ) -> None:
         # a scalar state becomes a row of length one
         self._kinds = [(tuple(held.shape[2:]) or (1,), held.dtype) for held in device_pool.mamba_cache.tensors()]
+        slot_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in self._kinds) * device_pool.layer_num
         super().__init__(
             name,
-            device_pool.size,
+            size=host_pool_size(device_pool.size, 1, slot_bytes, host_size_gb=host_size_gb, ratio=ratio),
             page_size=1,
             layer_num=device_pool.layer_num,
-            size_per_token=sum(prod(shape) * dtype.itemsize for shape, dtype in self._kinds) * device_pool.layer_num,
+            size_per_token=slot_bytes,
             **options,
         )
 
