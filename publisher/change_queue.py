@@ -13,22 +13,22 @@ from publisher.queue_kernels import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
 class PageChanges(NamedTuple):
-    """Page changes in their order, column by column."""
+    """Page changes in order, as columns."""
 
     kinds: npt.NDArray[np.uint8]
-    """[n] medium of a store, REMOVAL + medium, or CLEARED."""
+    """[n] medium for a store, REMOVAL + medium for a removal, or CLEARED."""
     hashes: npt.NDArray[np.uint64]
     """[n] sequence hashes."""
     block_hashes: npt.NDArray[np.uint64]
-    """[n]"""
+    """[n] block hashes."""
     parents: npt.NDArray[np.uint64]
-    """[n] for a store, sequence hash of the page before it; 0: none, or not known."""
+    """[n] for a store, sequence hash of the parent. 0 if there is none or it is unknown."""
     spans: npt.NDArray[np.uint32]
-    """[n] number of the span, ascending modulo 2**32. Nothing is removed from a medium on which it was stored earlier
-    in the same span, so that a span's removals may as well be told first; a clear is a span of its own."""
+    """[n] number of the span, ascending modulo 2**32. Within one span, no page is removed from a medium after it was
+    stored there, so the removals of a span may be sent before its stores. A clear has its own span."""
 
     def part(self, start: int, stop: int) -> PageChanges:
-        """Views of changes start .. stop."""
+        """Return views of changes `start` to `stop` (exclusive)."""
         here = slice(start, stop)
         return PageChanges(
             self.kinds[here], self.hashes[here], self.block_hashes[here], self.parents[here], self.spans[here]
@@ -36,25 +36,26 @@ class PageChanges(NamedTuple):
 
 
 class QueueStats(NamedTuple):
-    """Page changes by where they are."""
+    """Numbers of page changes by state."""
 
     queued: int
-    """Waiting."""
+    """Changes waiting in the queue."""
     in_flight: int
-    """Taken, not confirmed by the sink."""
+    """Changes taken from the queue and not confirmed by the sink yet."""
     delivered: int
-    """Confirmed, ever."""
+    """Total confirmed changes."""
     dropped: int
-    """Given up to a full queue, ever; each made up for by a snapshot."""
+    """Total changes dropped because the queue was full. A resync follows and replaces them."""
     is_broken: bool
-    """Whether the queue overflowed and a snapshot has still to begin."""
+    """Whether the queue overflowed and the resync has not begun yet."""
 
 
 class ChangeQueue:
     """A ring of page changes, 29 bytes each, filled by the ledger's kernels. The publisher's lock guards it.
 
-    The bound counts what the sink has not confirmed, too. A change that finds no room drops all that waits: the
-    stream is broken then, nothing more is queued, and `restart()` begins anew when a snapshot of the ledger is due.
+    Changes in flight count against the capacity until the sink confirms them. If a change does not fit, all waiting
+    changes are dropped and the stream is broken. No further changes are queued until `restart()` is called for the
+    resync.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -69,12 +70,12 @@ class ChangeQueue:
             np.zeros(6, np.int64),
         )
         self.resident = resident(self.arrays)
-        """For kernels."""
+        """The resident bundle of `arrays`, which kernels accept."""
         self._num_delivered = 0
 
     @property
     def num_queued(self) -> int:
-        """Changes that wait."""
+        """Number of waiting changes."""
         cursors = self.arrays.cursors
         return int(cursors[HEAD] - cursors[TAKEN])
 
@@ -84,8 +85,9 @@ class ChangeQueue:
         return bool(self.arrays.cursors[BROKEN])
 
     def peek(self, max_pages: int) -> PageChanges:
-        """Views of the oldest changes that wait, up to where the ring begins anew. Once they are taken, nothing is
-        written over them before `confirm`.
+        """Return views of the oldest waiting changes, at most up to the end of the ring.
+
+        Once they are taken, they are not overwritten before `confirm`.
         """
         ring, capacity = self.arrays, len(self.arrays.kinds)
         start = int(ring.cursors[TAKEN]) % capacity
@@ -95,24 +97,24 @@ class ChangeQueue:
         )
 
     def take(self, num_pages: int) -> None:
-        """The oldest changes are in flight now."""
+        """Mark the oldest `num_pages` changes as in flight."""
         self.arrays.cursors[TAKEN] += num_pages
 
     def confirm(self) -> None:
-        """All changes in flight were delivered, or given up; their room is free."""
+        """Free the space of all changes in flight after they were delivered or dropped."""
         cursors = self.arrays.cursors
         self._num_delivered += int(cursors[TAKEN] - cursors[TAIL])
         cursors[TAIL] = cursors[TAKEN]
-        if cursors[HEAD] == cursors[TAKEN]:  # empty: begin anew where the ring is in memory already
+        if cursors[HEAD] == cursors[TAKEN]:  # empty: restart at 0, where the ring is in memory already
             cursors[HEAD] = cursors[TAKEN] = cursors[TAIL] = 0
 
     def restart(self) -> None:
-        """Drop what waits, because a snapshot covers it, and queue again."""
+        """Drop all waiting changes, because a resync covers them, and accept changes again."""
         cursors = self.arrays.cursors
         cursors[HEAD] = cursors[TAKEN]
         cursors[BROKEN] = 0
 
     def stats(self) -> QueueStats:
-        """Figures for metrics and tests."""
+        """Return statistics for metrics and tests."""
         head, taken, tail, dropped, broken, _group = self.arrays.cursors.tolist()
         return QueueStats(head - taken, taken - tail, self._num_delivered, dropped, bool(broken))

@@ -1,4 +1,4 @@
-"""The engine's side of a publisher: events in, page changes queued, nothing that waits and nothing that raises."""
+"""The engine's side of a publisher: accepts events and queues page changes. `record` neither blocks nor raises."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from publisher.settings import PublisherSettings
 _E = TypeVar("_E", BlockStored, BlockRemoved)
 
 _COPY_PASSES = 3
-"""Each pass copies what changed during the one before; what little is left then is copied in one step."""
+"""Copy passes before the final step. Each pass copies what changed during the previous one."""
 _STEP_PAGES = 8192
 
 _place = operator.attrgetter("medium", "extra_key")
 
 
 class TakenChanges(NamedTuple):
-    """Changes of one batch."""
+    """The changes of one batch."""
 
     changes: PageChanges
-    """Views of the queue, good until they are confirmed."""
+    """Views of the queue. They are valid until the changes are confirmed."""
     tokens: list[PageTokens] | None
-    """One entry for every store, where the stream carries tokens."""
+    """One entry for each store. None if the stream carries no tokens."""
     digest: Digest | None
-    """The ledger's, if these were the last changes; None while more wait."""
+    """The digest of the ledger if these were the last changes. None while more changes wait."""
 
 
 class ChangeTracker:
-    """Ledger and queue behind one lock. Any thread may call anything; the lock is held for short steps only."""
+    """The ledger and the change queue behind one lock. Thread-safe. The lock is only held for short steps."""
 
     def __init__(self, settings: PublisherSettings) -> None:
         self._block_size = settings.block_size
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
         self._token_bytes = 0
-        self._tokens: deque[PageTokens] | None = None  # one entry for every store that waits
+        self._tokens: deque[PageTokens] | None = None  # one entry for each waiting store
         if settings.with_tokens:
             self._tokens = deque()
             self._token_bytes = 4 * (settings.block_size + 1) + EVENT_BYTES + MAX_EXTRA_KEY_BYTES
@@ -71,7 +71,7 @@ class ChangeTracker:
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
     def record(self, events: Sequence[EngineEvent]) -> None:
-        """Enter events in order. Bad ones are dropped and counted; the rest of the call goes on."""
+        """Record events in order. Invalid events are dropped and counted; all others are recorded."""
         with self._lock:
             if self._is_closed:
                 self._rejected["closed"] += len(events)
@@ -87,9 +87,10 @@ class ChangeTracker:
                     self._rejected["type"] += len(list(run))
 
     def change(self, events: EventColumns, extra_key: str | None) -> None:
-        """Enter stores and removals in their order. Raises InvalidValueError where the stream carries tokens.
+        """Record stores and removals in order. Raises InvalidValueError if the stream carries tokens.
 
-        Step by step, because there may be a hundred thousand pages, and the drain's event loop is not to wait for them.
+        The lock is released between steps, because one call may carry a hundred thousand pages and must not block the
+        drain's event loop.
         """
         if self._tokens is not None:
             raise InvalidValueError("with_tokens", True, "False where pages come without their tokens")
@@ -112,7 +113,7 @@ class ChangeTracker:
     def _record_together(
         self, take: Callable[[list[_E], Any, Any], None], events: list[_E], medium: Any, extra_key: Any
     ) -> None:
-        """All at once where all are good; else one by one, so that only bad ones are dropped."""
+        """Record all events at once. If one of them is invalid, record them one by one and drop only invalid ones."""
         try:
             take(events, medium, extra_key)
         except BadEventError as error:
@@ -159,7 +160,7 @@ class ChangeTracker:
     # --- the drain --------------------------------------------------------------------------------------------------
 
     def take(self) -> TakenChanges:
-        """The oldest changes that fit one batch; in flight from now on. Only who takes them confirms them."""
+        """Take the oldest changes that fit into one batch. They are in flight until the same caller confirms them."""
         with self._lock:
             changes = self._change_queue.peek(self._limits.pages)
             changes = changes.part(0, self._limits.fitting(changes, self._token_bytes))
@@ -171,13 +172,14 @@ class ChangeTracker:
             return TakenChanges(changes, tokens, self._ledger.digest() if is_last else None)
 
     def confirm(self) -> None:
-        """What was in flight was delivered."""
+        """Confirm the changes in flight."""
         with self._lock:
             self._change_queue.confirm()
 
     def restart(self) -> LedgerCopy:
-        """Drop what waits and queue anew behind the copy of the ledger that this returns. Takes 25 ms a million pages
-        or more, in which `record` goes on.
+        """Return a copy of the ledger, drop all waiting changes, and queue the changes that follow the copy.
+
+        Takes at least 25 ms per million pages. `record` can be called during this time.
         """
         with self._lock:
             held = self._ledger.start_copy()
@@ -192,42 +194,42 @@ class ChangeTracker:
             return self._ledger.finish_copy(held)
 
     def close(self) -> None:
-        """Refuse events from now on."""
+        """Refuse all further events."""
         with self._lock:
             self._is_closed = True
 
     @property
     def num_queued(self) -> int:
-        """Page changes that wait."""
+        """Number of waiting page changes."""
         return self._change_queue.num_queued
 
     @property
     def is_broken(self) -> bool:
-        """Whether the queue overflowed and a snapshot has still to begin."""
+        """Whether the queue overflowed and the resync has not begun yet."""
         return self._change_queue.is_broken
 
     def digest_if_idle(self) -> Digest | None:
-        """What the worker holds now; None while changes wait that readers of the stream do not know."""
+        """Return the digest of what the worker holds now, or None while unsent changes wait."""
         with self._lock:
             return None if self._change_queue.num_queued else self._ledger.digest()
 
     def queue_stats(self) -> QueueStats:
-        """Page changes by where they are."""
+        """Return the numbers of page changes by state."""
         with self._lock:
             return self._change_queue.stats()
 
     def counts(self) -> dict[str, int]:
-        """Pages ever, by what became of them, and `held`: distinct pages now."""
+        """Return total pages by result, and `held`: distinct pages held now."""
         with self._lock:
             return {**self._ledger.counts(), "held": self._ledger.num_pages}
 
     @property
     def has_rejected(self) -> bool:
-        """Whether an event was ever dropped."""
+        """Whether any event was dropped."""
         return bool(self._rejected)
 
     def rejected(self) -> dict[str, int]:
-        """Events dropped, by reason."""
+        """Return the number of dropped events by reason."""
         with self._lock:
             return dict(self._rejected)
 
@@ -238,7 +240,7 @@ class ChangeTracker:
 
 
 def _by_place(run: list[_E]) -> Iterator[tuple[tuple[Any, Any], list[_E]]]:
-    """Neighbours of one medium and namespace. Values that cannot be compared stand alone."""
+    """Group adjacent events by medium and namespace. If values cannot be compared, each event is its own group."""
     try:
         if len({event.medium for event in run}) == 1 and len({event.extra_key for event in run}) == 1:
             yield _place(run[0]), run

@@ -1,4 +1,4 @@
-"""The tasks that carry records from the builder to the sink and requests back."""
+"""The tasks that send records from the builder to the sink and pass the sink's requests to the builder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _STOP_GRACE_S = 2.0
 class Drain:
     """Owns the drain task and the control task of one publisher, in one event loop.
 
-    The drain task waits for one of: events (the engine's thread wakes it), a linger time, a heartbeat, a resync that
-    is due, the end. An error that no sink is allowed to raise ends it; `failure` says so then.
+    The drain task waits for new events (the engine's thread wakes it), the end of a linger time, a heartbeat, a due
+    resync, or the close. Errors other than `SinkUnavailableError` and `SinkRejectedError` end the task and are stored
+    in `failure`.
     """
 
     def __init__(self, worker: str, builder: RecordBuilder, sink: Sink, max_records: int) -> None:
@@ -41,7 +42,7 @@ class Drain:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
-        self._is_signalled = False  # the event is set, or will be: the engine's thread need not do it again
+        self._is_signalled = False  # whether the event is set or about to be set
         self._is_closing = False
 
     def start(self) -> None:
@@ -50,17 +51,17 @@ class Drain:
         self._task = self._spawn(self._run(), f"publisher-drain:{self._worker}")
 
     def wake(self) -> None:
-        """There is something to do. Any thread; costs next to nothing while the drain is awake."""
+        """Wake the drain task. Thread-safe. Costs almost nothing while the task is awake."""
         if self._is_signalled or self._loop is None:
             return
         self._is_signalled = True
         try:
             self._loop.call_soon_threadsafe(self._awake.set)
-        except RuntimeError:  # the loop is closed: nobody is left to wake
+        except RuntimeError:  # the loop is closed, so there is no task to wake
             self._loop = None
 
     async def stop(self, deadline_s: float) -> None:
-        """Send what there is, for at most `deadline_s` seconds, then end the tasks and stop the sink."""
+        """Send pending records for at most `deadline_s` seconds, then end the tasks and stop the sink."""
         self._is_closing = True
         self._awake.set()
         if self._task is not None:
@@ -79,7 +80,7 @@ class Drain:
         return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """A task that died must be seen."""
+        """Store and log the error of a task that failed."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         self.failure = error
@@ -104,7 +105,10 @@ class Drain:
             await asyncio.gather(control, return_exceptions=True)
 
     async def _begin_snapshot(self) -> None:
-        """In a thread, and to its end even if this task is cancelled: the builder is for one caller at a time."""
+        """Prepare the resync in a thread.
+
+        The thread is awaited even if this task is cancelled, because the builder supports one caller at a time.
+        """
         making = asyncio.ensure_future(asyncio.to_thread(self._builder.begin_snapshot))
         try:
             await asyncio.shield(making)
@@ -112,10 +116,10 @@ class Drain:
             await asyncio.wait({making})
 
     async def _wait(self) -> None:
-        """Until something may be due. While changes wait for company, further events need not wake us."""
+        """Wait until something may be due. While changes linger, further events do not wake the task."""
         self._awake.clear()
         self._is_signalled = self._builder.is_lingering
-        timeout_s = self._builder.seconds_until_due(time.time())  # 0 if something came before the line above
+        timeout_s = self._builder.seconds_until_due(time.time())  # 0 if events arrived before `clear`
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._awake.wait(), timeout_s)
 
@@ -129,10 +133,10 @@ class Drain:
             self._builder.request_resync("rejected")
             await asyncio.sleep(_FIRST_RETRY_S)
         self.in_flight = ()
-        await asyncio.sleep(0)  # a sink that never waits must not keep the loop to itself
+        await asyncio.sleep(0)  # a sink that never waits must not block the loop
 
     async def _until_available(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Repeat, with growing pauses, what the sink is at present not there for."""
+        """Repeat an attempt with growing pauses until the sink is available."""
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:

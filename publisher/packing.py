@@ -1,4 +1,4 @@
-"""Page changes -> wire events: neighbours of one kind become one event, chains of pages share one parent."""
+"""Packs page changes into wire events. Adjacent changes of one kind become one event; a chain has one parent."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from publisher.change_kernels import CLEARED, NUM_RANKS, REMOVAL, batch_length, 
 from publisher.change_queue import PageChanges
 
 EVENT_BYTES = 80
-"""Bound on the bytes of a wire event besides its pages, chains and tokens."""
+"""Upper bound on the bytes of a wire event without its pages, chains and tokens."""
 
 PAGE_BYTES = 17
-"""Bound on the bytes of a page besides its chain's parent: two hashes and a bit."""
+"""Upper bound on the bytes of a page without its chain's parent: two hashes and one bit."""
 
-_MAX_EVENTS = MAX_EVENTS_PER_BATCH - 2  # room for the marks of a snapshot
+_MAX_EVENTS = MAX_EVENTS_PER_BATCH - 2  # room for SnapshotBegin and SnapshotEnd
 
 
 class PageTokens(NamedTuple):
-    """Tokens of one stored page, for streams that carry them."""
+    """Tokens of one stored page, for streams that carry tokens."""
 
     token_ids: bytes
     """u32, little-endian."""
@@ -31,20 +31,26 @@ class PageTokens(NamedTuple):
 
 
 class BatchLimits(NamedTuple):
-    """What one batch may hold."""
+    """Upper bounds of one batch."""
 
     pages: int
     bytes: int
 
     def fitting(self, changes: PageChanges, token_bytes: int = 0) -> int:
-        """How many of the changes fit one batch; at least one. token_bytes: bound on what tokens cost a page."""
+        """Return how many of the changes fit into one batch, at least one.
+
+        token_bytes: upper bound on the bytes that tokens add to each page.
+        """
         kinds, hashes, _, parents, spans = changes
         page_bytes = PAGE_BYTES + token_bytes
         return int(batch_length(kinds, hashes, parents, spans, _MAX_EVENTS, self.bytes, EVENT_BYTES, page_bytes))
 
 
 def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[bytes]:
-    """Encoded wire events that lead where the changes lead. tokens: one entry for every store, in order, or None."""
+    """Return encoded wire events with the same effect as the changes.
+
+    tokens: one entry for each store, in order, or None.
+    """
     changes, runs = _sorted(changes) if tokens is None else (changes, _runs(changes, tokens))
     events = []
     num_stored = 0
@@ -63,8 +69,10 @@ def pack(changes: PageChanges, tokens: list[PageTokens] | None = None) -> list[b
 
 
 def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
-    """The changes in another order of the same meaning, and where its few runs begin and end. A full cache stores and
-    removes in turn, and an event costs its reader as much as hundreds of pages. Groups have done their service, and go.
+    """Return the changes in an equivalent order with fewer runs, and (start, stop) of each run.
+
+    A full cache alternates between stores and removals, and one event costs its reader as much as hundreds of pages.
+    The returned changes have no spans, because they are no longer needed.
     """
     num_changes = len(changes.kinds)
     if not num_changes:
@@ -77,7 +85,7 @@ def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
 
 
 def _runs(changes: PageChanges, tokens: list[PageTokens]) -> list[tuple[int, int]]:
-    """(start, stop) of every stretch of changes, in their order, that one wire event can say."""
+    """Return (start, stop) of each run of changes that fits into one wire event, in order."""
     kinds = changes.kinds
     begins = np.ones(len(kinds), np.bool_)
     begins[1:] = (kinds[1:] != kinds[:-1]) | (kinds[1:] == CLEARED)

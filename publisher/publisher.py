@@ -41,7 +41,7 @@ class PublisherStats(NamedTuple):
     """Statistics for metrics and tests."""
 
     queue: QueueStats
-    """Page changes by where they are."""
+    """Numbers of page changes by state."""
     pages: dict[str, int]
     """Total pages by result; `held`: distinct pages held now."""
     rejected_events: dict[str, int]
@@ -91,12 +91,12 @@ class EventPublisher:
 
     @property
     def stream(self) -> StreamId:
-        """Name of the stream."""
+        """The stream that this publisher writes."""
         return self._settings.stream
 
     @property
     def block_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self._settings.block_size
 
     @property
@@ -110,7 +110,7 @@ class EventPublisher:
         return self._builder.epoch
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
-        """Publish events, in order. Thread-safe. Never waits for the sink and never raises. Costs about 0.5 us a page.
+        """Publish events in order. Thread-safe. Never waits for the sink and never raises. Costs about 0.5 us per page.
 
         Invalid events are dropped and counted by reason; all others are published.
         """

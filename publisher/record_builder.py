@@ -1,4 +1,7 @@
-"""What goes out next: snapshots, batches, heartbeats; numbered, with their digests. No clock, no I/O, no task."""
+"""Builds the records of a stream: resyncs, batches and heartbeats, with sequence numbers and digests.
+
+It has no clock, no I/O and no tasks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _FIRST_REASON = "start"
 
 @dataclass(slots=True)
 class _Snapshot:
-    """One that is being sent."""
+    """A resync that is being sent."""
 
     changes: PageChanges
     digest: Digest
@@ -35,20 +38,20 @@ class _Snapshot:
 
 
 class _Wanted(NamedTuple):
-    """A snapshot that has still to begin."""
+    """A requested resync that has not begun yet."""
 
     reason: str
     delay_s: float
-    """From when it is first seen."""
+    """Seconds to wait, counted from the first call that sees the request."""
 
 
 class RecordBuilder:
-    """Turns what the tracker holds into records. One caller at a time: the drain, or a simulation.
+    """Turns the changes of the tracker into records. Supports one caller at a time: the drain or a simulation.
 
-    Every epoch begins with a snapshot, usually an empty one. A snapshot states what the ledger held at one moment;
-    changes from that moment on follow behind it, so a queue that overflows meanwhile leads to another snapshot, not
-    to an endless one. Times are seconds since 1970, given by the caller. What is due is reckoned by the time that
-    went by between two calls, and a clock that was set back counts as none.
+    Every epoch begins with a resync, which is usually empty. A resync states what the ledger held at one moment, and
+    later changes follow it. If the queue overflows during a resync, another resync follows, so each resync ends. Times
+    are seconds since 1970 and are passed by the caller. Due times depend on the time elapsed between calls. If the
+    caller's clock was set back, the elapsed time is zero.
     """
 
     def __init__(self, settings: PublisherSettings, tracker: ChangeTracker, epoch: int) -> None:
@@ -57,31 +60,33 @@ class RecordBuilder:
         """Number of the next record."""
         self.num_snapshots = 0
         self.is_snapshot_begun = False
-        """Whether the last of them is not told to its end: changes from before it wait in no queue any more."""
+        """Whether the last resync is not sent completely yet. The queue no longer holds changes from before it."""
         self.degraded_reason = ""
-        """What every record says against itself. Any thread may set it; a change makes a record due."""
+        """The degraded reason in every record. Any thread may set it. A change makes a record due."""
         self._settings = settings
         self._stream = settings.stream
         self._key = settings.stream.key.encode()
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
         self._tracker = tracker
-        self._digest = empty_digest()  # after the last record
-        self._sent_degraded_reason = ""  # by the last record
+        self._digest = empty_digest()  # state after the last record
+        self._sent_degraded_reason = ""  # in the last record
         self._snapshot: _Snapshot | None = None
         self._wanted: _Wanted | None = _Wanted(_FIRST_REASON, 0)
-        # by `_clock`, which never goes back
+        # times of `_clock`, which never goes back
         self._clock = 0.0
-        self._last_now = float("inf")  # the caller's time at that moment
-        self._resync_at: float | None = None  # begin no wanted snapshot before; None: not known yet
+        self._last_now = float("inf")  # the caller's time at the last call
+        self._resync_at: float | None = None  # earliest start of the requested resync; None: not set yet
         self._last_snapshot_at = -float("inf")
         self._last_record_at = -float("inf")
-        self._waiting_since: float | None = None  # first seen with changes that wait for company
-        if settings.with_tokens:  # a snapshot has none: what comes before the first record must not end up in it
+        self._waiting_since: float | None = None  # when changes that linger were first seen
+        if settings.with_tokens:  # a resync has no tokens and must not contain events before the first record
             self.begin_snapshot()
 
     def take_records(self, now: float, *, force: bool = False, max_records: int | None = None) -> list[OutRecord]:
-        """Records that are due, in order; with `force`, of everything there is. Calling again says that the records
-        of the call before were delivered, or given up: their room in the queue is free then.
+        """Return the records that are due, in order, or records of everything pending with `force`.
+
+        Another call confirms that the records of the previous call were delivered or dropped, and frees their space in
+        the queue.
         """
         self._tracker.confirm()
         records: list[OutRecord] = []
@@ -93,7 +98,7 @@ class RecordBuilder:
         return records
 
     def is_snapshot_due(self, now: float, *, force: bool = False) -> bool:
-        """Whether the next record is the first of a snapshot that has still to be made."""
+        """Return whether the next record begins a resync, which `begin_snapshot` must prepare first."""
         self._advance(now)
         if self._snapshot is not None:
             return False
@@ -107,12 +112,14 @@ class RecordBuilder:
         return force or self._clock >= self._resync_at
 
     def begin_snapshot(self) -> None:
-        """Make the snapshot that is due. `take_records` does so by itself; but it takes half a second a million pages,
-        which may be spent in another thread while nobody else calls.
+        """Prepare the resync that is due. Takes half a second per million pages.
+
+        `take_records` calls this if needed. Callers can instead call it in another thread, if no other method is called
+        at the same time.
         """
         assert self._wanted is not None
         reason = self._wanted.reason
-        self._wanted = self._resync_at = None  # first: a wish of now may be about what the copy does not see
+        self._wanted = self._resync_at = None  # before the copy: a later request may concern changes after it
         self._last_snapshot_at = self._clock
         self.num_snapshots += 1
         self.is_snapshot_begun = True
@@ -122,11 +129,11 @@ class RecordBuilder:
 
     @property
     def is_lingering(self) -> bool:
-        """Whether changes wait for company."""
+        """Whether changes wait to share a batch with later ones."""
         return self._waiting_since is not None
 
     def seconds_until_due(self, now: float) -> float:
-        """How long nothing will be due if no further event comes; 0 if there is something not looked at yet."""
+        """Return the seconds until something is due if no event arrives. 0 if there are unseen changes or requests."""
         self._advance(now)
         unseen_wish = self._resync_at is None and (self._wanted is not None or self._tracker.is_broken)
         unseen_changes = self._tracker.num_queued and not self.is_lingering
@@ -140,18 +147,21 @@ class RecordBuilder:
         return max(0.0, min(due) - self._clock)
 
     def request_resync(self, reason: str) -> None:
-        """Want a snapshot, soon: rate-limited, after a random time. One already wanted is enough. Any thread."""
+        """Request a resync. It is rate-limited and begins after a random delay. Thread-safe.
+
+        The call has no effect if a resync is requested already.
+        """
         self._want_snapshot(reason, random.uniform(0, self._settings.resync_jitter_s))  # noqa: S311
 
     def answer(self, request: ResyncRequest) -> bool:
-        """Take a request from the control channel. False: meant for another stream or incarnation."""
+        """Accept a request from the control channel. Returns False if it names another stream or another epoch."""
         if request.stream != self._stream.key or request.epoch != self.epoch:
             return False
         self.request_resync(request.reason or "request")
         return True
 
     def num_snapshot_pages_left(self) -> int:
-        """Pages of snapshots that are wanted or not sent to their end."""
+        """Return the number of unsent pages of requested and unfinished resyncs."""
         left = 0 if self._snapshot is None else self._snapshot.num_left
         if self._wanted is not None or self._tracker.is_broken:
             left += self._tracker.counts()["held"]
@@ -182,7 +192,7 @@ class RecordBuilder:
         return None
 
     def _snapshot_record(self, snapshot: _Snapshot, now: float) -> OutRecord:
-        """The next part. Its digest is the whole snapshot's: compared by readers at the end only."""
+        """Return the next part of a resync. Its digest is that of the whole resync; readers compare it at the end."""
         start = snapshot.position
         part = snapshot.changes.part(start, start + self._limits.pages)
         part = part.part(0, self._limits.fitting(part))
@@ -209,7 +219,7 @@ class RecordBuilder:
         return self._clock - self._waiting_since >= self._settings.linger_ms / 1000
 
     def _changes_record(self, now: float) -> OutRecord | None:
-        """A batch of changes; None if an overflow has just dropped them all."""
+        """Return a batch of changes, or None if an overflow has just dropped all of them."""
         changes, tokens, digest = self._tracker.take()
         self._waiting_since = None if digest is not None else self._clock
         if not len(changes.kinds):
@@ -221,7 +231,10 @@ class RecordBuilder:
         return self._record(now, pack(changes, tokens), len(changes.kinds))
 
     def _heartbeat(self, now: float) -> OutRecord:
-        """States what the ledger holds, unless changes wait: a stream that is broken says so by its digest."""
+        """Return a record without events. If no changes wait, it carries the ledger's digest.
+
+        Readers detect a broken stream by this digest.
+        """
         return self._record(now, [], 0, self._tracker.digest_if_idle())
 
     def _record(self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None) -> OutRecord:

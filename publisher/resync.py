@@ -1,4 +1,4 @@
-"""Everything the worker holds, as stores in an order that a reader of prefixes likes."""
+"""Builds the stores of a resync: all pages that the worker holds, parents before children."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from publisher.ledger import LedgerCopy
 
 
 def resync_changes(held: LedgerCopy) -> PageChanges:
-    """Stores of all pages held, medium by medium, parents before children, in as few chains as a walk finds."""
+    """Return stores of all pages held, ordered by medium, with parents before children.
+
+    The order of the walk down the prefixes keeps the number of chains small.
+    """
     parents = _parent_entries(held)
     order = np.empty(len(held.media), np.int64)
     order = order[: order_by_prefix(held.media, parents, order)]
@@ -25,7 +28,7 @@ def resync_changes(held: LedgerCopy) -> PageChanges:
 
 
 def _parent_entries(held: LedgerCopy) -> npt.NDArray[np.int64]:
-    """[n] entry of the page before each page, or -1 where that is not held."""
+    """Return int64[n], the entry of each page's parent, or -1 if the parent is not held."""
     live = np.flatnonzero(held.media)
     live = live[np.argsort(held.hashes[live])]
     entries = np.full(len(held.media), -1, np.int64)
