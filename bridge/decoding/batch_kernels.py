@@ -8,10 +8,11 @@ from bridge.decoding.field_kernels import F_UNKNOWN
 from bridge.decoding.msgpack_kernels import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
 from kv_events.kernels import array_function
 
-# columns of header, of the current batch: its number, whether it was opened, position of the next event, events left,
-# rank (-1: none), whether the rank was invalid, whether the rank follows the events
+# columns of the header for the current batch: its number, whether it was opened, position of the next event, events
+# left, rank (-1: none), whether the rank was invalid, whether the rank follows the events
 BATCH, IS_OPEN, AT, LEFT, BATCH_RANK, IS_RANK_BAD, RANK_FOLLOWS = range(7)
-# of the batches that are read together: rank, batches with an invalid rank, rows, hashes, tokens, first row of the run
+# columns for all batches that are read together: rank, batches with an invalid rank, rows, hashes, tokens, first row of
+# the run
 RANK, NUM_BAD_RANKS, NUM_ROWS, NUM_HASHES, NUM_TOKENS, RUN = range(7, 13)
 NUM_HEADER = 13
 
@@ -60,7 +61,10 @@ def _open_map(data, at, stop, count, header):
 
 @array_function
 def open_batch(data, at, stop, header):
-    """Find the events and the rank of a batch: a map, or an array of at least two. Returns False for anything else."""
+    """Find the events and the rank of a batch.
+
+    Returns False unless the batch is a map or an array of at least two elements.
+    """
     header[BATCH_RANK], header[IS_RANK_BAD], header[RANK_FOLLOWS] = -1, 0, 0
     form, value, at = read_head(data, at, stop)
     count = np.int64(value)

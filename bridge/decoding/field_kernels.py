@@ -47,7 +47,7 @@ from bridge.decoding.token_kernels import read_tokens
 from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function
 
-# fields; the first ones are texts, whose pairs of columns begin at MEDIUM
+# fields; the first ones are strings, whose pairs of columns begin at MEDIUM
 _F_MEDIUM, _F_LORA, _F_SALT, _F_SPEC, _F_LOCALITY = range(5)
 _F_EXTRA, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_GROUP = range(5, 12)
 F_TAG, F_EVENT_TYPE, F_UNKNOWN, _F_LORA_OR_MAP = range(12, 16)
@@ -92,7 +92,10 @@ _UINT64, _INT64 = 0xCF, 0xD3
 
 @array_function
 def _read_hash(data, at, stop):
-    """Read a block hash: (is it one, 64 bits, position after it). Of bytes, the last eight count, big-endian."""
+    """Read a block hash. Returns (whether it is valid, 64 bits, position after it).
+
+    Only the last eight bytes of a binary hash are used, as a big-endian number.
+    """
     if at + 9 <= stop and (data[at] == _UINT64 or data[at] == _INT64):
         return True, eight_bytes(data, at + 1), at + 9
     kind, value, at = read_head(data, at, stop)
@@ -161,7 +164,7 @@ def _read_text(data, at, stop, row, column):
 
 @array_function
 def _read_lora_or_map(data, at, stop, row):
-    """Read index 7: vLLM's adapter name. Some SGLang builds send a map with the salt there."""
+    """Read the element at index 7: vLLM's adapter name. Some SGLang builds send a map with the salt there instead."""
     kind, count, end = read_head(data, at, stop)
     if kind != MAP:
         return _read_text(data, at, stop, row, LORA)
@@ -181,7 +184,7 @@ def _read_lora_or_map(data, at, stop, row):
 
 @array_function
 def _read_extra(data, at, stop, row):
-    """Note the extra keys if one of the pages has any."""
+    """Record the extra keys if any page has some."""
     kind, count, inside = read_head(data, at, stop)
     end = skip(data, at, stop)
     if end < 0:

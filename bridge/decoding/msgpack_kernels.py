@@ -1,6 +1,6 @@
-"""Kernels that read msgpack in place. No Python objects, no allocation.
+"""Kernels that read msgpack in place, without Python objects or allocations.
 
-The bytes are untrusted: every read is bounded by the payload, every length by the bytes that are left, and nothing is
+The bytes are untrusted. Every read is bounded by the payload, every length by the remaining bytes, and no kernel is
 recursive.
 """
 
@@ -13,7 +13,7 @@ from kv_events.kernels import array_function, array_helper
 # kinds of values
 BAD, NIL, BOOL, FLOAT, POSITIVE, NEGATIVE, STR, BIN, EXT, ARRAY, MAP = range(11)
 
-# formats 0xc0 .. 0xdf: kind of the value, and bytes of the number that follows
+# formats 0xc0 to 0xdf: kind of the value, and size in bytes of the number that follows
 _FORMAT_KIND = np.array(
     [NIL, BAD, BOOL, BOOL, BIN, BIN, BIN, EXT, EXT, EXT, FLOAT, FLOAT, POSITIVE, POSITIVE, POSITIVE, POSITIVE, NEGATIVE,
      NEGATIVE, NEGATIVE, NEGATIVE, EXT, EXT, EXT, EXT, EXT, STR, STR, STR, ARRAY, ARRAY, MAP, MAP],
@@ -26,7 +26,7 @@ _FIXEXT = 0xD4
 
 
 def _scalar_sizes():
-    """[256] total bytes of a value, by its first byte; 0 if that alone does not say."""
+    """Return [256] total size in bytes of a value, by its first byte; 0 if the first byte does not determine it."""
     sizes = np.zeros(256, np.int64)
     sizes[:0x80] = sizes[0xE0:] = 1
     sizes[0xA0:0xC0] = np.arange(1, 33)
@@ -41,7 +41,7 @@ _BYTE = np.uint64(8)
 
 
 def dictionary(words):
-    """Prepare `look_up`: (bytes of all words, [n + 1] their borders, [n] their meanings)."""
+    """Return the tables for `look_up`: (bytes of all words, [n + 1] their borders, [n] their meanings)."""
     borders = np.cumsum([0, *map(len, words)])
     text = np.frombuffer("".join(words).encode(), np.uint8)
     return text, borders.astype(np.int64), np.array(list(words.values()), np.int64)
@@ -49,7 +49,7 @@ def dictionary(words):
 
 @array_helper
 def big_endian(data, at, num_bytes):
-    """A big-endian number. Of more than eight bytes, the last eight count."""
+    """Read a big-endian number. If it has more than eight bytes, only the last eight are used."""
     value = _ZERO
     for i in range(num_bytes):
         value = (value << _BYTE) | np.uint64(data[at + i])
@@ -87,10 +87,11 @@ def _long_head(data, at, stop):
 
 @array_function
 def read_head(data, at, stop):
-    """Read the head of a value: (kind, number, position after the head).
+    """Read the head of a value. Returns (kind, number, position after the head).
 
-    The number is the integer itself (two's complement if NEGATIVE), the bits of a FLOAT, the bytes of content (STR,
-    BIN, EXT), or the count of elements (ARRAY) or pairs (MAP). A count never exceeds what the bytes left could hold.
+    The number is the integer itself (two's complement if NEGATIVE), the bits of a FLOAT, the size of the content in
+    bytes (STR, BIN, EXT), or the count of elements (ARRAY) or pairs (MAP). A count never exceeds the number of elements
+    for which the remaining bytes have room.
     """
     if at >= stop:
         return BAD, _ZERO, at
@@ -110,7 +111,7 @@ def read_head(data, at, stop):
 
 @array_function
 def skip(data, at, stop):
-    """Position after the value that begins here, with all that is nested in it. -1 if the encoding is broken."""
+    """Return the position after the value that begins here, including nested values. -1 if the encoding is broken."""
     left = 1
     while left > 0:
         left -= 1
@@ -132,7 +133,7 @@ def skip(data, at, stop):
 
 @array_function
 def look_up(data, at, length, text, borders, meanings, otherwise):
-    """Meaning of a word of the payload, or `otherwise` if the dictionary lacks it."""
+    """Return the meaning of a word of the payload, or `otherwise` if the word is not in the dictionary."""
     for word in range(meanings.shape[0]):
         if borders[word + 1] - borders[word] == length:
             same = True
@@ -147,7 +148,7 @@ def look_up(data, at, length, text, borders, meanings, otherwise):
 
 @array_function
 def read_key(data, at, stop, text, borders, meanings, unknown):
-    """Read a map's key: (its meaning, position of the value or -1). A key that is not a text is unknown."""
+    """Read the key of a map. Returns (its meaning, position of the value or -1). Keys must be strings to be known."""
     kind, value, end = read_head(data, at, stop)
     if kind != STR:
         return unknown, skip(data, at, stop)

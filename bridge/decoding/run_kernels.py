@@ -1,7 +1,7 @@
 """Kernels that join adjacent events into a run.
 
-All events of a run are of one attention group. Its stores differ only in their pages and locations. If these are whole
-pages without pairs or extra keys, the run may also contain removals.
+All events of a run belong to one attention group. Its stores differ only in their pages and locations. If the stores
+contain only whole pages without pairs or extra keys, the run may also contain removals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bridge.decoding.event_rows import (
 )
 from kv_events.kernels import array_function, array_helper
 
-# shapes of a store: whole pages; no tokens; a number of tokens that does not fit the pages
+# shapes of a store: whole pages; no tokens; a number of tokens that does not match the number of pages
 WHOLE, TOKENLESS, UNEVEN = range(3)
 
 
@@ -62,7 +62,7 @@ def _is_special(row):
 
 @array_function
 def _same_store(data, row, other):
-    """Whether two stores differ only in their pages and locations."""
+    """Return whether two stores differ only in their pages and locations."""
     if _is_special(row) or _is_special(other) or row[SHAPE] != other[SHAPE]:
         return False
     if row[BLOCK_SIZE] != other[BLOCK_SIZE] or row[LORA_ID] != other[LORA_ID]:
@@ -74,7 +74,7 @@ def _same_store(data, row, other):
 
 @array_function
 def _location_index(data, rows, begin, number):
-    """Index of an event's location among those of the run, to which a new one is added. -1 if there are too many."""
+    """Return the index of an event's location in the run. A new location is added; -1 if there are too many."""
     first, row = rows[begin], rows[number]
     for index in range(first[NUM_LOCATIONS]):
         named = rows[first[LOCATION_ROWS + index]]
@@ -118,7 +118,7 @@ def join_run(data, rows, begin, number):
 
 @array_function
 def leave_run(rows, begin, mark):
-    """Remove the rows from `mark` on from the run that begins before them."""
+    """Remove the rows starting at `mark` from the run that begins before them."""
     first = rows[begin]
     if first[STORE_ROW] >= mark:
         first[STORE_ROW] = -1

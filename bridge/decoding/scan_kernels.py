@@ -1,7 +1,7 @@
 """Kernels that read the events of batches into rows.
 
-msgpack values delimit themselves, so an invalid event is skipped and the next one is read. Only a broken encoding ends
-the batch.
+msgpack values are self-delimiting, so the kernels skip an invalid event and continue with the next one. Only a broken
+encoding ends the batch.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _read_event(data, at, stop, row, hashes, tokens):
 
 @array_function
 def _is_mooncake_event(data, at, stop):
-    """Whether an event in map form has an `event_type`. Its other fields then have another meaning."""
+    """Return whether an event in map form has an `event_type`. Its other fields then have a different meaning."""
     _, count, at = read_head(data, at, stop)
     for _ in range(np.int64(count)):
         field, at = read_key(data, at, stop, EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS, F_UNKNOWN)
@@ -141,14 +141,14 @@ def _read_row(data, stop, header, rows, hashes, tokens):
         header[NUM_HASHES], header[NUM_TOKENS] = row[HASH_TO], row[TOKEN_TO]
     header[LEFT] -= 1
     if end < 0:
-        row[KIND], row[REASON] = UNREADABLE, TRUNCATED  # and so are all events after it
+        row[KIND], row[REASON] = UNREADABLE, TRUNCATED  # all events after it are unreadable, too
         header[LEFT], end = 0, stop
     row[STOP] = header[AT] = end
 
 
 @array_function
 def _put_in_run(data, header, rows, location_indices):
-    """Add the newest row to the current run, or begin another one with it."""
+    """Add the newest row to the current run, or begin a new run with it."""
     number = header[NUM_ROWS]
     index = join_run(data, rows, header[RUN], number) if number > 0 else -1
     rows[number][CONTINUES] = index >= 0
@@ -163,10 +163,10 @@ def _put_in_run(data, header, rows, location_indices):
 
 @array_kernel(types.boolean, U8Input, I64Vector, I64Vector, ScannedEvents)
 def scan_batches(data, borders, header, out):
-    """Read the next events of consecutive batches of one rank, at most as many as `out` has room for.
+    """Read the next events of consecutive batches of one rank, until `out` is full.
 
-    data: uint8, the payloads of b batches, one after the other. borders: int64[b + 1]. header: int64[13], zeros at
-    first; the kernel advances it. Returns False if the first payload is not a batch; it is skipped.
+    data: uint8, the concatenated payloads of b batches. borders: int64[b + 1]. header: int64[13], initially zeros; the
+    kernel advances it. Returns False if the first payload is not a batch; that payload is skipped.
     """
     rows = out.rows
     num_batches, is_first = borders.shape[0] - 1, True

@@ -1,4 +1,4 @@
-"""Kernels that read the tokens of an event. Tokens are most of its bytes."""
+"""Kernels that read the tokens of an event. Most bytes of an event are tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bridge.decoding.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, re
 from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function, array_helper
 
-# by a token's first byte: whether its form is a usual one, by how many bits the next four bytes are shifted, and the
+# by the first byte of a token: whether its form is usual, by how many bits the next four bytes are shifted, and the
 # value to add to them
 _IS_USUAL = np.zeros(256, np.bool_)
 _IS_USUAL[:0x80] = _IS_USUAL[0xCC:0xCF] = True
@@ -23,7 +23,7 @@ _BYTE, _SHIFT24, _SHIFT56 = np.uint64(0xFF), np.uint64(24), np.uint64(56)
 
 @array_helper
 def _read_token(data, at, stop):
-    """Read a token: (token, position after it), or position -1."""
+    """Read a token. Returns (token, position after it); the position is -1 if it is invalid."""
     byte = data[at] if at < stop else np.uint8(0xC1)
     if byte < 0x80:
         return np.uint32(byte), at + 1
@@ -39,22 +39,22 @@ def _read_token(data, at, stop):
 
 @array_helper
 def _usual_size(first):
-    """Total bytes of a token in a usual form: 1, or 2, 3, 5 if the first byte is 0xcc, 0xcd, 0xce."""
+    """Return the size in bytes of a token in a usual form: 2, 3, 5 if the first byte is 0xcc, 0xcd, 0xce, else 1."""
     return np.int64(1 + ((first >> np.uint64(7)) << (first & np.uint64(3))))
 
 
 @array_helper
 def _usual_token(word, first):
-    """A token in a usual form, from the eight bytes at its position."""
+    """Return a token in a usual form from the eight bytes at its position."""
     return np.uint32((((word >> _SHIFT24) & _MAX_TOKEN) >> _TOKEN_SHIFT[first]) | _TOKEN_ITSELF[first])
 
 
 @array_helper
 def _read_usual_tokens(data, at, stop, row, tokens, count):
-    """Read tokens in their shortest forms, up to one in another form or the last bytes of the payload.
+    """Read tokens in their shortest forms. Stops at a token in another form or at the last bytes of the payload.
 
-    There is no branch on a token's size, because a processor cannot predict it. Tokens are read in pairs: the bytes
-    loaded with the first one show where the second begins. Returns how many were read and the position after them.
+    There is no branch on the size of a token, because processors cannot predict it. Tokens are read in pairs, because
+    the bytes loaded for the first one show where the second one begins. Returns (tokens read, position after them).
     """
     done, position = 0, row[TOKEN_FROM]
     while done + 2 <= count and at + 13 <= stop:
@@ -73,7 +73,7 @@ def _read_usual_tokens(data, at, stop, row, tokens, count):
 
 @array_function
 def _read_pairs(data, at, stop, row, tokens, count):
-    """Read `count` pairs, each of which overlaps the next one by a token, as count + 1 tokens."""
+    """Read `count` pairs as count + 1 tokens. Each pair overlaps the next one by one token."""
     position = row[TOKEN_FROM]
     for i in range(count):
         kind, value, at = read_head(data, at, stop)

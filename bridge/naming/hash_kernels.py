@@ -1,10 +1,11 @@
-"""Kernels that give an engine's pages their sequence hashes and remember them. Arrays only, no Python objects.
+"""Kernels that compute the sequence hashes of an engine's pages and remember them. They use arrays only.
 
-A page is remembered under its engine hash XOR the salt of its namespace, and stays so after its removal: a later page
-may name it as its parent, and a later event may say that it is now on another medium. Of the pages that are on no
-medium, as many are remembered as the worker ever held at a time, but at least 65,536 if the bound allows: that covers
-much of an engine's past work, and keeps the table small enough for the processor's caches. CLOCK (Corbato, 1968)
-chooses the page to forget: one that was not used since the hand last passed it.
+A page is remembered under its engine hash XOR the salt of its hash namespace. It is still remembered after its removal,
+because a later page may refer to it as its parent, and a later event may report it on another medium. The number of
+remembered pages that are on no medium is limited to the largest number of pages that the worker has held at a time, but
+not to less than 65,536 if the bound allows. This covers much of an engine's past work and keeps the table small enough
+for the processor's caches. The CLOCK algorithm (Corbato, 1968) chooses the page to forget: one that has not been used
+since the hand last passed it.
 
 Pages with different seeds may share an engine hash, because SGLang does not mix the salt into its hashes. The first one
 is remembered under the hash itself. The others *collide* and are remembered under the hash XOR their mixed seed.
@@ -34,30 +35,33 @@ from kv_events.page_table_kernels import (
 from kv_events.xxh3 import hash_pair
 from publisher.blocks import ASKED_FOR, HELD, MOST_HELD, REMEMBERED, STATE, Blocks, is_held
 
-# elements of cursor: next event, positions in input and output, and numbers of unknown and ambiguous pages
+# elements of the cursor: next event, positions in input and output, and counts of unknown and ambiguous pages
 EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_AMBIGUOUS = range(6)
 NUM_CURSORS = 6
 
 # flags of a translated page, as bits
 UNIQUE, COLLIDING, REASSIGNED = 0, 1, 2
 
-# elements of clock: position of the hand; most pages to remember beyond those held; 1: there may be collisions
+# elements of the clock: position of the hand; maximum number of remembered pages that are not held; 1 if there may be
+# collisions
 HAND, MOST_IDLE, HAS_COLLISIONS = range(3)
 
 _NO_HASH = np.uint64(0)
 _FEWEST_IDLE = 65_536
-"""Fewer pages than this are not forgotten while the bound allows."""
+"""Minimum number of pages that are remembered although they are not held, if the bound allows."""
 _AT_A_TIME = 4096
-"""Pages that a call forgets besides two for each page that it translates, so that no call takes long."""
+"""Pages that a call may forget in addition to two for each translated page. The limit keeps every call short."""
 _MOST_FORGOTTEN = 4
-"""Pages forgotten to make room for one. If its segment of the table is still full, the page is left out."""
+"""Maximum number of pages forgotten to make room for one. If its segment of the table is still full, the page is left
+out.
+"""
 
 
 class HashArrays(NamedTuple):
-    """What is remembered of one worker's pages, in columns by the table's entry ids."""
+    """Remembered data of one worker's pages, in columns indexed by the entry ids of the table."""
 
     blocks: Blocks
-    """Shared with the ledger, which marks the pages that are held."""
+    """Page table, shared with the ledger, which marks the pages that are held."""
     sequence_hashes: U64Vector
     """[capacity + 1]"""
     seeds: U64Vector
@@ -69,12 +73,12 @@ class HashArrays(NamedTuple):
 
 
 class TranslatedColumns(NamedTuple):
-    """Output of `translate_pages`: n pages, stored and removed, and m events, some of them empty."""
+    """Output of `translate_pages`: n stored and removed pages, and m events, some of which are empty."""
 
     engine_hashes: U64Vector
     """[n]"""
     block_hashes: U64Vector
-    """[n] the ledger's hashes: another one than the engine's where pages collide."""
+    """[n] hashes for the ledger. They differ from the engine's hashes where pages collide."""
     sequence_hashes: U64Vector
     """[n] 0 for removed pages."""
     flags: U8Vector
@@ -82,14 +86,14 @@ class TranslatedColumns(NamedTuple):
     lengths: I64Vector
     """[m] pages of each event."""
     parents: U64Vector
-    """[m] the ledger's hash before each stored event's first page."""
+    """[m] ledger hash of the parent of each stored event's first page."""
     has_parent: U8Vector
-    """[m] whether `parents` applies."""
+    """[m] whether `parents` is valid."""
 
 
 @array_helper
 def _num_idle(blocks):
-    """Pages that are remembered but not held."""
+    """Return the number of pages that are remembered but not held."""
     return num_entries(blocks.table) - blocks.tally[HELD]
 
 
@@ -97,7 +101,7 @@ def _num_idle(blocks):
 def _forget_one(arrays):
     """Advance the hand to a page that is not held and was not used, and forget it.
 
-    There must be one that is not held.
+    At least one page must not be held.
     """
     blocks, clock = arrays.blocks, arrays.clock
     while True:
@@ -137,7 +141,7 @@ def _write(arrays, entry, sequence_hash, seed, namespace):
 
 @array_function
 def _remember(arrays, key, sequence_hash, seed, namespace):
-    """Remember an absent page, in place of others if there is no room."""
+    """Remember a page that is not in the table. Forgets other pages if there is no room."""
     blocks = arrays.blocks
     entry = insert(blocks.table, key)
     for _ in range(_MOST_FORGOTTEN):
@@ -156,7 +160,7 @@ def _mark_used(arrays, entry):
 
 @array_helper
 def _update(arrays, entry, sequence_hash):
-    """Set the sequence hash of a remembered engine hash. Returns REASSIGNED if it had another one, else UNIQUE."""
+    """Set the sequence hash of a remembered engine hash. Returns REASSIGNED if it had a different one, else UNIQUE."""
     _mark_used(arrays, entry)
     is_reassigned = arrays.sequence_hashes[entry] != sequence_hash
     arrays.sequence_hashes[entry] = sequence_hash
@@ -177,7 +181,7 @@ def _remember_collision(arrays, block_hash, salt, namespace, sequence_hash, seed
 
 @array_function
 def _collided_before(arrays, key, seed):
-    """Whether the page collided with one that is forgotten by now."""
+    """Return whether the page collided with a page that has since been forgotten."""
     return find(arrays.blocks.table, key) < 0 and find(arrays.blocks.table, key ^ mix(seed)) >= 0
 
 
@@ -204,7 +208,7 @@ def _remember_page(arrays, block_hash, salt, namespace, sequence_hash, seed):
 
 @array_function
 def _look_up(arrays, block_hash, salt, seed, is_stated):
-    """Find a page of this seed, or of any seed if it is not stated. Returns its entry, or -1, and its ledger hash."""
+    """Find a page with this seed, or with any seed unless is_stated. Returns (entry or -1, ledger hash)."""
     entry = find(arrays.blocks.table, block_hash ^ salt)
     if entry < 0 or arrays.seeds[entry] != seed:
         colliding = block_hash ^ mix(seed)
@@ -240,7 +244,7 @@ def _translate_event(arrays, out, cursor, pages, event, local, salt, namespace, 
 
 @array_function
 def _pass_on(out, cursor, block_hashes, num_pages):
-    """Pass removed pages on unchanged."""
+    """Copy removed pages to the output unchanged."""
     first, position = cursor[PAGE_IN], cursor[PAGE_OUT]
     for i in range(num_pages):
         out.engine_hashes[position + i] = out.block_hashes[position + i] = block_hashes[first + i]
@@ -256,13 +260,13 @@ def _pass_on(out, cursor, block_hashes, num_pages):
     types.uint64, types.uint64, types.boolean, types.uint64, types.uint16,
 )  # fmt: skip
 def translate_pages(arrays, out, pages, local, seeds, cursor, seed, base, is_stated, salt, namespace):
-    """Translate stored pages and pass removed ones on. Returns the event where it stopped, or their number when done.
+    """Translate stored pages and copy removed ones. Returns the event where it stopped, or the number of events.
 
-    out: as long as `pages`. local: uint64[stored pages], their local hashes by `seeds` (uint64[m], one an event).
-    cursor: int64[6], zeros at first. base: seed that all hashes are rolled with. salt, namespace: of the namespace.
-    seed: of the events; a child inherits its parent's instead unless is_stated. If an event needs another seed than
-    its local hashes were made with, the kernel writes it into `seeds` and returns the event: hash its pages again and
-    call again.
+    out: as long as `pages`. local: uint64[stored pages], local hashes made with `seeds` (uint64[m], one per event).
+    cursor: int64[6], initially zeros. base: seed with which all hashes are rolled. salt, namespace: those of the hash
+    namespace. seed: seed of the events; a child inherits the seed of its parent unless is_stated. If an event needs a
+    different seed than its local hashes were made with, the kernel writes that seed to `seeds` and returns the event.
+    The caller then hashes the pages of the event again and repeats the call.
     """
     if cursor[EVENT] == 0:
         _tidy_up(arrays, local.shape[0])
@@ -298,9 +302,9 @@ def translate_pages(arrays, out, pages, local, seeds, cursor, seed, base, is_sta
 
 @array_kernel(types.int64, HashArrays, U64Input, U64Matrix, types.uint64, types.boolean, types.uint64)
 def look_up_pages(arrays, block_hashes, found, seed, is_stated, salt):
-    """Look pages up by engine hash alone. Returns how many are known.
+    """Look up pages by engine hash alone. Returns the number of known pages.
 
-    found: uint64[3, n]: engine, ledger and sequence hashes of the known pages, filled from the start.
+    found: uint64[3, n], written from the start: engine, ledger and sequence hashes of the known pages.
     """
     known = 0
     for i in range(block_hashes.shape[0]):
@@ -314,7 +318,7 @@ def look_up_pages(arrays, block_hashes, found, seed, is_stated, salt):
 
 @array_kernel(types.void, HashArrays, U64Input, U64Input, U64Vector, U8Vector, types.uint64, types.uint64, types.uint16)
 def remember_pages(arrays, block_hashes, sequence_hashes, known_as, flags, seed, salt, namespace):
-    """Remember pages whose sequence hashes the engine itself sent.
+    """Remember pages whose sequence hashes were sent by the engine.
 
     known_as: uint64[n], set to the ledger's hashes. flags: uint8[n], set to UNIQUE, COLLIDING, REASSIGNED.
     """

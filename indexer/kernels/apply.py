@@ -1,7 +1,7 @@
 """Kernels that change the index: stores, removals and sweeps of one worker stream.
 
-Any order of events is right: a child before its parent, a page stored twice, a removal of an unknown page are counted
-and harmless, because every page carries the name of its whole prefix.
+Events may arrive in any order, because the hash of a page identifies its whole prefix. A child may be stored before its
+parent. Pages that are stored twice and removals of unknown pages are counted and have no effect.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _TWO_COUNTS = types.UniTuple(types.int64, 2)
 
 
 class Pages(NamedTuple):
-    """Everything the index knows of pages: the table and the columns under its entry ids."""
+    """All page data of the index: the page table and columns indexed by its entry ids."""
 
     table: Table
     parents: U64Vector
-    """[capacity] sequence hash of the page before; 0 = directly below the root, or not known."""
+    """[capacity] sequence hash of the parent page; 0 = first page of a prompt, or unknown."""
     holders: U32Vector
     """[capacity] holder set; 0 = the entry is free."""
     sets: HolderSets
@@ -44,11 +44,11 @@ class Pages(NamedTuple):
 
 @array_helper
 def neighbour(pages, previous, key):
-    """Entry of a page if it lies right behind `previous` (-1: no expectation), or before it; else -1.
+    """Return the entry of a page if it directly follows or precedes the entry `previous`, else -1.
 
-    The pages of a prompt are stored together and get neighbouring entries, so most look-ups end here, in sequence.
-    Engines give up the last pages first, and entries are used again in the order in which they became free: so there
-    are prompts that lie backwards.
+    previous: -1 if there is none. The pages of a prompt are stored together and get neighbouring entries, so most
+    look-ups end here and access memory sequentially. Engines evict the last pages of a prompt first, and entries are
+    reused in the order in which they became free, so some prompts are stored in descending entries.
     """
     entry = previous + 1
     if entry > 0 and pages.table.keys[entry] == key and pages.holders[entry] != 0:
@@ -61,14 +61,14 @@ def neighbour(pages, previous, key):
 
 @array_helper
 def look_up(pages, previous, key):
-    """Entry of a page, most likely a `neighbour`, or -1."""
+    """Return the entry of a page, or -1. Tries `neighbour` first."""
     entry = neighbour(pages, previous, key)
     return entry if entry >= 0 else page_table_kernels.find(pages.table, key)
 
 
 @array_helper
 def _give_up(pages, entry, old, new):
-    """Move a page to a smaller set; without a holder the page is forgotten."""
+    """Move a page to a smaller holder set. A page without holders is removed from the table."""
     move_user(pages.sets, old, new)
     pages.holders[entry] = np.uint32(new)
     if new == 0:
@@ -87,12 +87,12 @@ def _starts_chain(bitmap, i):
 def store(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop):
     """Store pages [start, stop) of an event for one stream on one tier.
 
-    digest: uint64[8], kept up. marks: uint8[capacity] or empty; bit `tier` of each named page is set.
+    digest: uint64[8], updated. marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
     hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
-    Returns (pages that were there already, pages refused because there is no room for them or for their set).
+    Returns (pages that the stream held there already, pages refused because the table or the holder sets are full).
     """
     known = refused = 0
-    is_cold = False  # whether pages are new, so that their neighbours do not tell where they are
+    is_cold = False  # whether pages are new, so that the entry of the previous page does not predict theirs
     chain = -1
     for i in range(start):
         if _starts_chain(chain_starts, i):
@@ -140,9 +140,9 @@ def store(pages, digest, marks, hashes, chain_starts, parents, stream, tier, sta
 
 @array_kernel(_TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, types.int64, types.int64, types.int64, types.int64)
 def remove(pages, digest, marks, hashes, stream, tier, start, stop):
-    """Remove pages [start, stop) of an event from one stream's tier. Arguments as in `store`.
+    """Remove pages [start, stop) of an event from one tier of a stream. Arguments as in `store`.
 
-    Returns (pages that the stream did not hold there, pages that stay because there is no room for their new set).
+    Returns (pages that the stream did not hold there, pages that remain because the holder sets are full).
     """
     unknown = refused = 0
     entry = np.int64(-1)
@@ -175,9 +175,9 @@ def remove(pages, digest, marks, hashes, stream, tier, start, stop):
 
 @array_kernel(types.int64, Pages, U64Vector, U8Vector, types.int64, types.int64, types.int64)
 def sweep(pages, digest, marks, stream, start, stop):
-    """Remove a stream from all entries [start, stop) but where `marks` (if not empty) names the tier.
+    """Remove a stream from the entries [start, stop), except on tiers whose bit is set in `marks`.
 
-    Returns the number of removed (page, tier) pairs. Arguments as in `store`.
+    If marks is empty, nothing is kept. Other arguments as in `store`. Returns the number of removed (page, tier) pairs.
     """
     removed = 0
     for entry in range(start, stop):
@@ -202,9 +202,9 @@ def sweep(pages, digest, marks, stream, start, stop):
 
 @array_kernel(types.int64, Pages, types.int64, types.int64, types.int64, I64Vector, U8Vector)
 def collect(pages, stream, start, stop, entries, tiers):
-    """Entries [start, stop) that a stream holds, with a bitmask of tiers each. Returns their number.
+    """Collect the entries in [start, stop) that a stream holds, each with a bitmask of tiers. Returns their number.
 
-    entries: int64, tiers: uint8, both at least stop - start long.
+    entries: int64, tiers: uint8; both are written and have at least stop - start elements.
     """
     found = 0
     for entry in range(start, stop):
@@ -223,9 +223,9 @@ def collect(pages, stream, start, stop, entries, tiers):
 
 @array_kernel(types.boolean, Pages, U64MatrixInput, U32Vector)
 def restore_sets(pages, rows, ids):
-    """Intern distinct holder sets. rows: uint64[s, 4 * width]; ids: uint32[s], written: the set of each row.
+    """Intern distinct holder sets. rows: uint64[s, 4 * width]. ids: uint32[s], written: the set id of each row.
 
-    Returns False, with a part interned, when two rows are equal, one is empty, or there is no room.
+    Returns False if two rows are equal, a row is empty, or there is no room. Some sets are then interned already.
     """
     for row in range(rows.shape[0]):
         holder_set = adopt(pages.sets, rows, row)
@@ -239,7 +239,7 @@ def restore_sets(pages, rows, ids):
 def restore_pages(pages, hashes, saved_parents, rows_of_pages, ids):
     """Add new pages: page i has hashes[i], saved_parents[i] and the holder set ids[rows_of_pages[i]].
 
-    Returns False, with a part added, when a hash is there already or there is no room.
+    Returns False if a hash is already in the table or there is no room. Some pages are then added already.
     """
     for i in range(hashes.shape[0]):
         if page_table_kernels.find(pages.table, hashes[i]) >= 0:

@@ -1,4 +1,4 @@
-"""The query kernel: how much of a prompt every worker stream holds, per cumulative tier."""
+"""The query kernel: finds how much of a prompt each worker stream holds, by cumulative tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 
 @array_helper
 def _record(bits, word, tier, num_pages, out_pages):
-    """Note `num_pages` for every stream of a word of dropped bits."""
+    """Record `num_pages` for each stream whose bit is set in a word of dropped bits."""
     while bits != np.uint64(0):
         out_pages[word * 64 + lowest_bit(bits), tier] = np.uint32(num_pages)
         bits &= bits - np.uint64(1)
@@ -33,9 +33,9 @@ def _record(bits, word, tier, num_pages, out_pages):
 
 @array_function
 def _narrow(pages, held, alive, num_pages, out_pages):
-    """Intersect the running sets with a page's cumulative tiers. Returns whether any stream is left.
+    """Intersect `alive` with the holders of a page on cumulative tiers. Returns whether any stream is left.
 
-    alive: uint64[4, width], the streams that held every page so far on tier t or a faster one.
+    alive: uint64[4, width]. Row t contains the streams that hold every page so far on tier t or a faster one.
     """
     width = alive.shape[1]
     left = np.uint64(0)
@@ -53,7 +53,7 @@ def _narrow(pages, held, alive, num_pages, out_pages):
 
 @array_function
 def _begin(pages, held, alive, out_streams, out_pages):
-    """Start from the first page's holders. Returns their number."""
+    """Initialize `alive` with the holders of the first page. Returns their number."""
     width = alive.shape[1]
     found = 0
     for word in range(width):
@@ -73,12 +73,12 @@ def _begin(pages, held, alive, out_streams, out_pages):
 
 @array_kernel(types.int64, Asked, U64Input, U64Matrix, I32Vector, U32Matrix)
 def find(pages, hashes, alive, out_streams, out_pages):
-    """Longest held prefix of a prompt, for every stream that holds its first page on any tier.
+    """Find the longest held prefix of a prompt for each stream that holds the first page on any tier.
 
-    hashes: uint64[n], sequence hashes. alive: scratch, uint64[4, width]. out_streams: int32[64 * width], the streams
-    found, in ascending order. out_pages: uint32[64 * width, 4]; out_pages[stream, t] = leading pages that the stream
-    holds on tier t or a faster one, page by page; rows of streams that were not found are not written. Returns the
-    number of streams found.
+    hashes: uint64[n], sequence hashes. alive: uint64[4, width], scratch memory. out_streams: int32[64 * width], the
+    streams found, in ascending order. out_pages: uint32[64 * width, 4]; out_pages[stream, t] is the number of leading
+    pages that the stream holds on tier t or a faster one. Rows of other streams are not written. Returns the number of
+    streams found.
     """
     n = hashes.shape[0]
     if n == 0:

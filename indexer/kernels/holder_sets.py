@@ -1,12 +1,12 @@
-"""Interned holder sets: who holds a page, and on which tiers.
+"""Interned holder sets: the streams that hold a page, and the tiers on which they hold it.
 
-A set is a bitmask of four planes, one a tier, of `width` words each; bit b of plane t = stream b holds the page on
-tier t. Equal sets are one set with a count of users, so a page carries four bytes whatever the number of workers, and
-pages that were stored together share one. Sets are found by a Zobrist hash (the XOR of one random word a bit), so the
-neighbour of a set under one flipped bit is found without building it; the hash is the key of a `page_table`, whose
-entry ids are the sets' ids.
+A set is a bitmask of four planes, one for each tier, with `width` words each. Bit b of plane t means that stream b
+holds the page on tier t. Equal sets are stored once, with a count of the pages that use them. A page therefore needs
+four bytes for its holders, regardless of the number of workers. Sets are found by their Zobrist hash, the XOR of one
+random word for each bit, so a set that differs in one bit is found without building it. The hash is the key of a
+`page_table`, whose entry ids are the ids of the sets.
 
-Set 0 is the empty set: its hash is 0, its users are not counted, and it is never freed.
+Set 0 is the empty set. Its hash is 0, its users are not counted, and it is never freed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ _EMPTY = np.uint64(0)
 
 
 class HolderSets(NamedTuple):
-    """Arrays of the interned sets; pass it to the kernels, never touch them from elsewhere."""
+    """Arrays of the interned sets. Only the kernels may access them."""
 
     table: Table
     """Zobrist hash -> id."""
     words: U64Matrix
-    """[capacity, 4 * width] plane after plane, fastest tier first."""
+    """[capacity, 4 * width] the planes of each set in sequence, fastest tier first."""
     users: U32Vector
     """[capacity] number of pages with this set; 0 = free."""
 
 
 def make_holder_sets(capacity: int, width: int) -> HolderSets:
-    """No sets but the empty one. capacity: largest number of sets, this one included; reserves address space only.
+    """Create the arrays with the empty set only.
 
-    width: words a plane, so streams / 64.
+    capacity: maximum number of sets, including the empty one. It reserves address space only. width: words per plane,
+    which is the number of streams / 64.
     """
     table = page_table.make_table(capacity)
     _insert_empty(table)
@@ -55,23 +56,23 @@ def _insert_empty(table):
 
 
 def num_sets(sets: HolderSets) -> int:
-    """Sets in use, the empty one left out."""
+    """Return the number of sets in use, without the empty one."""
     return page_table.num_live(sets.table) - 1
 
 
 def capacity_of(sets: HolderSets) -> int:
-    """Largest number of sets, the empty one left out."""
+    """Return the maximum number of sets, without the empty one."""
     return page_table.capacity(sets.table) - 1
 
 
 def bytes_used(sets: HolderSets) -> int:
-    """Bytes of the arrays' used parts."""
+    """Return the number of bytes in use."""
     per_set = sets.words.shape[1] * sets.words.itemsize + sets.users.itemsize
     return page_table.high_water(sets.table) * int(per_set) + page_table.bytes_used(sets.table)
 
 
 def widened(sets: HolderSets, capacity: int, width: int) -> HolderSets:
-    """The same sets under the same ids, with wider planes."""
+    """Return a copy with the same sets and ids and wider planes."""
     words = np.zeros((capacity, NUM_MEDIA * width), np.uint64)
     used, old_width = page_table.high_water(sets.table), sets.words.shape[1] // NUM_MEDIA
     planes = words.reshape(capacity, NUM_MEDIA, width)
@@ -87,7 +88,7 @@ def _zobrist(stream, tier):
 
 @array_helper
 def holds(sets, holders, stream, tier):
-    """Whether a set has the bit of (stream, tier)."""
+    """Return whether a set contains (stream, tier)."""
     width = sets.words.shape[1] // NUM_MEDIA
     word = sets.words[holders, tier * width + (stream >> 6)]
     return (word >> np.uint64(stream & 63)) & _ONE != _EMPTY
@@ -106,9 +107,9 @@ def _equals_flipped(sets, candidate, holders, flipped_word, flipped_bit):
 
 @array_function
 def flipped(sets, holders, stream, tier):
-    """Id of the set that differs from `holders` in the bit of (stream, tier); built when it is new, without a user.
+    """Return the id of the set that differs from `holders` in the bit of (stream, tier), or -1 if there is no room.
 
-    -1 when there is no room for it.
+    A set that does not exist yet is created without users.
     """
     width = sets.words.shape[1] // NUM_MEDIA
     flipped_word = tier * width + (stream >> 6)
@@ -118,7 +119,7 @@ def flipped(sets, holders, stream, tier):
     if candidate >= 0 and _equals_flipped(sets, candidate, holders, flipped_word, flipped_bit):
         return candidate
     if candidate >= 0:
-        return np.int64(-1)  # two sets with one 64-bit hash: treated as no room, and shown as a wrong digest
+        return np.int64(-1)  # 64-bit hash collision: handled like a lack of room; the digest then differs
     fresh = page_table_kernels.insert(sets.table, zobrist)
     if fresh >= 0:
         for i in range(sets.words.shape[1]):
@@ -129,7 +130,7 @@ def flipped(sets, holders, stream, tier):
 
 @array_helper
 def move_user(sets, old, new):
-    """One page goes over from set `old` to set `new`; a set without users is freed."""
+    """Move one page from set `old` to set `new`. Frees `old` if it has no users left."""
     if new > 0:
         sets.users[new] += np.uint32(1)
     if old > 0:
@@ -140,7 +141,7 @@ def move_user(sets, old, new):
 
 @array_function
 def adopt(sets, rows, row):
-    """Id of a new set with the words of one row of `rows`, without a user. -1: it is there already, or no room."""
+    """Create a set from one row of `rows`, without users. Returns its id, or -1 if it exists or there is no room."""
     width = sets.words.shape[1] // NUM_MEDIA
     zobrist = _EMPTY
     for i in range(sets.words.shape[1]):
@@ -157,7 +158,7 @@ def adopt(sets, rows, row):
 
 
 def check(sets: HolderSets, holders_of_pages: npt.NDArray[np.uint32]) -> None:
-    """Recount users and sets from scratch. Raises AssertionError with both figures."""
+    """Recount users and sets from scratch. Raises AssertionError with the stored and the counted figure."""
     page_table.check(sets.table)
     used = page_table.high_water(sets.table)
     users = np.bincount(holders_of_pages[holders_of_pages > 0], minlength=used)

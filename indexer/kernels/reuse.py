@@ -1,7 +1,7 @@
-"""Kernels on a group's index: where a prefix can end for a worker that holds more than KV.
+"""Kernels on the index of a group: find where a prefix can end for a worker that holds more than KV.
 
-A group says of each page whether it is *marked* for a stream (on any tier). A prefix can end behind a page if the last
-`window` pages up to there are marked, all of them if there are fewer.
+The index of a group holds the *marked* pages of each stream, on any tier. A prefix can end after a page if the last
+`window` pages up to and including it are marked, or all pages if there are fewer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _EMPTY = np.uint64(0)
 
 @array_kernel(types.void, Asked, U64Input, U32Vector)
 def sets_of_pages(pages, hashes, out_sets):
-    """Holder sets of a prompt's pages: one look-up a page, for all streams.
+    """Look up the holder set of each page of a prompt, once for all streams.
 
-    hashes: uint64[n], sequence hashes. out_sets: uint32[n], written; 0, the
-    empty set, for a page that nobody holds. Good until the next change.
+    hashes: uint64[n], sequence hashes. out_sets: uint32[n], written; 0, the empty set, for pages without holders. The
+    result is valid until the next change of the index.
     """
     entry = np.int64(-1)
     for i in range(hashes.shape[0]):
@@ -42,7 +42,7 @@ def _is_marked(words, held, stream):
 
 @array_function
 def _longest(words, sets, stream, window, length):
-    """Longest prefix of at most `length` pages at whose end the window is marked."""
+    """Return the longest prefix of at most `length` pages whose last window is marked."""
     marked = 0
     for i in range(length - 1, -1, -1):
         if not _is_marked(words, np.int64(sets[i]), stream):
@@ -56,10 +56,11 @@ def _longest(words, sets, stream, window, length):
 
 @array_kernel(types.boolean, U64Matrix, U32Vector, I64Vector, types.int64, I64Vector)
 def trim_to_reusable(words, sets, streams, window, lengths):
-    """Shorten prefixes until each can end where it ends. Returns whether one of them became shorter.
+    """Shorten prefixes until each one ends at a page where it can end. Returns whether any prefix became shorter.
 
-    words: uint64[sets, 4 * width]. sets: uint32[n], of the prompt's pages. streams: int64[k], -1: left as it is.
-    window: pages, at least 1. lengths: int64[k], pages of each stream's prefix, at most n; changed.
+    words: uint64[sets, 4 * width]. sets: uint32[n], holder sets of the prompt's pages. streams: int64[k]; prefixes of
+    stream -1 are not changed. window: pages, at least 1. lengths: int64[k], updated: pages of each stream's prefix, at
+    most n.
     """
     has_changed = False
     for k in range(streams.shape[0]):
