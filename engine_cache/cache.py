@@ -1,13 +1,13 @@
-"""TreeCache: a prefix cache put together of one radix tree, kinds of state, and the tiers that it has.
+"""TreeCache: a prefix cache that combines one radix tree, the kinds of state of a model, and one to three tiers.
 
-    TreeCache ── tree        keys, nodes, splits, locks, orders of eviction
-              ├─ components  recurrent states, sliding windows: what each kind needs
+    TreeCache ── tree        keys, nodes, splits, locks, eviction order
+              ├─ components  recurrent states, sliding windows: the rules of each kind of state
               ├─ device      rows on the device
               ├─ host        None, or copies on the host: backups, load-backs
-              └─ store       None, or an attached store: archives, prefetches
+              └─ store       None, or an attached storage backend: archives, prefetches
 
-The classes of caches choose components, tiers and rules: `radix.py`, `hiradix.py`, `mamba.py`, `himamba.py`,
-`unified.py`. A scheduler may make the same calls whichever tiers there are: without a tier its calls have no effect.
+The cache classes choose components, tiers and rules: `radix.py`, `hiradix.py`, `mamba.py`, `himamba.py`, `unified.py`.
+A scheduler can make the same calls with any set of tiers. Calls that concern a missing tier have no effect.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _MOST_LOADED_NOTES = 4_096
 
 
 class CacheOptions(TypedDict, total=False):
-    """Options of every cache, as in `TreeCache`."""
+    """Options of every cache. See `TreeCache`."""
 
     req_to_token_pool: ReqToTokenPool | None
     enable_kv_cache_events: bool
@@ -80,32 +80,33 @@ class CacheOptions(TypedDict, total=False):
 
 
 class RadixOptions(CacheOptions, total=False):
-    """Options of caches whose order of eviction can be chosen."""
+    """Options of caches with a configurable eviction policy."""
 
     eviction_policy: str
 
 
 class Evictor(Protocol):
-    """The tier that decides what becomes of a leaf of the device."""
+    """The tier that decides what happens to an evicted device leaf."""
 
     def evict_leaves(self, num_units: int) -> None: ...
     def evict_leaf(self, leaf: TreeNode) -> None: ...
 
 
 def salted_seed(extra_key: str) -> int:
-    """The default `seed_of_extra_key`: the namespace is a cache salt."""
+    """Return the seed of a namespace that is used as a cache salt. This is the default `seed_of_extra_key`."""
     return namespace_seed(cache_salt=extra_key)
 
 
 class TreeCache(KVCacheEventMixin, BasePrefixCache):
-    """What all caches share.
+    """Common implementation of all caches.
 
-    page_size: units a page. allocator: takes back the rows of evicted and duplicate pages; None leaves them to the
-    caller. components: the kinds of state besides Full KV, which belong to this cache from now on. rules: how caches of
-    its class behave. req_to_token_pool: rows of running requests, for `cache_unfinished_req` and `cache_finished_req`.
-    eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are taken as bigrams. disable: nothing is cached and
-    every answer is empty. seed_of_extra_key: seed of a namespace's local hashes. enable_kv_cache_events: record what
-    `take_events` returns. emit_group_events: record what `take_group_events` returns.
+    page_size: units per page. allocator: frees the rows of evicted and duplicate pages; None leaves them to the caller.
+    components: the kinds of state besides Full KV; they belong to this cache afterwards. rules: how caches of this
+    class behave. req_to_token_pool: rows of running requests, for `cache_unfinished_req` and `cache_finished_req`.
+    eviction_policy: a name in `EVICTION_POLICIES`. is_eagle: keys are converted to bigrams. disable: nothing is cached
+    and every result is empty. seed_of_extra_key: returns the seed of a namespace's local hashes.
+    enable_kv_cache_events: record the events that `take_events` returns. emit_group_events: record the events that
+    `take_group_events` returns.
     """
 
     def __init__(
@@ -156,14 +157,14 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             component.attach(self.tree, self.events)
         self.device = DeviceTier(self.tree, self.events, allocator, self.auxiliaries, rules)
         self.host: HostTier | None = None
-        """None: the device is the only tier."""
+        """None if the device is the only tier."""
         self.store: StorageTier | None = None
-        """None: no store is attached."""
+        """None if no storage backend is attached."""
         self.states = next((each for each in components if isinstance(each, MambaComponent)), None)
-        """None: the model has no recurrent layers."""
+        """None if the model has no recurrent layers."""
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
         self._evictor: Evictor = self.device
-        self._num_skipped_archives = 0  # of stores that were detached
+        self._num_skipped_archives = 0  # of detached storage backends
         self._requests = Requests(self, self.device, self.states)
         self.events.all_cleared()
 
@@ -173,8 +174,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         write_policy: str,
         load_back_threshold: int,
     ) -> None:
-        """Put a host tier behind the device, before anything is cached. Raises as `HostTier` does, and
-        InvalidValueError for a controller that does not know a component by its own allocator."""
+        """Add a host tier. The cache must be empty.
+
+        Raises the errors of `HostTier`, and InvalidValueError if the controller does not use the allocator of a
+        component.
+        """
         for component in self.auxiliaries:
             entry = controller.entry(component.pool)
             if entry.device_allocator is not component.device_allocator:
@@ -206,20 +210,22 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def evictable_leaves(self) -> EvictionQueue:
-        """Leaves of the device that may be evicted."""
+        """Device leaves that can be evicted."""
         return self.tree.device_leaves
 
     @property
     def evictable_host_leaves(self) -> EvictionQueue:
-        """Leaves of the host that may be evicted."""
+        """Host leaves that can be evicted."""
         return self.tree.host_leaves
 
     def check(self, request_indices: IndexArray | None = None, request_slots: IndexArray | None = None) -> None:
-        """Recount every invariant of tree, components, tiers and pools. Exact between two operations, except for
-        prefetches that another thread is working on. Raises CacheStateError with both figures of the first that fails.
+        """Recount every invariant of the tree, the components, the tiers and the pools.
 
-        request_indices, request_slots: rows, and slots of states, that running requests own besides the tree's. If
-        given, they and the tree's must add up to those of the allocators.
+        The result is exact between two operations, except for prefetches that another thread is processing. Raises
+        CacheStateError with both figures at the first mismatch.
+
+        request_indices, request_slots: rows and state slots that running requests own in addition to the tree's. If
+        they are given, they and the tree's must add up to the figures of the allocators.
         """
         check_tree(self.tree, self.allocator, request_indices)
         for component in self.auxiliaries:
@@ -232,10 +238,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     # --- match and insert -------------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest prefix at whose end every kind of state has what it needs, on any tier (`best_match_node`). Nodes
-        up to it have been used now.
+        """Return the longest prefix, on any tier, at whose end every kind of state has the data it needs
+        (`best_match_node`).
 
-        With `cow_mamba`, raises PoolExhaustedError if the request has no slot and none can be freed for it.
+        Refreshes the access times of the nodes up to it. With `cow_mamba`, raises PoolExhaustedError if the request has
+        no state slot and none can be freed for it.
         """
         if params.cow_mamba and params.req is None:
             raise InvalidValueError("req", None, "the request that takes the state, with cow_mamba")
@@ -260,7 +267,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self._match_states(result, path, params) if self.auxiliaries else result
 
     def _matched(self, nodes: list[TreeNode]) -> MatchedPath:
-        """How far a path can be used, on any tier and on the device."""
+        """Return how far a path can be used, on any tier and on the device."""
         if self.host is not None:
             nodes = list(takewhile(lambda node: node.value is not None or node.host_value is not None, nodes))
         num_best = len(nodes)
@@ -298,8 +305,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return result
 
     def whole_pages(self, key: RadixKey) -> RadixKey:
-        """The key as this cache takes it, cut to whole pages. Empty if the cache is disabled. Raises TransferError
-        after a load that failed."""
+        """Convert the key to the cache's units and cut it to whole pages. The result is empty if the cache is disabled.
+
+        Raises TransferError after a failed load.
+        """
         return self._whole_pages(key, None)[0]
 
     def _whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
@@ -309,11 +318,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return key[:0] if self.disable else key, value
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Take over the rows of those pages that are not on the device yet, and what the components can use of the
-        rest. Evicted nodes on the path take over their rows, too.
+        """Insert a key. The tree becomes the owner of the rows of pages that are not on the device yet.
 
-        Raises InvalidValueError unless there is a row for each unit, and what each component needs; with recurrent
-        states the key must be whole pages.
+        The components keep what they can use of the other rows. Evicted nodes on the path become owners of their rows
+        as well. Raises InvalidValueError if `value` does not have a row for each unit, if the data that a component
+        requires is missing, or if the cache has recurrent states and the key does not consist of whole pages.
         """
         if self.disable:
             return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
@@ -339,7 +348,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         else:
             path, matched = self.tree.descend(key)
             self.tree.touch(path)
-        self._use(path, params)  # before a component splits one, of which both parts are used
+        self._use(path, params)  # before a component splits a node, because both parts are used
         prefix_len = matched
         if self.host is not None or self.rules.frees_duplicates:
             prefix_len = self._insert_overlap(path, value, params)
@@ -352,7 +361,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             path.append(self._add_leaf(path, key, value, matched, params))
             is_taken = self._finish_insert(path[-1], params)
         if self.host is not None and path and not params.chunked:
-            # last, because a backup copies what is there
+            # last, because a backup copies what the node has at this time
             for node in reversed(self.tree.path_to_root(path[-1])):
                 self.host.backups.back_up_if_due(node)
         return InsertResult(prefix_len, len(key), mamba_exist=not is_taken)
@@ -363,7 +372,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             component.touched_on_insert(node)
 
     def _use(self, nodes: Sequence[TreeNode], params: InsertParams) -> None:
-        """An insert uses the nodes."""
+        """Record that an insert uses the nodes."""
         counts_evicted = self.rules.counts_hits_of_evicted_nodes
         is_hit = not params.chunked and (self.host is None or self.host.backups.counts_hits)
         for node in nodes:
@@ -372,7 +381,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
                 node.hit_count += 1
 
     def _insert_overlap(self, path: list[TreeNode], value: IndexArray, params: InsertParams) -> int:
-        """Nodes on the device keep their rows, the others take over theirs. Returns `prefix_len` of the insert."""
+        """Insert into existing nodes: nodes on the device keep their rows, the others become owners of the new ones.
+
+        Returns `prefix_len` of the insert.
+        """
         start = prefix_len = 0
         for node in path:
             end = start + len(node.key)
@@ -397,7 +409,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         leaf = self.device.add_leaf(parent, key, value, start, params.priority)
         for component in self.auxiliaries:
             component.recover_after_unevict(leaf, start, params)
-        self._use([leaf], params)  # a node that a component has split off above it begins without a hit
+        self._use([leaf], params)  # a node that a component splits off above the leaf starts without hits
         return leaf
 
     def _finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
@@ -409,8 +421,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `num_tokens` units of KV, and as many rows of the other kinds as wanted, as far as unlocked
-        nodes hold them. Counts include what leaves with a node."""
+        """Free at least `num_tokens` units of KV, and the requested number of rows of the other kinds, as far as
+        unlocked nodes hold them. The counts include data that is freed together with a node."""
         full, before = self.tree.evictable_size, [each.device_size for each in self.auxiliaries]
         self._evictor.evict_leaves(params.num_tokens)
         if not self.auxiliaries:
@@ -424,34 +436,41 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return EvictResult(full - self.tree.evictable_size, freed.get(PoolName.MAMBA, 0), freed.get(PoolName.SWA, 0))
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free so many device rows of one kind, least recently used first. Returns their number. A leaf loses all it
-        has; another node loses this kind and those that cannot be used without it, which is not an event."""
+        """Free device rows of one kind, least recently used first. Returns their number.
+
+        A leaf loses all its data. Any other node loses this kind and the kinds that cannot be used without it, which is
+        not an event.
+        """
         before = component.device_size
         self.device.evict_component(component, num_rows, self._evictor.evict_leaf)
         return before - component.device_size
 
     def evict_mamba(self, mamba_num: int) -> EvictResult:
-        """Free so many recurrent states of the device, least recently used first."""
+        """Free recurrent states on the device, least recently used first."""
         return self.evict(EvictParams(0, mamba_num=mamba_num))
 
     def mamba_evictable_size(self) -> int:
-        """Recurrent states on the device that eviction could free."""
+        """Return the number of recurrent states on the device that eviction could free."""
         return 0 if self.states is None else self.states.evictable_size
 
     def mamba_protected_size(self) -> int:
-        """Recurrent states on the device that locks hold."""
+        """Return the number of recurrent states on the device that are protected by locks."""
         return 0 if self.states is None else self.states.protected_size
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Forbid eviction of the KV of the node and its ancestors, and of the states that a request needs that
-        continues from the node. The result names the node to unlock. Raises CacheStateError for a node of another tree.
+        """Protect from eviction the KV of the node and its ancestors, and the states needed to continue from the node.
+
+        The result contains the node to unlock. Raises CacheStateError for a node of another tree.
         """
         return IncLockRefResult(0, node) if self.disable else self.device.lock(node)
 
     def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Undo one `inc_lock_ref`. node, params: `node` and `to_dec_params()` of its result; caches with one kind of
-        lock need no params. Raises CacheStateError if there is no lock, and for a node of another tree, and
-        InvalidValueError without params where they are needed."""
+        """Undo one `inc_lock_ref`. node, params: `node` and `to_dec_params()` of its result; a cache with one kind of
+        lock needs no params.
+
+        Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if required
+        params are missing.
+        """
         if self.disable:
             return DecLockRefResult(0)
         return self.device.unlock(node, None if params is None else params.tickets)
@@ -472,12 +491,12 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def cache_controller(self) -> HiCacheController | None:
-        """Moves the data between the tiers. None: there is no host tier."""
+        """Moves data between the tiers. None without a host tier."""
         return None if self.host is None else self.host.controller
 
     @property
     def controller(self) -> HiCacheController:
-        """The same, of a cache with a host tier. Raises CacheStateError if it has none."""
+        """The controller of a cache with a host tier. Raises CacheStateError without a host tier."""
         if self.host is None:
             raise CacheStateError("this cache has no host tier")
         return self.host.controller
@@ -489,7 +508,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def load_back_threshold(self) -> int:
-        """Units of KV below which nothing is loaded back."""
+        """Minimum number of KV units of a load-back."""
         return 0 if self.host is None else self.host.loads.threshold
 
     @property
@@ -504,60 +523,74 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def num_failed_backups(self) -> int:
-        """Copies to the host that failed twice, since the cache was made."""
+        """Number of copies to the host that failed twice since the cache was created."""
         return 0 if self.host is None else self.host.backups.num_failed
 
     @property
     def num_refused_backups(self) -> int:
-        """Copies to the host for which it had no room, since the cache was made."""
+        """Number of copies to the host that were refused for lack of room since the cache was created."""
         return 0 if self.host is None else self.host.backups.num_refused
 
     def check_hicache_events(self) -> None:
-        """Process whatever has ended: backups, loads, then what the storage side has finished."""
+        """Process finished work: backups, loads, then the results of the storage tier."""
         self.writing_check()
         self.loading_check()
         self.check_storage_events()
 
     def writing_check(self, write_back: bool = False) -> None:
-        """Process the backups that have ended, oldest first. write_back: wait for all of them."""
+        """Process finished backups, oldest first. write_back: wait for all of them."""
         if self.host is not None:
             self.host.backups.writing_check(write_back)
 
     def flush_write_through_acks(self) -> None:
-        """`writing_check` without waiting."""
+        """Call `writing_check` without waiting."""
         self.writing_check()
 
     def loading_check(self) -> None:
-        """Unlock the nodes whose load has ended. Raises TransferError if one failed: the cache must be reset."""
+        """Unlock the nodes whose load has finished. Raises TransferError if a load failed; the cache must then be
+        reset."""
         if self.host is not None:
             self.host.loads.loading_check()
 
     def ready_to_load_host_cache(self) -> int:
-        """Start the loads that were queued. Returns the number to wait for layers with, -1 if there are none."""
+        """Start the queued loads. Returns the number with which to wait for layers, or -1 if no load was queued."""
         return -1 if self.host is None else self.host.controller.start_loading()
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a node of the device to the host. Returns its units, or 0: there is no room, or its parent has
-        no host copy. Its pages stay locked until `writing_check`, except for a write-back."""
+        """Start to copy a device node to the host. Returns its units, or 0 if there is no room or its parent has no
+        host copy.
+
+        The pages stay locked until `writing_check`, except in a write-back.
+        """
         return 0 if self.host is None else self.host.backups.write(node, write_back)
 
     def evict_host(self, num_tokens: int) -> int:
-        """Delete nodes that are on the host alone until `num_tokens` units of host rows are free or none is left.
-        Returns the units."""
+        """Delete nodes that are only on the host until `num_tokens` units of host rows are free or no such node is
+        left.
+
+        Returns the number of units.
+        """
         return 0 if self.host is None else self.host.leaves.evict(num_tokens)
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None, req: Request | None = None) -> IndexArray | None:
-        """Give an evicted node, and its evicted ancestors, device rows, which are filled after
-        `ready_to_load_host_cache`. Returns the rows, root side first. None: nothing is loaded, because it is too
-        little, more than `mem_quota` units, or there is no room."""
+        """Allocate device rows for an evicted node and its evicted ancestors. `ready_to_load_host_cache` starts to fill
+        them.
+
+        Returns the rows, root side first. Returns None, and loads nothing, if the load is too small, exceeds
+        `mem_quota` units, or there is no room.
+        """
         return None if self.host is None else self.host.loads.load(node, mem_quota, req)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
-        """Load a match back if that is worth it. Returns the rows that KV got, and the deepest node of the match from
-        which the request can continue now; if the match was deleted meanwhile, of what remains of it. With recurrent
-        states `device_indices` may reach beyond that node: the request keeps those up to it. Raises CacheStateError for
-        a node of another tree, or from before a reset, and PoolExhaustedError without a slot for the state that the
-        request starts from."""
+        """Load back a match if it is large enough.
+
+        Returns the rows that KV received, and the deepest node of the match from which the request can continue now. If
+        part of the match has been deleted since, the node is in the remaining part. With recurrent states,
+        `device_indices` may extend beyond that node; the request keeps the rows up to it.
+
+        Raises CacheStateError for a node of another tree or from before a reset, and PoolExhaustedError if there is no
+        slot for the state that the request starts from.
+        """
         node, states = params.best_match_node, self.states
         lacking = node if states is None else states.data(node)
         if lacking.value is None and lacking.host_value is not None:
@@ -574,7 +607,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return no_indices(), node
 
     def _can_continue_from(self, node: TreeNode) -> bool:
-        """Whether the node is in the tree, with all that a request needs on the device."""
+        """Return whether the node is in the tree and all data that a request needs there is on the device."""
         has_state = node is self.tree.root or self.states is None or self.states.data(node).value is not None
         return has_state and node.former_parent is None and node.value is not None
 
@@ -582,12 +615,12 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def storage(self) -> StorageIO | None:
-        """The I/O side of the attached store. None: no store is attached."""
+        """The I/O side of the attached storage backend. None without one."""
         return None if self.store is None else self.store.io
 
     @property
     def ongoing_prefetch(self) -> Mapping[str, PrefetchOperation]:
-        """Prefetches that have not been taken over, by request."""
+        """Prefetches whose pages are not in the tree yet, by request."""
         return {} if self.store is None else self.store.ongoing_prefetches
 
     @property
@@ -602,18 +635,21 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def archive_tokens_occupied(self) -> int:
-        """Units on the host that have to stay there until they are archived."""
+        """Units on the host that must stay there until they are archived."""
         return 0 if self.store is None else self.store.archive_tokens_occupied
 
     @property
     def num_skipped_archives(self) -> int:
-        """Nodes that were not archived because too much of the host was waiting for that, since the cache was made."""
+        """Number of nodes, since the cache was created, that were not archived because too many host rows were waiting
+        for it."""
         return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
-        """Put a store behind an idle cache. Returns whether it is attached now, and a message. A store that is attached
-        takes the new policy; another one is refused. policy: by default that of an attached store, else
-        `StoragePolicy()`."""
+        """Attach a storage backend to an idle cache. Returns whether it is attached now, and a message.
+
+        If this backend is already attached, only its policy is updated. If another backend is attached, the call is
+        refused. policy: defaults to the policy of an attached backend, else to `StoragePolicy()`.
+        """
         if self.host is None:
             return False, "there is no host tier for a store to stand behind"
         storage = self.storage
@@ -626,14 +662,17 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
             return True, "attached already, policy updated"
         try:
             self.attach_store(backend, policy)
-        except Exception as error:  # stores may be of any kind, and the cache works without one
+        except Exception as error:  # a backend may raise anything, and the cache works without it
             log.exception("the store does not take the pools")
             return False, f"the store does not take the pools: {error}"
         return True, "attached"
 
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
-        """Put a store behind a cache that has none. Raises InvalidValueError for a cache without a host tier or with a
-        store, and as `StorageTier` does."""
+        """Attach a storage backend to a cache without one.
+
+        Raises InvalidValueError if the cache has no host tier or already has a backend, and the errors of
+        `StorageTier`.
+        """
         if self.host is None:
             raise InvalidValueError("store", type(backend).__name__, "a cache with a host tier for it to stand behind")
         if self.store is not None:
@@ -641,8 +680,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.store = StorageTier(self.host, backend, policy or StoragePolicy())
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """Abort what runs against the store, wait for it and release the store, which stays open for another cache.
-        Returns whether that worked, and a message."""
+        """Abort the operations of the storage backend, wait for them and release the backend. It stays open for another
+        cache.
+
+        Returns whether this succeeded, and a message.
+        """
         if self.store is None:
             return True, "no store is attached"
         failure = self.store.detach()
@@ -653,18 +695,18 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return True, "detached"
 
     def clear_storage_backend(self) -> None:
-        """Remove every page that this model and rank has in the store."""
+        """Remove every page of this model and rank from the storage backend."""
         if self.store is not None:
             self.store.clear_store()
 
     def check_storage_events(self) -> None:
-        """Process what the storage side has finished: revoked prefetches, archives, rows that nobody needs, and pages
-        that the store has lost."""
+        """Process the results of the storage tier: revoked prefetches, archives, unused rows, and pages that the
+        backend lost."""
         if self.store is not None:
             self.store.check_events()
 
     def iter_announced(self) -> Iterator[tuple[str, BlockStored]]:
-        """Storage key and event of every page that events report in the store."""
+        """Return storage key and event of every page that events report in the storage backend."""
         return iter(()) if self.store is None else self.store.announced()
 
     def prefetch_from_storage(
@@ -675,13 +717,14 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         last_hash: str | None = None,
         extra_key: str | None = None,
     ) -> None:
-        """Begin to fetch the pages of `new_input_tokens`, which start where the prefix of `last_host_node` ends.
+        """Start to fetch the pages of `new_input_tokens`, which continue the prefix of `last_host_node`.
 
-        last_host_node: as a match returned it. extra_key: the namespace, if the node is the root. last_hash: the node's
-        last block hash, computed by default. Nothing is begun, and nothing reported, without a store, for too few
-        units, over the rate limit, without room on the host, and if the node has lost its host copy since the match.
-        Raises InvalidValueError for a request that has a prefetch already, and for an extra_key or a last_hash that is
-        not the node's.
+        last_host_node: from the result of a match. extra_key: the namespace, if the node is the root. last_hash: the
+        node's last block hash, computed by default.
+
+        Does nothing without a storage backend, for too few units, above the rate limit, without room on the host, or if
+        the node has lost its host copy since the match. Raises InvalidValueError if the request already has a prefetch,
+        or if extra_key or last_hash does not fit the node.
         """
         if req_id in self.ongoing_prefetch:
             raise InvalidValueError("req_id", req_id, "a request without a prefetch in flight")
@@ -703,8 +746,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return last_hash
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        """Whether the request need not wait any more. The first time that is so, the pages that have arrived are put
-        into the tree."""
+        """Return whether the request can stop waiting. The first time it can, the fetched pages are inserted into the
+        tree."""
         if self.store is None or req_id not in self.store.ongoing_prefetches:
             return True
         loaded = self.store.finish_prefetch(req_id)
@@ -714,17 +757,19 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         noted.pop(req_id, None)
         if loaded > 0:
             noted[req_id] = loaded
-        if len(noted) > _MOST_LOADED_NOTES:  # not every engine asks
+        if len(noted) > _MOST_LOADED_NOTES:  # not every engine calls pop_prefetch_loaded_tokens
             del noted[next(iter(noted))]
         return True
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        """Units that a prefetch has added to the tree. Reported once; 0 for a request without one, and after 4,096
-        newer prefetches."""
+        """Return the units that a prefetch added to the tree, and forget the figure.
+
+        Returns 0 for a request without a prefetch, or if 4,096 newer prefetches have ended.
+        """
         return self.prefetch_loaded_tokens_by_reqid.pop(req_id, 0)
 
     def release_aborted_request(self, req_id: str) -> None:
-        """Give up the prefetch of a request that will not run, if it has one."""
+        """Abort the prefetch of a request that will not run, if it has one."""
         self.prefetch_loaded_tokens_by_reqid.pop(req_id, None)
         if self.store is not None:
             self.store.abort_prefetch(req_id)

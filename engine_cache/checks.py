@@ -1,4 +1,4 @@
-"""Invariants of a cache, recounted from scratch. Each check raises CacheStateError with both figures."""
+"""Checks that recount the invariants of a cache. Each raises CacheStateError with both figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def require(found: object, expected: object, what: str) -> None:
 def check_tree(
     tree: RadixTree, allocator: PagedTokenToKVPoolAllocator | None, request_indices: IndexArray | None
 ) -> None:
-    """Links, shapes, locks, sizes, leaves and rows. request_indices: rows that requests own besides the tree's."""
+    """Check links, shapes, locks, sizes, leaves and rows. request_indices: rows that requests own in addition to the
+    tree's."""
     nodes = list(iter_nodes(tree.root))
     for node in (tree.root, *nodes):
         _check_links(node, tree.page_size)
@@ -51,7 +52,8 @@ def check_tree(
 
 
 def _check_links(node: TreeNode, page_size: int) -> None:
-    """Child and parent agree, and a child's dictionary key is its first page, so no two children share one."""
+    """Check that child and parent agree, and that the dictionary key of a child is its first page. Two children
+    therefore never share a page."""
     for key, child in node.children.items():
         require(child.parent is node, True, f"node {child.id} names node {node.id} its parent")
         require(child.key.page_key(page_size), key, f"first page of node {child.id}, its dictionary key")
@@ -89,7 +91,7 @@ def _check_sizes(tree: RadixTree, nodes: list[TreeNode]) -> None:
 def check_pages(
     allocator: PagedTokenToKVPoolAllocator, tree_rows: IndexArray, request_indices: IndexArray | None
 ) -> None:
-    """Every page of an allocator has one owner."""
+    """Check that every page of an allocator has exactly one owner."""
     tree = tree_rows[:: allocator.page_size] // allocator.page_size
     free = allocator.free_pages()
     owned = no_indices() if request_indices is None else np.unique(request_indices // allocator.page_size)
@@ -101,13 +103,14 @@ def check_pages(
 
 
 def check_order_of_states(states: MambaComponent) -> None:
-    """States and the nodes they belong to have one order of use."""
+    """Check that states and their nodes have the same order of use."""
     times = [node.last_access_time for node in states.device_lru_list]
     require(times, sorted(times), "mamba list: times of use, in order")
 
 
 def check_no_tombstone_leaf(tree: RadixTree, states: MambaComponent) -> None:
-    """A leaf without a state cannot be matched, so it exists only while it is locked."""
+    """Check that leaves without a state are locked. No match can end at such a leaf, so an unlocked one must be
+    deleted."""
     for node in iter_nodes(tree.root):
         if not node.children and states.data(node).value is None:
             require(states.data(node).lock_ref > 0, True, f"node {node.id}: a leaf without a state is locked")
@@ -122,8 +125,10 @@ def check_component(
     request_indices: IndexArray | None,
     request_slots: IndexArray | None,
 ) -> None:
-    """Where the data of one kind are, their locks, sizes, orders of use and device rows. request_indices,
-    request_slots: rows of KV, and slots of states, that requests own besides the tree's."""
+    """Check positions, locks, sizes, LRU lists and device rows of one kind of state.
+
+    request_indices, request_slots: KV rows and state slots that requests own in addition to the tree's.
+    """
     nodes = list(iter_nodes(tree.root))
     held = [(node, component.data(node)) for node in nodes]
     for node, data in held:
@@ -145,7 +150,8 @@ def check_component(
 
 
 def _check_residency(name: str, node: TreeNode, data: ComponentData) -> None:
-    """Data of a kind lie beside KV on the same tier, and have no more locks on the device than KV."""
+    """Check that a node with data of a kind has KV on the same tier and, on the device, at least as many locks on
+    KV."""
     what, locks = f"node {node.id}, {name}", (data.lock_ref, node.lock_ref)
     require(data.value is None or node.value is not None, True, f"{what}: data on the device beside KV")
     require(data.host_value is None or node.host_value is not None, True, f"{what}: data on the host beside KV")
@@ -165,7 +171,7 @@ def _check_component_sizes(component: AuxiliaryComponent, held: list[ComponentDa
 
 
 def _check_mapping(component: SWAComponent, nodes: list[TreeNode]) -> None:
-    """The SWA rows of a node are those that its full rows are mapped to. Those of a tombstone are mapped to none."""
+    """Check that the SWA rows of a node are those that its full rows are mapped to. Tombstones must have no mapping."""
     for node in nodes:
         if node.value is not None:
             held = component.data(node).value
@@ -178,7 +184,7 @@ def _check_mapping(component: SWAComponent, nodes: list[TreeNode]) -> None:
 
 
 def check_host_tier(host: HostTier, store: StorageTier | None) -> None:
-    """Residency, pending backups, leaves and pages of the host, and what prefetches occupy."""
+    """Check residency, pending backups, leaves and pages of the host, and the units that prefetches occupy."""
     host.controller.require_loads()
     tree = host.device.tree
     nodes = list(iter_nodes(tree.root))
@@ -202,7 +208,7 @@ def check_host_tier(host: HostTier, store: StorageTier | None) -> None:
 
 
 def check_host_rows(component: AuxiliaryComponent, host: HostTier, store: StorageTier | None) -> None:
-    """Every host row of one kind has one owner."""
+    """Check that every host row of one kind has exactly one owner."""
     held = [component.data(node).host_value for node in iter_nodes(host.device.tree.root)]
     prefetched = [] if store is None else store.io.owned_extras(component.pool)
     _check_host_pages(component.pool, component.entry.host_pool, host, held, prefetched)

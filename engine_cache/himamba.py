@@ -1,11 +1,12 @@
-"""HiMambaRadixCache: the prefix cache of a model with recurrent layers, on device and host, with an optional store
-behind them.
+"""HiMambaRadixCache: the prefix cache of a model with recurrent layers, on device and host, with an optional storage
+backend behind them.
 
     root ── A* ──┬── B ── C°'     *: a state on the device   °: one on the host   ': KV on the host only
                  └── D*°
 
-KV moves as in `HiRadixCache`, and the state at a node's end moves with it: one operation, all or nothing. On each tier
-a state may leave before its KV, which is not an event. A match ends at the deepest state on either tier.
+KV moves as in `HiRadixCache`. The state at a node's end moves with it in one operation, which succeeds or fails as a
+whole. On each tier a state can be evicted before its KV, which is not an event. A match ends at the deepest state on
+either tier.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class HiMambaRadixCache(TreeCache):
     """A radix tree over device and host pages, and the states at the ends of some of its nodes.
 
     controller: moves KV and, as its sidecar MAMBA, states; its device allocators must be `allocator` and
-    `mamba_allocator`. write_policy, load_back_threshold: as in `HiRadixCache`; a load that brings a state is never too
-    small. The options are those of `MambaRadixCache`. The cache must be reset after a TransferError.
+    `mamba_allocator`. write_policy, load_back_threshold: as in `HiRadixCache`; the threshold does not apply to a load
+    that includes a state. The other options are those of `MambaRadixCache`. The cache must be reset after a
+    TransferError.
     """
 
     def __init__(
@@ -73,22 +75,27 @@ class HiMambaRadixCache(TreeCache):
 
     @property
     def host_mamba_lru_list(self) -> LruList:
-        """Nodes with a state on the host that no transfer needs, in order of use."""
+        """Nodes with a state on the host that no transfer uses, in order of use."""
         return self._states.host_lru_list
 
     def evict_full(self, num_tokens: int) -> EvictResult:
-        """Evict leaves of the device, least recently used first, until `num_tokens` units of KV are free or none is
+        """Evict device leaves, least recently used first, until `num_tokens` units of KV are free or no leaf is
         left."""
         return self.evict(EvictParams(num_tokens))
 
     def evict_mamba_host(self, mamba_num: int) -> int:
-        """Free so many states on the host, least recently used first. Returns their number. A leaf of the host loses
-        all it has, other nodes the state alone, which is not an event."""
+        """Free states on the host, least recently used first. Returns their number.
+
+        A host leaf loses all its data. Other nodes lose only the state, which is not an event.
+        """
         assert self.host is not None
         return self.host.leaves.evict_component(self._states, mamba_num)
 
     def write_state_backup(self, node: TreeNode) -> bool:
-        """Start to copy a state that arrived at a node whose KV has a host copy, acknowledged or not, to the host.
-        False: there is nothing to copy, or no room."""
+        """Start to copy to the host a state that arrived at a node after its KV was copied, whether or not that copy is
+        acknowledged.
+
+        Returns False if there is nothing to copy or no room.
+        """
         assert self.host is not None
         return self.host.backups.write_late(node)

@@ -1,10 +1,10 @@
-"""HiRadixCache: the prefix cache of two tiers, device and host, with an optional store behind them.
+"""HiRadixCache: the prefix cache of two tiers, device and host, with an optional storage backend behind them.
 
     root ── A ──┬── B ── C'      A, B: on the device; ' : evicted, on the host only
                 └── D'           nodes on the device always form a prefix of the tree
 
-`insert` fills, `evict` demotes or deletes, `init_load_back` brings back. Copies run meanwhile: the scheduler calls
-`ready_to_load_host_cache` before a batch and `check_hicache_events` between batches.
+`insert` adds pages, `evict` moves them to the host or deletes them, and `init_load_back` loads them back. Copies run
+concurrently: the scheduler calls `ready_to_load_host_cache` before a batch and `check_hicache_events` between batches.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from engine_cache.tiers.transfer import HiCacheController
 class HiRadixCache(TreeCache):
     """A radix tree over device and host pages.
 
-    controller: moves the pages; its KV device allocator must be `allocator`. write_policy: `write_through` (a copy at
-    the first hit), `write_through_selective` (at the second) or `write_back` (when evicted). load_back_threshold: units
-    below which nothing is loaded back. The options are those of `TreeCache`. The cache must be reset after a
-    TransferError.
+    controller: moves the pages; its KV device allocator must be `allocator`. write_policy: `write_through` (copy at the
+    first hit), `write_through_selective` (copy at the second hit) or `write_back` (copy at eviction).
+    load_back_threshold: minimum number of units of a load-back. The other options are those of `TreeCache`. The cache
+    must be reset after a TransferError.
     """
 
     def __init__(

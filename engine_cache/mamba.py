@@ -3,9 +3,9 @@
     root ── A ──┬── B*          *: has a state, which is valid exactly at the end of its node
                 └── C ── D*     a prompt that leaves D* in its middle can continue from the root only
 
-A page of KV helps every prompt that shares it; a recurrent state cannot be cut. So a match ends at the deepest node
-with a state. A node that was split, or lost its state, is a *tombstone*; a tombstone without children is deleted.
-States and KV are evicted separately, each in its own order of use.
+A page of KV can be used by every prompt that shares it, but a recurrent state cannot be divided. A match therefore ends
+at the deepest node with a state. A node that was split, or that lost its state, is a *tombstone*. A tombstone without
+children is deleted. States and KV are evicted separately, each in its own order of use.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kv_events.errors import InvalidValueError
 class MambaRadixCache(TreeCache):
     """A radix tree over device pages and the states at the ends of some of its nodes.
 
-    mamba_allocator: owner of the slots of states. mamba_pool: the states, which are copied when a running request
-    shares its own; with None only slots move. enable_mamba_extra_buffer: requests track the state at a page's end
-    besides the running one, as page sizes above 1 and bigram keys need. mamba_cache_chunk_size: tokens between the
-    points at which an engine can save a state. The other options are those of `TreeCache`. The least recently used
-    node is evicted first.
+    mamba_allocator: owner of the state slots. mamba_pool: the states, which are copied when a running request shares
+    its state; with None only slots are assigned and nothing is copied. enable_mamba_extra_buffer: requests track a
+    state at a page boundary in addition to the running one; page sizes above 1 and bigram keys require it.
+    mamba_cache_chunk_size: tokens between the points at which an engine can save a state. The other options are those
+    of `TreeCache`. The least recently used node is evicted first.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ def node_states(
     mamba_cache_chunk_size: int,
     options: CacheOptions,
 ) -> NodeStates:
-    """The component of a cache with these arguments. Raises InvalidValueError by their names."""
+    """Create the component of recurrent states. Raises InvalidValueError that names the invalid argument of the
+    cache."""
     if not enable_mamba_extra_buffer and page_size != 1:
         raise InvalidValueError("page_size", page_size, "1 without enable_mamba_extra_buffer")
     if not enable_mamba_extra_buffer and options.get("is_eagle"):

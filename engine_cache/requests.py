@@ -1,4 +1,5 @@
-"""Requests on a cache: what a running or finished request gives to the tree, and which state a new one starts from.
+"""Requests of a cache: what a running or finished request shares with the tree, and the state that a new one starts
+from.
 
 row of a request   | cache_protected_len | ... prefix_len | ... whole pages | tail
 owner before       | tree                | request        | request         | request
@@ -26,7 +27,7 @@ from kv_events.errors import InvalidValueError
 
 
 class RequestCache(Protocol):
-    """What requests need of their cache."""
+    """The parts of a cache that requests use."""
 
     disable: bool
     req_to_token_pool: ReqToTokenPool | None
@@ -39,7 +40,7 @@ class RequestCache(Protocol):
 
 
 class Requests:
-    """The requests of one cache. states: of a model with recurrent layers."""
+    """The requests of one cache. states: the component of recurrent states, if the model has recurrent layers."""
 
     def __init__(self, cache: RequestCache, device: DeviceTier, states: MambaComponent | None) -> None:
         self._cache = cache
@@ -48,8 +49,11 @@ class Requests:
         self._states = states
 
     def unfinished(self, req: Request, *, chunked: bool) -> None:
-        """Share what a running request has computed. With states, up to its state, of which the tree gets a copy. The
-        request keeps its rows to itself without a slot for the copy, and when its sliding window has moved beyond them.
+        """Share the pages that a running request has computed.
+
+        With recurrent states, the shared part ends at a state of the request, and the tree receives a copy of that
+        state. Nothing is shared if there is no slot for the copy, or if the request's sliding window has moved beyond
+        these rows.
         """
         rows = self._rows(req)
         req.prefix_indices = rows
@@ -58,7 +62,7 @@ class Requests:
             return
         if self._states is None:
             self._insert(req, key, rows, None, chunked=chunked)
-            if len(key) >= req.cache_protected_len:  # else bigrams: the token that ends the last unit is not there yet
+            if len(key) >= req.cache_protected_len:  # bigrams: the last unit may lack its second token
                 self._share_rows(req, key, rows)
             return
         copy = self._fork_state(slot) if slot is not None and len(key) > req.cache_protected_len else None
@@ -70,8 +74,10 @@ class Requests:
         req.mamba_last_track_seqlen = None
 
     def finished(self, req: Request, *, is_insert: bool) -> None:
-        """End a request: whole pages, with states those up to its state, go to the tree together with the state. The
-        rest is freed, the lock released."""
+        """End a request: insert its whole pages, free its other rows and release its lock.
+
+        With recurrent states, the inserted part ends at a state of the request, which is inserted as well.
+        """
         rows = self._rows(req)
         own_from, given = req.cache_protected_len, None
         key, slot = self._shareable(req) if is_insert else (None, None)
@@ -85,8 +91,12 @@ class Requests:
         self._move_lock(req, None)
 
     def copy_on_write(self, req: Request, state: IndexArray | None, needed: Sequence[TreeNode]) -> None:
-        """Name the state that the request starts from, None for none, and the slot of its own to which it copies it.
-        needed: nodes that must stay while room is made for the slot. Raises PoolExhaustedError if there is none."""
+        """Set the state that the request starts from (None if there is none) and the request's own slot for a copy of
+        it.
+
+        needed: nodes that must not be evicted to make room for the slot. Raises PoolExhaustedError if no slot can be
+        freed.
+        """
         assert self._states is not None
         req.mamba_cow_src_index = None
         if state is None:
@@ -125,7 +135,7 @@ class Requests:
         return result
 
     def _share_rows(self, req: Request, key: RadixKey, rows: IndexArray) -> None:
-        """Put the request on the tree's rows of `key`, which was just inserted, and its lock on their last node."""
+        """Let the request use the tree's rows of `key`, which was just inserted, and lock their last node for it."""
         path, length = self._tree.descend(key)
         own_from = req.cache_protected_len
         shared = np.concatenate([rows[:0], *(node.value for node in path if node.value is not None)])
@@ -145,9 +155,11 @@ class Requests:
     # --- states -----------------------------------------------------------------------------------------------------
 
     def _shareable(self, req: Request) -> tuple[RadixKey, IndexArray | None]:
-        """The longest prefix that the tree can use: whole pages. With states it ends at a state of the request, whose
-        slot is returned; it is empty if there is none, or if it cannot be hashed yet: a pair needs the token behind
-        it."""
+        """Return the longest prefix that the tree can use, in whole pages.
+
+        With recurrent states, the prefix ends at a state of the request, whose slot is returned. The prefix is empty if
+        there is no such state, or if its end cannot be hashed yet because the last token pair is incomplete.
+        """
         if self._states is None:
             return self._cache.whole_pages(RadixKey(req.token_ids, req.extra_key)), None
         field, length, slot = "mamba_pool_idx", len(req.token_ids), req.mamba_pool_idx
@@ -171,7 +183,7 @@ class Requests:
         return copy
 
     def _alloc_slot(self) -> IndexArray | None:
-        """A slot, if necessary that of the least recently used state. None: all are in use."""
+        """Allocate a slot, and evict the least recently used state if necessary. None if all slots are in use."""
         assert self._states is not None
         slot = self._states.allocator.alloc(1)
         if slot is None:
@@ -180,8 +192,8 @@ class Requests:
         return slot
 
     def _free_slots(self, req: Request, given: IndexArray | None) -> None:
-        """Free the slots of a request except the one that the tree took. A slot that a load still fills is freed when
-        the load has ended."""
+        """Free the slots of a request except the one that the tree accepted. A slot that a load still fills is freed
+        when the load has ended."""
         assert self._states is not None
         for slot in (req.mamba_pool_idx, req.mamba_track_idx):
             if slot is not None and slot is not given and not self._states.loading_slots.give_up(slot):

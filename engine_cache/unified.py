@@ -1,10 +1,11 @@
-"""UnifiedRadixCache: one prefix cache for every kind of state, on one tier or on three.
+"""UnifiedRadixCache: one prefix cache for every kind of state, with one to three tiers.
 
-    root ── A ── B* ── C°'     KV makes the nodes; each other kind has data of its own at some of them
+    root ── A ── B* ── C°'     nodes consist of KV; some of them have data of other kinds
                                (*: on the device, °: on the host;  ': KV on the host only)
 
-KV moves as in `HiRadixCache`; what the other kinds hold moves with it: one operation, all or nothing. What they may do
-alone (be evicted, be restored) is not an event. A match may end only where all kinds can continue.
+KV moves as in `HiRadixCache`. Data of the other kinds moves with it in one operation, which succeeds or fails as a
+whole. Data of another kind can also be evicted or restored alone, which is not an event. A match ends only where all
+kinds can continue.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from kv_events.errors import InvalidValueError
 
 
 class UnifiedRadixCache(TreeCache):
-    """A radix tree over pages of KV and whatever else its components hold.
+    """A radix tree over pages of KV and the data of further components.
 
-    components: the kinds of state besides Full KV, each once; they belong to this cache from now on. allocator: owner
-    of the device rows; with SWA that of its component. The options are those of `TreeCache`. Without `init_hicache`
-    there is one tier, the device. The cache must be reset after a TransferError.
+    components: the kinds of state besides Full KV, each at most once; they belong to this cache afterwards. allocator:
+    owner of the device rows; with SWA, the allocator of its component. The other options are those of `TreeCache`.
+    Without `init_hicache` the device is the only tier. The cache must be reset after a TransferError.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class UnifiedRadixCache(TreeCache):
     def init_hicache(
         self, controller: HiCacheController, write_policy: str = "write_through", load_back_threshold: int = 10
     ) -> None:
-        """Put a host tier behind the cache, once and before anything is cached.
+        """Add a host tier, once and while the cache is empty.
 
-        controller: moves KV and, as its sidecars, all that the components hold; its device allocators must be theirs.
+        controller: moves KV and, as its sidecars, the data of all components; it must use their device allocators.
         write_policy, load_back_threshold: as in `HiRadixCache`.
         """
         if self.host is not None or self.root_node.children:
@@ -68,30 +69,34 @@ class UnifiedRadixCache(TreeCache):
         self._add_host_tier(controller, write_policy, load_back_threshold)
 
     def component(self, kind: ComponentType) -> AuxiliaryComponent:
-        """The component of an auxiliary kind. Raises InvalidValueError if the cache has none of it."""
+        """Return the component of an auxiliary kind. Raises InvalidValueError if the cache does not have it."""
         for component in self.auxiliaries:
             if component.kind is kind:
                 return component
         raise InvalidValueError("kind", kind.name, f"one of {[component.kind.name for component in self.auxiliaries]}")
 
     def sanity_check(self) -> None:
-        """`check` of what the tree alone can tell."""
+        """Call `check` without the rows and slots of requests."""
         self.check()
 
     def evict_component_on_host(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free so many host rows of one kind, least recently used first. Returns their number."""
+        """Free host rows of one kind, least recently used first. Returns their number."""
         return 0 if self.host is None else self.host.leaves.evict_component(component, num_rows)
 
     def write_auxiliary_backup(self, node: TreeNode) -> bool:
-        """Start to copy what has arrived at a node since its KV was copied to the host. False: there is nothing, or no
-        room."""
+        """Start to copy the data that a node received after its KV was copied to the host. False if there is nothing to
+        copy or no room."""
         return False if self.host is None else self.host.backups.write_late(node)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
-        """Load back what the match lacks. Returns the rows by which the request's prefix grows, and the node from which
-        it continues. `req.last_node` must be the match's device node, locked; if nothing was gained the request
-        continues there. Raises InvalidValueError without a request, or if that node is not above the match, and
-        PoolExhaustedError without a slot for the state that the request starts from."""
+        """Load back the missing part of a match.
+
+        Returns the rows by which the request's prefix grows, and the node from which it continues. `req.last_node` must
+        be the device node of the match, and locked. If nothing was loaded, the request continues there.
+
+        Raises InvalidValueError without a request or if that node is not above the match, and PoolExhaustedError if
+        there is no slot for the state that the request starts from.
+        """
         node, req = params.best_match_node, params.req
         if req is None or req.last_node is None:
             raise InvalidValueError("req", req, "a request with a last_node")
@@ -100,7 +105,7 @@ class UnifiedRadixCache(TreeCache):
         is_wanted = node.value is None or params.host_hit_length > 0
         if not is_wanted and req.swa_host_hit_length <= 0 and req.mamba_host_hit_length <= 0:
             return no_indices(), start
-        self._copy_state(req, node)  # a state that need not be loaded is copied
+        self._copy_state(req, node)  # a state that is on the device already is copied, not loaded
         if self._is_usable(node) and self.load_back(node, params.mem_quota, req) is not None:
             rows = [step.value for step in added if step.value is not None]
             assert len(rows) == len(added), "a node was loaded, but is not on the device"
@@ -113,7 +118,8 @@ class UnifiedRadixCache(TreeCache):
             self._requests.copy_on_write(req, self.states.data(node).value, [node])
 
     def _is_usable(self, node: TreeNode) -> bool:
-        """Whether a match may still end at a node: since the match it may have lost data, or left the tree."""
+        """Return whether a match can still end at a node. The node may have lost data or been deleted since the
+        match."""
         if node.former_parent is not None:
             return False
         path = self.tree.path_to_root(node)[::-1]
@@ -121,7 +127,7 @@ class UnifiedRadixCache(TreeCache):
 
 
 def _path_below(start: TreeNode, node: TreeNode) -> list[TreeNode]:
-    """Nodes on the way from `start`, which is left out, down to `node`."""
+    """Return the nodes on the path from `start`, which is excluded, down to `node`."""
     path = []
     step: TreeNode | None = node
     while step is not start:
