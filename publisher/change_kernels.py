@@ -1,4 +1,4 @@
-"""Kernels over page changes that lie column by column: their digest, their order, how many fit a batch."""
+"""Kernels over page changes in columns: their digest, their order, and how many fit into a batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kv_events.schema import NUM_MEDIA
 REMOVAL = NUM_MEDIA
 CLEARED = 2 * NUM_MEDIA
 NUM_RANKS = 2 * NUM_MEDIA
-"""Kinds that a span may have."""
+"""Number of kinds that can occur in a span."""
 
 
 @array_kernel(types.void, U64Vector, U8Input, U64Input)
 def advance_digest(digest, kinds, hashes):
-    """Bring a digest (uint64[8], changed in place) from before the changes to after them."""
+    """Apply changes to a digest, uint64[8], in place."""
     for i in range(kinds.shape[0]):
         kind = np.int64(kinds[i])
         if kind < REMOVAL:
@@ -33,9 +33,10 @@ def advance_digest(digest, kinds, hashes):
 
 @array_kernel(types.int64, U8Input, U64Input, U64Input, U32Input, types.int64, types.int64, types.int64, types.int64)
 def batch_length(kinds, hashes, parents, spans, max_events, max_bytes, event_bytes, page_bytes):
-    """How many of the changes fit one batch, sorted or not; at least one.
+    """Return how many of the changes fit into one batch, sorted or not; at least one.
 
-    A run of one kind and span is an event of `event_bytes`; a page costs `page_bytes`, a chain that begins 8 more.
+    A run of changes of one kind and span counts as an event of `event_bytes`. Each page adds `page_bytes`, and each
+    start of a chain adds 8.
     """
     num_events, num_bytes = 0, 0
     for i in range(kinds.shape[0]):
@@ -53,7 +54,7 @@ def batch_length(kinds, hashes, parents, spans, max_events, max_bytes, event_byt
 
 @array_helper
 def _rank(kind, span, first_span):
-    """Where a change comes among others: by spans; within one removals first, and by media."""
+    """Return the sort key of a change: by span, then removals before stores, then by medium."""
     place = kind + REMOVAL if kind < REMOVAL else kind - REMOVAL if kind < CLEARED else np.int64(0)
     return np.int64(np.uint32(span - first_span)) * NUM_RANKS + place
 
@@ -66,7 +67,10 @@ def _copy(column, start, out, place, length):
 
 @array_helper
 def _find_runs(kinds, spans, borders):
-    """Fill `borders` with where runs of one kind and span begin, and where the last one ends. Returns their number."""
+    """Write the start of each run of one kind and span, and the end of the last one, to `borders`.
+
+    Returns the number of runs.
+    """
     num_runs = borders[0] = 0
     for i in range(1, kinds.shape[0]):
         if kinds[i] != kinds[i - 1] or spans[i] != spans[i - 1]:
@@ -84,11 +88,11 @@ def sort_changes(
     kinds, hashes, block_hashes, parents, spans,
     places, out_kinds, out_hashes, out_block_hashes, out_parents, borders,
 ):  # fmt: skip
-    """Sort changes into few runs of a kind, without a change of meaning; those of one kind and span stay in order.
-    Returns the number of runs. A counting sort, of the runs that there are.
+    """Sort changes into few runs of one kind, with the same effect. Returns the number of runs.
 
-    Columns are as in `PageChanges`. places: int64[NUM_RANKS for each span], zeros: scratch. borders: int64[n + 1],
-    filled with where each run begins and the last one ends.
+    This is a counting sort of the existing runs. Changes of one kind and span keep their order. Columns are as in
+    `PageChanges`. places: int64[NUM_RANKS * spans], scratch space filled with zeros. borders: int64[n + 1], receives
+    the start of each run and the end of the last one.
     """
     num_old = _find_runs(kinds, spans, borders)
     for run in range(num_old):
@@ -117,10 +121,11 @@ def sort_changes(
 
 @array_kernel(types.int64, U64Input, U64Input, U8Vector, U64Vector)
 def mark_chains(hashes, parents, starts, firsts):
-    """Find the chains of stored pages: one begins where a page's parent is not the page before. Returns how many.
+    """Find the chains of stored pages and return their number.
 
-    starts: uint8[ceil(n / 8)], zeros: bit i % 8 of byte i / 8 is set where page i begins one. firsts: uint64[n], filled
-    with each chain's first parent.
+    A chain begins at each page whose parent is not the previous page. starts: uint8[ceil(n / 8)], filled with zeros;
+    bit i % 8 of byte i // 8 is set if page i begins a chain. firsts: uint64[n], receives the parent of the first page
+    of each chain.
     """
     num_chains = 0
     for i in range(hashes.shape[0]):
@@ -133,10 +138,10 @@ def mark_chains(hashes, parents, starts, firsts):
 
 @njit(types.int64(numba_type(U8Input), numba_type(I64Input), numba_type(I64Vector)), nogil=True, cache=True)
 def order_by_prefix(media, parents, order):
-    """Fill `order` with the live entries, parents before children and, where possible, right before one.
+    """Write the live entries to `order`, with each parent before its children and directly before one if possible.
 
-    media: uint8[n], 0 marks a free entry. parents: int64[n], entry of the page before, or -1. order: int64[n].
-    Returns how many there are. Links that form a ring are cut somewhere.
+    media: uint8[n], 0 marks a free entry. parents: int64[n], entry of the parent, or -1. order: int64[n]. Returns the
+    number of live entries. A cycle of parents is cut at an arbitrary entry.
     """
     n = media.shape[0]
     first_child = np.full(n, -1, np.int64)
@@ -148,7 +153,7 @@ def order_by_prefix(media, parents, order):
     seen = np.zeros(n, np.bool_)
     stack = np.empty(n + 1, np.int64)
     count = 0
-    for take_all in (False, True):  # from the roots down first; what is then left hangs on a ring of links
+    for take_all in (False, True):  # first from the roots down; what remains is on or below a cycle
         for root in range(n):
             if media[root] == 0 or seen[root] or (parents[root] >= 0 and not take_all):
                 continue

@@ -1,7 +1,7 @@
-"""Engine events -> checked columns for the ledger's kernels. What does not fit is a `BadEventError`, never more.
+"""Validates engine events and converts them to columns for the ledger's kernels.
 
-An engine's lists are converted by C loops (`array`, `itertools`), so that a page costs some ten nanoseconds and an
-event well under half a microsecond, also where every event carries a single page.
+Invalid events raise `BadEventError` and nothing else. C loops (`array`, `itertools`) convert the engine's lists, so
+that a page costs about ten nanoseconds and an event well below half a microsecond, even if each event carries one page.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_PAGES_PER_EVENT = MAX_HASHES_PER_QUERY
 _MASK64 = 2**64 - 1
 _REMOVALS = np.arange(REMOVAL, REMOVAL + NUM_MEDIA, dtype=np.uint8).reshape(NUM_MEDIA, 1)
 _NO_PARENT, _HAS_NO_PARENT = np.zeros(1, np.uint64), np.zeros(1, np.uint8)
-# where a C long has 64 bits, `array` fills it three times as fast as a long long
+# if a C long has 64 bits, `array` converts to it three times as fast as to a long long
 _SIGNED, _UNSIGNED = ("l", "L") if array("l").itemsize == 8 else ("q", "Q")
 
 
 class BadEventError(KvsightError):
-    """An engine event is not acceptable. `reason` is one of a small fixed set of words, fit for a metric label."""
+    """An engine event is invalid. `reason` is one of a small fixed set of words and can be used as a metric label."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -39,21 +39,21 @@ class BadEventError(KvsightError):
 
 
 class StoredColumns(NamedTuple):
-    """Stored pages of several events, all on one medium and in one namespace."""
+    """Stored pages of several events of one namespace."""
 
     block_hashes: U64Input
-    """[n] all events' pages in a row."""
+    """[n] block hashes of the pages of all events, concatenated."""
     hashes: U64Input
     """[n] sequence hashes."""
     lengths: I64Input
-    """[m] pages of each event."""
+    """[m] number of pages of each event."""
     parents: U64Input
-    """[m] block hash before each event's first page."""
+    """[m] block hash of the parent of each event's first page."""
     has_parent: U8Input
-    """[m] 1 where `parents` is meant."""
+    """[m] 1 if the element of `parents` is valid."""
 
     def part(self, events: slice, pages: slice) -> StoredColumns:
-        """Views of some events, and of the pages that are theirs."""
+        """Return views of some events and of their pages."""
         return StoredColumns(
             self.block_hashes[pages],
             self.hashes[pages],
@@ -64,20 +64,20 @@ class StoredColumns(NamedTuple):
 
 
 class EventColumns(NamedTuple):
-    """Stores and removals of several events in their order, all in one namespace."""
+    """Stores and removals of several events of one namespace, in order."""
 
     kinds: npt.NDArray[np.uint8]
-    """[m] medium of a store, REMOVAL + medium, or anything larger: an event to pass over."""
+    """[m] medium for a store, REMOVAL + medium for a removal. Events with larger values are skipped."""
     pages: StoredColumns
-    """Of a removal, block hashes and length are meant."""
+    """The pages of the events. For removals, only block hashes and lengths are used."""
 
     @classmethod
     def stored(cls, pages: StoredColumns, medium: int) -> EventColumns:
-        """All stored, on one medium."""
+        """Return events that store all pages on one medium."""
         return cls(np.full(len(pages.lengths), medium, np.uint8), pages)
 
     def parts(self, max_pages: int) -> Iterator[EventColumns]:
-        """The same in parts of at most `max_pages`; an event that is longer becomes several."""
+        """Yield the events in parts of at most `max_pages` pages. A longer event is split into several."""
         if len(self.pages.block_hashes) <= max_pages:
             yield self
             return
@@ -91,13 +91,16 @@ class EventColumns(NamedTuple):
             first, first_page = last, int(ends[last - 1])
 
     def _cut(self, max_pages: int) -> EventColumns:
-        """The same in events of at most `max_pages`: of a longer one, each piece is the child of the one before."""
+        """Return the same changes as events of at most `max_pages` pages.
+
+        Each piece of a longer event is the child of the previous piece.
+        """
         pages = self.pages
         num_pieces = np.maximum(1, -(-pages.lengths // max_pages))
         events = np.repeat(np.arange(len(num_pieces)), num_pieces)
         number = np.arange(len(events)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
         lengths = np.minimum(max_pages, pages.lengths[events] - number * max_pages)
-        before = np.maximum(0, np.cumsum(lengths) - lengths - 1)  # the page before each piece
+        before = np.maximum(0, np.cumsum(lengths) - lengths - 1)  # index of the page before each piece
         is_rest = number > 0
         parents = np.where(is_rest, pages.block_hashes[before], pages.parents[events])
         has_parent = np.where(is_rest, np.uint8(1), pages.has_parent[events])
@@ -107,13 +110,13 @@ class EventColumns(NamedTuple):
 
     @classmethod
     def removed(cls, block_hashes: U64Array, medium: int) -> EventColumns:
-        """All removed, from one medium, by one event."""
+        """Return one event that removes all pages from one medium."""
         lengths = np.array([len(block_hashes)], np.int64)
         return cls(_REMOVALS[medium], StoredColumns(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT))
 
 
 def medium_index(medium: Any) -> int:
-    """Tier index of an event's medium; None means GPU."""
+    """Return the tier index of an event's medium. None means GPU. Raises BadEventError."""
     index = 0 if medium is None else MEDIUM_INDEX.get(medium) if isinstance(medium, str) else None
     if index is None:
         raise BadEventError("medium", f"got {medium!r}, expected one of {', '.join(MEDIUM_INDEX)}")
@@ -121,7 +124,7 @@ def medium_index(medium: Any) -> int:
 
 
 def check_extra_key(extra_key: Any) -> None:
-    """An extra key is absent or a text of at most `MAX_EXTRA_KEY_BYTES`."""
+    """Raise BadEventError unless the key is None or a string of at most `MAX_EXTRA_KEY_BYTES` bytes in UTF-8."""
     if extra_key is None:
         return
     if not isinstance(extra_key, str):
@@ -135,7 +138,7 @@ def check_extra_key(extra_key: Any) -> None:
 
 
 def stored_columns(events: Sequence[BlockStored], block_size: int) -> StoredColumns:
-    """Columns of events that carry their sequence hashes. Raises BadEventError if one of them is not acceptable."""
+    """Return the columns of events that carry their sequence hashes. Raises BadEventError if any event is invalid."""
     try:
         lists = _hash_lists(events)
         lengths = _page_counts(events, lists, block_size)
@@ -151,9 +154,10 @@ def stored_columns(events: Sequence[BlockStored], block_size: int) -> StoredColu
 
 
 def derived_columns(event: BlockStored, block_size: int, parent: int | None) -> StoredColumns:
-    """Columns of an event that leaves the naming to us. parent: sequence hash of the page before, None below the root.
+    """Return the columns of an event without sequence hashes, which are computed from its tokens.
 
-    Raises BadEventError; reason `unidentified` where there are no tokens to derive names from.
+    parent: sequence hash of the parent of the first page, or None for the start of a prompt. Raises BadEventError; the
+    reason is `unidentified` if the event has no tokens.
     """
     try:
         lists = _hash_lists([event])
@@ -171,7 +175,7 @@ def derived_columns(event: BlockStored, block_size: int, parent: int | None) -> 
 
 
 def removed_words(events: Sequence[BlockRemoved]) -> U64Array:
-    """Block hashes of all events in a row. Raises BadEventError."""
+    """Return the block hashes of all events, concatenated. Raises BadEventError."""
     try:
         return _words(_joined(_hash_lists(events)))
     except TypeError as error:
@@ -181,7 +185,10 @@ def removed_words(events: Sequence[BlockRemoved]) -> U64Array:
 
 
 def raw_tokens(event: BlockStored) -> tuple[U32Array, bool]:
-    """Tokens of an event, and whether they came as pairs (n pairs are n + 1 tokens). Raises BadEventError."""
+    """Return the tokens of an event and whether they were given as pairs (n pairs are n + 1 tokens).
+
+    Raises BadEventError.
+    """
     tokens: list[Any] = event.token_ids
     try:
         if not tokens or not isinstance(tokens[0], tuple | list):
@@ -195,7 +202,11 @@ def raw_tokens(event: BlockStored) -> tuple[U32Array, bool]:
 
 
 def token_rows(event: BlockStored, block_size: int) -> U32Array:
-    """uint32[pages, block_size] tokens of each page, block_size + 1 in bigram mode; [0, 0] without tokens."""
+    """Return uint32[pages, block_size], the tokens of each page.
+
+    The second dimension is block_size + 1 in bigram mode. The shape is [0, 0] if the event has no tokens. Raises
+    BadEventError.
+    """
     tokens, is_bigram = raw_tokens(event)
     if not len(tokens):
         return tokens.reshape(0, 0)
@@ -216,7 +227,7 @@ def _page_counts(events: Sequence[BlockStored], lists: list[list[int]], block_si
 
 
 def _check_token_counts(num_tokens: list[int], lengths: list[int], block_size: int) -> None:
-    """Tokens may be absent; some of another number are a mistake."""
+    """Raise BadEventError if an event has tokens, but not `block_size` for each page."""
     for got, num_pages in zip(num_tokens, lengths, strict=True):
         if got and got != num_pages * block_size:
             raise BadEventError("token_count", f"token_ids: {got} entries, expected {num_pages} x {block_size}")
@@ -255,10 +266,10 @@ def _joined(lists: list[list[int]]) -> list[int]:
 
 
 def _words(values: list[int]) -> U64Array:
-    """Signed or unsigned 64-bit names modulo 2**64. Raises TypeError, OverflowError."""
+    """Return signed or unsigned 64-bit hashes modulo 2**64. Raises TypeError or OverflowError."""
     try:
         return np.frombuffer(array(_SIGNED, values), np.uint64) if values else np.empty(0, np.uint64)
-    except OverflowError:  # unsigned names, as vLLM's, or both kinds
+    except OverflowError:  # unsigned hashes, as in vLLM, or signed and unsigned ones
         if min(values) < -(2**63):
             raise
         return _unsigned_words([value & _MASK64 if value < 0 else value for value in values])

@@ -1,4 +1,4 @@
-"""The ledger: what the worker holds, learned from its events alone."""
+"""The ledger: the record of what the worker holds, built from its events alone."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _MASK64 = 2**64 - 1
 
 
 class LedgerCopy(NamedTuple):
-    """A copy of what the ledger held at one moment; one row a table entry, free ones among them."""
+    """A copy of what the ledger held at one moment, with one row per table entry, including free entries."""
 
     hashes: U64Array
     parents: U64Array
-    """Sequence hash of the page before; 0: none, or not known."""
+    """Sequence hash of the parent. 0 if there is none or it is unknown."""
     block_hashes: U64Array
     media: npt.NDArray[np.uint8]
-    """Bit m: held on medium m. 0: a free entry."""
+    """Bit m is set if the page is held on medium m. 0 marks a free entry."""
     digest: Digest
 
 
 class Ledger:
-    """Pages by the engine's name and by the router's, with their media, and the running digest.
+    """Pages by block hash and by sequence hash, with their media and the running digest.
 
-    What becomes resident or leaves is queued into the `ChangeQueue` in the same step. Not thread-safe: the publisher's
-    lock guards it. `capacity` bounds pages, and blocks where the table is its own; a page beyond it is neither kept nor
-    queued, but counted, so that ledger, digest and router agree.
+    Each page that becomes resident or is removed is queued in the `ChangeQueue` in the same step. Not thread-safe: the
+    publisher's lock guards it. `capacity` is the maximum number of pages, and of blocks if the ledger owns the table of
+    blocks. Further pages are only counted, neither kept nor queued, so that ledger, digest and indexer agree.
     """
 
     def __init__(self, capacity: int, change_queue: ChangeQueue) -> None:
@@ -75,8 +75,10 @@ class Ledger:
         self._resident = resident(self._arrays)
 
     def share(self, blocks: Blocks) -> None:
-        """Have blocks in a table of the caller's, a shared one, in place of an own one. A store of a block that he did
-        not enter counts as one beyond `capacity`. Raises InvalidValueError while pages are held.
+        """Use the caller's shared table of blocks instead of the ledger's own.
+
+        A store of a block that is not in the table is treated as one beyond `capacity`. Raises InvalidValueError while
+        pages are held.
         """
         if self.num_pages:
             raise InvalidValueError("pages held", self.num_pages, "none")
@@ -86,28 +88,31 @@ class Ledger:
 
     @property
     def num_pages(self) -> int:
-        """Distinct pages held, on whatever medium."""
+        """Number of distinct pages held on any medium."""
         return page_table.num_live(self._arrays.pages)
 
     def digest(self) -> Digest:
-        """uint64[8], a copy: what the worker holds now."""
+        """Return a copy of the current digest, uint64[8]."""
         return self._arrays.digest.copy()
 
     def counts(self) -> dict[str, int]:
-        """Pages ever, by what became of them."""
+        """Return total pages by result."""
         return dict(zip(COUNT_NAMES, self._arrays.counts.tolist(), strict=True))
 
     def change(self, events: EventColumns, extra_key: str | None) -> npt.NDArray[np.bool_]:
-        """Take stores and removals in their order. Returns bool[n]: which stored pages became resident on their
-        medium, and so were queued. Removals of unknown pages are counted.
+        """Apply stores and removals in order.
+
+        Returns bool[n], True for each stored page that became resident on its medium and was queued. Removals of
+        unknown pages are counted.
         """
         queued = np.zeros(len(events.pages.block_hashes), np.bool_)
         change_pages(self._resident, self._queue, events.kinds, events.pages, namespace_salt(extra_key), queued)
         return queued
 
     def clear(self) -> None:
-        """Nothing is held any more. Costs some 0.6 ms a million pages and medium, and what `put_down` says where
-        blocks are shared.
+        """Remove all pages.
+
+        Costs about 0.6 ms per million pages and medium. Shared blocks add the cost of `put_down`.
         """
         arrays = self._arrays
         put_down(arrays.blocks)
@@ -118,17 +123,17 @@ class Ledger:
         queue_cleared(self._queue)
 
     def sequence_hash(self, block_hash: int, extra_key: str | None) -> int | None:
-        """The router's name of a page that is held; block_hash signed or unsigned."""
+        """Return the sequence hash of a page, or None if it is not held. block_hash: signed or unsigned."""
         blocks = self._arrays.blocks
         entry = find_entry(np.uint64(block_hash & _MASK64) ^ namespace_salt(extra_key), blocks.table)
         if entry < 0 or not blocks.columns[entry, STATE] & ON_MEDIA:
             return None
         return int(self._arrays.pages.keys[blocks.columns[entry, PAGE]])
 
-    # --- copies, slice by slice, so that the engine is kept off for short moments only ------------------------------
+    # --- copies, slice by slice, so that the engine is blocked for short moments only -------------------------------
 
     def start_copy(self) -> LedgerCopy:
-        """Room for a copy; all slices are stale. One copy at a time."""
+        """Allocate a copy and mark all slices as stale. Only one copy can be in progress."""
         self._arrays.page_changed[:] = True
         capacity = page_table.capacity(self._arrays.pages)
         words = np.empty((capacity, 2), np.uint64)
@@ -141,13 +146,13 @@ class Ledger:
         )
 
     def stale_slices(self) -> list[int]:
-        """Slices of the used part that were not copied, or changed since."""
+        """Return the slices of the used part that were not copied yet or have changed since."""
         num_slices = -(-self._num_used // SLICE_PAGES)
         stale: list[int] = np.flatnonzero(self._arrays.page_changed[:num_slices]).tolist()
         return stale
 
     def copy_slice(self, number: int, held: LedgerCopy) -> None:
-        """Copy at most SLICE_PAGES pages, 25 bytes each."""
+        """Copy one slice: at most SLICE_PAGES pages of 25 bytes each."""
         arrays = self._arrays
         here = slice(number * SLICE_PAGES, min((number + 1) * SLICE_PAGES, self._num_used))
         held.hashes[here] = arrays.pages.keys[here]
@@ -157,9 +162,9 @@ class Ledger:
         arrays.page_changed[number] = False
 
     def finish_copy(self, held: LedgerCopy) -> LedgerCopy:
-        """Copy what is stale. Returns the used part: exactly what is held now.
+        """Copy the stale slices. Returns the used part, which is exactly what is held now.
 
-        A clear in between is no special case: every entry handed out after it made its slice stale.
+        A clear during the copy needs no special case, because each entry assigned after it made its slice stale.
         """
         for number in self.stale_slices():
             self.copy_slice(number, held)
@@ -170,7 +175,7 @@ class Ledger:
 
     @property
     def _num_used(self) -> int:
-        """Entries of pages ever handed out are smaller than this."""
+        """Upper bound on the entries of pages ever assigned: all are smaller."""
         return page_table.high_water(self._arrays.pages)
 
     def check(self) -> None:
@@ -197,9 +202,9 @@ class Ledger:
 
 @lru_cache(maxsize=1024)
 def namespace_salt(extra_key: str | None) -> np.uint64:
-    """What sets the blocks of a namespace apart inside the ledger. "" is a namespace of its own.
+    """Return the salt that keeps the blocks of a namespace apart in the ledger. "" is a separate namespace.
 
-    Raises UnicodeEncodeError (a ValueError) for text that has no UTF-8 form.
+    Raises UnicodeEncodeError (a ValueError) for text that cannot be encoded in UTF-8.
     """
     return np.uint64(xxhash.xxh3_64_intdigest(extra_key.encode())) if extra_key is not None else np.uint64(0)
 

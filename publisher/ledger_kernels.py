@@ -1,9 +1,9 @@
-"""Kernels of the ledger. Arrays only, no Python objects.
+"""Kernels of the ledger. They use arrays only, no Python objects.
 
-Two tables of `kv_events.page_table`. *Blocks*: what the engine calls a page, see `publisher.blocks`. *Pages*: what the
-router calls it (sequence hash). Several blocks may carry one page: multimodal prompts of equal tokens, copies under two
-names. A page counts once per medium, however many blocks carry it, because the router keeps a set; so the digest is
-that of a set, too.
+The ledger has two tables of `kv_events.page_table`. *Blocks* are pages by the engine's identifier, see
+`publisher.blocks`. *Pages* are pages by sequence hash. Several blocks may carry the same page, for example multimodal
+prompts with equal tokens, or copies with two block hashes. A page counts once per medium, because the indexer keeps a
+set; the digest is also that of a set.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PARENT, FIRST_BLOCK = range(2)
 
 SLICE_BITS = 12
 SLICE_PAGES = 1 << SLICE_BITS
-"""Pages that are copied in one step."""
+"""Number of pages copied in one step."""
 
 FOUND_BLOCKS = 64
-"""Blocks that are looked up before the first of them is removed: what memory their pages need comes near meanwhile."""
+"""Number of blocks that are looked up before the first is removed, so that the memory of their pages is prefetched."""
 
 COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_full", "renamed", "parent_unknown")
-"""Names of the elements of counts: pages by what became of them."""
+"""Names of the elements of `counts`: total pages by result."""
 _STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, _LEDGER_FULL, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
 
 _NO_HASH = np.uint64(0)
@@ -54,23 +54,24 @@ _SPAN_MASK = np.uint32(2**32 - 2**NUM_MEDIA)
 
 
 class LedgerArrays(NamedTuple):
-    """What the worker holds. Columns are indexed by the entry ids of the table that their name begins with."""
+    """What the worker holds. A column whose name begins with `page` is indexed by the entries of `pages`."""
 
     blocks: Blocks
     pages: Table
     page_media: U8Vector
-    """[capacity] bit m: some block carries the page on medium m. 0: a free entry."""
+    """[capacity] bit m is set if some block carries the page on medium m. 0 marks a free entry."""
     page_copies: U32Matrix
-    """[4, capacity] blocks that carry the page, per medium. 0 for a free entry."""
+    """[4, capacity] number of blocks that carry the page, per medium. 0 for a free entry."""
     page_words: U64Matrix
-    """[capacity, 2] sequence hash of the page before it (0: none, or not known); first block that carried it."""
+    """[capacity, 2] sequence hash of the parent (0 if there is none or it is unknown); block hash of the first block
+    that carried the page."""
     page_stored_in: U32Vector
-    """[capacity] where the page was queued as stored the last time: number of the span modulo 2**28, and behind it
-    four bits, bit m: on medium m."""
+    """[capacity] when the page was last queued as stored. The upper 28 bits are the number of the span modulo 2**28.
+    Bit m of the lower four bits is set if the page was stored on medium m in that span."""
     page_changed: BoolVector
-    """[capacity / SLICE_PAGES, rounded up] whether media of the slice's pages changed since it was last copied."""
+    """[capacity / SLICE_PAGES, rounded up] whether `page_media` changed in the slice since it was last copied."""
     found: I64Vector
-    """[FOUND_BLOCKS] scratch: entries of blocks that are about to be removed."""
+    """[FOUND_BLOCKS] scratch space for the entries of blocks that are about to be removed."""
     digest: U64Vector
     """[8] see `kv_events.digest`."""
     counts: I64Vector
@@ -79,7 +80,7 @@ class LedgerArrays(NamedTuple):
 
 @array_helper
 def _span_mark(queue):
-    """The span that is being queued, as in `page_stored_in`, without media."""
+    """Return the number of the current span in the format of `page_stored_in`, without media bits."""
     return np.uint32(np.uint32(queue.cursors[SPAN]) << _MEDIA_BITS)  # numba shifts into 64 bits
 
 
@@ -94,7 +95,10 @@ def _queue_store(ledger, queue, page, medium, name, block_hash, parent):
 
 @array_helper
 def _queue_removal(ledger, queue, page, medium, block_hash):
-    """A span in which the page was stored there ends here: its removals may be told before its stores."""
+    """Queue a removal. A new span begins if the page was stored on the medium in the current span.
+
+    This is necessary because the removals of a span may be sent before its stores.
+    """
     stored_in = ledger.page_stored_in[page]
     if stored_in & _SPAN_MASK == _span_mark(queue) and stored_in & np.uint32(1 << medium):
         queue.cursors[SPAN] += 1
@@ -110,10 +114,10 @@ def _is_block(ledger, entry, key):
 
 @array_helper
 def _expected_block(ledger, expected_after, key):
-    """Entry of a block that is expected right behind another entry (-1: no expectation), or before it; else -1.
+    """Return the block's entry if it directly follows or precedes `expected_after` (-1 if unknown), otherwise -1.
 
-    Entries are used again in the order in which they became free, and engines give up the last pages of a prompt first:
-    so there are prompts that lie backwards.
+    Entries are reused in the order in which they were freed, and engines evict the last pages of a prompt first.
+    Therefore, the entries of a prompt may be in descending order.
     """
     entry = expected_after + 1
     if _is_block(ledger, entry, key):
@@ -124,28 +128,31 @@ def _expected_block(ledger, expected_after, key):
 
 @array_helper
 def _find_block(ledger, expected_after, key):
-    """Entry of a block, or -1."""
+    """Return the entry of a block, or -1."""
     entry = _expected_block(ledger, expected_after, key)
     return entry if entry >= 0 else find(ledger.blocks.table, key)
 
 
 @array_function
 def _make_block(ledger, key):
-    """Entry of a block that is not where it was expected, entered if that is the ledger's to do; or -1."""
+    """Return the entry of a block that was not at the expected position, or -1.
+
+    An absent block is inserted if the ledger owns the table.
+    """
     blocks = ledger.blocks
     if blocks.tally[IS_SHARED]:
         return find(blocks.table, key)
     entry, is_new = find_or_insert(blocks.table, key)
     if is_new and entry >= 0:
-        blocks.columns[entry, STATE] = np.uint32(0)  # a clear leaves what was there
+        blocks.columns[entry, STATE] = np.uint32(0)  # a clear leaves old values
     return entry
 
 
 @array_helper
 def _pick_up(ledger, entry, block_hash, sequence_hash, parent):
-    """A block that lay nowhere is about to be stored: the page that it carries is entered if that is unknown.
+    """Prepare a block that is on no medium for a store. Its page is inserted if it is unknown.
 
-    Returns the block's entry; -1: the ledger is full.
+    Returns the block's entry, or -1 if the ledger is full.
     """
     page, is_new = find_or_insert(ledger.pages, sequence_hash)
     if page < 0:
@@ -162,7 +169,7 @@ def _pick_up(ledger, entry, block_hash, sequence_hash, parent):
 
 @array_helper
 def _lay_down(ledger, entry, page):
-    """A block lies nowhere any more."""
+    """Release a block that is no longer on any medium."""
     blocks = ledger.blocks
     blocks.tally[HELD] -= 1
     if blocks.columns[entry, STATE] == 0:
@@ -173,7 +180,7 @@ def _lay_down(ledger, entry, page):
 
 @array_helper
 def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent):
-    """Entry of a block that carries its page, both entered if they are unknown. -1: the ledger is full."""
+    """Return the entry of a block, or -1 if the ledger is full. Block and page are inserted if they are unknown."""
     entry = _expected_block(ledger, expected_after, key)
     if entry < 0:
         entry = _make_block(ledger, key)
@@ -184,7 +191,7 @@ def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent)
 
 @array_function
 def _parent_name(ledger, key):
-    """Sequence hash of a parent block, or 0 with a count."""
+    """Return the sequence hash of a parent block. An unknown parent is counted and returns 0."""
     entry = find(ledger.blocks.table, key)
     if entry >= 0 and is_held(ledger.blocks, entry):
         return ledger.pages.keys[np.int64(ledger.blocks.columns[entry, PAGE])]
@@ -194,7 +201,7 @@ def _parent_name(ledger, key):
 
 @array_helper
 def _add_copy(ledger, page, medium):
-    """One more block carries the page on a medium. True: the first one."""
+    """Count one more block that carries the page on a medium. Returns True for the first one."""
     ledger.page_copies[medium, page] += np.uint32(1)
     if ledger.page_copies[medium, page] > 1:
         ledger.counts[_STORED_AGAIN] += 1
@@ -208,7 +215,7 @@ def _add_copy(ledger, page, medium):
 
 @array_helper
 def _drop_copy(ledger, page, medium):
-    """One block less carries the page on a medium. True: it was the last one."""
+    """Count one block less that carries the page on a medium. Returns True for the last one."""
     ledger.page_copies[medium, page] -= np.uint32(1)
     if ledger.page_copies[medium, page] > 0:
         return False
@@ -221,9 +228,12 @@ def _drop_copy(ledger, page, medium):
 
 @array_helper
 def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
-    """A block that the ledger knows is on a medium. Returns the page's name and whether it became resident there."""
+    """Store a known block on a medium.
+
+    Returns the sequence hash of its page and whether the page became resident on the medium.
+    """
     page = np.int64(ledger.blocks.columns[entry, PAGE])
-    if ledger.pages.keys[page] != name:  # a block keeps its first name as long as it is held
+    if ledger.pages.keys[page] != name:  # a block keeps its first sequence hash while it is held
         ledger.counts[_RENAMED] += 1
         name = ledger.pages.keys[page]
     bit = np.uint32(1 << medium)
@@ -239,16 +249,17 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
 
 @array_helper
 def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry):
-    """Pages of one event. entry: that of the block stored before, where the first one is looked for first.
+    """Store the pages of one event.
 
-    Returns the last page's name and its block's entry.
+    entry: entry of the block stored before, next to which the first block is expected. Returns the sequence hash of
+    the last page and the entry of its block.
     """
     block_hashes, hashes = pages.block_hashes, pages.hashes
     name, is_shared = parent, ledger.blocks.tally[IS_SHARED] != 0
     for i in range(start, stop):
         ahead = i + AHEAD
         if ahead < block_hashes.shape[0]:
-            if not is_shared:  # else it was touched when the block was named
+            if not is_shared:  # the owner of a shared table has just accessed the block
                 fetch(ledger.blocks.table, block_hashes[ahead] ^ salt)
             fetch(ledger.pages, hashes[ahead])
         key, name = block_hashes[i] ^ salt, hashes[i]
@@ -263,13 +274,13 @@ def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entr
 
 @array_helper
 def _find_blocks(ledger, block_hashes, start, stop, salt, entry):
-    """Note the entries of blocks, and have the memory by which their pages are removed brought near.
+    """Write the entries of blocks to `found` and prefetch the memory needed to remove their pages.
 
-    entry: that of the block before. Returns the last one's.
+    entry: entry of the block before. Returns the entry of the last block.
     """
     is_shared = ledger.blocks.tally[IS_SHARED] != 0
     for i in range(start, stop):
-        if i + AHEAD < block_hashes.shape[0] and not is_shared:  # else the entry stays, and is next to the one before
+        if i + AHEAD < block_hashes.shape[0] and not is_shared:  # entries of a shared table stay adjacent
             fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
         entry = _find_block(ledger, entry, block_hashes[i] ^ salt)
         ledger.found[i - start] = entry
@@ -280,7 +291,11 @@ def _find_blocks(ledger, block_hashes, start, stop, salt, entry):
 
 @array_helper
 def _remove_block(ledger, queue, entry, block_hash, medium):
-    """entry: as it was found before others were removed. One that was named twice has no state by now."""
+    """Remove a block from a medium.
+
+    entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
+    state is already 0.
+    """
     bit = np.uint32(1 << medium)
     if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
         ledger.counts[_REMOVED_UNKNOWN] += 1
@@ -295,7 +310,10 @@ def _remove_block(ledger, queue, entry, block_hash, medium):
 
 @array_helper
 def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
-    """Pages of one event. Returns the last block's entry, behind which the next event's first one is looked for."""
+    """Remove the pages of one event.
+
+    Returns the entry of the last block, next to which the first block of the next event is expected.
+    """
     for first in range(start, stop, FOUND_BLOCKS):
         end = min(first + FOUND_BLOCKS, stop)
         entry = _find_blocks(ledger, block_hashes, first, end, salt, entry)
@@ -309,13 +327,12 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
 
 @array_kernel(types.void, LedgerArrays, QueueArrays, U8Input, spread(StoredColumns), types.uint64, BoolVector)
 def change_pages(ledger, queue, kinds, pages, salt, queued):
-    """Take the events of one namespace in their order: enter stored pages, take removed ones off their medium, and
-    queue those that became resident or left.
+    """Apply the events of one namespace in order, and queue each page that became resident or was removed.
 
-    kinds: uint8[m], medium of a store, REMOVAL + medium, or anything larger: an event to pass over. pages: m events.
-    salt: of the namespace. queued: bool[n], set where a stored page became resident on the medium.
+    kinds: uint8[m], medium for a store, REMOVAL + medium for a removal; events with larger values are skipped. pages: m
+    events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on its medium.
     """
-    previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # of the page stored last
+    previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
     stored, removed = np.int64(-1), np.int64(-1)
     start = event = 0
     while event < pages.lengths.shape[0]:
@@ -329,7 +346,7 @@ def change_pages(ledger, queue, kinds, pages, salt, queued):
             if stop > start:
                 previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
         elif kind < CLEARED:
-            while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # small ones in a row: one large one
+            while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # merge adjacent removals
                 event += 1
                 stop += pages.lengths[event]
             removed = _remove(ledger, queue, pages.block_hashes, start, stop, salt, kind - REMOVAL, removed)
@@ -340,5 +357,5 @@ def change_pages(ledger, queue, kinds, pages, salt, queued):
 
 @array_kernel(types.int64, types.uint64, spread(Table))
 def find_entry(key, table):
-    """Entry id of a key in a table, or -1."""
+    """Return the entry of a key in a table, or -1."""
     return find(table, key)

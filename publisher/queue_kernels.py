@@ -1,4 +1,4 @@
-"""Kernels of the queue of page changes that the ledger feeds. Arrays only, no Python objects."""
+"""Kernels of the change queue, which the ledger's kernels call. They use arrays only, no Python objects."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kv_events.bundles import I64Vector, U8Vector, U32Vector, U64Vector
 from kv_events.kernels import array_helper, array_kernel
 from publisher.change_kernels import CLEARED
 
-# elements of cursors: changes queued, taken, confirmed since the ring was last empty; changes given up; whether the
-# stream is broken; number of the span that is being queued
+# elements of cursors: numbers of changes queued, taken and confirmed since the ring was last empty; total changes
+# dropped; whether the stream is broken; number of the current span
 HEAD, TAKEN, TAIL, DROPPED, BROKEN, SPAN = range(6)
 
 _NO_HASH = np.uint64(0)
 
 
 class QueueArrays(NamedTuple):
-    """Ring of page changes, [capacity] a column; change number i lies at i modulo the capacity. See `PageChanges`."""
+    """A ring of page changes, columns of [capacity]. Change i is at index i modulo capacity. See `PageChanges`."""
 
     kinds: U8Vector
     hashes: U64Vector
@@ -32,7 +32,7 @@ class QueueArrays(NamedTuple):
 
 @array_helper
 def append(queue, kind, sequence_hash, block_hash, parent):
-    """Append one change. A full queue drops all that was not taken yet and breaks the stream."""
+    """Append one change. If the queue is full, all changes not taken yet are dropped and the stream is broken."""
     cursors = queue.cursors
     capacity = queue.kinds.shape[0]
     if cursors[BROKEN] != 0:
@@ -42,7 +42,7 @@ def append(queue, kind, sequence_hash, block_hash, parent):
         cursors[HEAD] = cursors[TAKEN]
         cursors[BROKEN] = 1
     else:
-        i = cursors[HEAD] if cursors[HEAD] < capacity else cursors[HEAD] % capacity  # a division takes its time
+        i = cursors[HEAD] if cursors[HEAD] < capacity else cursors[HEAD] % capacity  # a division is slow
         queue.kinds[i], queue.spans[i] = np.uint8(kind), np.uint32(cursors[SPAN])
         queue.hashes[i], queue.block_hashes[i], queue.parents[i] = sequence_hash, block_hash, parent
         cursors[HEAD] += 1
@@ -50,7 +50,7 @@ def append(queue, kind, sequence_hash, block_hash, parent):
 
 @array_kernel(types.void, QueueArrays)
 def queue_cleared(queue):
-    """Queue the change "everything cleared", a span of its own."""
+    """Queue a clear of all pages, in its own span."""
     queue.cursors[SPAN] += 1
     append(queue, CLEARED, _NO_HASH, _NO_HASH, _NO_HASH)
     queue.cursors[SPAN] += 1
