@@ -1,5 +1,5 @@
-"""The kinds of state of a model: what each needs of match, insert, evict, lock, split and transfer.
+"""The kinds of state of a model, and their rules for matches, inserts, eviction, locks, splits and transfers.
 
-Owns the data of a kind at the nodes of a tree and their orders of use. Imports `tree` and the interfaces of pools.
-Start at `component.py`.
+Components own the data of their kind at the nodes of a tree, and its LRU lists. Imports `tree` and the interfaces of
+pools. Start at `component.py`.
 """

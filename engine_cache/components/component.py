@@ -1,7 +1,8 @@
-"""One kind of state in a radix tree: where a match may end for it, and how its data follow the nodes.
+"""One kind of state in a radix tree: where a match can end for it, and how its data is kept at the nodes.
 
-`TreeComponent` is what a match asks of every kind. All kinds but Full are auxiliary: their data on a tier can be used
-only beside Full KV on that tier. They come and leave with it, and may leave before it, which is not an event.
+`TreeComponent` contains what a match requires of every kind. All kinds except Full are auxiliary: their data on a tier
+can be used only together with Full KV on the same tier. Auxiliary data is added and removed together with Full KV. It
+can also be removed earlier, which is not an event.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from engine_cache.types import IndexArray
 from kv_events.schema import StorageMedium
 
 LockTicket: TypeAlias = int
-"""What a component needs to release a lock."""
+"""The value with which a component releases a lock."""
 
 
 class TreeComponent(ABC):
-    """One kind of state. `attach` makes it part of one tree, for good."""
+    """One kind of state. `attach` binds it to one tree permanently."""
 
     kind: ClassVar[ComponentType]
 
@@ -40,44 +41,47 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
-        """A new closure for one match. It is called with every node of the path, root side first, and returns whether
-        a match may end there. match_device_only: ignore data on the host."""
+        """Create a validator for one match.
+
+        The validator is called with every node of the path, root side first, and returns whether a match can end there.
+        match_device_only: ignore data on the host.
+        """
 
 
 class AuxiliaryComponent(TreeComponent):
-    """A kind whose data lie beside Full KV.
+    """A kind whose data is stored beside Full KV.
 
-    Each tier has a list of nodes in order of use: nodes with data on the device, and nodes whose data may be evicted
+    Each tier has a list of nodes in order of use: nodes with data on the device, and nodes whose data can be evicted
     from the host.
     """
 
     pool: ClassVar[PoolName]
     eviction_priority: ClassVar[int]
-    """A node that loses its data of this kind, but stays, also loses those of kinds with this priority or a lower
+    """A node that loses its data of this kind, but stays, also loses its data of kinds with this priority or a lower
     one."""
     event_group: str
     """Name of the kind in group events; see `kv_events.streams`."""
     pages_told: ClassVar[slice] = ALL_PAGES
-    """The pages of a node that group events name when its data of this kind come or leave."""
+    """The pages of a node that group events report when the node gains or loses data of this kind."""
     builds_on_start_node: ClassVar[bool] = False
-    """Whether prefetched data may be usable only together with data that the start node of the prefetch has."""
+    """Whether prefetched data may depend on data at the start node of the prefetch."""
     lists_host_copies: bool = False
-    """Whether host data may be evicted while the node has device data as well."""
+    """Whether host data can be evicted while the node has device data as well."""
 
     tree: RadixTree
     events: EventRecorder
     entry: PoolEntry
-    """The pools of this kind. Only with a host tier."""
+    """The pools of this kind. Set only with a host tier."""
 
     def attach(self, tree: RadixTree, events: EventRecorder) -> None:
-        """Join a tree that holds nothing yet."""
+        """Join an empty tree."""
         self.tree = tree
         self.events = events
         self.clear()
         tree.observe(self)
 
     def clear(self) -> None:
-        """Forget every node."""
+        """Drop all nodes."""
         device_kind = 2 * (self.kind - 1)
         self.device_lru_list = LruList(device_kind)
         self.host_lru_list = LruList(device_kind + 1)
@@ -100,13 +104,13 @@ class AuxiliaryComponent(TreeComponent):
         """Owner of the device rows of this kind."""
 
     def finalize_match_result(self, result: MatchResult, path: MatchedPath) -> MatchResult:
-        """The result with what a load-back would bring of this kind."""
+        """Return the result with the amount of this kind that a load-back would copy."""
         return result
 
-    # --- where data are ---------------------------------------------------------------------------------------------
+    # --- data of nodes ----------------------------------------------------------------------------------------------
 
     def put_on_device(self, node: TreeNode, rows: IndexArray) -> None:
-        """Give a tombstone device rows, which belong to the tree from now on."""
+        """Give device rows to a tombstone. The tree owns them afterwards."""
         data = self.data(node)
         assert data.value is None
         data.value = rows
@@ -136,21 +140,21 @@ class AuxiliaryComponent(TreeComponent):
         """Return the rows to their allocator. The node still has its Full rows."""
 
     def put_on_host(self, node: TreeNode, rows: IndexArray) -> None:
-        """Give a node without data on the host host rows. `record_on_host` reports that they are filled."""
+        """Give host rows to a node without data on the host. `record_on_host` reports when they are filled."""
         data = self.data(node)
         assert data.host_value is None
         data.host_value = rows
         self.update_host_list(node)
 
     def take_from_host(self, node: TreeNode) -> IndexArray | None:
-        """Take the host rows off a node, which belong to the caller from now on."""
+        """Remove the host rows from a node and return them. The caller owns them afterwards."""
         data = self.data(node)
         rows, data.host_value = data.host_value, None
         self.update_host_list(node)
         return rows
 
     def free_on_host(self, node: TreeNode) -> None:
-        """Free the host rows of a node, if it has any. No backup may be filling them."""
+        """Free the host rows of a node, if it has any. No backup may be writing to them."""
         rows = self.take_from_host(node)
         if rows is not None:
             self.entry.host_pool.free(rows)
@@ -162,13 +166,13 @@ class AuxiliaryComponent(TreeComponent):
             self.events.group_store(self.event_group, node, StorageMedium.CPU, self.pages_told)
 
     def is_on_host_list(self, node: TreeNode) -> bool:
-        """Whether the node belongs to `host_lru_list`."""
+        """Return whether the node belongs in `host_lru_list`."""
         data = self.data(node)
         is_free = data.host_value is not None and data.host_lock_ref == 0
         return is_free and (data.value is None or self.lists_host_copies)
 
     def update_host_list(self, node: TreeNode) -> None:
-        """The node has changed in what decides whether it belongs to `host_lru_list`."""
+        """Update `host_lru_list` after a change of the node."""
         is_listed = node in self.host_lru_list
         if self.is_on_host_list(node):
             if not is_listed:
@@ -177,7 +181,7 @@ class AuxiliaryComponent(TreeComponent):
             self.host_lru_list.remove(node)
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """The nodes, parents first, have been used."""
+        """Mark nodes, parents first, as used."""
         for listed in (self.device_lru_list, self.host_lru_list):
             if len(listed):
                 for node in path:
@@ -185,14 +189,15 @@ class AuxiliaryComponent(TreeComponent):
                         listed.move_to_newest(node)
 
     def touched_on_insert(self, node: TreeNode) -> None:
-        """An insert passes the node on its way down."""
+        """Mark a node as used by an insert that passes it on the way down."""
         self.touched([node])
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def acquire(self, node: TreeNode) -> LockTicket | None:
-        """Lock the device data that a user of the node needs. None: there are none, nothing is locked."""
+        """Lock the device data that a user of the node needs. Returns None if there is no such data and nothing is
+        locked."""
 
     @abstractmethod
     def release(self, node: TreeNode, ticket: LockTicket) -> None:
@@ -200,7 +205,8 @@ class AuxiliaryComponent(TreeComponent):
 
     @abstractmethod
     def acquire_host(self, node: TreeNode) -> LockTicket | None:
-        """Lock the host data that a user of the node needs. None: there are none, nothing is locked."""
+        """Lock the host data that a user of the node needs. Returns None if there is no such data and nothing is
+        locked."""
 
     @abstractmethod
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
@@ -235,56 +241,66 @@ class AuxiliaryComponent(TreeComponent):
         data.host_lock_ref -= 1
         self.update_host_list(node)
 
-    # --- what the tree does -----------------------------------------------------------------------------------------
+    # --- changes of the tree ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
-        """`lower` has lost its first `split_len` units to `upper`, which is new."""
+        """Handle a split: the new node `upper` has received the first `split_len` units of `lower`."""
 
     def check_insert(self, params: InsertParams) -> None:
-        """Raise InvalidValueError for an insert that lacks what this kind needs. Nothing has changed yet."""
+        """Check an insert before it changes anything. Raises InvalidValueError if data that this kind requires is
+        missing."""
 
     def should_skip_leaf_creation(self, end: int, params: InsertParams) -> bool:
-        """Whether a leaf that ends after `end` units of the key could not be used."""
+        """Return whether a leaf that ends after `end` units of the key would be unusable."""
         return False
 
     def update_on_overlap(self, node: TreeNode, start: int, rows: IndexArray, params: InsertParams) -> None:
-        """A node on the device is inserted again. rows: the caller's, one a unit of the node; their Full rows are freed
-        afterwards. start: units of the key before the node."""
+        """Handle an insert over a node that is on the device.
+
+        start: units of the key before the node. rows: the caller's, one for each unit of the node; their Full rows are
+        freed afterwards.
+        """
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
-        """The node has taken the caller's Full rows, as a new leaf or because its own had been evicted."""
+        """Handle a node that received Full rows from the caller, because it is a new leaf or because it was evicted
+        before."""
 
     def finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        """The key ends at this node. False: the tree did not take all that `params` offers."""
+        """Handle the end of an insert at the last node of the key. Returns False if the tree did not accept everything
+        in `params`."""
         return True
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def needed_nodes(self, node: TreeNode) -> list[TreeNode]:
-        """The nodes whose data a match that ends at the node needs."""
+        """Return the nodes whose data is needed by a match that ends at the node."""
 
     @abstractmethod
     def load_transfers(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
-        """What must come from the host, `nodes_to_load` included, so that a match on the device may end at the node."""
+        """Return the transfers from the host, with `nodes_to_load`, after which a match on the device can end at the
+        node."""
 
     @abstractmethod
     def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:
-        """The load `ack_id` of the node has device rows, those of Full included."""
+        """Handle the start of load `ack_id`: the node has its device rows, including those of Full."""
 
     def end_load(self, ack_id: int, node: TreeNode) -> None:
-        """The load has ended. The node is still locked."""
+        """Handle the end of a load. The node is still locked."""
 
     @abstractmethod
     def archive_transfer(self, node: TreeNode, keys: list[str]) -> PoolTransfer:
-        """The node's host rows and their names in the store. keys: one a page of the node."""
+        """Return the transfer of the node's host rows to the storage backend. keys: one for each page of the node."""
 
     @abstractmethod
     def prefetch_transfer(self, start_node: TreeNode, num_pages: int) -> PoolTransfer | None:
-        """What to fetch along with so many pages below the start node, still without host rows: as many pages of this
-        kind as it has keys. None: the fetched pages could not be matched."""
+        """Return the transfer that accompanies a prefetch of `num_pages` pages below the start node, without host rows.
+
+        It has one key for each page of this kind. Returns None if no match could use the fetched pages.
+        """
 
     @abstractmethod
     def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
-        """Give the rows that were read to the nodes above `end`, where the fetched prefix ends, and free the others."""
+        """Give the rows that were read to the last nodes of the fetched prefix, which ends at `end`, and free the
+        others."""

@@ -1,4 +1,5 @@
-"""Full KV: the kind that makes a node. Its data are fields of `TreeNode`, its rules are those of the tree."""
+"""Full KV, the kind of state that nodes consist of. Its data is in fields of `TreeNode` and follows the rules of the
+tree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pools that live on the rows of Full KV, such as the index of sparse attention.
+"""Pools that share the rows of Full KV, such as the index of sparse attention.
 
-They hold nothing at a node of their own, so they need neither match nor eviction; their pages move with KV's.
+They have no data of their own at a node and take no part in matches and eviction. Their pages move together with KV.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from engine_cache.storage.base import PoolName, PoolTransfer
 
 
 def indexer_transfers(group: HostPoolGroup) -> list[PoolTransfer]:
-    """What has to accompany every transfer of KV. Empty for most models."""
+    """Return the transfers that must accompany every transfer of KV. Empty for most models."""
     return [PoolTransfer(entry.name, indices_from_pool=PoolName.KV) for entry in group.sharing_entries()]

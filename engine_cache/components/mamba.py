@@ -1,4 +1,5 @@
-"""Recurrent states: one slot a node, valid exactly at the end of the node, so a split leaves the state below."""
+"""Recurrent states: one slot per node, valid exactly at the end of the node. A split leaves the state at the lower
+node."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _LOCKED: LockTicket = 1
 
 
 class StatePool(Protocol):
-    """Where the recurrent states lie."""
+    """Memory of the recurrent states."""
 
     def copy_from(self, src: IndexArray, dst: IndexArray) -> None:
         """Copy the states of the slots `src` to the slots `dst`, in all layers."""
@@ -33,10 +34,10 @@ class StatePool(Protocol):
 class MambaComponent(AuxiliaryComponent):
     """Recurrent states.
 
-    allocator: owner of the slots. state_pool: the states, which are copied when a running request shares its own; with
-    None only slots move. chunk_size: tokens between the points at which an engine can save a state.
-    enable_extra_buffer: requests track the state at a page's end besides the running one. Page sizes above 1 and bigram
-    keys need it: otherwise `attach` raises InvalidValueError.
+    allocator: owner of the slots. state_pool: the states, which are copied when a running request shares its state;
+    with None only slots are assigned and nothing is copied. chunk_size: tokens between the points at which an engine
+    can save a state. enable_extra_buffer: requests track a state at a page boundary in addition to the running one.
+    Page sizes above 1 and bigram keys require it; otherwise `attach` raises InvalidValueError.
     """
 
     kind: ClassVar[ComponentType] = ComponentType.MAMBA
@@ -92,17 +93,20 @@ class MambaComponent(AuxiliaryComponent):
         return result._replace(mamba_host_hit_length=int(best.value is None and best.host_value is not None))
 
     def branching_seqlen(self, cached: int, usable: int) -> int | None:
-        """Where a state would help: the last chunk boundary among `cached` units of KV, of which `usable` can be
-        matched. None: nowhere."""
+        """Return the length at which a state would be useful: the last chunk boundary within `cached` units of KV.
+
+        usable: units that can be matched now. Returns None if all cached units can be matched or there is no such
+        boundary.
+        """
         return None if cached <= usable else cached // self.chunk_size * self.chunk_size or None
 
-    # --- where data are ---------------------------------------------------------------------------------------------
+    # --- data of nodes ----------------------------------------------------------------------------------------------
 
     def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
         self.allocator.free(rows)
 
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
-        """The state stays with the lower part."""
+        """Do nothing: the state stays at the lower node."""
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class MambaComponent(AuxiliaryComponent):
         return [node]
 
     def load_transfers(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
-        """The state goes to a slot of the tree and, with a request, also to one of the request's own."""
+        """Load the state to a slot of the tree and, with a request, also to a slot of the request."""
         data = self.data(node)
         if data.value is not None or data.host_value is None:
             return []
@@ -191,8 +195,8 @@ class MambaComponent(AuxiliaryComponent):
 class NodeStates(MambaComponent):
     """States of a cache whose locks are released by node alone, without tickets.
 
-    Locks count on tombstones as well, so that unlocking mirrors locking even if a state arrived in between. States
-    on the host have one order of use, whether they are on the device or not.
+    Tombstones have lock counts as well, so that a lock and its release change the same counts even if a state arrived
+    in between. All states on the host share one order of use, whether or not they are on the device too.
     """
 
     lists_host_copies = True
@@ -212,5 +216,6 @@ class NodeStates(MambaComponent):
 
 
 def _trailing_state(slot: IndexArray | None, keys: list[str]) -> PoolTransfer:
-    """The state at the end of a prefix. In a store: the last one of the pages that are there."""
+    """Return the transfer of the state at the end of a prefix. In a storage backend, that is the state of the last
+    stored page."""
     return PoolTransfer(PoolName.MAMBA, host_indices=slot, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)

@@ -1,11 +1,11 @@
-"""KV of sliding-window layers: needed for the last tokens before the end of a match, and only without gaps.
+"""KV of sliding-window layers. A match needs it for the last tokens before its end, without gaps.
 
     root ── A ── B* ── C*        *: has SWA rows. window 4, C 3 units, B 2: a match may end at C (3 + 2 units),
                                  not at B (2 units, then a gap)
 
 The root counts as covered: a prefix shorter than the window needs SWA rows throughout. A lock covers the nodes from one
-node up to where it has found one window of rows. Its ticket is stored at that node, and at the gaps below it, so that
-the release finds the locked nodes again even if nodes were split or filled in between.
+node up to the node at which one window of rows is complete. Its ticket is stored at that last node, and at the gaps
+below it, so that the release finds the locked nodes even if nodes were split or filled in between.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kv_events.streams import swa_group
 class SWAComponent(AuxiliaryComponent):
     """Sliding-window KV.
 
-    allocator: the tree's, which owns full and SWA rows. sliding_window_size: tokens, a positive number.
+    allocator: the tree's, owner of full and SWA rows. sliding_window_size: tokens, a positive number.
     """
 
     kind: ClassVar[ComponentType] = ComponentType.SWA
@@ -57,7 +57,7 @@ class SWAComponent(AuxiliaryComponent):
     # --- match ------------------------------------------------------------------------------------------------------
 
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
-        covered = math.inf  # units with SWA rows right above the end of the node
+        covered = math.inf  # units with SWA rows directly above the end of the node
 
         def accepts(node: TreeNode) -> bool:
             nonlocal covered
@@ -75,7 +75,7 @@ class SWAComponent(AuxiliaryComponent):
         return result._replace(swa_host_hit_length=sum(len(node.key) for node in to_load))
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """Only the window that a match at the end of the path needs has been used."""
+        """Mark as used only the window that a match at the end of the path needs."""
         first, covered = len(path), 0
         while first > 0 and covered < self.window + self.allocator.page_size:
             first -= 1
@@ -83,15 +83,15 @@ class SWAComponent(AuxiliaryComponent):
         super().touched(path[first:])
 
     def touched_on_insert(self, node: TreeNode) -> None:
-        """`finish_insert` touches the window, which is not known before."""
+        """Do nothing: the window is not known until `finish_insert`, which marks it as used."""
 
     def finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        """Only the window that ends at this node, possibly a new leaf, has been used."""
+        """Mark as used only the window that ends at this node, which may be a new leaf."""
         self.touched(self.tree.path_to_root(end)[::-1])
         return True
 
     def _window_above(self, node: TreeNode) -> Iterator[TreeNode]:
-        """The node and its ancestors, until one window is covered or the root is reached."""
+        """Yield the node and its ancestors until one window is covered or the root is reached."""
         step, covered = node, 0
         while step.parent is not None and covered < self.window:
             yield step
@@ -99,7 +99,8 @@ class SWAComponent(AuxiliaryComponent):
             step = step.parent
 
     def _to_load(self, node: TreeNode) -> list[TreeNode]:
-        """Nodes of the window whose SWA rows are on the host only, root side first; none above a gap."""
+        """Return the nodes of the window whose SWA rows are on the host only, root side first, without those above a
+        gap."""
         nodes = []
         for step in self._window_above(node):
             data = self.data(step)
@@ -110,7 +111,7 @@ class SWAComponent(AuxiliaryComponent):
         nodes.reverse()
         return nodes
 
-    # --- where data are ---------------------------------------------------------------------------------------------
+    # --- data of nodes ----------------------------------------------------------------------------------------------
 
     def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
         assert node.value is not None
@@ -130,8 +131,11 @@ class SWAComponent(AuxiliaryComponent):
     # --- locks ------------------------------------------------------------------------------------------------------
 
     def acquire(self, node: TreeNode) -> LockTicket | None:
-        """One window of rows, not counting gaps. For a node that is not on the device the lock starts at its first
-        ancestor that is, which is where the release starts."""
+        """Lock one window of rows, not counting gaps.
+
+        For a node that is not on the device, the lock starts at its nearest ancestor on the device. The release starts
+        there as well.
+        """
         while node.value is None:
             assert node.parent is not None
             node = node.parent
@@ -160,7 +164,7 @@ class SWAComponent(AuxiliaryComponent):
             else:
                 lock(step)
                 covered += len(step.key)
-                for gap in gaps:  # the release must not undo locks that other users take there meanwhile
+                for gap in gaps:  # so that the release does not undo locks that others place there later
                     self.data(gap).lock_gaps |= {ticket}
                 last, gaps = step, []
             step = step.parent
@@ -180,7 +184,7 @@ class SWAComponent(AuxiliaryComponent):
             if ticket in data.lock_ends:
                 data.lock_ends -= {ticket}
                 return
-            above = step.parent or step.former_parent  # a start node may leave the tree when its own backup fails
+            above = step.parent or step.former_parent  # a start node is deleted if its own backup fails
             assert above is not None, f"no lock {ticket} ends above node {node.id}"
             step = above
 
@@ -202,7 +206,8 @@ class SWAComponent(AuxiliaryComponent):
         return params.swa_evicted_seqlen >= end
 
     def update_on_overlap(self, node: TreeNode, start: int, rows: IndexArray, params: InsertParams) -> None:
-        """A tombstone takes over the SWA rows of the caller, under its own Full rows, which others may be using."""
+        """Move the SWA rows of the caller to a tombstone. The tombstone keeps its own Full rows, which may be in
+        use."""
         bare = self._bare_units(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
         if self.data(node).value is not None or bare >= len(node.key):
             return
@@ -212,8 +217,10 @@ class SWAComponent(AuxiliaryComponent):
         self.put_on_device(node, self.allocator.move_swa(rows[bare:], node.value))
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
-        """SWA rows came along with the Full rows that the node has taken, but for those given up before. A leaf is cut
-        so that a lock pins no more than one window."""
+        """Use the SWA rows of the Full rows that the node received, except those freed before.
+
+        Splits a leaf that is longer than one window, so that a lock protects no more than one window.
+        """
         bare = self._bare_units(start, params.swa_evicted_seqlen)
         if bare >= len(node.key):
             return
@@ -226,7 +233,8 @@ class SWAComponent(AuxiliaryComponent):
             self.tree.split(node, beyond)
 
     def _bare_units(self, start: int, evicted: int) -> int:
-        """Leading units, whole pages, of a node that begins after `start` units, for which there are no SWA rows."""
+        """Return the number of leading units without SWA rows, in whole pages, of a node that begins after `start`
+        units."""
         page_size = self.allocator.page_size
         return -(-max(0, evicted - start) // page_size) * page_size
 
@@ -258,7 +266,7 @@ class SWAComponent(AuxiliaryComponent):
         return PoolTransfer(self.pool, host_indices=rows, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
     def prefetch_transfer(self, start_node: TreeNode, num_pages: int) -> PoolTransfer | None:
-        """If less than a window is fetched, the nodes above must hold the rest."""
+        """See `AuxiliaryComponent`. If less than a window is fetched, the nodes above must have the rest."""
         above = (self.data(step) for step in self._window_above(start_node))
         if any(data.value is None and data.host_value is None for data in above):
             return None
@@ -266,7 +274,7 @@ class SWAComponent(AuxiliaryComponent):
         return PoolTransfer(self.pool, keys=[""] * num_keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
     def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
-        """Fill all tombstones of the window below the start node, from the end upward, or none."""
+        """Fill all tombstones of the window below the start node, from the end upwards, or none of them."""
         assert fetched.host_indices is not None
         behind = takewhile(lambda step: step is not operation.start_node, self._window_above(end))
         num_units = min(len(fetched.host_indices), sum(len(step.key) for step in behind))
@@ -282,7 +290,7 @@ class SWAComponent(AuxiliaryComponent):
             node = node.parent
 
     def _fill_on_host(self, node: TreeNode, rows: IndexArray) -> None:
-        """Give a node host rows for its last units, or free them."""
+        """Give a node host rows for its last units. If it cannot use them, free them."""
         if self.data(node).host_value is not None or node.host_value is None:
             self.entry.host_pool.free(rows)
             return

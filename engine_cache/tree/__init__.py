@@ -1,4 +1,4 @@
-"""One radix tree: keys, nodes, orders of use and of eviction, and the events of a change.
+"""A radix tree: its keys and nodes, LRU order, eviction order, and the events of its changes.
 
-Owns the shape of the tree and nothing of what its nodes hold besides rows. Start at `key.py` and `node.py`.
+Owns the shape of the tree. Nodes contain rows; other data belongs to components. Start at `key.py` and `node.py`.
 """

@@ -1,4 +1,4 @@
-"""Events of a radix tree: pages that become resident on a tier, and pages that leave it."""
+"""Events of a radix tree: pages that are stored on a tier, and pages that are removed from it."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class EventRecorder:
         return taken
 
     def store(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
-        """Record one `BlockStored` a page, in page order. medium: GPU by default."""
+        """Record one `BlockStored` per page, in page order. medium: GPU by default."""
         if self.enabled:
             self.queue.extend(self.store_events(node, medium or StorageMedium.GPU))
 
     def store_events(self, node: TreeNode, medium: StorageMedium) -> Iterator[BlockStored]:
-        """The events that `store` records."""
+        """Return the events that `store` records."""
         names = self._block_hashes(node)
         parents = [_parent_block_hash(node), *names.tolist()]
-        # The hot path of an insert: one conversion a node, and map() keeps the interpreter out of the loop over pages.
+        # Hot path of inserts: one conversion per node, and map() keeps the interpreter out of the loop over pages.
         return map(
             BlockStored,
             names.reshape(-1, 1).tolist(),
@@ -87,7 +87,7 @@ class EventRecorder:
         )
 
     def remove(self, node: TreeNode, medium: StorageMedium | None = None) -> None:
-        """Record one `BlockRemoved` a page, in page order. medium: GPU by default."""
+        """Record one `BlockRemoved` per page, in page order. medium: GPU by default."""
         if self.enabled:
             self.queue.extend(self._remove_events(node, medium or StorageMedium.GPU))
 
@@ -103,7 +103,8 @@ class EventRecorder:
             queue.append(AllBlocksCleared())
 
     def group_store(self, group: str, node: TreeNode, medium: StorageMedium, pages: slice) -> None:
-        """Record that these pages of the node have data of the group on `medium`. Parents are left to full KV."""
+        """Record that these pages of the node have data of the group on `medium`. The events do not name parents; those
+        of full KV do."""
         if group in self.group_queues:
             names = self._block_hashes(node, pages)
             self.group_queues[group].extend(
@@ -126,7 +127,7 @@ class EventRecorder:
             self.group_queues[group].extend(self._remove_events(node, medium, pages))
 
     def resident(self, root: TreeNode, medium: StorageMedium) -> Iterator[ResidentPage]:
-        """Every page below the root that is resident on the device or the host."""
+        """Yield every page below the root that is resident on the device or the host."""
         for node in iter_nodes(root):
             if not _is_resident(node, medium):
                 continue
@@ -146,17 +147,17 @@ class EventRecorder:
 
 
 class KVCacheEventMixin:
-    """The part of a cache that gives out events. It stands before `BasePrefixCache` in the bases of a cache, whose
-    `take_events` would win otherwise."""
+    """The event interface of a cache. It must precede `BasePrefixCache` in the bases of a class, so that its
+    `take_events` is used."""
 
     events: EventRecorder
     tree: RadixTree
     event_groups: tuple[str, ...] = ()
-    """What the cache holds besides full KV, by the names of `kv_events.streams`."""
+    """Names of the groups that the cache holds besides full KV; see `kv_events.streams`."""
 
     @property
     def root_node(self) -> TreeNode:
-        """Node without a key, above all others."""
+        """The root of the tree, which has an empty key."""
         return self.tree.root
 
     @property
@@ -169,26 +170,32 @@ class KVCacheEventMixin:
 
     @property
     def kv_event_queue(self) -> list[EngineEvent]:
-        """Events that have not been taken."""
+        """Events that have not been returned by `take_events`."""
         return self.events.queue
 
     @property
     def group_event_queues(self) -> dict[str, list[EngineEvent]]:
-        """Events of each group that have not been taken."""
+        """Events of each group that have not been returned by `take_group_events`."""
         return self.events.group_queues
 
     def take_events(self) -> list[EngineEvent]:
-        """All events since the last call, oldest first."""
+        """Return all events since the last call, oldest first."""
         return self.events.take()
 
     def take_group_events(self) -> dict[str, list[EngineEvent]]:
-        """All events since the last call of each of `event_groups`: for recurrent states the pages at whose ends one
-        lies, for sliding windows the pages whose window KV is there. Empty without `emit_group_events`."""
+        """Return all events since the last call for each of `event_groups`. Empty without `emit_group_events`.
+
+        Events of recurrent states report the pages at whose ends there is a state. Events of sliding windows report the
+        pages that have window KV.
+        """
         return self.events.take_groups()
 
     def iter_resident(self, medium: StorageMedium) -> Iterator[ResidentPage]:
-        """Every page resident on `medium`, the device or the host, parents before children. The tree must not change
-        meanwhile. Missing hashes are computed and stored. Raises InvalidValueError for another medium."""
+        """Yield every page resident on `medium`, the device or the host, parents before children.
+
+        The tree must not change during the iteration. Missing hashes are computed and stored. Raises InvalidValueError
+        for another medium.
+        """
         if medium not in (StorageMedium.GPU, StorageMedium.CPU):
             raise InvalidValueError("medium", medium, "GPU or CPU_PINNED; pages of a store are in iter_announced()")
         return self.events.resident(self.root_node, medium)
@@ -206,6 +213,6 @@ def _parent_block_hash(node: TreeNode) -> int | None:
 
 
 def _words(hashes: U64Array) -> list[bytes]:
-    """Eight little-endian bytes a hash; one C call, five times as fast as slicing."""
+    """Return eight little-endian bytes per hash, with one C call that is five times as fast as slicing."""
     words: list[bytes] = hashes.astype("<u8", copy=False).view("V8").tolist()
     return words

@@ -138,15 +138,21 @@ class RadixKey:
         return units // page_size * page_size
 
     def child_key(self, page_size: int) -> ChildKey:
-        """Name of the first page among the children of a node, in readable form: the unit, or a tuple of `page_size`
-        units; with a namespace, the pair of both. The key must have a whole page."""
+        """Return the readable key of the first page among the children of a node.
+
+        The result is the unit, or a tuple of `page_size` units. With a namespace it is the pair of namespace and units.
+        The key must contain a whole page.
+        """
         units = tuple(self[:page_size])
         plain = units[0] if page_size == 1 else units
         return plain if self.extra_key is None else (self.extra_key, plain)
 
     def page_key(self, page_size: int, start: int = 0) -> PageKey:
-        """What `self[start:].child_key(page_size)` says, as the page's bytes: equal exactly when those are equal, and
-        far cheaper to make and to hash. Trees use it as their dictionary key."""
+        """Return the bytes of the first page of `self[start:]`. Trees use them as dictionary keys.
+
+        Two results are equal exactly when the results of `child_key` are equal, but bytes are far cheaper to build and
+        to hash.
+        """
         page = self._raw_bytes(start, start + page_size)
         return page if self.extra_key is None else (self.extra_key, page)
 
@@ -176,7 +182,8 @@ def _common_prefix(a: U32Array, b: U32Array) -> int:
 
 
 def _namespace(extra_key: str | None) -> str | None:
-    """None for the common one. What is in a tree must be fit for hashes, storage keys and events."""
+    """Check a namespace. Returns None for the default one. Namespaces must be valid in hashes, storage keys and
+    events."""
     if extra_key is None:
         return None
     if not isinstance(extra_key, str):

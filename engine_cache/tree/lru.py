@@ -2,7 +2,7 @@
 
     oldest <-> ... <-> newest        a circle, closed by a sentinel
 
-Every operation is O(1). A node can be in several lists, one of each kind.
+Every operation is O(1). A node can be in several lists of different kinds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LruList:
         return node.newer[self._kind] is not None
 
     def __iter__(self) -> Iterator[TreeNode]:
-        """Nodes, oldest first. The list must not change during iteration."""
+        """Iterate over the nodes, oldest first. The list must not change during iteration."""
         node = self.oldest()
         while node is not None:
             yield node
@@ -49,7 +49,7 @@ class LruList:
         return self.newer_than(self._end)
 
     def newer_than(self, node: TreeNode) -> TreeNode | None:
-        """The next newer node, or None at the end. The node must be in the list."""
+        """Return the next newer node, or None at the end. The node must be in the list."""
         following = node.newer[self._kind]
         return None if following is self._end else following
 
@@ -58,8 +58,10 @@ class LruList:
         self.insert_below(node, self._end)
 
     def insert_below(self, node: TreeNode, above: TreeNode) -> None:
-        """Add a node as the next older one of `above`. Raises CacheStateError if it is in the list, or `above` is
-        not."""
+        """Add a node as the next older one of `above`.
+
+        Raises CacheStateError if the node is in the list or `above` is not.
+        """
         kind = self._kind
         below = above.older[kind]
         if below is None:

@@ -1,7 +1,7 @@
-"""A node of a radix tree, the state it holds, and the two hashes of its pages.
+"""A node of a radix tree, its state, and the two hashes of its pages.
 
-Both lists of hashes are lazy: they stay None until an event needs them. A split cuts the lists and nothing recomputes
-them, so a remove event always names the hash that the store event named.
+Both lists of hashes are None until an event needs them. A split divides the lists and nothing recomputes them, so the
+remove event of a page always contains the same hash as its store event.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class ComponentType(IntEnum):
     """The kinds of state of a model."""
 
     FULL = 0
-    """KV of the full-attention layers, one row a unit."""
+    """KV of the full-attention layers, one row per unit."""
     SWA = 1
-    """KV of the sliding-window layers, one row a unit or none."""
+    """KV of the sliding-window layers, one row per unit or none."""
     MAMBA = 2
     """The recurrent state after the last unit, one slot."""
 
 
 class ComponentData:
-    """What a node holds of one kind of state besides Full KV."""
+    """The data of a node of one kind of state besides Full KV."""
 
     __slots__ = ("host_lock_ref", "host_value", "lock_ends", "lock_gaps", "lock_ref", "pending_id", "value")
 
     def __init__(self) -> None:
         self.value: IndexArray | None = None
-        """Device rows. None: the node is a tombstone of this kind on the device."""
+        """Device rows. None if the node is a tombstone of this kind on the device."""
         self.host_value: IndexArray | None = None
         """Host rows, set when a backup is enqueued."""
         self.lock_ref = 0
@@ -42,7 +42,7 @@ class ComponentData:
         self.host_lock_ref = 0
         """Transfers that need the host rows. Above 0 the rows cannot be evicted."""
         self.pending_id: int | None = None
-        """Backup that still has to fill the host rows."""
+        """Backup that has not filled the host rows yet."""
         self.lock_ends: frozenset[int] = frozenset()
         """Tickets of the window locks that begin below and end at this node."""
         self.lock_gaps: frozenset[int] = frozenset()
@@ -50,7 +50,7 @@ class ComponentData:
 
 
 class FullData:
-    """Full KV of a node, read through the field names of `ComponentData`."""
+    """Full KV of a node, with the field names of `ComponentData`."""
 
     __slots__ = ("_node",)
 
@@ -76,13 +76,13 @@ class FullData:
 
 _NUM_AUXILIARIES = len(ComponentType) - 1
 _NUM_LRU_LISTS = 2 * _NUM_AUXILIARIES
-_NO_LINKS: list[Any] = []  # of all nodes that hang in no list; never changed
+_NO_LINKS: list[Any] = []  # shared by all nodes that are in no list; never changed
 
 
 class TreeNode:
-    """A segment of whole pages. The root has an empty key and no parent.
+    """A node whose key is a run of whole pages. The root has an empty key and no parent.
 
-    has_states: whether the node can hold state of kinds other than Full KV.
+    has_states: whether the node can have state of kinds other than Full KV.
     """
 
     __slots__ = (
@@ -122,41 +122,42 @@ class TreeNode:
         """Unique in its tree, in order of creation."""
         self.key = key
         self.value = value
-        """Device rows, one a unit. None: the node is evicted."""
+        """Device rows, one per unit. None if the node is evicted."""
         self.parent = parent
         self.former_parent: TreeNode | None = None
-        """The parent of a node that was deleted."""
+        """Parent of the node before it was deleted."""
         self.children: dict[PageKey, TreeNode] = {}
-        """By `RadixKey.page_key` of the child's first page."""
+        """Children by `RadixKey.page_key` of their first page."""
         self.num_device_children = 0
-        """Number of children on the device. A node without any may be a device leaf."""
+        """Number of children on the device. A device leaf has none."""
         self.lock_ref = 0
         """Users that need the device rows. Above 0 the rows cannot be evicted."""
         self.hit_count = 0
         self.priority = priority
         self.last_access_time = now
-        """In ticks of the tree's clock, like `creation_time`."""
+        """Ticks of the tree's clock, like `creation_time`."""
         self.creation_time = now
         self.hash_value: list[str] | None = None
-        """Block hashes as hex, one a page."""
+        """Block hashes as hex, one per page."""
         self.sequence_hash: U64Array | None = None
-        """Sequence hashes, one a page."""
+        """Sequence hashes, one per page."""
         self.host_value: IndexArray | None = None
-        """Host rows, one a unit, set when a backup is enqueued. None: no host copy."""
+        """Host rows, one per unit, set when a backup is enqueued. None without a host copy."""
         self.host_ref_counter = 0
         """Storage operations that need the host rows. Above 0 the rows cannot be evicted."""
         self.write_through_pending_id: int | None = None
-        """Backup that has not been acknowledged. Until then no event names the host copy."""
+        """Backup that has not been acknowledged. Until it is, no event reports the host copy."""
         self._auxiliaries: Sequence[ComponentData] = ()
         self.newer: list[Any] = _NO_LINKS
-        """Neighbours in each `LruList`, two lists a kind. None: not in that list. The same holds for `older`."""
+        """Neighbours in each `LruList`, two lists per kind. None if the node is not in that list. The same holds for
+        `older`."""
         self.older: list[Any] = _NO_LINKS
         if has_states:
             self._auxiliaries = [ComponentData() for _ in range(_NUM_AUXILIARIES)]
             self.newer, self.older = [None] * _NUM_LRU_LISTS, [None] * _NUM_LRU_LISTS
 
     def detach(self) -> None:
-        """Mark the node as deleted. `former_parent` still leads back to the tree."""
+        """Mark the node as deleted. `former_parent` still leads to the tree."""
         self.former_parent, self.parent = self.parent, None
 
     @property
@@ -165,7 +166,8 @@ class TreeNode:
         return [FullData(self), *(self._auxiliaries or (ComponentData() for _ in range(_NUM_AUXILIARIES)))]
 
     def auxiliary(self, kind: ComponentType) -> ComponentData:
-        """Data of a kind other than FULL. Raises CacheStateError for a node of a tree without such kinds."""
+        """Return the data of a kind other than FULL. Raises CacheStateError if the nodes of the tree do not have such
+        kinds."""
         try:
             return self._auxiliaries[kind - 1]
         except IndexError:
@@ -191,7 +193,7 @@ class TreeNode:
 
 
 def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
-    """All nodes below the root (or below any other node), parents before children."""
+    """Yield all nodes below the root (or below any other node), parents before children."""
     pending = list(root.children.values())
     while pending:
         node = pending.pop()
@@ -200,8 +202,8 @@ def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
 
 
 def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
-    """The node's block hashes. Missing ones are computed and stored, those of its ancestors first, because a hash chain
-    starts at a child of the root."""
+    """Return the node's block hashes. Missing hashes are computed and stored, those of ancestors first, because a hash
+    chain starts at a child of the root."""
     for missing in _path_down(node, lambda n: n.hash_value is None):
         assert missing.parent is not None
         above = missing.parent.hash_value
@@ -212,7 +214,7 @@ def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
 
 
 def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U64Array:
-    """The node's sequence hashes, computed and stored like the block hashes. seed: of the namespace, see
+    """Return the node's sequence hashes, computed and stored like the block hashes. seed: of the namespace, see
     `namespace_seed`."""
     for missing in _path_down(node, lambda n: n.sequence_hash is None):
         assert missing.parent is not None
@@ -226,7 +228,7 @@ def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U
 
 
 def _path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeNode]:
-    """The node and its ancestors up to the first for which `wanted` is false, topmost first."""
+    """Return the node and its ancestors up to, and excluding, the first for which `wanted` is false, topmost first."""
     path = []
     while node.parent is not None and wanted(node):
         path.append(node)
@@ -238,7 +240,8 @@ def _path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeN
 def split_node_hash_value(
     child_hash_value: list[str] | None, split_len: int, page_size: int
 ) -> tuple[list[str] | None, list[str] | None]:
-    """Block hashes of both parts of a node that is split after `split_len` units, a multiple of the page size."""
+    """Return the block hashes of both parts of a node that is split after `split_len` units, a multiple of the page
+    size."""
     assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
     if child_hash_value is None:
         return None, None
@@ -249,7 +252,8 @@ def split_node_hash_value(
 def split_node_sequence_hash(
     child_sequence_hash: U64Array | None, split_len: int, page_size: int
 ) -> tuple[U64Array | None, U64Array | None]:
-    """Sequence hashes of both parts. Both are copies, so that neither keeps the memory of the other alive."""
+    """Return the sequence hashes of both parts. Both are copies, so that neither keeps the memory of the other
+    alive."""
     assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
     if child_sequence_hash is None:
         return None, None
@@ -258,7 +262,7 @@ def split_node_sequence_hash(
 
 
 def split_rows(rows: IndexArray | None, split_len: int) -> tuple[IndexArray | None, IndexArray | None]:
-    """Rows of both parts. Both are copies, so that evicting one part returns its memory."""
+    """Return the rows of both parts. Both are copies, so that evicting one part releases its memory."""
     if rows is None:
         return None, None
     return rows[:split_len].copy(), rows[split_len:].copy()

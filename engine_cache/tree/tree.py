@@ -1,10 +1,10 @@
-"""RadixTree: the shape of a prefix cache. It walks, splits, links and locks nodes; it owns no pool and copies nothing.
+"""RadixTree: the shape of a prefix cache. It walks, splits, links and locks nodes. It owns no pool and copies no data.
 
     root ── system prompt ──┬── user A, turn 1 ── turn 2      every edge: whole pages, key and rows of equal length
                             └── user B, turn 1
 
-A walk that leaves the middle of a node splits the node, so every walk ends at a node. A lock covers all nodes from one
-node to the root, so locked nodes always form a prefix and eviction can take leaves only.
+A walk that diverges inside a node splits the node, so every walk ends at a node. A lock covers all nodes from one node
+to the root, so locked nodes always form a prefix, and eviction needs to remove leaves only.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class TreeObserver(Protocol):
     """Owner of data that nodes carry besides the rows of Full KV."""
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """The nodes, parents first, have been used."""
+        """Mark nodes, parents first, as used."""
 
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
-        """`upper` is new and has taken the first `split_len` units of `lower`."""
+        """Handle a split: the new node `upper` has received the first `split_len` units of `lower`."""
 
 
 class RadixTree:
-    """A radix tree of one or two tiers, and the leaves of each that may be evicted.
+    """A radix tree of one or two tiers, and the evictable leaves of each tier.
 
-    page_size: units a page. is_eagle: keys are bigrams. has_states: nodes hold more than Full KV. split_copies_hits:
+    page_size: units per page. is_eagle: keys are bigrams. has_states: nodes have more than Full KV. split_copies_hits:
     the upper part of a split node keeps the node's hits.
     """
 
@@ -49,7 +49,7 @@ class RadixTree:
         self.page_size = page_size
         self.is_eagle = is_eagle
         self.has_host = False
-        """Whether leaves of the host are kept in order, too."""
+        """Whether host leaves are tracked as well."""
         self._policy = policy
         self._has_states = has_states
         self._split_copies_hits = split_copies_hits
@@ -59,28 +59,30 @@ class RadixTree:
         self.clear()
 
     def clear(self) -> None:
-        """Start anew with a root. The rows of the old nodes are not freed."""
+        """Reset to an empty tree with a new root. The rows of the old nodes are not freed."""
         self.root = self.new_node(RadixKey([]), no_indices(), None, _LOWEST_PRIORITY)
         self.root.lock_ref = 1
         self.root.hash_value = []
         self.device_leaves = EvictionQueue(self._policy)
         """Unlocked nodes on the device without children on the device."""
         self.host_leaves = EvictionQueue(self._policy)
-        """Nodes on the host alone, without children, whose host rows no transfer needs."""
+        """Nodes on the host only, without children, whose host rows no transfer uses."""
         self.evictable_size = 0
         """Units of unlocked nodes on the device."""
         self.protected_size = 0
         """Units of locked nodes on the device."""
 
     def observe(self, observer: TreeObserver) -> None:
-        """Report touches and splits to `observer`, after those that were added before."""
+        """Report touches and splits to `observer`, after the observers that were added before."""
         self._observers = (*self._observers, observer)
 
     # --- walk and split ---------------------------------------------------------------------------------------------
 
     def whole_pages(self, key: RadixKey, value: IndexArray | None) -> tuple[RadixKey, IndexArray | None]:
-        """The key in the tree's units, cut to whole pages, and `value` cut to the units. Raises InvalidValueError for a
-        bigram key of a tree of tokens and for fewer rows than units."""
+        """Convert the key to the tree's units and cut it to whole pages, and cut `value` to the units.
+
+        Raises InvalidValueError for a bigram key in a tree of tokens, and for fewer rows than units.
+        """
         if key.is_bigram and not self.is_eagle:
             raise InvalidValueError("key.is_bigram", True, "False, this cache holds plain tokens")
         key, value = key.maybe_to_bigram_view(self.is_eagle, value)
@@ -89,8 +91,10 @@ class RadixTree:
         return key.page_aligned(self.page_size), value
 
     def descend(self, key: RadixKey, visit: Callable[[TreeNode], None] | None = None) -> tuple[list[TreeNode], int]:
-        """Nodes along the longest cached prefix of a page-aligned key, and its length in units. Splits the last node if
-        the prefix ends inside it. visit: called with each node on the way down."""
+        """Return the nodes along the longest cached prefix of a page-aligned key, and its length in units.
+
+        Splits the last node if the prefix ends inside it. visit: called with each node on the way down.
+        """
         node, done, path = self.root, 0, []
         while done < len(key):
             child = self.next_on_path(node, key, done)
@@ -104,7 +108,10 @@ class RadixTree:
         return path, done
 
     def next_on_path(self, node: TreeNode, key: RadixKey, done: int) -> TreeNode | None:
-        """The child of `node` that continues `key[done:]`, split if the key leaves it. None: no child shares a page."""
+        """Return the child of `node` that continues `key[done:]`, or None if no child shares a page with it.
+
+        Splits the child if the key diverges inside it.
+        """
         child = node.children.get(key.page_key(self.page_size, done))
         if child is None:
             return None
@@ -112,13 +119,13 @@ class RadixTree:
         return self.split(child, shared) if shared < len(child.key) else child
 
     def touch(self, path: Sequence[TreeNode]) -> None:
-        """The nodes, parents first, have been used now, with all that they hold."""
+        """Mark nodes, parents first, and all their data as used now."""
         self.touch_kv(path)
         for observer in self._observers:
             observer.touched(path)
 
     def touch_kv(self, path: Sequence[TreeNode]) -> None:
-        """The KV of the nodes, parents first, has been used now."""
+        """Mark the KV of nodes, parents first, as used now."""
         for node in path:
             node.last_access_time = next(self._clock)
         self.device_leaves.used(path)
@@ -126,8 +133,10 @@ class RadixTree:
             self.host_leaves.used(path)
 
     def split(self, child: TreeNode, split_len: int) -> TreeNode:
-        """Put a new node above `child` that takes its first `split_len` units, whole pages. `child` remains the deeper
-        end for its users. Both parts count as used now. Returns the new node."""
+        """Insert a new node above `child` that receives its first `split_len` units, whole pages. Returns the new node.
+
+        `child` remains the lower node for its users. Both parts count as used now.
+        """
         parent, page_size = child.parent, self.page_size
         assert parent is not None
         whole_key = child.key
@@ -152,11 +161,11 @@ class RadixTree:
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def new_node(self, key: RadixKey, value: IndexArray | None, parent: TreeNode | None, priority: int) -> TreeNode:
-        """A node that is not linked yet."""
+        """Create a node without linking it."""
         return TreeNode(next(self._node_ids), key, value, parent, next(self._clock), priority, self._has_states)
 
     def link(self, leaf: TreeNode) -> None:
-        """Hang a new node below its parent."""
+        """Link a new node to its parent."""
         parent = leaf.parent
         assert parent is not None
         parent.children[leaf.key.page_key(self.page_size)] = leaf
@@ -170,7 +179,7 @@ class RadixTree:
             self.update_leaf(parent)
 
     def unlink(self, leaf: TreeNode) -> TreeNode:
-        """Delete an unlocked leaf. Its rows are the caller's. Returns its parent."""
+        """Delete an unlocked leaf. Returns its parent. The caller owns its rows afterwards."""
         parent = leaf.parent
         assert parent is not None
         if leaf.value is not None:
@@ -185,7 +194,7 @@ class RadixTree:
         return parent
 
     def put_on_device(self, node: TreeNode, rows: IndexArray) -> None:
-        """Give an evicted node below one on the device rows of its own, which are copied."""
+        """Give an evicted node device rows, which are copied. Its parent must be on the device."""
         assert node.parent is not None
         node.value = rows.astype(np.int64)
         node.parent.num_device_children += 1
@@ -194,7 +203,7 @@ class RadixTree:
         self.update_leaf(node.parent)
 
     def take_off_device(self, node: TreeNode) -> None:
-        """Forget the device rows of an unlocked node, which are the caller's."""
+        """Remove the device rows of an unlocked node. The caller owns them afterwards."""
         assert node.parent is not None
         node.value = None
         node.parent.num_device_children -= 1
@@ -205,11 +214,11 @@ class RadixTree:
     # --- leaves and locks -------------------------------------------------------------------------------------------
 
     def is_device_leaf(self, node: TreeNode) -> bool:
-        """Whether the node belongs to `device_leaves`."""
+        """Return whether the node belongs in `device_leaves`."""
         return node.value is not None and node.lock_ref == 0 and not node.num_device_children
 
     def update_leaf(self, node: TreeNode) -> None:
-        """The node has changed in what decides whether it is a leaf of either tier."""
+        """Update the leaves of both tiers after a change of the node."""
         if self.is_device_leaf(node):
             self.device_leaves.add(node)
         else:
@@ -218,7 +227,7 @@ class RadixTree:
             self.update_host_leaf(node)
 
     def update_host_leaf(self, node: TreeNode) -> None:
-        """The node has changed in what decides whether it is a leaf of the host."""
+        """Update the host leaves after a change of the node."""
         is_on_host_only = node.value is None and node.host_value is not None
         if is_on_host_only and not node.children and node.host_ref_counter == 0:
             self.host_leaves.add(node)
@@ -226,8 +235,10 @@ class RadixTree:
             self.host_leaves.discard(node)
 
     def lock(self, node: TreeNode) -> int:
-        """Lock the node and its ancestors. Returns the units that this protects. Raises CacheStateError for a node of
-        another tree."""
+        """Lock the node and its ancestors. Returns the units that become protected.
+
+        Raises CacheStateError for a node of another tree.
+        """
         protected = 0
         for step in self.path_to_root(node):
             if step.lock_ref == 0:
@@ -239,8 +250,10 @@ class RadixTree:
         return protected
 
     def unlock(self, node: TreeNode) -> int:
-        """Undo one `lock` of the node. Returns the units that become evictable. Raises CacheStateError if there is no
-        lock, and for a node of another tree."""
+        """Undo one `lock` of the node. Returns the units that become evictable.
+
+        Raises CacheStateError if the node is not locked or belongs to another tree.
+        """
         path = self.path_to_root(node)
         if path and node.lock_ref < 1:
             raise CacheStateError(f"node {node.id} unlocked with lock_ref {node.lock_ref}, expected at least 1")
@@ -255,8 +268,10 @@ class RadixTree:
         return released
 
     def path_to_root(self, node: TreeNode) -> list[TreeNode]:
-        """The node and its ancestors, without the root, children first. Raises CacheStateError for a node of another
-        tree."""
+        """Return the node and its ancestors, without the root, children first.
+
+        Raises CacheStateError for a node of another tree.
+        """
         path = []
         step: TreeNode | None = node
         while step is not self.root:
