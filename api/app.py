@@ -65,7 +65,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
     problems.install(app)
-    # the last one added is the outermost, so that refused callers are counted, too
+    # the last middleware added is the outermost one, so that refused requests are counted, too
     if settings.api_token is not None:
         app.add_middleware(BearerToken, token=settings.api_token.get_secret_value())
     app.add_middleware(MeasureRequests, metrics=metrics)

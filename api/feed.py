@@ -78,7 +78,7 @@ class _Client:
 
 
 class EventFeed:
-    """Sends events to clients. Costs nothing without clients. Belongs to the consumer's event loop."""
+    """Sends events to clients. Does no work without clients. Belongs to the consumer's event loop."""
 
     def __init__(self, consumer: Consumer, max_clients: int) -> None:
         self._consumer = consumer
@@ -102,7 +102,7 @@ class EventFeed:
 
     @asynccontextmanager
     async def listening(self, wanted: Wanted) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """Connect a client for the duration of the block, which receives the events. The states come first.
+        """Connect a client for the duration of the block. Yields its events; the states come first.
 
         Raises ProblemError (429) if there are too many clients.
         """
@@ -183,7 +183,7 @@ class EventFeed:
 
 
 class _FeedResponse(StreamingResponse):
-    """An answer that keeps its client connected while it is sent, however that ends."""
+    """An answer that keeps its client connected while it is sent, and disconnects it in all cases at the end."""
 
     def __init__(self, feed: EventFeed, wanted: Wanted) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -242,7 +242,7 @@ def _state_changed(stream: StreamId, before: str | None, state: str, view: View 
 
 
 def _names(stream: StreamId) -> dict[str, Any]:
-    """The fields of a `StreamEvent`."""
+    """Return the fields of a `StreamEvent`."""
     return {
         "stream": stream.key,
         "model_name": stream.model,

@@ -1,4 +1,4 @@
-"""Finding one's way in JSON text without making objects of it."""
+"""Kernels that navigate JSON text without creating Python objects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CLOSING = (ord("]"), ord("}"))
 def top_commas(text, places):
     """Find the commas between the elements of an array.
 
-    text: uint8[n], valid JSON from its "[" to its "]". places: int64[most], written: indices into `text`. Returns how
-    many there are, or most + 1 as soon as there are more than fit.
+    text: uint8[n], valid JSON from its "[" to its "]". places: int64[most], written: indices into `text`. Returns the
+    number of commas, or most + 1 if there are more than `most`.
     """
     found = depth = 0
     in_string = False

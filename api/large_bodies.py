@@ -68,7 +68,7 @@ def _integers_of(text: bytes, field: str, count: int, expected: str) -> list[int
         return _integers.decode(text)
     except msgspec.DecodeError as error:
         position = _POSITION.search(str(error))
-        if position is None:  # an array or a string with a comma was split
+        if position is None:  # a nested array, or a string with a comma, was split
             raise InvalidValueError(field, f"something else after element {count}", expected) from None
         index = int(position[1])
         raise InvalidValueError(f"{field}[{count + index}]", _element(text, index), expected) from None

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format, counted in a middleware or read from the views at each scrape."""
+"""Metrics in Prometheus' text format. They are counted in a middleware or read from the views at each scrape."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ConsumerMetrics(Collector):
         yield rejected
 
     def _stream_counters(self) -> Iterator[Metric]:
-        """Sums over all streams, which never decrease, even if a stream is forgotten with its counters."""
+        """Yield sums over all streams. They never decrease, even if a stream is forgotten with its counters."""
         seen = {}
         for view in self._consumer.namespaces.views:
             now = Counter({name: getattr(view.counters, name) for name in _STREAM_COUNTERS})

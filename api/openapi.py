@@ -1,7 +1,7 @@
 """OpenAPI documentation generated from msgspec structs, which FastAPI does not understand.
 
-Routes of FastAPI declare their answers with `answers` and `problem`; the hot routes, which FastAPI does not know, are
-added whole by `complete`. Both refer to component schemas that `complete` adds.
+FastAPI routes declare their answers with `answers` and `problem`. `complete` adds the hot routes, which FastAPI does
+not know, and the component schemas to which both refer.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ _REGISTRATIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str,
 
 
 def answers(kind: Any, description: str, status: int = HTTPStatus.OK) -> dict[int | str, Json]:
-    """The `responses` entry of a FastAPI route that answers with a struct of `_ANSWERS`, or a list of them."""
+    """Return the `responses` entry of a FastAPI route that answers with a struct of `_ANSWERS` or a list of them."""
     return {int(status): _json(description, _schema(kind))}
 
 
 def problem(status: int, description: str) -> dict[int | str, Json]:
-    """The `responses` entry of a FastAPI route for one kind of problem document."""
+    """Return the `responses` entry of a FastAPI route for one kind of problem document."""
     return {int(status): _problem(description)}
 
 
@@ -129,7 +129,7 @@ def complete(document: Json) -> None:
 
 
 def _require_what_is_sent(kind: type[Struct], component: Json) -> None:
-    """Defaults serve clients of older servers. This server sends every field that is not UNSET."""
+    """Mark the fields that this server always sends as required. Their defaults exist for clients of older servers."""
     component["required"] = [field.encode_name for field in structs.fields(kind) if field.default is not UNSET]
     for schema in component["properties"].values():
         schema.pop("default", None)

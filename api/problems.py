@@ -1,4 +1,4 @@
-"""Problem documents after RFC 9457: the answer to every error of a caller.
+"""Problem documents according to RFC 9457, which answer every error of a caller.
 
 `error` repeats `detail` for clients of Dynamo.
 """

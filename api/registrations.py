@@ -78,16 +78,16 @@ class Registrations:
                 await self._kept.close()
 
     def metrics(self) -> Collector:
-        """Yield the metrics of the registrations and of their engines."""
+        """Return the collector of the metrics of the registrations and their engines."""
         return _Metrics(self)
 
     def status(self) -> dict[StreamId, EngineStatus]:
-        """Return every registered rank."""
+        """Return the status of every registered rank."""
         found = {stream_of(status.engine): status for status in self._fleet.status()}
         return {stream: self._with_failure(stream, status) for stream, status in found.items()}
 
     def why_not_ready(self) -> str | None:
-        """Return what is still missing after a restart, or None if there is nothing to wait for."""
+        """Return what must still be read after a restart, or None if the service is ready."""
         if not self._loaded.is_set():
             return "the saved registrations are not loaded yet"
         return f"{len(self._waiting_for)} registered engines are still to be read" if self._waiting_for else None
@@ -144,7 +144,7 @@ class Registrations:
         self._added_at[stream_of(engine)] = time.monotonic()
 
     async def _seen(self, stream: StreamId) -> None:
-        """Wait for the first record, which identifies the stream and was sent already."""
+        """Wait until the first record of the stream, which was sent already, has been applied."""
         give_up = time.monotonic() + _SEEN_S
         while stream in self._engines and self._consumer.namespaces.view(stream) is None:
             if time.monotonic() > give_up:

@@ -16,20 +16,22 @@ class ApiSettings(KvsightSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65_535)
-    """0: any free port."""
+    """TCP port. 0 selects any free port."""
     api_token: SecretStr | None = Field(None, min_length=1)
-    """Token that callers must send as `Authorization: Bearer`, except to /health, /ready and /metrics. None: open."""
+    """Token that callers must send as `Authorization: Bearer`, except to /health, /ready and /metrics. If None, no
+    token is required.
+    """
     max_connections: int = Field(1024, ge=1)
-    """Concurrent connections and requests. Callers beyond them receive a 503 at once instead of waiting."""
+    """Maximum number of concurrent connections and requests. Further callers receive a 503 immediately."""
 
     max_body_bytes: int = argument(32 * 2**20, ge=1024)
-    """Largest request body: eight million packed tokens."""
+    """Maximum size of a request body. The default fits eight million packed tokens."""
     max_event_clients: int = argument(64, ge=0)
-    """Callers that may listen to `GET /events` at once."""
+    """Maximum number of concurrent clients of `GET /events`."""
 
 
 class RegistrationSettings(KvsightSettings):
-    """Which engines callers may register."""
+    """Limits on the engines that callers may register."""
 
     register_allow: str = "tcp://*"
     """Allowed addresses, as patterns separated by commas: `tcp://10.0.*:*,ipc:///run/engines/*`. Host names are
@@ -47,5 +49,5 @@ class RegistrationSettings(KvsightSettings):
         return patterns
 
     def allows(self, address: str) -> bool:
-        """Whether an address matches one of the patterns."""
+        """Return whether an address matches one of the patterns."""
         return any(fnmatchcase(address, pattern.strip()) for pattern in self.register_allow.split(","))

@@ -1,4 +1,4 @@
-"""The pages of a worker stream, read in slices between which the views may change."""
+"""Reads the pages of a worker stream in slices. The views may change between two slices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_CHAIN_BITS = 32
 
 
 async def stream_pages(consumer: Consumer, view: View) -> AsyncIterator[StreamPages]:
-    """The pages of a stream, in slices. Yields to the event loop after each; ends if the stream is forgotten."""
+    """Yield the pages of a stream in slices. Other tasks run after each slice. Ends if the stream is forgotten."""
     if not is_known(consumer, view):
         return
     for held in view.index.stream_pages(view.number):
@@ -28,12 +28,12 @@ async def stream_pages(consumer: Consumer, view: View) -> AsyncIterator[StreamPa
 
 
 def is_known(consumer: Consumer, view: View) -> bool:
-    """Whether a view is still in use. It may have been forgotten since the caller last held the event loop."""
+    """Return whether a view is still in use. It may have been forgotten while other tasks were running."""
     return consumer.namespaces.view(view.stream) is view
 
 
 def parents_first(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.intp]:
-    """An order of pages in which each parent precedes its children. Parents that are not among the pages are ignored.
+    """Return an order of pages in which each parent precedes its children. Parents not in `hashes` are ignored.
 
     hashes: uint64[n], distinct. parents: uint64[n], 0 for none. Returns intp[n], indices. Cycles of parents, which only
     a faulty publisher sends, are returned in any order.

@@ -1,4 +1,4 @@
-"""The answer of GET /workers: worker streams that have a view, and registered engines that were not heard yet."""
+"""The answer of GET /workers: worker streams that have a view, and registered engines that have sent nothing yet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Engines = Mapping[StreamId, "EngineStatus"]
 async def list_workers(
     consumer: Consumer, engines: Engines, model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
-    """Each `Worker` as JSON. Yields to the event loop about once a millisecond. model, tenant: None selects all."""
+    """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
     unheard = _unheard(consumer, engines)
     readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
     slice_began = time.perf_counter()
@@ -65,7 +65,7 @@ def _is_wanted(key: NamespaceKey, model: str | None, tenant: str | None) -> bool
 
 
 def _unheard(consumer: Consumer, engines: Engines) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
-    """Registered ranks that have no view yet, by worker."""
+    """Return the registered ranks that have no view yet, by worker."""
     by_worker: dict[tuple[NamespaceKey, str], dict[int, Listener]] = {}
     for stream, status in engines.items():
         if consumer.namespaces.view(stream) is None:
@@ -94,7 +94,7 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
 
 
 def _groups(consumer: Consumer, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[int, Listener]]:
-    """The group streams of the worker to which the views belong."""
+    """Return the group streams of the worker to which the views belong."""
     groups: dict[str, dict[int, Listener]] = {}
     for name, group in sorted(namespace.groups.items()):
         for view in views:

@@ -138,7 +138,7 @@ def _few(streams: list[StreamId]) -> str:
 
 
 async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -> RadixView:
-    """Yield the pages. Raises ProblemError (404) if the stream is forgotten during the read."""
+    """Return up to `limit` pages from `cursor` on. Raises ProblemError (404) if the stream is forgotten."""
     block_size = consumer.namespaces.block_size(view.stream)
     pages: list[ViewPage] = []
     next_cursor = None

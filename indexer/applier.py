@@ -31,8 +31,8 @@ class Applier:
     def apply(self, record: LogRecord, heard_at: float, heard_tick: float | None = None) -> Iterator[None]:
         """Apply one record in slices. A record that breaks the contract becomes a dead letter.
 
-        heard_at: seconds since 1970, when the record was received. heard_tick: the same moment on the clock of
-        `Freshness` (default: the same number).
+        heard_at: time at which the record was received, in seconds since 1970. heard_tick: the same moment on the clock
+        of `Freshness` (default: the same number).
         """
         self.records += 1
         tick = heard_at if heard_tick is None else heard_tick

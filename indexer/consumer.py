@@ -1,4 +1,4 @@
-"""The loop of the router side: read records, apply them to the views, and do what is due between them."""
+"""The loop of the router side: reads records, applies them to the views, and runs due tasks between them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _STOP_S = 5.0
 class Consumer:
     """Reads a source into views, in one event loop. Queries run between two slices of its work.
 
-    It loads the newest snapshot, seeks, catches up, and then is ready. After that it also requests resyncs, forgets
-    silent workers and writes snapshots. A source or a store that is away costs freshness only.
+    The consumer loads the newest snapshot, seeks, catches up, and then is ready. After that it also requests resyncs,
+    forgets silent workers and writes snapshots. If a source or a store is unavailable, only freshness suffers.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Consumer:
         self.freshness = Freshness(settings.worker_ttl_s, now)
         self.progress = Progress()
         self.failure: BaseException | None = None
-        """What ended the loop, if it ended by itself."""
+        """The error that ended the loop, if it ended by itself."""
         self._source = source
         self._reader = SourceReader(source, on_alive=lambda: self.freshness.log_is_alive(time.monotonic()))
         self._clock = clock
@@ -83,7 +83,7 @@ class Consumer:
 
     @property
     def source_error(self) -> str | None:
-        """Why the source cannot be read now. None: it can."""
+        """Why the source cannot be read now, or None if it can."""
         return self._reader.error
 
     @property
@@ -184,7 +184,7 @@ class Consumer:
             self.progress.see_ends(ends)
 
     async def _copy(self) -> SnapshotParts:
-        """Copy the views in slices. Nothing else changes them meanwhile: the loop waits for the copy."""
+        """Copy the views in slices. The loop waits for the copy, so nothing changes the views during this time."""
         parts: SnapshotParts = await self._slices.run(take(self.namespaces, self.progress.positions, self._clock()))
         return parts
 

@@ -1,4 +1,4 @@
-"""Records that could not be applied: counted by reason, kept for inspection, never fatal."""
+"""Records that could not be applied. They are counted by reason and kept for inspection, and are never fatal."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class DeadLetter(NamedTuple):
 
 
 class DeadLetters:
-    """Counts by reason, the newest letters in memory and, given a folder, the records themselves as an event log.
+    """Counts rejected records by reason and keeps the newest letters in memory.
 
-    The folder takes 64 MiB; after that records are only counted.
+    If there is a folder, the records themselves are written to it as an event log of at most 64 MiB. Further records
+    are only counted.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.counts: Counter[str] = Counter()
         self.newest: deque[DeadLetter] = deque(maxlen=_KEPT_IN_MEMORY)
         self.not_kept = 0
-        """Records that were not written to the folder: it is full, or cannot be written."""
+        """Number of records that were not written to the folder because it is full or cannot be written."""
         self._writer = EventLogWriter(folder) if folder is not None else None
         self._room = _MAX_FOLDER_BYTES - (sum(f.stat().st_size for f in folder.iterdir()) if folder is not None else 0)
 

@@ -6,7 +6,7 @@ from kv_events.errors import KvsightError
 
 
 class IndexFullError(KvsightError):
-    """A bound of the index is met. Raise the setting, or let workers expire."""
+    """A limit of the index is reached. Raise the setting, or let workers expire."""
 
     def __init__(self, what: str, bound: int) -> None:
         super().__init__(f"index full: at most {bound} {what}")

@@ -1,4 +1,4 @@
-"""Removal of workers: silent ones, and those that a caller names."""
+"""Removal of workers that are silent, and of those that a caller selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state to show. Silence counts against a worker only while the event log itself can be read."""
+"""The reported state of a view. Silence counts against a worker only while the event log can be read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from indexer.views import View, ViewState
 
 
 class Freshness:
-    """Judges ages by the time up to which the log was readable.
+    """Determines the age of views from the time up to which the event log could be read.
 
-    The clock must never go back: a monotonic clock for live views, the time of the records for a replay. While the
-    event log is unavailable no worker expires. When it returns, every worker has a whole time-to-live again.
+    The clock must never go back. It is a monotonic clock for live views and the time of the records for a replay. No
+    worker expires while the event log is unavailable. When the log is available again, every worker has a whole
+    time-to-live.
     """
 
     def __init__(self, ttl_s: float, now: float) -> None:
@@ -18,17 +19,17 @@ class Freshness:
         self._resumed_at = now
 
     def log_is_alive(self, now: float) -> None:
-        """Note that the event log could be read just now."""
+        """Record that the event log could be read at this time."""
         if now - self._alive_at > self._ttl_s / 2:
             self._resumed_at = now
         self._alive_at = max(self._alive_at, now)
 
     def silence_s(self, view: View) -> float:
-        """Seconds during which the event log could be read and had nothing from the worker."""
+        """Return the seconds during which the event log could be read but had no records from the worker."""
         return self._alive_at - max(view.heard_tick, self._resumed_at)
 
     def state(self, view: View) -> ViewState:
-        """The state to show and to act on."""
+        """Return the state to report and to act on."""
         if self.silence_s(view) > self._ttl_s:
             return ViewState.EXPIRED
         return ViewState.STALE if view.degraded_reason and view.state is ViewState.LIVE else view.state

@@ -1,4 +1,4 @@
-"""OverlapIndex: which worker streams hold which pages, and how far a prompt is held."""
+"""OverlapIndex: the pages that each worker stream holds, and the longest prefix of a prompt that it holds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kv_events.hashing import U64Array
 from kv_events.schema import NUM_MEDIA
 
 SLICE_PAGES = 4096
-"""Pages that one kernel call touches at most: well under a millisecond, so that queries wait only briefly."""
+"""Maximum number of pages per kernel call. A call takes well under a millisecond, so queries wait only briefly."""
 
 _SCAN_ENTRIES = 65_536
-_STORES_STOP_AT = 7 / 8  # of the holder sets: removals may need new ones, too, and must go on
+_STORES_STOP_AT = 7 / 8  # of the holder sets; the rest is reserved for removals, which may need new sets, too
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 _NO_MARKS = np.zeros(0, np.uint8)
 
@@ -38,7 +38,7 @@ class Matches(msgspec.Struct, frozen=True, gc=False):
     streams: npt.NDArray[np.int32]
     """[k] streams that hold the first page on any tier, ascending."""
     pages: npt.NDArray[np.uint32]
-    """[streams, 4] row s: leading pages that stream s holds on a tier or a faster one. Only rows of `streams` count."""
+    """[streams, 4] row s: leading pages that stream s holds on a tier or a faster one. Other rows are undefined."""
 
 
 class StreamPages(NamedTuple):
@@ -47,7 +47,7 @@ class StreamPages(NamedTuple):
     hashes: U64Array
     """[n] sequence hashes."""
     parents: U64Array
-    """[n] sequence hash of the page before; 0 = directly below the root, or not known."""
+    """[n] sequence hash of the parent page; 0 = first page of a prompt, or unknown."""
     tiers: npt.NDArray[np.uint8]
     """[n] bitmask: bit t = held on tier t."""
 
@@ -62,7 +62,7 @@ class IndexImage(NamedTuple):
     holders: list[npt.NDArray[np.uint32]]
     """[n] row of `sets`."""
     sets: U64Array
-    """[s, 4 * width] distinct holder sets, plane after plane; see `kernels.holder_sets`."""
+    """[s, 4 * width] distinct holder sets, as a sequence of planes; see `kernels.holder_sets`."""
     digests: dict[int, Digest]
     """By stream number."""
 
@@ -96,7 +96,7 @@ class OverlapIndex:
     # --- streams ---
 
     def add_stream(self) -> int:
-        """A number for a new worker stream that holds nothing. Raises IndexFullError beyond `max_streams`."""
+        """Return a number for a new worker stream that holds nothing. Raises IndexFullError beyond `max_streams`."""
         for stream, digest in enumerate(self._digests):
             if digest is None:
                 self._digests[stream] = empty_digest()
@@ -116,7 +116,7 @@ class OverlapIndex:
         self._digests[stream] = None
 
     def digest(self, stream: int) -> Digest:
-        """uint64[8]: the stream's digest, updated by every change. The live array: do not write to it."""
+        """Return the stream's digest, uint64[8]. It is the live array, updated by every change: do not write to it."""
         digest = self._digests[stream] if 0 <= stream < len(self._digests) else None
         if digest is None:
             raise InvalidValueError("stream", stream, "a stream in use")
@@ -125,7 +125,7 @@ class OverlapIndex:
     # --- changes ---
 
     def new_marks(self) -> Marks:
-        """Marks for a sweep that keeps the pages stored from now on. They take a byte per page."""
+        """Return marks for a sweep that keeps the pages stored from now on. They need one byte per page."""
         return np.zeros(page_table.capacity(self._pages.table) + 1, np.uint8)
 
     def store(
@@ -153,8 +153,8 @@ class OverlapIndex:
     ) -> tuple[int, int]:
         """Remove pages [start, stop) of an event.
 
-        Returns (pages that the stream did not hold there, pages that stay: not even the room kept for removals was
-        enough).
+        Returns (pages that the stream did not hold there, pages that remain because even the holder sets reserved for
+        removals are used up).
         """
         unknown, refused = apply.remove(
             self._resident,
@@ -177,7 +177,7 @@ class OverlapIndex:
                 self._resident, self.digest(stream), _NO_MARKS if marks is None else marks, stream, start, stop
             )
 
-    # --- questions ---
+    # --- queries ---
 
     def find(self, hashes: U64Array) -> Matches:
         """Find how far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from page 0."""
@@ -187,7 +187,7 @@ class OverlapIndex:
         return Matches(streams[:found], pages)
 
     def holders(self, hashes: U64Array) -> npt.NDArray[np.uint32]:
-        """uint32[n]: ids of the holder sets of some pages, for `trim_to_reusable`. Valid until the next change.
+        """Return uint32[n], the ids of the pages' holder sets for `trim_to_reusable`. Valid until the next change.
 
         hashes: uint64[n], C order, sequence hashes.
         """
@@ -202,16 +202,16 @@ class OverlapIndex:
         window: int,
         lengths: npt.NDArray[np.int64],
     ) -> bool:
-        """Shorten prefixes until each stream holds the last `window` pages of its own on some tier, or all pages of a
-        shorter one. Returns whether one of them became shorter.
+        """Shorten prefixes until each stream holds the last `window` pages of its prefix, or the whole prefix if it is
+        shorter, on any tier. Returns whether any prefix became shorter.
 
-        holders: of the prompt's pages. streams: [k], -1: leave this one. window: at least 1. lengths: [k] pages, at
-        most as many as there are holders; changed.
+        holders: holder sets of the prompt's pages. streams: [k]; prefixes of stream -1 are not changed. window: pages,
+        at least 1. lengths: [k] pages, at most len(holders); updated.
         """
         return bool(trim_to_reusable(self._pages.sets.words, holders, streams, window, lengths))
 
     def stream_pages(self, stream: int) -> Iterator[StreamPages]:
-        """All pages of a stream, in slices, in no particular order."""
+        """Yield all pages of a stream, in slices, in no particular order."""
         self.digest(stream)
         entries = np.empty(_SCAN_ENTRIES, np.int64)
         tiers = np.empty(_SCAN_ENTRIES, np.uint8)
@@ -244,7 +244,7 @@ class OverlapIndex:
         return image
 
     def restore(self, image: IndexImage) -> None:
-        """Take over an image into this new, empty index. Raises InvalidValueError when it does not fit together."""
+        """Load an image into this new, empty index. Raises InvalidValueError if the image is inconsistent."""
         num_sets, words_per_set = image.sets.shape
         if max(image.digests, default=0) >= self._max_streams or not words_per_set or words_per_set % NUM_MEDIA:
             raise InvalidValueError("image", words_per_set, f"at most {self._max_streams} streams")
@@ -275,7 +275,7 @@ class OverlapIndex:
 
     @property
     def num_pages(self) -> int:
-        """Distinct pages that some stream holds."""
+        """Number of distinct pages held by any stream."""
         return page_table.num_live(self._pages.table)
 
     @property
@@ -285,18 +285,18 @@ class OverlapIndex:
 
     @property
     def num_sets(self) -> int:
-        """Distinct holder sets."""
+        """Number of distinct holder sets."""
         return holder_sets.num_sets(self._pages.sets)
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all arrays, as far as they are used."""
+        """Bytes in use, over all arrays."""
         entries = page_table.high_water(self._pages.table)
         columns = entries * (self._pages.parents.itemsize + self._pages.holders.itemsize)
         return page_table.bytes_used(self._pages.table) + columns + holder_sets.bytes_used(self._pages.sets)
 
     def check(self) -> None:
-        """Recount everything from scratch. Raises AssertionError with both figures."""
+        """Recount everything from scratch. Raises AssertionError with the stored and the counted figure."""
         page_table.check(self._pages.table)
         used = page_table.high_water(self._pages.table)
         live = int(np.count_nonzero(self._pages.holders))
@@ -313,7 +313,9 @@ class OverlapIndex:
             start += step
 
     def _set_capacity(self, max_pages: int, width: int) -> int:
-        """There are never more sets than pages, except for the empty set and the reserve for removals."""
+        """Return the capacity for holder sets. There are never more sets than pages, except for the empty set and the
+        reserve for removals.
+        """
         bytes_per_set = NUM_MEDIA * width * 8
         return max(64, min(2 * max_pages + 64, self._max_set_bytes // bytes_per_set))
 

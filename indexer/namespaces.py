@@ -53,7 +53,7 @@ class Namespaces:
 
     @property
     def views(self) -> list[View]:
-        """Iterate over all views."""
+        """Return all views."""
         return list(self._views.values())
 
     def view(self, stream: StreamId) -> View | None:

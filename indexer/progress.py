@@ -1,4 +1,4 @@
-"""How far the event log has been applied."""
+"""The part of the event log that has been applied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress:
         return self._goal is not None
 
     def start(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> None:
-        """The event log was opened. begins: where each partition is read from; ends: where it ends now."""
+        """Record that the event log was opened. begins: first offset that is read, by partition; ends: current end."""
         self.positions |= begins
         self._goal = ends
 
@@ -36,7 +36,7 @@ class Progress:
         return record.offset < self.positions.get(record.partition, 0)
 
     def advance(self, record: LogRecord) -> None:
-        """A record has been applied."""
+        """Record that a log record has been applied."""
         self.positions[record.partition] = record.offset + 1
 
     def has_reached(self, goal: Mapping[int, int]) -> bool:
@@ -44,14 +44,14 @@ class Progress:
         return all(self.positions.get(partition, 0) >= end for partition, end in goal.items())
 
     def catches_up(self) -> bool:
-        """True once: when the goal of the start has been reached."""
+        """Return True once, when the goal of the start has been reached."""
         if self.is_caught_up or self._goal is None or not self.has_reached(self._goal):
             return False
         self.is_caught_up = True
         return True
 
     def see_ends(self, ends: Mapping[int, int]) -> None:
-        """The event log was probed."""
+        """Record the ends of the event log that a probe found."""
         if self.is_caught_up:
             self._goal = ends
 

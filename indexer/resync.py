@@ -1,4 +1,4 @@
-"""Resync requests: which publisher is asked to resend everything it holds, and when."""
+"""Resync requests: selects the publishers that must resend everything they hold, and the times of the requests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ResyncPlanner:
         self._demanded.add(view.stream)
 
     def plan(self, namespaces: Namespaces, now: float) -> list[ResyncRequest]:
-        """The requests to send now. now: monotonic seconds."""
+        """Return the requests to send now. now: monotonic seconds."""
         self._refill_budget(now)
         requests = self._demanded_requests(namespaces)
         stale = {view.stream: view for view in namespaces.views if _can_be_mended(view)}
@@ -117,5 +117,5 @@ class ResyncPlanner:
 
 
 def _can_be_mended(view: View) -> bool:
-    """Whether a resync can help. A view whose pages did not fit would ask forever."""
+    """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""
     return view.state is ViewState.STALE and (view.stale_reason != INDEX_FULL or view.index.has_room)

@@ -52,12 +52,12 @@ class WorkerScore(NamedTuple):
 
     @property
     def has_groups(self) -> bool:
-        """Whether the worker publishes its states and windows."""
+        """Whether the worker publishes its recurrent states and sliding windows."""
         return self.reusable_by_rank is not None
 
     @property
     def reusable(self) -> int:
-        """Tokens from which the engine can continue, of the best rank. Fewer than matched with states or windows."""
+        """Tokens from which the engine can continue, for the best rank. With groups, fewer tokens than matched."""
         return self.longest_matched if self.reusable_by_rank is None else max(self.reusable_by_rank.values())
 
     @property

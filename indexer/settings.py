@@ -18,17 +18,17 @@ class IndexerSettings(KafkaSettings):
     """Frozen; read once at start. A bad value stops the start and names the variable."""
 
     event_log_dir: Path | None = None
-    """Event log to follow where there is no Kafka. Neither: an event log in memory (embedded mode)."""
+    """Event log to follow if there is no Kafka. Without both, the event log is in memory (embedded mode)."""
     redis: str | None = None
-    """URL of the Redis that keeps snapshots: redis://HOST:PORT/DB, rediss://... or unix://... None: a folder. In
-    embedded mode there are no snapshots, and Redis keeps registrations.
+    """URL of the Redis that stores snapshots: redis://HOST:PORT/DB, rediss://... or unix://... None uses a folder. In
+    embedded mode there are no snapshots, and Redis stores registrations.
     """
     snapshot_dir: Path | None = None
-    """Folder for the same data where there is no Redis. Neither: every start replays the event log."""
+    """Folder for the same data if there is no Redis. Without both, every start replays the event log."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """Time between snapshots."""
     dead_letter_dir: Path | None = None
-    """Event log for the records that cannot be decoded. None: they are only counted."""
+    """Event log for records that cannot be decoded. If None, they are only counted."""
     max_pages: int = Field(2**24, ge=1, le=2**31)
     """Bound on distinct pages of one namespace."""
     max_set_bytes: int = Field(2**30, ge=2**16)

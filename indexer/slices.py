@@ -1,4 +1,4 @@
-"""Work in short slices on the event loop, so that queries are answered between them."""
+"""Runs work in short slices on the event loop, so that queries are answered between them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 _SLICE_S = 0.001
-"""Time after which queries get a turn."""
+"""Duration of a slice, after which queries are answered."""
 
 
 class Slices:
-    """Measures how long one owner has kept the event loop, and gives it up after a millisecond."""
+    """Measures how long one owner has run on the event loop, and yields after a millisecond."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -34,14 +34,14 @@ class Slices:
 
 
 class Interval:
-    """Says when something that happens regularly is due. Times are monotonic seconds."""
+    """Reports when a periodic task is due. Times are monotonic seconds."""
 
     def __init__(self, period_s: float, first_at: float = 0.0) -> None:
         self._period_s = period_s
         self._next_at = first_at
 
     def is_due(self, now: float) -> bool:
-        """Whether the time has come; True begins the next period."""
+        """Return whether the task is due. True starts the next period."""
         if now < self._next_at:
             return False
         self._next_at = now + self._period_s

@@ -1,4 +1,4 @@
-"""The state of each worker stream: which batches were admitted, whether the view is right, how long it is silent."""
+"""The state of each worker stream: admission of batches, correctness of the view, and time of the last batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kv_events.schema import ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, Sn
 from kv_events.streams import StreamId
 
 INDEX_FULL = "index full"
-"""Stale reason of a view whose pages did not all fit. A resync helps only when there is room again."""
+"""Stale reason of a view whose pages did not all fit. A resync helps only after room has become available."""
 
 
 class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the storage media)
-    """How far a view can be trusted, from the most to the least."""
+    """How far a view can be trusted, in descending order."""
 
     LIVE = "live"
     """The digest equalled the publisher's at the last batch, and the publisher reported no degradation."""
@@ -29,20 +29,20 @@ class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the s
     STALE = "stale"
     """A gap or a wrong digest was found and a resync is requested, or the publisher reported a degradation."""
     EXPIRED = "expired"
-    """Silent for the time-to-live; left out of scores."""
+    """Silent for longer than the time-to-live; left out of scores."""
 
 
 _TRUST = tuple(ViewState).index
 
 
 def least_trusted(states: Iterable[ViewState]) -> ViewState:
-    """The state of several views together: that of the least trustworthy one. states: at least one."""
+    """Return the least trustworthy of several states. states: at least one."""
     return max(states, key=_TRUST)
 
 
 @dataclass(slots=True)
 class ViewCounters:
-    """What happened in a stream since this process first read it."""
+    """Counts of events in a stream since this process first read it."""
 
     batches: int = 0
     pages_stored: int = 0
@@ -85,7 +85,7 @@ class View:
 
     @property
     def reason(self) -> str:
-        """Why the view cannot be fully trusted. Empty: it can."""
+        """Why the view cannot be fully trusted, or "" if it can."""
         return self.stale_reason or self.degraded_reason
 
     @property
@@ -94,10 +94,10 @@ class View:
         return page_counts(self.index.digest(self.number))
 
     def admit(self, batch: DecodedBatch, is_expired: bool = False) -> bool:
-        """Whether a batch is to be applied: (epoch, seq) decide, so that applying twice changes nothing.
+        """Return whether a batch is to be applied. (epoch, seq) decide, so applying a batch twice changes nothing.
 
-        A publisher whose clock was set back begins with a smaller epoch; that is believed once nothing was heard of
-        the larger one for the time-to-live.
+        A publisher whose clock was set back starts with a smaller epoch. This epoch is accepted when no batch of the
+        larger one has arrived for the time-to-live.
         """
         if batch.epoch < self.epoch and not (is_expired and batch.seq == 0):
             self.counters.old_epoch_batches += 1
@@ -114,7 +114,9 @@ class View:
         return True
 
     def hear(self, batch: DecodedBatch, at: float, tick: float) -> None:
-        """Note that an admitted batch arrived. Without contact to its engine the view keeps its age."""
+        """Record the arrival of an admitted batch. If its publisher has no contact with its engine, the age of the view
+        does not change.
+        """
         if batch.degraded_reason != ENGINE_UNHEARD or self.heard_at == 0.0:
             self.heard_at = at
         self.heard_tick = max(self.heard_tick, tick)
@@ -126,7 +128,7 @@ class View:
             yield from self._apply_step(step)
 
     def confirm(self, batch: DecodedBatch) -> None:
-        """Compare the digests after a batch. If they are equal the view is right, whatever happened before."""
+        """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
         self.degraded_reason = batch.degraded_reason
         if self._marks is not None:
             return
@@ -156,7 +158,7 @@ class View:
             self.mark_stale("restart")
         self.epoch, self.next_seq = batch.epoch, 0
         if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
-            batch.steps.insert(0, AllBlocksCleared())  # without a resync the new incarnation holds nothing
+            batch.steps.insert(0, AllBlocksCleared())  # a new incarnation without a resync holds nothing
 
     def _apply_step(self, step: Step) -> Iterator[None]:
         match step:
@@ -197,12 +199,12 @@ class View:
 
     def _end_snapshot(self) -> Iterator[None]:
         if self._marks is None:
-            return  # the beginning of the resync was lost; the gap is known
+            return  # the beginning of the resync was lost; the gap was detected already
         for removed in self.index.sweep(self.number, self._marks):
             self.counters.pages_removed += removed
             yield
         self._marks = None
-        self.state, self.stale_reason = ViewState.STALE, "digest"  # until `confirm` says otherwise
+        self.state, self.stale_reason = ViewState.STALE, "digest"  # until `confirm` finds equal digests
         self.counters.resyncs += 1
 
 

@@ -1,4 +1,4 @@
-"""Snapshots: all views and log positions of one moment, written whole or not at all.
+"""Snapshots of all views and log positions. A snapshot is written completely or not at all.
 
-`image` turns views into bytes and back; `folder` and `redis` keep the bytes. Start at `base.SnapshotStore`.
+`image` converts views to bytes and back; `folder` and `redis` store the bytes. Start at `base.SnapshotStore`.
 """

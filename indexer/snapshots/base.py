@@ -1,4 +1,4 @@
-"""Where snapshots are kept."""
+"""The interface of snapshot stores."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SnapshotDamagedError(KvsightError):
 
 
 class SnapshotStore(Protocol):
-    """Keeps the newest image of something: of all views, or of the registered engines. Belongs to one event loop."""
+    """Stores the newest image of all views, or of the registered engines. Belongs to one event loop."""
 
     async def save(self, image: bytes) -> None:
         """Replace the snapshot. A reader sees either the old one or this one, complete. Raises SnapshotStoreError."""
 
     async def load(self) -> bytes | None:
-        """The newest snapshot, or None. Raises SnapshotStoreError."""
+        """Return the newest snapshot, or None if there is none. Raises SnapshotStoreError."""
 
     async def close(self) -> None:
         """Close connections."""

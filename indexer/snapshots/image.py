@@ -1,7 +1,7 @@
-"""Views and log positions of one moment as bytes, and back.
+"""Conversion of all views and log positions to bytes and back.
 
-Layout: the eight bytes `KVSNAP01`, a CRC-32 of what follows (4 bytes, little-endian), then one msgpack array as
-declared by `_Image`; columns are little-endian arrays as bytes.
+Layout: the eight bytes `KVSNAP01`, a CRC-32 of the remaining bytes (4 bytes, little-endian), then one msgpack array as
+declared by `_Image`. Columns are little-endian arrays as bytes.
 """
 
 from __future__ import annotations

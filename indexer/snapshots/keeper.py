@@ -1,4 +1,4 @@
-"""Loading the newest snapshot at the start, and writing new ones in the background."""
+"""Loads the newest snapshot at the start and writes new ones in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotKeeper:
-    """Owns the store and the task that writes to it. A store that fails costs freshness only."""
+    """Owns the store and the task that writes to it. If the store fails, only freshness suffers."""
 
     def __init__(self, store: SnapshotStore | None, settings: IndexerSettings, now: float) -> None:
         """store: None keeps nothing. now: monotonic seconds; the first snapshot is due one interval later."""
@@ -29,7 +29,7 @@ class SnapshotKeeper:
         self._saving: asyncio.Task[None] | None = None
 
     async def load(self) -> Snapshot | None:
-        """The newest snapshot. None if there is none that can be read."""
+        """Return the newest snapshot, or None if there is none that can be read."""
         if self._store is None:
             return None
         try:
@@ -40,7 +40,7 @@ class SnapshotKeeper:
             return None
 
     async def save_when_due(self, now: float, copy: Callable[[], Awaitable[SnapshotParts]]) -> None:
-        """Copy the views and begin to write them, if an interval has passed and the last snapshot is written."""
+        """Copy the views and start to write them if an interval has passed and the last snapshot is complete."""
         is_busy = self._saving is not None and not self._saving.done()
         if self._store is not None and not is_busy and self._interval.is_due(now):
             self._saving = asyncio.create_task(self._save(self._store, await copy()), name="snapshot")

@@ -13,11 +13,13 @@ _CHUNK_BYTES = 16 * 2**20  # far below the limit of 512 MB for one value
 _TIMEOUT_S = 10.0
 _GRACE_S = 60
 _LOAD_TRIES = 3  # a pointer may change while its chunks are read
-_EXPIRE_S = 24 * 3600  # chunks of a writer that died between writing and pointing
+_EXPIRE_S = 24 * 3600  # for chunks of a writer that ended before it changed the pointer
 
 
 class RedisStore:
-    """See `SnapshotStore`. Keys: `<prefix>:current` names the chunks `<prefix>:<id>:<number>` and their count."""
+    """See `SnapshotStore`. The key `<prefix>:current` contains the name and count of the chunks, which are stored under
+    `<prefix>:<id>:<number>`.
+    """
 
     def __init__(self, url: str, prefix: str = "kvsight:snapshot") -> None:
         self._redis: Redis = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
@@ -50,7 +52,7 @@ class RedisStore:
         await self._redis.aclose()
 
     async def _point_to(self, name: str, num_chunks: int) -> None:
-        """Change the pointer. The previous chunks stay for a while for processes that read them."""
+        """Change the pointer. The previous chunks are kept for a while, because other processes may be reading them."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for number in range(num_chunks):
                 pipe.persist(self._chunk(name, number))

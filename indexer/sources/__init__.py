@@ -1,4 +1,4 @@
-"""Sources of records: `kafka`, `memory` and `file`. Start at `base.Source`, their contract.
+"""Sources of records: `kafka`, `memory` and `file`. Start at `base.Source`, their interface.
 
-Each module imports its own client only; nothing here knows views or indexes.
+Each module imports only its own client. No source depends on views or indexes.
 """

@@ -1,4 +1,4 @@
-"""Where records come from."""
+"""The interface of sources of records."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class SourceUnavailableError(KvsightError):
 
 
 class Source(Protocol):
-    """An event log that one consumer reads, and the channel back. Belongs to one event loop."""
+    """An event log that one consumer reads, and the channel back to publishers. Belongs to one event loop."""
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        """Begin to read. positions: partition -> offset of the first record wanted; others begin at the oldest.
+        """Begin to read. positions: partition -> first offset to read; others are read from the oldest record.
 
-        Returns the first offset of every existing partition. An offset that the log no longer keeps becomes the oldest
-        one. So does an offset beyond the end: the log was created again. The views detect the gap themselves.
-        Raises SourceUnavailableError.
+        Returns the first offset of every existing partition. An offset that the log no longer keeps is replaced by the
+        oldest one. So is an offset beyond the end, because the log was then created again. The views detect the gap
+        themselves. Raises SourceUnavailableError.
         """
 
     async def fetch(self) -> Sequence[LogRecord]:
-        """The next records, in order within a partition; waits a little and may return none.
+        """Return the next records, in order within each partition. Waits briefly and may return none.
 
         Raises SourceUnavailableError.
         """
 
     async def ends(self) -> Mapping[int, int]:
-        """Partition -> offset after its newest record: what there is to catch up with. Also the sign of life.
+        """Return partition -> offset after its newest record. Success also shows that the log is available.
 
         Raises SourceUnavailableError.
         """
 
     async def request(self, request: ResyncRequest) -> None:
-        """Ask a publisher for a resync. Raises SourceUnavailableError; a log without a way back does nothing."""
+        """Request a resync from a publisher. Does nothing without a channel back. Raises SourceUnavailableError."""
 
     async def stop(self) -> None:
         """Release all resources."""

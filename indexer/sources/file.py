@@ -1,4 +1,4 @@
-"""Records of an event log in a folder, also while a writer appends to it. Publishers cannot be reached this way."""
+"""Reads an event log in a folder, also while a writer appends to it. There is no channel back to publishers."""
 
 from __future__ import annotations
 

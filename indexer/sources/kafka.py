@@ -1,4 +1,4 @@
-"""Records of a Kafka topic: all partitions, by explicit offsets, without a consumer group."""
+"""Reads all partitions of a Kafka topic, by explicit offsets and without a consumer group."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class KafkaSource:
         await self._clients.aclose()
 
     async def _open_clients(self) -> None:
-        """Create and start the clients here: each belongs to the event loop that runs at its creation."""
+        """Create and start the clients. Each belongs to the event loop that runs when it is created."""
         self._consumer = AIOKafkaConsumer(
             bootstrap_servers=self._bootstrap,
             group_id=None,
@@ -96,7 +96,7 @@ class KafkaSource:
         await self._admin.start()
 
     async def _assign_new(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        """Begin to read partitions that are new. A topic appears with its first publisher.
+        """Begin to read new partitions. A topic is created by its first publisher.
 
         Returns the offset at which each new partition begins.
         """

@@ -1,4 +1,4 @@
-"""Records of a `MemoryLog` in this process."""
+"""Reads a `MemoryLog` in this process."""
 
 from __future__ import annotations
 

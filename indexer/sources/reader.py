@@ -1,4 +1,4 @@
-"""Reading a source through its outages."""
+"""Reads a source and handles its outages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Opened(NamedTuple):
     """A source that is ready to be read."""
 
     begins: Mapping[int, int]
-    """Partition -> offset of the first record that comes."""
+    """Partition -> offset of the first record that will be read."""
     ends: Mapping[int, int]
     """Partition -> offset after the newest record."""
 
 
 class SourceReader:
-    """A source whose failures are pauses. An outage is logged once."""
+    """A source that pauses instead of failing. An outage is logged once."""
 
     def __init__(self, source: Source, on_alive: Callable[[], None] = lambda: None) -> None:
-        """on_alive: called whenever the source has proved that it can be read."""
+        """on_alive: called after each successful access to the source."""
         self.error: str | None = None
-        """Why the source cannot be read now. None: it can."""
+        """Why the source cannot be read now, or None if it can."""
         self._source = source
         self._on_alive = on_alive
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -46,7 +46,7 @@ class SourceReader:
             return None
 
     async def fetch(self) -> Sequence[LogRecord]:
-        """The next records. Returns none, after a pause, if the source is unavailable."""
+        """Return the next records. Returns none, after a pause, if the source is unavailable."""
         try:
             records = await self._source.fetch()
         except SourceUnavailableError as error:
@@ -57,7 +57,7 @@ class SourceReader:
         return records
 
     async def ends(self) -> Mapping[int, int] | None:
-        """Partition -> offset after its newest record. None if the source is unavailable."""
+        """Return partition -> offset after its newest record, or None if the source is unavailable."""
         try:
             ends = await self._source.ends()
         except SourceUnavailableError as error:
@@ -67,7 +67,7 @@ class SourceReader:
         return ends
 
     async def request(self, request: ResyncRequest) -> bool:
-        """Send a request to a publisher. False if the source is unavailable."""
+        """Send a request to a publisher. Returns False if the source is unavailable."""
         try:
             await self._source.request(request)
         except SourceUnavailableError as error:
