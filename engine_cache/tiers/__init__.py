@@ -1,8 +1,8 @@
-"""The tiers of a cache: objects that a cache has or has not, and the copies between them.
+"""The tiers of a cache, and the copies between them. All tiers except the device are optional.
 
     DeviceTier <── HostTier (HostLeaves, Backups, LoadBacks) <── StorageTier
 
-Each tier knows the one above it. `device.py` and `host.py` decide what is evicted, `backup.py` and `load_back.py` move
-data between device and host, `storage.py` archives and prefetches. `transfer.py`, `copying.py` and `storage_io.py` run
-the copies. Start at `device.py`, then `host.py`.
+Each tier has access to the one above it. `device.py` and `host.py` decide what is evicted, `backup.py` and
+`load_back.py` move data between device and host, `storage.py` archives and prefetches. `transfer.py`, `copying.py` and
+`storage_io.py` run the copies. Start at `device.py`, then `host.py`.
 """

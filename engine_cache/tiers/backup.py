@@ -4,8 +4,8 @@
                    └─ KV was copied before ── write_late ──┘
 
 A node is backed up when its hits reach a threshold (write-through) or when it is evicted (write-back). In write-through
-modes the nodes with a host copy always form a prefix, like those on the device. A state moves together with the KV of
-its node, in one operation; a state that arrives later is copied alone. A copy counts once it is acknowledged.
+modes the nodes with a host copy always form a prefix, like those on the device. A state is copied together with the KV
+of its node, in one operation. A state that arrives later is copied alone. A copy becomes valid when it is acknowledged.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class BackupOperation:
 
     node: TreeNode
     lock: IncLockRefResult | None
-    """Held on the node meanwhile. None: the operation is a write-back."""
+    """The lock on the node until the backup ends. None if the operation is a write-back."""
     publish: list[TreeNode]
-    """The node and the nodes split off it, parents first: their KV is copied. Empty for a late state."""
+    """The node and the nodes split off it, parents first, whose KV is copied. Empty if only late data is copied."""
     parts: list[tuple[AuxiliaryComponent, TreeNode]] = field(default_factory=list)
-    """Data of other kinds that are copied, and the nodes that hold them."""
+    """Data of other kinds that is copied, and the nodes that hold it."""
     discarded: list[tuple[PoolName, IndexArray]] = field(default_factory=list)
-    """Host rows that the copy still writes, but no node holds any more."""
+    """Host rows that the copy still writes to, although no node holds them any longer."""
 
     @property
     def is_locked(self) -> bool:
@@ -57,14 +57,14 @@ class Archiver(Protocol):
     """The tier behind the host."""
 
     def archive_node(self, node: TreeNode) -> None:
-        """Archive a node that is on the host now."""
+        """Archive a node that has arrived on the host."""
 
     def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
         """Archive data of these kinds that arrived on the host after the node's KV."""
 
 
 class Backups:
-    """The backups of one cache. ids: numbers for the transfers of its controller."""
+    """The backups of one cache. ids: supplies the numbers of transfers."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class Backups:
         self.write_policy = write_policy
         self.ongoing: dict[int, BackupOperation] = {}
         self.num_failed = 0
-        """Copies that failed twice."""
+        """Number of copies that failed twice."""
         self.num_refused = 0
-        """Copies for which the host had no room. A later hit, or eviction, tries again."""
+        """Number of copies for which the host had no room. They are tried again at a later hit or eviction."""
         self.archiver: Archiver | None = None
         self._device = device
         self._tree = device.tree
@@ -92,19 +92,19 @@ class Backups:
 
     @property
     def counts_hits(self) -> bool:
-        """Whether hits lead to backups. A write-back cache does not count them."""
+        """Whether hits trigger backups. Hits are not counted with write-back."""
         return self.write_policy in _HITS_TO_BACK_UP
 
     # --- begin ------------------------------------------------------------------------------------------------------
 
     def back_up_if_due(self, node: TreeNode) -> None:
-        """Back up what the node has on the device alone, if the node has been hit often enough."""
+        """Back up the data that a node has on the device only, if the node has enough hits."""
         if not self._is_due(node):
             return
         parent = node.parent
         assert parent is not None
         if parent.host_value is None and self._is_due(parent):
-            return  # the parent was tried before, and found no room
+            return  # the backup of the parent was refused before for lack of room
         if node.host_value is None:
             self.write(node)
         is_pending = node.write_through_pending_id is not None
@@ -121,8 +121,11 @@ class Backups:
         return parent is self._tree.root or parent.host_value is not None
 
     def write(self, node: TreeNode, write_back: bool = False) -> int:
-        """Start to copy a node of the device to the host. Returns its units, or 0: the host has no room, or the parent
-        has no host copy, which a write-back ignores. The node stays locked until `writing_check`."""
+        """Start to copy a device node to the host. Returns its units, or 0 if the backup is refused.
+
+        A backup is refused if the host has no room or, except in a write-back, if the parent has no host copy. The node
+        stays locked until `writing_check`, except in a write-back.
+        """
         if not write_back and not self._has_parent_on_host(node):
             if not self._device.rules.backs_up_parents:
                 return 0
@@ -134,7 +137,7 @@ class Backups:
     def _write(self, node: TreeNode, *, write_back: bool) -> int:
         ack_id = next(self._ids)
         parts = self._not_on_host(node)
-        node.host_ref_counter += 1  # making room must not delete a tombstone that has lost its children
+        node.host_ref_counter += 1  # so that making room does not delete a tombstone without children
         try:
             rows = self._start(node, ack_id, parts)
             if rows is None:
@@ -161,8 +164,11 @@ class Backups:
         return rows
 
     def write_late(self, node: TreeNode) -> bool:
-        """Start to copy what has arrived at a node since its KV was copied to the host. False: there is nothing, or the
-        host has no room. The node stays locked until `writing_check`. None of this is an event of KV."""
+        """Start to copy the data that arrived at a node after its KV was copied to the host.
+
+        Returns False if there is no such data or the host has no room. The node stays locked until `writing_check`. No
+        KV event is recorded.
+        """
         parts = self._not_on_host(node)
         if node.host_value is None or not parts:
             return False
@@ -193,11 +199,11 @@ class Backups:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def writing_check(self, write_back: bool = False) -> None:
-        """Process the backups that have ended, oldest first. write_back: wait for all of them."""
+        """Process finished backups, oldest first. write_back: wait for all of them."""
         self._end_all(self._controller.finished_writes(wait=write_back))
 
     def wait_for(self, ack_id: int) -> None:
-        """Process the backups up to this one, and wait for it."""
+        """Wait for a backup, and process it and the older ones."""
         self._end_all(self._controller.finished_writes(wait_for=ack_id))
 
     def _end_all(self, finished: list[Ack]) -> None:
@@ -236,8 +242,11 @@ class Backups:
             self.archiver.archive_node(node)
 
     def _drop_failed(self, failed: BackupOperation) -> None:
-        """Remove the host rows of a failed backup from its nodes, deepest first, and in write-through modes from all
-        nodes below, whose own copies cannot have been acknowledged before. No event has named any of them."""
+        """Remove the host rows of a failed backup from its nodes, deepest first.
+
+        In write-through modes, the copies of all nodes below are removed as well. They cannot have been acknowledged
+        before the failed one, so no event has reported any of these copies.
+        """
         for component, node in failed.parts if not failed.publish else ():
             self._discard_part(component, node, failed)
         dropped = failed.publish
@@ -251,7 +260,7 @@ class Backups:
             self._discard_copy(node, operation)
 
     def _discard_copy(self, node: TreeNode, operation: BackupOperation) -> None:
-        """Remove all host rows from a node. Those of KV are freed when `operation`, which still may write them, has
+        """Remove all host rows from a node. The KV rows are freed when `operation`, which may still write to them, has
         ended."""
         for component in self._components:
             pending = component.data(node).pending_id
@@ -272,13 +281,14 @@ class Backups:
         component.data(node).pending_id = None
         component.unlock_host(node)
 
-    # --- the tree changes -------------------------------------------------------------------------------------------
+    # --- changes of the tree ----------------------------------------------------------------------------------------
 
     def touched(self, path: Sequence[TreeNode]) -> None:
-        """Use of a node does not concern its backup."""
+        """Do nothing: backups do not depend on the order of use."""
 
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
-        """Both parts of a node that is being copied belong to the operation. Runs after the components' own."""
+        """Add the upper part of a node that is being copied to the operation. Runs after the components have handled
+        the split."""
         if upper.write_through_pending_id is not None:
             publish = self.ongoing[upper.write_through_pending_id].publish
             publish.insert(publish.index(lower), upper)
@@ -290,13 +300,15 @@ class Backups:
 
 
 def for_each(calls: Sequence[tuple[Any, ...]], action: Callable[..., None]) -> None:
-    """Call `action` with each of the argument lists, in order. Exceptions do not stop the others: all are logged, and
-    the first is raised at the end."""
+    """Call `action` with each of the argument lists, in order.
+
+    An exception does not stop the other calls. All exceptions are logged, and the first is raised at the end.
+    """
     failed: Exception | None = None
     for arguments in calls:
         try:
             action(*arguments)
-        except Exception as error:  # the other nodes must not wait for ever because of an error at one
+        except Exception as error:  # an error at one node must not leave the others unprocessed
             log.exception("the end of a transfer could not be processed")
             failed = failed or error
     if failed is not None:

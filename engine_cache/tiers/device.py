@@ -1,4 +1,4 @@
-"""The device tier of a cache: rows that nodes gain and lose on the device, and the locks that keep them there."""
+"""The device tier of a cache: device rows of nodes, their eviction and their locks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RowOwner(Protocol):
 
 
 class DeviceTier:
-    """Full KV on the device, together with what the components hold there.
+    """Full KV on the device, and the device data of the components.
 
-    allocator: takes back the rows. None: they are left to the caller.
+    allocator: frees the rows. None leaves them to the caller.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DeviceTier:
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def add_leaf(self, parent: TreeNode, key: RadixKey, value: IndexArray, start: int, priority: int) -> TreeNode:
-        """A new leaf for `key[start:]`, which takes over the rows `value[start:]`."""
+        """Create a leaf for `key[start:]`. It becomes the owner of the rows `value[start:]`."""
         rest = key[start:]
         leaf = self.tree.new_node(rest, value[start : len(key)].astype(np.int64), parent, priority)
         self.events.store(leaf)  # first, because hashing the pages may fail
@@ -61,12 +61,12 @@ class DeviceTier:
         return leaf
 
     def put(self, node: TreeNode, rows: IndexArray) -> None:
-        """Give an evicted node below one on the device rows of its own."""
+        """Give an evicted node device rows. Its parent must be on the device."""
         self.tree.put_on_device(node, rows)
         self.events.store(node)
 
     def demote(self, node: TreeNode) -> None:
-        """Evict a node with all it has on the device. It stays on the host."""
+        """Evict a node with all its device data. The node stays on the host."""
         assert node.value is not None
         self._free_components(node)
         self.events.remove(node)
@@ -74,7 +74,7 @@ class DeviceTier:
         self.tree.take_off_device(node)
 
     def delete_leaf(self, leaf: TreeNode) -> TreeNode:
-        """Delete an unlocked leaf that is on the device alone. Returns its parent."""
+        """Delete an unlocked leaf that is on the device only. Returns its parent."""
         assert leaf.value is not None, f"node {leaf.id} has no device rows"
         self._free_components(leaf)
         self.events.remove(leaf)
@@ -82,7 +82,7 @@ class DeviceTier:
         return self.tree.unlink(leaf)
 
     def _free_components(self, node: TreeNode) -> None:
-        for component in self.components:  # before KV, whose rows name those of sliding windows
+        for component in self.components:  # before KV, because SWA rows are found through KV rows
             component.free_on_device(node)
 
     # --- eviction ---------------------------------------------------------------------------------------------------
@@ -95,13 +95,13 @@ class DeviceTier:
             self.evict_leaf(leaf)
 
     def evict_leaf(self, leaf: TreeNode) -> None:
-        """Delete a leaf, and the ancestors that become useless."""
+        """Delete a leaf, and the ancestors that become useless without it."""
         node = self.delete_leaf(leaf)
         while self.rules.deletes_tombstone_leaves and self.is_useless(node):
             node = self.delete_leaf(node)
 
     def is_useless(self, node: TreeNode) -> bool:
-        """Whether the node is an unused leaf at which no match can end."""
+        """Return whether the node is an unused leaf at which no match can end."""
         if not self.rules.deletes_tombstone_leaves or node.children:
             return False
         is_held = node.lock_ref > 0 or node.host_ref_counter > 0 or node.write_through_pending_id is not None
@@ -110,12 +110,15 @@ class DeviceTier:
     def evict_component(
         self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None]
     ) -> None:
-        """Free so many device rows of one kind, least recently used first. A leaf loses everything, by `evict_leaf`;
-        another node loses this kind and those that cannot be used without it, which is not an event."""
+        """Free device rows of one kind, least recently used first.
+
+        A leaf loses all its data, through `evict_leaf`. Any other node loses this kind and the kinds that cannot be
+        used without it, which is not an event.
+        """
         before = component.device_size
         node = component.device_lru_list.oldest()
         while node is not None and before - component.device_size < num_rows:
-            following = component.device_lru_list.newer_than(node)  # remains: other nodes lose no data of this kind
+            following = component.device_lru_list.newer_than(node)  # still valid later: no other node loses this kind
             if node in self.tree.device_leaves and not (node.children and self.rules.keeps_kv_above_host_children):
                 evict_leaf(node)
             elif all(each.data(node).lock_ref == 0 for each in self.evicted_with(component)):
@@ -124,14 +127,16 @@ class DeviceTier:
             node = following
 
     def evicted_with(self, component: AuxiliaryComponent) -> list[AuxiliaryComponent]:
-        """The kinds that an inner node loses together with this one."""
+        """Return the kinds that an inner node loses together with this one."""
         return [each for each in self.components if each.eviction_priority <= component.eviction_priority]
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> IncLockRefResult:
-        """Lock the KV of the node and its ancestors, and the states that a user of the node needs. Raises
-        CacheStateError for a node of another tree."""
+        """Lock the KV of the node and its ancestors, and the states that a user of the node needs.
+
+        Raises CacheStateError for a node of another tree.
+        """
         held = node if node.value is not None else self._first_on_device(node)
         delta = -self.tree.lock(held)
         if not self.components or held is self.tree.root:
@@ -144,8 +149,11 @@ class DeviceTier:
         return IncLockRefResult(delta, held, tuple((int(kind), ticket) for kind, ticket in taken if ticket is not None))
 
     def unlock(self, node: TreeNode, tickets: Sequence[tuple[int, int]] | None) -> DecLockRefResult:
-        """Undo one `lock` of the node. Raises CacheStateError if there is none, and for a node of another tree, and
-        InvalidValueError without the tickets of a lock that has some."""
+        """Undo one `lock` of the node.
+
+        Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if the
+        tickets of the lock are missing.
+        """
         if node.value is None:
             raise CacheStateError(f"node {node.id} is not on the device, it cannot be locked or unlocked")
         if not self.components or node is self.tree.root:

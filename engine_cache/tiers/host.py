@@ -1,4 +1,4 @@
-"""The host tier of a cache: backups, load-backs, and what eviction from the device leaves on the host.
+"""The host tier of a cache: backups, load-backs, and eviction from the device to the host.
 
 on device only ── Backups.write ──> pending ── writing_check ──> on both ── eviction ──> on host only
                                                                  on both <── LoadBacks.load ──┘
@@ -30,7 +30,7 @@ class HostTier:
     """The host tier of one cache.
 
     controller: moves the data. Its device allocator of KV must be `allocator`. Raises InvalidValueError for another
-    one, for a policy that is not in `WRITE_POLICIES`, a negative threshold, and a page size that is not the host
+    allocator, a policy that is not in `WRITE_POLICIES`, a negative threshold, or a page size that differs from the host
     pool's.
     """
 
@@ -59,7 +59,7 @@ class HostTier:
         tree.observe(self.backups)
 
     def clear(self) -> None:
-        """Let running transfers end, and forget everything that was begun."""
+        """Wait for running transfers, and drop all operations."""
         if not self.controller.engine.drain(_DRAIN_TIMEOUT_S):
             log.warning("transfers still run %g s after a reset, which waits for them", _DRAIN_TIMEOUT_S)
         self.controller.reset()
@@ -69,22 +69,25 @@ class HostTier:
     # --- eviction from the device -----------------------------------------------------------------------------------
 
     def evict_leaves(self, num_units: int) -> None:
-        """Evict leaves of the device in the order of the eviction policy until `num_units` are free or none is left.
-        Nodes with a host copy stay on the host, others are backed up first or deleted."""
+        """Evict device leaves in the order of the eviction policy until `num_units` are free or no leaf is left.
+
+        Nodes with a host copy stay on the host. Other nodes are backed up first (write-back) or deleted
+        (write-through).
+        """
         tree, leaves, promised = self._tree, self._tree.device_leaves, 0
         before = tree.evictable_size
         looked_at: dict[TreeNode, None] = {}
-        waiting: dict[TreeNode, None] = {}  # on the device until their backups, or those of nodes below, have ended
+        waiting: dict[TreeNode, None] = {}  # on the device until their backups, or backups below them, end
         num_waiting_below: Counter[TreeNode] = Counter()
         try:
             while before - tree.evictable_size + promised < num_units and (leaf := leaves.pop()) is not None:
-                if leaf in looked_at:  # refused before; it is tried again in the next eviction
+                if leaf in looked_at:  # refused in this eviction; the next one tries again
                     continue
                 looked_at[leaf], parent = None, leaf.parent
                 above = self._evict_or_wait(leaf, waiting)
                 if above is None:
                     continue
-                if above is not parent and above in leaves:  # became a leaf in a cascade: the next eviction takes it
+                if above is not parent and above in leaves:  # a leaf since a cascade, for the next eviction
                     looked_at[above] = None
                 if leaf in waiting:
                     promised += len(leaf.key)
@@ -100,25 +103,27 @@ class HostTier:
         self.evict_leaves(num_units - self._allocator.available_size() if is_short else num_units)
 
     def evict_leaf(self, leaf: TreeNode) -> None:
-        """Evict one leaf of the device. It stays if a write-back finds no room on the host."""
+        """Evict one device leaf. The leaf stays if a write-back finds no room on the host."""
         waiting: dict[TreeNode, None] = {}
         self._evict_or_wait(leaf, waiting)
         self._evict_waiting(waiting)
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> None:
-        """Free so many device rows of one kind, least recently used first."""
+        """Free device rows of one kind, least recently used first."""
         self.device.evict_component(component, num_rows, self.evict_leaf)
 
     def _restore_leaves(self, looked_at: Iterable[TreeNode]) -> None:
-        """Put those of the nodes that stay, and their parents, back into the queues where they belong."""
+        """Return the remaining nodes, and their parents, to the eviction queues that they belong in."""
         for node in looked_at:
             if node.parent is not None:
                 self._tree.update_leaf(node)
                 self._tree.update_leaf(node.parent)
 
     def _evict_or_wait(self, leaf: TreeNode, waiting: dict[TreeNode, None]) -> TreeNode | None:
-        """Evict the leaf, or add it to `waiting`. Returns the remaining node above it. None: the leaf stays, because
-        the host has no room."""
+        """Evict the leaf, or add it to `waiting`. Returns the remaining node above it.
+
+        Returns None if the leaf stays because the host has no room.
+        """
         parent = leaf.parent
         if leaf.host_value is None and self.backups.write_policy != "write_back":
             parent = self.device.delete_leaf(leaf)
@@ -132,7 +137,8 @@ class HostTier:
         return parent
 
     def _evict_waiting(self, waiting: dict[TreeNode, None]) -> None:
-        """Wait for the backups and evict the nodes that have a host copy now. The others stay: their copy failed."""
+        """Wait for the backups and evict the nodes that have a host copy then. The others stay, because their copy
+        failed."""
         if waiting:
             self.backups.writing_check(write_back=True)
         for node in waiting:

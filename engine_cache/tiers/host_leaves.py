@@ -1,4 +1,4 @@
-"""Nodes that are on the host alone: which of them transfers need, and which are evicted."""
+"""Nodes that are on the host only: their protection during transfers, and their eviction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_events.schema import StorageMedium
 
 
 class HostLeaves:
-    """Full KV on the host, together with what the components hold there. pool: owner of the host rows of KV."""
+    """Full KV on the host, and the host data of the components. pool: owner of the host rows of KV."""
 
     def __init__(self, device: DeviceTier, pool: HostPool) -> None:
         self.pool = pool
@@ -23,7 +23,7 @@ class HostLeaves:
         self._components: Sequence[AuxiliaryComponent] = device.components
 
     def hold(self, node: TreeNode) -> None:
-        """Protect the host rows of a node from eviction, until `release`."""
+        """Protect the host rows of a node from eviction until `release`."""
         node.host_ref_counter += 1
         self._tree.host_leaves.discard(node)
 
@@ -35,7 +35,7 @@ class HostLeaves:
 
     @contextmanager
     def held(self, node: TreeNode) -> Iterator[None]:
-        """`hold` during a block."""
+        """Call `hold`, and `release` at the end of the block."""
         self.hold(node)
         try:
             yield
@@ -48,14 +48,14 @@ class HostLeaves:
             self.pool.free(rows)
 
     def to_evict(self, num_units: int) -> int:
-        """Units to evict to make room for so many."""
+        """Return the number of units to evict to make room for `num_units`."""
         return num_units - self.pool.available_size() if self._device.rules.evicts_shortage_only else num_units
 
     def evict(self, num_units: int) -> int:
-        """Delete nodes that are on the host alone, in the order of the eviction policy, until `num_units` rows are free
-        or none is left. Returns the rows."""
+        """Delete nodes that are on the host only, in the order of the eviction policy, until `num_units` rows are free
+        or no such node is left. Returns the number of rows."""
         leaves, before = self._tree.host_leaves, self.pool.available_size()
-        uncovered = []  # nodes that became leaves in a cascade: the next eviction takes them
+        uncovered = []  # nodes that became leaves in a cascade, for the next eviction
         while self.pool.available_size() - before < num_units and (leaf := leaves.pop()) is not None:
             parent = leaf.parent
             above = self.evict_leaf(leaf)
@@ -67,11 +67,12 @@ class HostLeaves:
         return self.pool.available_size() - before
 
     def evict_leaf(self, leaf: TreeNode) -> TreeNode:
-        """Delete a leaf of the host, and the ancestors that become useless. Returns the node that remains above."""
+        """Delete a host leaf, and the ancestors that become useless. Returns the remaining node above it."""
         return self.delete_useless(self._delete(leaf))
 
     def delete_useless(self, node: TreeNode) -> TreeNode:
-        """Delete the node from all tiers if it is useless, and then its ancestors. Returns the one that remains."""
+        """Delete the node, if it is useless, from all tiers, and then its useless ancestors. Returns the node that
+        remains."""
         while self._device.is_useless(node):
             if node.host_value is None:
                 node = self._device.delete_leaf(node)
@@ -91,13 +92,16 @@ class HostLeaves:
         return self._tree.unlink(leaf)
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free so many host rows of one kind, least recently used first. Returns their number. A leaf of the host loses
-        everything; another node loses this kind and those that cannot be used without it, which is not an event."""
+        """Free host rows of one kind, least recently used first. Returns their number.
+
+        A host leaf loses all its data. Any other node loses this kind and the kinds that cannot be used without it,
+        which is not an event.
+        """
         pool = component.entry.host_pool
         before = pool.available_size()
         node = component.host_lru_list.oldest()
         while node is not None and pool.available_size() - before < num_rows:
-            following = component.host_lru_list.newer_than(node)  # remains, as on the device
+            following = component.host_lru_list.newer_than(node)  # still valid later, as on the device
             if node in self._tree.host_leaves:
                 self.evict_leaf(node)
             else:

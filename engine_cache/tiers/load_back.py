@@ -1,4 +1,4 @@
-"""Load-backs: evicted nodes get device rows again, and their data from the host."""
+"""Load-backs: copies of host data to the device, for evicted nodes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class LoadBacks:
-    """The load-backs of one cache. threshold: units of KV below which nothing is loaded. make_room: evicts so
-    that so many units of the device are free, if it can. ids: numbers for the transfers of the controller."""
+    """The load-backs of one cache.
+
+    threshold: minimum number of KV units of a load. make_room: evicts until the given number of device units is free,
+    if possible. ids: supplies the numbers of transfers.
+    """
 
     def __init__(
         self,
@@ -48,14 +51,17 @@ class LoadBacks:
         self._ids = ids
 
     def clear(self) -> None:
-        """Forget all loads."""
+        """Drop all loads."""
         self.ongoing.clear()
         self._locks.clear()
 
     def load(self, node: TreeNode, mem_quota: int | None, req: Request | None) -> IndexArray | None:
-        """Give an evicted node, and its evicted ancestors, device rows, which the controller's `start_loading` fills,
-        together with the states that a match at the node needs. Returns the rows of KV, root side first. None: nothing
-        is loaded, because it is too little, more than `mem_quota` units, or the device has no room."""
+        """Allocate device rows for an evicted node, its evicted ancestors and the states that a match at the node
+        needs.
+
+        The controller's `start_loading` fills them. Returns the KV rows, root side first. Returns None, and loads
+        nothing, if the load is too small, exceeds `mem_quota` units, or the device has no room.
+        """
         nodes = _evicted_path(node)
         extras = [transfer for each in self._components for transfer in each.load_transfers(node, req)]
         ancestor = nodes[0].parent if nodes else node
@@ -85,7 +91,7 @@ class LoadBacks:
     ) -> IndexArray | None:
         transfers = [*extras, *indexer_transfers(self._controller.group)]
         rows = None
-        if not self._components:  # else the controller may evict, too
+        if not self._components:  # with components, the controller may evict as well
             rows = self._controller.load(host_rows, ack_id, transfers)
         if rows is None:
             with ExitStack() as held:
@@ -100,7 +106,8 @@ class LoadBacks:
         return rows
 
     def _hold_needed(self, node: TreeNode, held: ExitStack) -> None:
-        """Keep on both tiers what the load needs while room is made for it. A write-back may evict from the host."""
+        """Protect the data that the load needs, on both tiers, while room is made. A write-back may evict from the
+        host."""
         held.enter_context(self._leaves.held(node))
         for component in self._components:
             for step in component.needed_nodes(node):
@@ -131,7 +138,8 @@ class LoadBacks:
         self._locks[ack_id] = self._device.lock(node)
 
     def loading_check(self) -> None:
-        """Unlock the nodes whose load has ended. Raises TransferError if one failed: the cache must be reset."""
+        """Unlock the nodes whose load has finished. Raises TransferError if a load failed; the cache must then be
+        reset."""
         finished = self._controller.finished_loads()
         for_each([(ack_id,) for ack in finished for ack_id in ack.ids], self._end)
 
@@ -145,7 +153,7 @@ class LoadBacks:
 
 
 def _evicted_path(node: TreeNode) -> list[TreeNode]:
-    """The node and its ancestors that are not on the device, root side first."""
+    """Return the node and its ancestors that are not on the device, root side first."""
     path = []
     step: TreeNode | None = node
     while step is not None and step.value is None:

@@ -1,9 +1,9 @@
-"""The storage tier of a cache: one attached store behind the host.
+"""The storage tier of a cache: one storage backend behind the host.
 
-    on the host ── archive ──> in the store ── prefetch ──> on the host
+    on the host ── archive ──> in storage ── prefetch ──> on the host
 
-A node that is acknowledged on the host is archived. The pages of a prompt that waits in the queue can be prefetched:
-those that the store holds become nodes on the host. Everything here runs on the thread that owns the cache.
+A node is archived when its host copy is acknowledged. The pages of a waiting prompt can be prefetched: the pages that
+the backend holds become nodes on the host. All methods run on the thread that owns the cache.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 log = logging.getLogger(__name__)
 
 _DETACH_TIMEOUT_S = 10.0
-_RATE_LIMIT_SHARE = 0.8  # of the rows by which the host is larger than the device
+_RATE_LIMIT_SHARE = 0.8  # of the number of rows by which the host exceeds the device
 
 
 class StorageTier:
-    """A store behind the host tier of a cache. Raises what the store raises when it refuses the pools, of which it then
-    knows none, and InvalidValueError for pools without bytes and for a store that another cache has."""
+    """A storage backend behind the host tier of a cache.
+
+    Raises InvalidValueError for pools without bytes and for a backend that another cache uses, and the errors of the
+    backend if it refuses the pools. In these cases no pool is registered.
+    """
 
     def __init__(self, host: HostTier, backend: HiCacheStorage, policy: StoragePolicy) -> None:
         self.ongoing_archives: dict[ArchiveOperation, TreeNode] = {}
         self.ongoing_prefetches: dict[str, PrefetchOperation] = {}
-        """By request."""
+        """Prefetches by request."""
         self.archive_tokens_occupied = 0
-        """Units on the host that have to stay there until they are archived."""
+        """Units on the host that must stay there until they are archived."""
         self.prefetch_tokens_occupied = 0
         """Units on the host that belong to prefetches."""
         self.num_skipped_archives = 0
-        """Nodes that were not archived because too much of the host was waiting for that."""
-        self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that is in the store
+        """Number of nodes that were not archived because too many host rows were waiting for it."""
+        self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
         self._host_locks: dict[StorageOperation, DecLockRefParams] = {}
         self._host = host
         self._leaves = host.leaves
@@ -63,7 +66,7 @@ class StorageTier:
             log.warning("nothing can be prefetched: the host has %d rows, the device %d, too few to spare", *sizes)
 
     def clear(self) -> None:
-        """Forget all operations. The engine has been drained."""
+        """Drop all operations. The engine must have been drained."""
         self.ongoing_archives.clear()
         self.ongoing_prefetches.clear()
         self.archive_tokens_occupied = self.prefetch_tokens_occupied = 0
@@ -72,8 +75,10 @@ class StorageTier:
         self.io.reset()
 
     def detach(self) -> str | None:
-        """Abort what runs against the store, wait for it and release the store, which stays open. Returns why that
-        failed, or None."""
+        """Abort the operations of the backend, wait for them and release the backend, which stays open.
+
+        Returns the reason if that failed, otherwise None.
+        """
         for req_id in list(self.ongoing_prefetches):
             self.abort_prefetch(req_id)
         if not self._controller.engine.drain(_DETACH_TIMEOUT_S):
@@ -85,8 +90,8 @@ class StorageTier:
         return None
 
     def check_events(self) -> None:
-        """Process what the I/O side has finished: revoked prefetches, archives, rows that nobody needs, and pages that
-        the store has lost."""
+        """Process the results of the I/O side: revoked prefetches, archives, unused rows, and pages that the backend
+        lost."""
         io = self.io
         while io.revoked:
             operation = io.revoked.popleft()
@@ -105,7 +110,7 @@ class StorageTier:
     # --- archive ----------------------------------------------------------------------------------------------------
 
     def archive_node(self, node: TreeNode) -> None:
-        """Archive a node that is on the host, unless too much waits for that already."""
+        """Archive a node that is on the host, unless too many units are waiting to be archived."""
         assert node.host_value is not None
         filled = [each for each in self._components if _is_filled(each, node)]
         extras = [*self._archive_transfers(node, filled), *indexer_transfers(self._controller.group)]
@@ -128,7 +133,7 @@ class StorageTier:
         return page_keys(compute_node_hash_values(node, self._tree.page_size), node.key.extra_key)
 
     def _archive(self, operation: ArchiveOperation) -> None:
-        """Begin. The node stays on the host until the store has answered."""
+        """Start an archive. The node stays on the host until the archive has ended."""
         if self.archive_tokens_occupied >= self.io.policy.archive_share * self._controller.kv.host_pool.size:
             self.num_skipped_archives += 1
             return
@@ -151,7 +156,7 @@ class StorageTier:
                 self._events.queue.append(event)
 
     def _hold(self, operation: StorageOperation, node: TreeNode) -> None:
-        """Protect from eviction what an operation at the node needs on the host."""
+        """Protect from eviction the host data that an operation needs at the node."""
         held = [(each.kind, each.acquire_host(node)) for each in self._components]
         tickets = tuple((int(kind), ticket) for kind, ticket in held if ticket is not None)
         self._host_locks[operation] = DecLockRefParams(tickets)
@@ -165,14 +170,14 @@ class StorageTier:
                 component.release_host(node, tickets[component.kind])
         self._leaves.release(node)
 
-    # --- what the store holds ---------------------------------------------------------------------------------------
+    # --- stored pages -----------------------------------------------------------------------------------------------
 
     def announced(self) -> Iterator[tuple[str, BlockStored]]:
-        """Storage key and event of every page that events report in the store."""
+        """Yield storage key and event of every page that events report in storage."""
         yield from self._announced.items()
 
     def clear_store(self) -> None:
-        """Remove every page that this model and rank has in the store."""
+        """Remove every page of this model and rank from the backend."""
         self.io.backend.clear()
         self._withdraw(list(self._announced))
 
@@ -183,15 +188,17 @@ class StorageTier:
             return False
 
     def _lost_keys(self) -> list[str]:
-        """Pages that the store no longer holds. A closed store holds nothing. The store is asked even if no page is
-        announced, because it remembers its losses until then."""
+        """Return the pages that the backend lost. If the backend is closed, all announced pages are lost.
+
+        The backend is called even if no page is announced, because it keeps its list of lost pages until this call.
+        """
         try:
             return self.io.backend.take_removed()
         except StorageClosedError:
             return list(self._announced)
 
     def _withdraw(self, keys: Iterable[str]) -> None:
-        """Record the removal of those of the pages that were announced."""
+        """Record the removal of the pages that were announced. Ignores other pages."""
         for key in keys:
             event = self._announced.pop(key, None)
             if event is not None:
@@ -200,12 +207,14 @@ class StorageTier:
     # --- begin a prefetch -------------------------------------------------------------------------------------------
 
     def can_prefetch(self, num_units: int) -> bool:
-        """Whether a prefetch of so many units is worth it and within the rate limit."""
+        """Return whether a prefetch of `num_units` units is large enough and within the rate limit."""
         return num_units >= self.io.prefetch_threshold and self.prefetch_tokens_occupied < self._prefetch_capacity()
 
     def prefetch(self, req_id: str, start_node: TreeNode, key: RadixKey, last_hash: str | None) -> None:
-        """Begin to fetch the pages of `key`, which starts where the prefix of `start_node` ends. Nothing is begun
-        without room on the host, and if the pages could not be matched."""
+        """Start to fetch the pages of `key`, which continue the prefix of `start_node`.
+
+        Does nothing without room on the host, or if no match could use the pages.
+        """
         with self._leaves.held(start_node), ExitStack() as undo:
             rows = self._alloc(len(key))
             if rows is None:
@@ -224,13 +233,16 @@ class StorageTier:
         self.prefetch_tokens_occupied += len(operation.key)
 
     def _prefetch_capacity(self) -> int:
-        """Units that prefetches may occupy on the host."""
+        """Return the number of units that prefetches may occupy on the host."""
         kv = self._controller.kv
         return int(_RATE_LIMIT_SHARE * (kv.host_pool.size - kv.device_allocator.size))
 
     def _alloc(self, length: int) -> IndexArray | None:
-        """Host rows for so many units, or for as many pages as are free after an eviction if that is enough to be worth
-        it."""
+        """Allocate host rows for `length` units, after an eviction if necessary.
+
+        If there is less room, allocates all free pages, provided that they reach the prefetch threshold. Otherwise
+        returns None.
+        """
         pool = self._controller.kv.host_pool
         rows = pool.alloc(length)
         if rows is None:
@@ -244,8 +256,10 @@ class StorageTier:
         return rows
 
     def _prefetch_extras(self, start_node: TreeNode, num_units: int) -> list[PoolTransfer] | None:
-        """What has to be fetched besides KV, with host rows. None: there is no room, or the pages could not be
-        matched."""
+        """Return the transfers that accompany the KV of a prefetch, with host rows.
+
+        Returns None if there is no room or no match could use the pages.
+        """
         extras: list[PoolTransfer] = []
         with ExitStack() as held, ExitStack() as undo:
             for component in self._components:
@@ -273,8 +287,10 @@ class StorageTier:
     # --- end a prefetch ---------------------------------------------------------------------------------------------
 
     def finish_prefetch(self, req_id: str) -> int | None:
-        """Put what a prefetch has fetched into the tree. Returns the units that are new to the tree. None: the request
-        has to wait."""
+        """Insert the pages that a prefetch has fetched. Returns the units that are new to the tree.
+
+        Returns None if the request has to wait.
+        """
         operation = self.ongoing_prefetches[req_id]
         if not operation.may_finish(self.io.policy):
             return None
@@ -286,22 +302,24 @@ class StorageTier:
         return len(rows) - matched
 
     def abort_prefetch(self, req_id: str) -> None:
-        """Give up the prefetch of a request, if it has one."""
+        """Abort the prefetch of a request, if it has one."""
         operation = self.ongoing_prefetches.get(req_id)
         if operation is not None:
             self._leaves.free(operation.take())
             self._end_prefetch(operation)
 
     def _end_prefetch(self, operation: PrefetchOperation) -> None:
-        """Forget a prefetch whose rows the tree has taken."""
+        """Drop a prefetch whose rows were taken."""
         del self.ongoing_prefetches[operation.req_id]
         self.prefetch_tokens_occupied -= len(operation.key)
         self._release(operation, operation.start_node)
 
     def _insert(self, operation: PrefetchOperation, rows: IndexArray) -> int:
-        """Hang fetched pages below the start node. Rows of pages that have a host copy are freed, those of other nodes
-        become their host copy, the rest becomes one node on the host. Returns the units that were in the tree. On an
-        error, rows that the tree has not taken are freed."""
+        """Insert fetched pages below the start node. Returns the units that were in the tree before.
+
+        Rows of pages that have a host copy are freed. Rows of pages in other existing nodes become their host copy. The
+        remaining pages become one new node on the host. After an error, rows that the tree does not own are freed.
+        """
         if not len(rows):
             return 0
         tree = self._tree
@@ -310,7 +328,7 @@ class StorageTier:
             undo.callback(lambda: self._leaves.free(rows[done:]))
             self._settle(node)
             if node.host_value is None and node is not tree.root:
-                return len(rows)  # its own backup has failed, so nothing may hang below it on the host
+                return len(rows)  # the backup of the node failed, so no node below it can be on the host
             while done < len(key) and (child := tree.next_on_path(node, key, done)) is not None:
                 tree.touch([child])
                 self._settle(child)
@@ -327,7 +345,8 @@ class StorageTier:
         return done
 
     def _settle(self, node: TreeNode) -> None:
-        """Wait for a pending backup of the node, because no event may name pages on the host below it before."""
+        """Wait for a pending backup of the node. Until it ends, no event may report pages below the node on the
+        host."""
         if node.write_through_pending_id is not None:
             self._host.backups.wait_for(node.write_through_pending_id)
 
@@ -352,7 +371,7 @@ def _is_filled(component: AuxiliaryComponent, node: TreeNode) -> bool:
 
 
 def _pools_to_store(host: HostTier, backend: HiCacheStorage) -> dict[PoolName, Any]:
-    """Host pools by name, the one that owns the rows as KV."""
+    """Return the host pools by name. The pool that owns the rows is registered as KV."""
     pools: dict[PoolName, Any] = {}
     for name, entry in host.controller.entries.items():
         if backend.needs_bytes and not hasattr(entry.host_pool, "get_data_page"):
