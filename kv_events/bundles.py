@@ -1,11 +1,11 @@
-"""Bundles: named tuples of arrays, as kernels take them.
+"""Bundles: named tuples of arrays as arguments of kernels.
 
-numba takes a named tuple from Python as it is, but looks at every array of it at every call: 180 ns an array, where a
-bare array costs 30 ns. So a bundle that lives longer than a call is made `resident` once: its arrays' addresses and
-shapes are written into one array of words, and a kernel is given that one array, whose address costs 30 ns. A bundle
-that is made anew for each call is `spread` over bare arrays.
+numba accepts named tuples from Python, but unpacks each of their arrays at every call. This costs 180 ns per array; a
+bare array costs 30 ns. A bundle that outlives a call is therefore made `resident` once: the addresses and shapes of its
+arrays are written to one array of words, and this array is the only argument. A bundle that is created for each call is
+`spread` over bare arrays.
 
-The fields of a bundle say by their annotations what they hold, for mypy and for numba: `U64Vector`, `U32Matrix` ...
+The annotations of a bundle's fields declare their types for mypy and for numba: `U64Vector`, `U32Matrix` and so on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ I32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], types.int32[::1]]
 I64Vector: TypeAlias = Annotated[npt.NDArray[np.int64], types.int64[::1]]
 BoolVector: TypeAlias = Annotated[npt.NDArray[np.bool_], types.boolean[::1]]
 
-# the same, for reading only: takes read-only arrays as well
+# the same, for reading only; read-only arrays are accepted as well
 U8Input: TypeAlias = Annotated[npt.NDArray[np.uint8], types.Array(types.uint8, 1, "C", readonly=True)]
 U32Input: TypeAlias = Annotated[npt.NDArray[np.uint32], types.Array(types.uint32, 1, "C", readonly=True)]
 U64Input: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 1, "C", readonly=True)]
@@ -56,7 +56,7 @@ I64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], types.int64[:, ::1]]
 U64MatrixInput: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 2, "C", readonly=True)]
 
 Resident: TypeAlias = npt.NDArray[np.uint64]
-"""A resident bundle: a number that tells its class, and the bundle as numba lays it out. It keeps the arrays alive."""
+"""A resident bundle: the number of its class, followed by the bundle in numba's layout. It keeps the arrays alive."""
 
 RESIDENT_TYPE = types.uint64[::1]
 
@@ -66,19 +66,22 @@ _intrinsic: Any = intrinsic
 
 
 class Spread(NamedTuple):
-    """A parameter of a kernel whose arrays are passed one by one."""
+    """A parameter of a kernel that is a bundle whose arrays are passed one by one."""
 
     bundle: type
 
 
 def spread(bundle: type) -> Spread:
-    """Declare a parameter that takes a bundle made anew for each call. It has arrays only, no other bundles."""
+    """Declare a parameter for bundles that are created for each call. They contain arrays only, no other bundles."""
     return Spread(bundle)
 
 
 @lru_cache
 def numba_type(annotation: Any) -> Any:
-    """numba's type of a field or a parameter: of a bundle's class, of an annotated array, or of what is one already."""
+    """Return the numba type of a field or a parameter.
+
+    annotation: the class of a bundle, an annotated array, or a numba type. Raises TypeError for anything else.
+    """
     if isinstance(annotation, type) and issubclass(annotation, tuple):
         hints = get_type_hints(annotation, include_extras=True)
         return tuple_type(annotation, tuple(numba_type(hints[name]) for name in field_names(annotation)))
@@ -90,16 +93,16 @@ def numba_type(annotation: Any) -> Any:
 
 
 def field_names(bundle: Any) -> tuple[str, ...]:
-    """Of a named tuple's class."""
+    """Return the field names of a named tuple's class."""
     names: tuple[str, ...] = bundle._fields
     return names
 
 
 def resident(bundle: NamedTuple) -> Resident:
-    """Make a bundle resident, for kernels that take its class. Costs microseconds. Raises TypeError where an array is
-    not what its field says.
+    """Make a bundle resident, for kernels that accept its class. Takes microseconds.
 
-    The arrays stay the caller's: a kernel sees what is written into them, but not another array put in their place.
+    Kernels see what is written into the arrays later, but not arrays that replace them in the bundle. Raises TypeError
+    if an array does not have the type that its field declares.
     """
     declared = numba_type(type(bundle))
     if _typeof(bundle) != declared:
@@ -113,20 +116,23 @@ def resident(bundle: NamedTuple) -> Resident:
 
 
 class _KeepingWords(bytearray):
-    """Memory of a resident bundle. Arrays on it keep it alive, and it keeps the bundle's arrays alive."""
+    """The memory of a resident bundle. Arrays on it keep it alive, and it keeps the bundle's arrays alive."""
 
     bundle: tuple[Any, ...]
 
 
 @lru_cache
 def class_number(bundle: type) -> int:
-    """A number that tells bundles apart by their names and types; the same in every process."""
+    """Return a number that identifies a class of bundles by its name and types. It is equal in every process."""
     return crc32(str(numba_type(bundle)).encode())
 
 
 @lru_cache
 def reader(bundle: type) -> Any:
-    """An intrinsic: resident bundle -> named tuple. Raises TypeError in the kernel for a bundle of another class."""
+    """Return an intrinsic that converts a resident bundle to a named tuple.
+
+    In the kernel, it raises TypeError for a bundle of another class.
+    """
     bundle_type, number = numba_type(bundle), class_number(bundle)
     message = f"not a resident {bundle.__name__}"
 
@@ -162,7 +168,7 @@ def _check_length(context: Any, builder: Any, array_type: Any, array: Any, bundl
 
 
 def _place(context: Any, builder: Any, array_type: Any, array: Any, bundle_type: Any) -> Any:
-    """Where a bundle lies in its words."""
+    """Return the address of a bundle in its words."""
     address = element_address(context, builder, array_type, array, _WORD(1))
     return builder.bitcast(address, native_type(context, bundle_type).as_pointer())
 
@@ -173,8 +179,10 @@ def _write_bundle(block: Any, bundle: Any) -> None:
 
 @lru_cache
 def _writer(bundle: type) -> Any:
-    """The kernel that writes bundles of one class. Each has a name of its own, and so its own index in numba's cache:
-    reading a shared one would import the packages of all classes.
+    """Return the kernel that writes bundles of one class.
+
+    Each kernel has its own name and therefore its own index in numba's cache. Reading a shared index would import the
+    packages of all classes.
     """
     function = FunctionType(_write_bundle.__code__, globals())
     function.__qualname__ = f"_write_{bundle.__module__}_{bundle.__qualname__}".replace(".", "_")
@@ -183,5 +191,5 @@ def _writer(bundle: type) -> Any:
 
 
 def prepare(bundle: type) -> None:
-    """Compile what makes bundles of a class resident, so that nothing is compiled later."""
+    """Compile the code that makes bundles of a class resident, so that `resident` does not compile it later."""
     _writer(bundle).compile((RESIDENT_TYPE, numba_type(bundle)))

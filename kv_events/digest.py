@@ -1,8 +1,9 @@
-"""The digest shows, batch by batch, that a view equals the cache.
+"""The digest shows with each batch whether a view equals the ledger.
 
-For each medium it is the number of pages held and the XOR of their mixed sequence hashes. Adding or removing a page
-takes O(1), the order does not matter, and both sides use this code. As an array: uint64[8], four counts, then four
-XORs, in the order of `schema.MEDIA`. On the wire: the same 64 bytes, little-endian.
+For each medium, it contains the number of pages held and the XOR of their mixed sequence hashes. Adding or removing a
+page takes O(1), and the order does not matter. Publisher and indexer both use this code. As an array, a digest is
+uint64[8]: four counts, then four XORs, in the order of `schema.MEDIA`. On the wire, it is the same 64 bytes,
+little-endian.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Digest: TypeAlias = npt.NDArray[np.uint64]
 
 @array_helper
 def mix(sequence_hash):
-    """SplitMix64's finaliser (Steele, Lea, Flood, 2014). Hashes related by XOR do not cancel out after it."""
+    """Mix a hash with the finaliser of SplitMix64 (Steele, Lea, Flood, 2014).
+
+    Mixed hashes do not cancel out even if the hashes are related by XOR.
+    """
     x = sequence_hash + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Machine instructions that numba has no name for, as functions for kernels."""
+"""Machine instructions that numba does not provide, as functions for kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 NUM_LANES = 8
-"""u64 that `lanes_equal` compares at once: a cache line."""
+"""Number of u64 that `lanes_equal` compares at once: one cache line."""
 
 _BYTE, _WORD32, _WORD64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _LANES = ir.VectorType(_WORD64, NUM_LANES)
@@ -19,7 +19,7 @@ _LANES = ir.VectorType(_WORD64, NUM_LANES)
 
 @intrinsic
 def lowest_bit(_typing: Any, word: Any) -> Any:
-    """Number of the lowest set bit of a non-zero u64, as an int64."""
+    """Return the number of the lowest set bit of a non-zero u64, as an int64."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -29,7 +29,7 @@ def lowest_bit(_typing: Any, word: Any) -> Any:
 
 @intrinsic
 def multiply_fold(_typing: Any, a: Any, b: Any) -> Any:
-    """Low 64 bits XOR high 64 bits of the 128-bit product; one machine multiplication."""
+    """Return the low 64 bits XOR the high 64 bits of the 128-bit product, with one machine multiplication."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -43,7 +43,7 @@ def multiply_fold(_typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
-    """The number that eight bytes of a u8 array write, big-endian, by one load. They have to be there."""
+    """Load eight bytes of a u8 array, from index `at` on, as a big-endian u64. The caller checks the bounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = builder.bitcast(_element(context, builder, signature, args), _WORD64.as_pointer())
@@ -55,7 +55,7 @@ def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
 
 @intrinsic
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of an array's element. Nothing waits for it, and a wrong index does no harm."""
+    """Prefetch the cache line of an array's element. The call does not wait, and an index out of bounds is harmless."""
     if not isinstance(array, types.Array):
         return None
 
@@ -74,8 +74,10 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) -> Any:
-    """Compare NUM_LANES elements of a u64 array from an index on: bit i of the result, a u64, is set where element
-    index + i AND mask equals `wanted`. They have to be there. For little-endian machines.
+    """Compare NUM_LANES elements of a u64 array, from `index` on.
+
+    Bit i of the result, a u64, is set if element index + i AND `mask` equals `wanted`. The caller checks the bounds.
+    For little-endian machines.
     """
     if not isinstance(array, types.Array) or (array.dtype, array.ndim, array.layout) != (types.uint64, 1, "C"):
         return None
@@ -90,13 +92,13 @@ def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) ->
 
 
 def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """Address of element args[1] of the array args[0]."""
+    """Return the address of element args[1] of the array args[0]."""
     view = context.make_array(signature.args[0])(context, builder, args[0])
     return builder.gep(view.data, [args[1]])
 
 
 def _splat(builder: Any, value: Any) -> Any:
-    """A vector of one value."""
+    """Return a vector with all lanes set to one value."""
     nothing = ir.Constant(_LANES, ir.Undefined)
     first = builder.insert_element(nothing, value, _WORD32(0))
     return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_WORD32, NUM_LANES), [0] * NUM_LANES))

@@ -1,7 +1,7 @@
-"""Where compiled kernels are kept: in a folder named after a digest of all sources that may be part of them.
+"""Caches compiled kernels in a folder that is named after a digest of all sources that may be part of them.
 
-numba by itself looks only at the file of the entry point, and would go on with old code after a change in a function
-that it calls.
+numba itself only checks the file of the entry point. It would use outdated code after a change in another file with
+functions that the entry point calls.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _IMPORT = re.compile(rb"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
 
 @contextmanager
 def kept_on_disk(source: Path) -> Iterator[None]:
-    """Let numba keep what a module declares in the block in the folder of this state of its sources.
+    """Cache kernels that a module declares in the block in the folder of the current state of its sources.
 
-    Without a place to write, numba finds one of its own, or compiles anew at each start.
+    If that folder cannot be created, numba chooses a folder itself or compiles again at each start.
     """
     try:
         folder = _cache_root() / _digest_of_sources(source)
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or not ours
+    except (OSError, RuntimeError):  # no home folder or no permission
         yield
         return
     with cached_in(folder):
@@ -36,7 +36,7 @@ def kept_on_disk(source: Path) -> Iterator[None]:
 
 
 def _cache_root() -> Path:
-    """NUMBA_CACHE_DIR, or the user's cache folder."""
+    """Return NUMBA_CACHE_DIR or the user's cache folder."""
     named = cache_dir()
     if named:
         return Path(named)
@@ -45,7 +45,7 @@ def _cache_root() -> Path:
 
 @lru_cache
 def _digest_of_sources(source: Path) -> str:
-    """Digest of a module and of all modules of this project that it imports, and they in turn."""
+    """Return the digest of a module and of all modules of this project that it imports directly or indirectly."""
     found: set[Path] = set()
     waiting = {source}
     while waiting:
@@ -60,7 +60,7 @@ def _digest_of_sources(source: Path) -> str:
 
 @lru_cache
 def _imported(source: Path) -> frozenset[Path]:
-    """Files of this project that a module imports. Of a package all modules, since any of them may be meant."""
+    """Return the files of this project that a module imports. An imported package counts with all its modules."""
     contract = Path(__file__).parent
     packages = [folder for folder in source.parents if (folder / "__init__.py").exists()]
     own = packages[-1] if packages else source.parent

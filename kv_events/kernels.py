@@ -1,8 +1,8 @@
-"""How kernels are compiled: three decorators that every numba kernel uses.
+"""Three decorators that compile numba kernels.
 
-numba counts references to an array of a named tuple at every access, which costs more than the work itself. Kernels own
-no memory (the caller allocates everything), so they are compiled without numba's memory runtime: nothing is counted,
-and an allocation inside a kernel is a compile error instead of a slow kernel.
+numba counts references to the arrays of a named tuple at every access, which costs more than the work itself. Kernels
+own no memory, because callers allocate all arrays. They are therefore compiled without numba's memory runtime:
+references are not counted, and an allocation inside a kernel is a compile error instead of a slow kernel.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kv_events.kernel_cache import kept_on_disk
 from kv_events.numba_internals import NO_MEMORY_RUNTIME, member_types
 
 array_helper = njit(inline="always", **NO_MEMORY_RUNTIME)
-"""A few lines that become part of their callers."""
+"""Decorator of short functions that are inlined into their callers."""
 
 array_function = njit(**NO_MEMORY_RUNTIME)
-"""A function called from kernels only; compiled with its caller."""
+"""Decorator of functions that only kernels call. They are compiled with their callers."""
 
 _array_body = njit(forceinline=True, **NO_MEMORY_RUNTIME)
 
 
 def array_kernel(returns, *parameters):
-    """An entry point called from Python: compiled at import for these types, or loaded from the disk cache.
+    """Decorator of kernels that are called from Python. Compiles at import or loads from the disk cache.
 
-    returns: a type of numba's. parameters, one for each of the function's: a type of numba's; an annotated array of
-    `bundles` (`U64Vector`); the class of a bundle, where callers pass a `resident` one; or `spread` of such a class,
-    where they pass the named tuple itself. In the function all bundles are named tuples.
+    returns: a numba type. parameters: the type of each parameter of the function. It is a numba type, an annotated
+    array of `bundles` (such as `U64Vector`), the class of a bundle if callers pass a `resident` bundle, or `spread` of
+    such a class if callers pass the named tuple itself. Inside the function, all bundles are named tuples.
     """
 
     def compiled(function):
@@ -47,7 +47,7 @@ def array_kernel(returns, *parameters):
 
 
 def _entry_types(parameter: Any) -> list[Any]:
-    """numba's types of the arguments that a parameter becomes."""
+    """Return the numba types of the arguments that a parameter is expanded to."""
     if isinstance(parameter, Spread):
         return [numba_type(member) for member in member_types(numba_type(parameter.bundle))]
     return [RESIDENT_TYPE if _is_resident(parameter) else numba_type(parameter)]
@@ -58,7 +58,7 @@ def _is_resident(parameter: Any) -> bool:
 
 
 def _entry_point(function: Callable[..., Any], parameters: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function of bare arrays that numba compiles: it puts the bundles together and calls the kernel's function."""
+    """Return the function that numba compiles. It builds the bundles from bare arrays and calls the kernel's body."""
     names: dict[str, Any] = {"_body": _array_body(function)}
     arguments, values = [], []
     for name, parameter in zip(inspect.signature(function).parameters, parameters, strict=True):
@@ -79,7 +79,7 @@ def _entry_point(function: Callable[..., Any], parameters: tuple[Any, ...]) -> C
 
 
 def _caller(function: Callable[..., Any], parameters: tuple[Any, ...], kernel: Any) -> Callable[..., Any]:
-    """The function that Python calls: it spreads bundles over the kernel's arguments."""
+    """Return the function that Python calls. It spreads bundles over the kernel's arguments."""
     names = list(inspect.signature(function).parameters)
     arguments = [f"*{name}" if isinstance(each, Spread) else name for name, each in zip(names, parameters, strict=True)]
     return _defined(function, names, f"_kernel({', '.join(arguments)})", {"_kernel": kernel})
@@ -88,10 +88,10 @@ def _caller(function: Callable[..., Any], parameters: tuple[Any, ...], kernel: A
 def _defined(
     function: Callable[..., Any], arguments: list[str], value: str, names: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A function that returns the value of an expression, with a given function's name, place and docstring.
+    """Return a function that evaluates an expression, with the name, location and docstring of another function.
 
-    numba compiles no function of a variable number of arguments that would be as fast to call, so its source is put
-    together from parameter names, as in `collections.namedtuple`.
+    A numba function with a variable number of arguments would be slower to call. The source is therefore generated from
+    parameter names, as in `collections.namedtuple`.
     """
     name, code = function.__name__, function.__code__
     text = "\n" * (code.co_firstlineno - 1) + f"def {name}({', '.join(arguments)}): return {value}"

@@ -1,16 +1,16 @@
-"""Open-addressing table: 64-bit page name -> dense entry id, on flat arrays for numba kernels.
+"""A hash table with open addressing from 64-bit keys to dense entry ids, on flat arrays for numba kernels.
 
-Both sides keep one: the index under sequence hashes, a publisher's ledger under block hashes. Entry ids are small,
-stable integers; the owner keeps its own columns indexed by them. Ids are handed out in the order of arrival, so that
-the pages of one prompt tend to lie next to each other and a walk along a prompt reads memory in sequence.
+The index has a table of sequence hashes. A publisher's ledger has a table of sequence hashes and one of block hashes.
+Entry ids are small, stable integers. The owner keeps its own columns indexed by them. Ids are assigned in order of
+arrival, so the pages of one prompt tend to be adjacent, and a walk along a prompt reads memory sequentially.
 
-Layout: *extendible hashing* (Fagin et al., 1979). A directory maps the low bits of a key's tag to a segment of 4096
-slots; a segment that fills up is split in two, so growth never costs more than one segment at a time. A slot is
-`tag << 32 | id + 1`, 0 when empty: tags alone decide nearly every comparison; splitting or removing needs no look at
-the keys. Eight slots, a cache line, are a *bucket*, and compared at once. The high bits of a tag say which is a key's
-home; what finds it full goes into the next one that is not, so a search ends at a bucket with room, mostly the first.
-Arrays are reserved at their bound and touched (so: paid for) only as far as they are used. What finds, enters and frees
-a key: `page_table_kernels`.
+The layout is *extendible hashing* (Fagin et al., 1979). A directory maps the low bits of a key's tag to a segment of
+4096 slots. A full segment is split in two, so the table grows by one segment at a time. A slot is `tag << 32 | id + 1`,
+or 0 if it is empty. Tags alone decide almost every comparison, and splits and removals do not read the keys. Eight
+slots, which are one cache line, form a *bucket* and are compared at once. The high bits of a tag select the key's home
+bucket. If that is full, the key is stored in the next bucket that is not full. A search therefore ends at the first
+bucket with an empty slot, which is usually the home bucket. The arrays are reserved at their maximum size, but memory
+is only used for the parts in use. The kernels are in `page_table_kernels`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEGMENT_BITS = 12
 SEGMENT_SLOTS = 1 << _SEGMENT_BITS
 SPLIT_AT = SEGMENT_SLOTS * 85 // 100
 HOME_BITS = _SEGMENT_BITS - (NUM_LANES - 1).bit_length()
-_MAX_DEPTH = 32 - HOME_BITS  # directory bits and those of the home bucket together are the 32 bits of a tag
+_MAX_DEPTH = 32 - HOME_BITS  # a tag has 32 bits: directory bits and home bucket bits
 
 LOW32 = np.uint64(0xFFFFFFFF)
 
@@ -41,26 +41,29 @@ MAX_CAPACITY = 2**31
 
 
 class Table(NamedTuple):
-    """Arrays of one table; pass it to the kernels, never touch them from elsewhere."""
+    """The arrays of one table. Only this module and the kernels may access them."""
 
     keys: U64Vector
-    """[capacity + 1] key of each live entry; a freed entry holds the id of the next free one. The last element is never
-    used: whoever looks at an entry's neighbour stays inside."""
+    """[capacity + 1] key of each live entry. A free entry holds the id of the next free one. The last element is never
+    used, so that reads of an entry's neighbour stay in bounds."""
     directory: U32Vector
     """[2**max_depth] segment number for each value of a tag's low bits."""
     slots: U64Vector
-    """[(segments + 1) * 4096] tag << 32 | id + 1, or 0; eight a bucket. Behind the last segment: scratch."""
+    """[(segments + 1) * 4096] tag << 32 | id + 1, or 0; eight per bucket. The last 4096 slots are scratch space."""
     segments: U32Matrix
-    """[segments, 2] number of tag bits that all keys of a segment share; number of used slots."""
+    """[segments, 2] number of tag bits shared by all keys of the segment; number of used slots."""
     meta: I64Vector
     """[7] see the column numbers above."""
 
 
 def make_table(capacity: int) -> Table:
-    """An empty table for at most `capacity` live entries. Reserves address space, not memory."""
+    """Create an empty table for at most `capacity` live entries.
+
+    Reserves address space, not memory. Raises InvalidValueError.
+    """
     if not 1 <= capacity <= MAX_CAPACITY:
         raise InvalidValueError("capacity", capacity, f"1 .. {MAX_CAPACITY}")
-    # a segment holds at least half of SPLIT_AT on average after a split; twice that again leaves room for skew
+    # after a split, a segment holds on average at least half of SPLIT_AT; twice as many segments leave room for skew
     num_segments = max(4, 4 * capacity // SPLIT_AT)
     max_depth = min(_MAX_DEPTH, max(4, (2 * num_segments - 1).bit_length()))
     meta = np.zeros(7, np.int64)
@@ -76,34 +79,34 @@ def make_table(capacity: int) -> Table:
 
 
 def _zeros_in_lines(length: int) -> npt.NDArray[np.uint64]:
-    """uint64[length] that begins where a cache line begins."""
+    """Return zeros as uint64[length], aligned to a cache line."""
     zeros = np.zeros(length + NUM_LANES, np.uint64)
     first = -zeros.ctypes.data % (8 * NUM_LANES) // 8
     return zeros[first : first + length]
 
 
 def num_live(table: Table) -> int:
-    """Entries in use."""
+    """Return the number of live entries."""
     return int(table.meta[HIGH_WATER] - table.meta[NUM_FREE])
 
 
 def high_water(table: Table) -> int:
-    """Entry ids ever handed out are smaller than this: the length up to which an owner's columns are used."""
+    """Return the length of the used part of an owner's columns. All ids assigned since the last clear are smaller."""
     return int(table.meta[HIGH_WATER])
 
 
 def capacity(table: Table) -> int:
-    """Largest number of live entries."""
+    """Return the maximum number of live entries."""
     return int(table.meta[CAPACITY])
 
 
 def limit(table: Table, capacity: int) -> None:
-    """Lower the largest number of live entries for good; the ones that are there stay."""
+    """Lower the maximum number of live entries permanently. Existing entries stay."""
     table.meta[CAPACITY] = min(capacity, table.meta[CAPACITY])
 
 
 def bytes_used(table: Table) -> int:
-    """Bytes of the arrays' used parts."""
+    """Return the size of the arrays' used parts in bytes."""
     segments = int(table.meta[NUM_SEGMENTS])
     return (
         high_water(table) * 8 + (4 << int(table.meta[DEPTH])) + segments * (SEGMENT_SLOTS + 1) * 8 + table.meta.nbytes
@@ -111,7 +114,7 @@ def bytes_used(table: Table) -> int:
 
 
 def clear(table: Table) -> None:
-    """Remove every entry. Costs microseconds: a segment's slots are wiped when it is used again."""
+    """Remove all entries. Takes microseconds, because the slots of a segment are only cleared when it is used again."""
     table.slots[:SEGMENT_SLOTS] = 0
     table.segments[: int(table.meta[NUM_SEGMENTS])] = 0
     table.directory[: 1 << int(table.meta[DEPTH])] = 0

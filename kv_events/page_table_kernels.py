@@ -1,4 +1,4 @@
-"""Kernels that find, enter and free the keys of a `page_table`. Arrays only, no Python objects."""
+"""Kernels that find, insert and remove keys of a `page_table`. They use arrays only, no Python objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kv_events.page_table import (
     SPLIT_AT,
 )
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads keys that are not hashes, too
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio; also spreads keys that are not hashes
 _ONE = np.uint64(1)
 _SHIFT32 = np.uint64(32)
 _HIGH32 = ~LOW32
@@ -45,7 +45,7 @@ def _segment_of(table, tag):
 
 @array_helper
 def _home(tag):
-    """First slot of the bucket, within the segment, where a search begins."""
+    """Return the first slot of a tag's home bucket, relative to the segment."""
     return np.int64(tag >> _SHIFT_HOME) * NUM_LANES
 
 
@@ -56,19 +56,19 @@ def _next(bucket):
 
 @array_helper
 def _empty_slots(table, place):
-    """Those of the bucket that begins at a place, as bits."""
+    """Return the empty slots of the bucket that begins at slot `place`, as bits."""
     return lanes_equal(table.slots, place, _ALL, _EMPTY)
 
 
 @array_helper
 def _same_slots(table, place, tag, empty):
-    """Slots of a bucket that may be a key's, as bits; its empty ones are given."""
+    """Return the slots of a bucket that have a tag, as bits. empty: the bucket's empty slots, as bits."""
     return lanes_equal(table.slots, place, _HIGH32, tag << _SHIFT32) & ~empty
 
 
 @array_helper
 def find(table, key):
-    """Entry id of a key, or -1."""
+    """Return the entry id of a key, or -1."""
     tag = _tag(key)
     base, bucket = _segment_of(table, tag) * SEGMENT_SLOTS, _home(tag)
     while True:
@@ -85,19 +85,19 @@ def find(table, key):
 
 
 AHEAD = 8
-"""How many keys before its turn `fetch` is best called: a key's work takes tens of nanoseconds, memory a hundred."""
+"""Distance in keys at which to call `fetch`: a key takes tens of nanoseconds, a read from memory about a hundred."""
 
 
 @array_helper
 def fetch(table, key):
-    """Have the memory that `find` or `insert` of a key begins with brought near meanwhile."""
+    """Prefetch the memory that `find` and `insert` of a key read first."""
     tag = _tag(key)
     prefetch(table.slots, _segment_of(table, tag) * SEGMENT_SLOTS + _home(tag))
 
 
 @array_helper
 def was_used(table, entry):
-    """Whether an id was handed out since the last clear: below it, an owner's columns mean something."""
+    """Return whether an id was assigned since the last clear, so that the owner's columns are valid for it."""
     return entry < table.meta[HIGH_WATER]
 
 
@@ -114,7 +114,10 @@ def _place(table, segment, word):
 
 @array_function
 def _split(table, segment):
-    """Spread a segment over itself and a new one by the next tag bit. False: no room, or no bit left."""
+    """Split a segment by the next tag bit: move the keys that have it set to a new segment.
+
+    Returns False if there is no free segment or no further tag bit.
+    """
     depth = np.int64(table.segments[segment, BITS])
     fresh = table.meta[NUM_SEGMENTS]
     if fresh == table.segments.shape[0]:
@@ -128,7 +131,7 @@ def _split(table, segment):
         table.meta[DEPTH] += 1
     table.meta[NUM_SEGMENTS] += 1
     table.segments[segment, BITS] = table.segments[fresh, BITS] = np.uint32(depth + 1)
-    table.slots[fresh * SEGMENT_SLOTS : (fresh + 1) * SEGMENT_SLOTS] = np.uint64(0)  # a clear leaves old words there
+    table.slots[fresh * SEGMENT_SLOTS : (fresh + 1) * SEGMENT_SLOTS] = np.uint64(0)  # a clear leaves old words
     base, scratch = segment * SEGMENT_SLOTS, table.segments.shape[0] * SEGMENT_SLOTS
     for i in range(SEGMENT_SLOTS):
         table.slots[scratch + i] = table.slots[base + i]
@@ -149,7 +152,7 @@ def _split(table, segment):
 
 @array_helper
 def _new_entry(table, key):
-    """Entry id for a key, the oldest free one first."""
+    """Assign an entry id to a key. The id that has been free for the longest time is reused first."""
     entry = table.meta[FREE_HEAD]
     if entry >= 0:
         table.meta[NUM_FREE] -= 1
@@ -163,7 +166,7 @@ def _new_entry(table, key):
 
 @array_helper
 def num_entries(table):
-    """`num_live` inside a kernel."""
+    """Return the number of live entries, like `num_live`, inside a kernel."""
     return table.meta[HIGH_WATER] - table.meta[NUM_FREE]
 
 
@@ -174,7 +177,7 @@ def _is_full(table):
 
 @array_function
 def insert(table, key):
-    """Give an absent key an entry. Returns its id, or -1 when the table is full."""
+    """Insert an absent key. Returns its entry id, or -1 if the table is full."""
     if _is_full(table):
         return np.int64(-1)
     tag = _tag(key)
@@ -192,7 +195,10 @@ def insert(table, key):
 
 @array_helper
 def find_or_insert(table, key):
-    """(entry id, whether the key was absent); id -1: it was, and there is no room. One walk for both."""
+    """Return the entry id of a key and whether the key was absent, with a single search.
+
+    An absent key is inserted. The id is -1 if the table is full.
+    """
     tag = _tag(key)
     segment = _segment_of(table, tag)
     base, bucket = segment * SEGMENT_SLOTS, _home(tag)
@@ -219,8 +225,9 @@ def find_or_insert(table, key):
 
 @array_function
 def _refill(table, base, bucket, hole):
-    """A slot of a bucket became empty, and it is the only one: give it to a key that passed over the full bucket, if
-    there is one; and so on with the bucket that this one lay in.
+    """Refill the only empty slot of a bucket with a key that was stored further on because the bucket was full.
+
+    If there is such a key, its old slot is refilled in the same way.
     """
     other, is_over = _next(bucket), False
     while not is_over:
@@ -235,13 +242,13 @@ def _refill(table, base, bucket, hole):
             slot = other + lowest_bit(passed)
             table.slots[base + hole], table.slots[base + slot] = table.slots[base + slot], _EMPTY
             bucket, hole = other, slot
-        is_over = empty != 0  # nobody passed over a bucket with room
+        is_over = empty != 0  # no key was stored beyond a bucket with an empty slot
         other = _next(other)
 
 
 @array_helper
 def remove(table, entry):
-    """Free a live entry; its id goes to the end of the queue of free ids."""
+    """Remove a live entry. Its id is appended to the queue of free ids."""
     tag = _tag(table.keys[entry])
     segment = _segment_of(table, tag)
     base, bucket = segment * SEGMENT_SLOTS, _home(tag)

@@ -1,7 +1,7 @@
 """XXH3-64 with a seed over arrays of u32 tokens, as numba kernels.
 
-After the XXH3 specification of the xxHash project (release 0.8). Only inputs whose length is a positive multiple of
-four bytes occur here, so the 0 to 3 byte classes are left out; names (strings) are hashed by the `xxhash` package.
+Implements the XXH3 specification of the xxHash project (release 0.8). Input lengths are positive multiples of four
+bytes, so the classes of 0 to 3 bytes are not implemented. Strings are hashed by the `xxhash` package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SECRET = bytes.fromhex(
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 _NUM_SECRET_WORDS = len(_SECRET) - 7
-# entry i = the eight secret bytes from byte i on, as a little-endian word
+# element i: the eight secret bytes from byte i on, as a little-endian word
 _SECRET_AT = np.array([int.from_bytes(_SECRET[i : i + 8], "little") for i in range(_NUM_SECRET_WORDS)], dtype=np.uint64)
 
 _P32_1 = np.uint64(0x9E3779B1)
@@ -59,7 +59,7 @@ def _avalanche(h):
 
 @njit(inline="always")
 def _word(tokens, i):
-    """The u64 that starts at token i."""
+    """Return the u64 that starts at token i."""
     return np.uint64(tokens[i]) | (np.uint64(tokens[i + 1]) << np.uint64(32))
 
 
@@ -73,7 +73,7 @@ def _mix16(tokens, i, offset, seed):
 
 @njit(inline="always")
 def hash_pair(low, high, seed):
-    """XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
+    """Return XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
     lo = low ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = high ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
     return _avalanche(np.uint64(16) + _swap64(lo) + hi + multiply_fold(lo, hi))
@@ -135,7 +135,10 @@ def _accumulate(acc, tokens, start, secret, offset):
 
 @njit
 def _hash_long(tokens, start, n, secret, acc):
-    """More than 240 bytes. secret: words of the seeded secret at every byte offset; acc: scratch, uint64[8]."""
+    """Hash more than 240 bytes.
+
+    secret: words of the seeded secret at every byte offset, see `_seeded_secret`. acc: uint64[8], scratch space.
+    """
     acc[0], acc[1], acc[2], acc[3] = _P32_3, _P64_1, _P64_2, _P64_3
     acc[4], acc[5], acc[6], acc[7] = _P64_4, _P32_2, _P64_5, _P32_1
     num_stripes = (4 * n - 1) // 64
@@ -153,7 +156,7 @@ def _hash_long(tokens, start, n, secret, acc):
 
 @njit
 def _seeded_secret(seed):
-    """uint64[185]: the secret derived from a seed, read as a word at every byte offset."""
+    """Return uint64[185], the words of the secret derived from a seed, one at every byte offset."""
     data = np.empty(192, np.uint8)
     for i in range(24):
         word = _SECRET_AT[8 * i]
@@ -169,11 +172,11 @@ def _seeded_secret(seed):
 
 @njit(types.void(U32_IN, types.int64, types.int64, types.uint64, U64_OUT), nogil=True, cache=True)
 def hash_windows(tokens, width, stride, seed, out):
-    """XXH3-64 of windows of a token array.
+    """Compute XXH3-64 of windows of a token array.
 
-    tokens: uint32, C order, at least (len(out) - 1) * stride + width long. width: tokens a window, >= 1. stride:
-    tokens from one window's start to the next one's. out: uint64; out[i] = hash of tokens[i * stride :][:width] as
-    little-endian bytes.
+    tokens: uint32, C order, with at least (len(out) - 1) * stride + width elements. width: tokens per window, >= 1.
+    stride: tokens between the starts of adjacent windows. out: uint64; out[i] receives the hash of
+    tokens[i * stride :][:width] as little-endian bytes.
     """
     if width > 60:
         secret = _seeded_secret(seed)
@@ -196,10 +199,10 @@ def hash_windows(tokens, width, stride, seed, out):
 
 @njit(types.void(U64_IN, types.uint64, types.uint64, types.boolean, U64_OUT), nogil=True, cache=True)
 def roll(local, base, parent, has_parent, out):
-    """Chain local hashes into rolling ones: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
+    """Roll local hashes into sequence hashes: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
 
-    local, out: uint64, equal lengths. base: the seed, one for all namespaces. parent: the rolling hash before the first
-    page, used if has_parent; without it out[0] = local[0].
+    local, out: uint64 of equal lengths. base: the hash seed, equal for all namespaces. parent: the sequence hash of the
+    page before the first one, used if has_parent is set. Otherwise, out[0] = local[0].
     """
     previous = parent
     for i in range(local.shape[0]):

@@ -175,7 +175,7 @@ class Ledger:
 
     @property
     def _num_used(self) -> int:
-        """Upper bound on the entries of pages ever assigned: all are smaller."""
+        """Upper bound of the page entries assigned since the last clear. All are smaller."""
         return page_table.high_water(self._arrays.pages)
 
     def check(self) -> None:
