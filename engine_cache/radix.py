@@ -1,4 +1,4 @@
-"""RadixCache: the prefix cache of one tier, the device."""
+"""RadixCache: the prefix cache with one tier, the device."""
 
 from __future__ import annotations
 

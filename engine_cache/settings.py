@@ -59,7 +59,7 @@ class MooncakeSettings(KvsightSettings):
     mooncake_watch_interval_s: float = argument(1.0, gt=0)
     """Time between checks that the master is reachable and has kept its state."""
     mooncake_max_tracked_pages: int = argument(2**20, ge=1)
-    """Bound on pages reported as stored. Beyond it the least recently used page is reported as removed."""
+    """Maximum number of pages reported as stored. Above it, the least recently used page is reported as removed."""
     mooncake_owns_store: bool = argument(False)
     """Whether the store has no other users, so that clearing may remove everything in it."""
 

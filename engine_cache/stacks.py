@@ -57,7 +57,7 @@ class HostTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Description of one kind of state, from which its `PoolEntry` is built."""
+    """Description of one kind of state. Its `PoolEntry` is built from it."""
 
     name: PoolName
     make_host_pool: Callable[..., Any]
@@ -70,7 +70,7 @@ class PoolSpec:
 
 
 class StackOptions(TypedDict, total=False):
-    """Parts of a stack beside its pools."""
+    """Further parts of a stack."""
 
     config: HostTierConfig
     make_engine: Callable[[], CopyEngine]

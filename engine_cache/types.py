@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 IndexArray: TypeAlias = npt.NDArray[np.int64]
-"""[n] pool rows, one a logical unit."""
+"""[n] pool rows, one per logical unit."""
 
 
 def no_indices() -> IndexArray:
-    """A fresh empty index array."""
+    """Return a new empty index array."""
     return np.empty(0, dtype=np.int64)

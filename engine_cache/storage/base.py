@@ -192,7 +192,7 @@ class HiCacheStorage(abc.ABC):
             usable = _boundary(present, transfer)
             found.append((transfer, present))
         before = -1
-        while usable != before:  # a prefix that one pool has cut may end where another has no state
+        while usable != before:  # a prefix that one pool has shortened may end where another has no state
             before = usable
             for transfer, present in found:
                 usable = _boundary(present[:usable], transfer)
@@ -221,7 +221,7 @@ class HiCacheStorage(abc.ABC):
 
     @abc.abstractmethod
     def is_held(self, key: str) -> bool:
-        """Return whether the backend holds this KV page, as far as it knows without a lookup.
+        """Return whether the backend holds this KV page, according to its own records, without a lookup.
 
         Storage events are derived from this and `take_removed`, on the tree's thread: an acknowledged page is announced
         if it is held and was not announced before; announced pages in `take_removed()` are withdrawn. The announced
@@ -248,7 +248,7 @@ class HiCacheStorage(abc.ABC):
 
     @abc.abstractmethod
     def _present(self, name: PoolName, keys: Sequence[str]) -> Iterable[bool]:
-        """Whether each page is stored; may be lazy."""
+        """Return whether each page is stored. The result may be lazy."""
 
     @abc.abstractmethod
     def _read(self, name: PoolName, pool: PagedHostPool, keys: Sequence[str], rows: list[int]) -> list[bool]:
@@ -304,7 +304,8 @@ class HiCacheStorage(abc.ABC):
 
 
 def _boundary(present: Sequence[bool], transfer: PoolTransfer) -> int:
-    """The largest number of leading pages that the pool's policy allows. present: one bool per page of the prefix."""
+    """Return the largest number of leading pages that the pool's policy allows. present: one bool per page of the
+    prefix."""
     if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
         return num_leading(present)
     window = max(1, len(transfer.keys or ()))
@@ -317,5 +318,5 @@ def _boundary(present: Sequence[bool], transfer: PoolTransfer) -> int:
 
 
 def num_leading(present: Iterable[bool]) -> int:
-    """The number of leading true values."""
+    """Return the number of leading true values."""
     return sum(takewhile(bool, present))

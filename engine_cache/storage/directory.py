@@ -57,7 +57,7 @@ class DirectoryStorage(HiCacheStorage):
         self._prefix, self._suffix = identity.prefix, identity.file_suffix
         self._own = _pattern_of(identity)
         self._file_bytes: dict[PoolName, int] = {}
-        self._lock = threading.Lock()  # guards what follows, and renaming and removal of files
+        self._lock = threading.Lock()  # guards the fields below, and renaming and removal of files
         self._held: OrderedDict[str, int] = OrderedDict()  # file name -> bytes, least recently used first
         self._used = 0  # bytes of _held and of unfinished files
         self._removed: dict[str, None] = {}  # keys for take_removed(), in order
@@ -185,7 +185,7 @@ class DirectoryStorage(HiCacheStorage):
         return True
 
     def _store(self, file_name: str, file_bytes: int, pool: PagedHostPool, row: int, keep: Collection[str]) -> bool:
-        """Write one page. keep: files that must not be evicted for it, those of its prefix in the same batch."""
+        """Write one page. keep: files of the same prefix in this batch, which must not be evicted for it."""
         page = pool.get_data_page(row)
         if not self._reserve(file_bytes, keep):
             return False
@@ -222,7 +222,7 @@ class DirectoryStorage(HiCacheStorage):
             return True
 
     def _evict(self, file_name: str) -> bool:
-        """Remove a file; the lock is held. False if that failed and the file still counts."""
+        """Remove a file. The caller holds the lock. False if that failed and the file still counts."""
         try:
             (self._folder / file_name).unlink(missing_ok=True)
         except OSError as error:
@@ -252,7 +252,7 @@ class DirectoryStorage(HiCacheStorage):
         self._removed.pop(self._kv_key(file_name), None)
 
     def _forget(self, file_name: str) -> None:
-        """Drop a file; the lock is held. Unknown files are not reported as removed."""
+        """Drop a file. The caller holds the lock. Unknown files are not reported as removed."""
         num_bytes = self._held.pop(file_name, None)
         if num_bytes is None:
             return
@@ -267,7 +267,7 @@ class DirectoryStorage(HiCacheStorage):
                 self._forget(file_name)
 
     def _remove_damaged(self, file_name: str, seen: os.stat_result, why: str) -> None:
-        """Remove a damaged file. seen: its status, so that a valid file written since then stays."""
+        """Remove a damaged file. seen: its status, so that a valid file written since then is kept."""
         path = self._folder / file_name
         with self._lock:
             try:
@@ -311,7 +311,7 @@ class DirectoryStorage(HiCacheStorage):
         return f"{self._prefix}{key}{pool}{self._suffix}.bin"
 
     def _kv_key(self, file_name: str) -> str:
-        """Storage key of a KV page's file, "" for files of other pools."""
+        """Return the storage key of a KV page's file, or "" for files of other pools."""
         key = file_name.removeprefix(self._prefix).removesuffix(f"{self._suffix}.bin")
         return "" if "." in key else key
 
@@ -321,17 +321,18 @@ class DirectoryStorage(HiCacheStorage):
 
 
 def _pattern_of(identity: StorageIdentity) -> re.Pattern[str]:
-    """Regular expression of finished and unfinished files of one model and rank."""
+    """Return a regular expression of finished and unfinished files of one model and rank."""
     pools = "|".join(name.value for name in PoolName if name is not PoolName.KV)
     name = rf"{re.escape(identity.prefix)}{PAGE_KEY_PATTERN}(?:\.(?:{pools}))?{re.escape(identity.file_suffix)}\.bin"
     return re.compile(rf"{name}(?:\.[0-9a-f]{{8}}\.tmp)?")
 
 
 def _bytes_of(page: torch.Tensor) -> memoryview:
-    """The tensor's own memory."""
+    """Return the tensor's own memory, without a copy."""
     return page.view(torch.uint8).numpy().data
 
 
 def _checksum(file_name: str, data: memoryview) -> bytes:
-    """Checksum over content and name, so that a renamed file is not mistaken for another page."""
+    """Return the checksum over content and name. It includes the name so that a renamed file is not mistaken for
+    another page."""
     return xxhash.xxh3_64_digest(data, seed=xxhash.xxh3_64_intdigest(file_name.encode()))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _KEY = re.compile(PAGE_KEY_PATTERN)
 _LOOK_AGAIN_PAGES = 1024
-_MOST_LOOKS = 3  # for one batch
+_MOST_LOOKS = 3  # per batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class MooncakeStorage(HiCacheStorage):
         self._check_open()
         self._client.remove_matching(None if self._owns_store else self._identity.object_pattern)
         for keys in _batches(self._held.forget_all()):
-            self._hold_seen(keys)  # written in the meantime
+            self._hold_seen(keys)  # written during the call
 
     def get_stats(self) -> StorageStats:
         """See `HiCacheStorage`. `num_held` counts KV pages that were seen in the store and not missed since."""
@@ -173,7 +173,7 @@ class MooncakeStorage(HiCacheStorage):
         return [bool(there) for there in self._look(name, keys)]
 
     def _look(self, name: PoolName, keys: Sequence[str]) -> list[bool | None]:
-        """Whether each page is stored, or None if the store did not answer. Missing pages are dropped."""
+        """Return whether each page is stored, or None if the store did not answer. Drops missing pages."""
         moment = self._held.moment
         there = self._pages_there(name, self._client.exist(self._names(name, keys)))
         if name is PoolName.KV:
@@ -193,7 +193,7 @@ class MooncakeStorage(HiCacheStorage):
         return done
 
     def _remove_damaged(self, name: PoolName, objects: _Objects, odd: Sequence[bool]) -> None:
-        """Remove objects of the wrong length: they would stay forever and never be readable."""
+        """Remove objects of the wrong length, which would otherwise stay forever and never be readable."""
         self._client.remove(list(compress(objects.names, odd)))
         self._count(num_damaged=self._whole_pages(name, [not each for each in odd]).count(False))
 
@@ -215,8 +215,11 @@ class MooncakeStorage(HiCacheStorage):
         return done
 
     def _hold_seen(self, keys: Sequence[str]) -> None:
-        """Hold the pages that a lookup finds. A put also succeeds for a page that another engine is still writing and
-        may never finish, so success alone is not enough. Repeats the lookup if everything was lost during it."""
+        """Hold the pages that a lookup finds.
+
+        A put also succeeds for a page that another engine is still writing and may never finish, so its success is not
+        sufficient. The lookup is repeated if everything was lost during it.
+        """
         for _ in range(_MOST_LOOKS):
             moment = self._held.moment
             seen = self._whole_pages(PoolName.KV, self._client.exist(self._names(PoolName.KV, keys)))
@@ -246,11 +249,11 @@ class MooncakeStorage(HiCacheStorage):
         return _Objects(names, *pool.get_page_buffer_meta((first[:, None] + np.arange(pool.page_size)).reshape(-1)))
 
     def _whole_pages(self, name: PoolName, done: Sequence[bool | None]) -> list[bool]:
-        """Whether all objects of each page are done."""
+        """Return whether all objects of each page are done."""
         return [all(objects) for objects in self._by_page(name, done)]
 
     def _pages_there(self, name: PoolName, there: Sequence[bool | None]) -> list[bool | None]:
-        """Whether each page is stored. None if an object is unknown and no other is missing."""
+        """Return whether each page is stored. None if an object is unknown and no other is missing."""
         return [False if False in page else (None if None in page else True) for page in self._by_page(name, there)]
 
     def _by_page(self, name: PoolName, objects: Sequence[bool | None]) -> list[Sequence[bool | None]]:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 # Codes of the native client.
 _OK = 0
-_NO_CODE = -1  # our own: the answer has the wrong number of codes
+_NO_CODE = -1  # not a native code: the answer has the wrong number of codes
 _BAD_ARGUMENTS = -600
 _NOT_FOUND = -704
 _TRANSFER_FAILED = -800
@@ -186,7 +186,7 @@ class MooncakeClient:
     # --- the native client ------------------------------------------------------------------------------------------
 
     def _run(self, names: Sequence[str], call: Callable[[], list[int]]) -> list[int]:
-        """One code per name; `_NO_MASTER` without a call while the master is unreachable."""
+        """Return one code per name. While the master is unreachable, no call is made and all codes are `_NO_MASTER`."""
         with self._in_flight():
             if self._away or not names:
                 return [_NO_MASTER] * len(names)
@@ -202,8 +202,10 @@ class MooncakeClient:
         return codes
 
     def _is_odd(self, name: str, code: int, size: int) -> bool:
-        """Whether an object whose read returned `code` has another length. A longer object returns the code of many
-        other faults, so the store is asked for the length."""
+        """Return whether an object whose read returned `code` has another length than requested.
+
+        The code for a longer object is also that of many other faults, so the store is queried for the length.
+        """
         if code == size or (code < 0 and code != _BAD_ARGUMENTS):
             return False
         (length,) = self._run([name], lambda: [self._native.get_size(name)])
@@ -280,7 +282,7 @@ class MooncakeClient:
 
 
 def _was_read(code: int, size: int, is_odd: bool) -> bool | None:
-    """As `MooncakeClient.get` returns it."""
+    """Convert a code to the result of `MooncakeClient.get`."""
     if code == size:
         return True
     return False if is_odd or code == _NOT_FOUND else None

@@ -29,8 +29,8 @@ class MooncakeWatch:
         self._client = client
         self._interval_s = interval_s
         self._look_again = look_again
-        self._is_emptied = False  # and no lookup since; used by the thread only
-        self._lock = threading.Lock()  # guards what follows
+        self._is_emptied = False  # the store was emptied and no lookup has run since; watch thread only
+        self._lock = threading.Lock()  # guards the fields below
         self._suspicious_until: float | None = None  # monotonic time at which a lookup is due
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"mooncake-watch:{client.address}", daemon=True)
@@ -38,7 +38,8 @@ class MooncakeWatch:
         atexit.register(self.stop)  # a native call must not run at interpreter exit
 
     def suspect(self) -> None:
-        """A machine did not answer: schedule a lookup for when the master has noticed. Any thread."""
+        """Report that a machine did not answer. Schedules a lookup for the time at which the master has noticed it. Any
+        thread."""
         with self._lock:
             self._suspicious_until = time.monotonic() + _LENDER_TTL_S
 

@@ -58,7 +58,8 @@ class StoragePolicy:
 
 
 class PrefetchOperation:
-    """Pages being read from storage to the host. The tree starts it and takes the rows; the I/O side fills them."""
+    """Pages being read from storage to the host. The tree starts the operation and receives the rows; the I/O side
+    fills them."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class PrefetchOperation:
         self.keys: list[str] = []
         """Storage keys, one per page."""
         self._began = time.monotonic()
-        self._lock = Lock()  # guards all below
+        self._lock = Lock()  # guards the fields below
         self._rows = host_indices  # owned by the operation
         self._hit_units: int | None = None
         self._completed_units = 0
@@ -130,7 +131,7 @@ class PrefetchOperation:
     # the tree's side
 
     def may_finish(self, policy: StoragePolicy) -> bool:
-        """Return whether the tree may take what has arrived."""
+        """Return whether the tree may receive the rows that have arrived."""
         with self._lock:
             if self._terminated:
                 return True
@@ -141,7 +142,7 @@ class PrefetchOperation:
             return policy.stop == "best_effort"
 
     def take(self) -> IndexArray:
-        """Terminate the operation. Return the rows that arrived to the caller."""
+        """Terminate the operation. Return the rows that have arrived to the caller."""
         with self._lock:
             self._terminated = self._taken = True
             arrived, self._rows = self._rows[: self._completed_units], self._rows[self._completed_units :]
@@ -149,7 +150,7 @@ class PrefetchOperation:
 
     @property
     def is_over(self) -> bool:
-        """Whether both sides have ended."""
+        """Return whether both sides have ended."""
         with self._lock:
             return self._ended and self._taken
 

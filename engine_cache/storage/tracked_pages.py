@@ -1,4 +1,4 @@
-"""The pages that a shared store is known to hold, although other engines fill and empty it, too."""
+"""The pages that a shared store is known to hold, although other engines write to it and evict from it as well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrackedPages:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._held: OrderedDict[str, int] = OrderedDict()  # key -> moment it was seen, oldest first
         self._lost: dict[str, None] = {}  # for take_lost(), in order; disjoint from _held
         self._moment = 0
@@ -38,7 +38,7 @@ class TrackedPages:
             return key in self._held
 
     def keys(self) -> list[str]:
-        """A copy of all keys."""
+        """Return a copy of all keys."""
         with self._lock:
             return list(self._held)
 

@@ -38,7 +38,7 @@ class Ticket:
     """Progress of one job. Any thread."""
 
     def __init__(self, num_steps: int) -> None:
-        self._changed = Condition()  # guards what follows
+        self._changed = Condition()  # guards the fields below
         self._open_steps = num_steps
         self._num_steps = num_steps
         self._error: Exception | None = None

@@ -39,11 +39,11 @@ class StorageIO:
         self.release_queue: deque[IndexArray] = deque()
         """Host rows to be freed by the tree."""
         self.revoked: deque[PrefetchOperation] = deque()
-        """Prefetches that found too few pages."""
+        """Prefetches for which the backend held too few pages."""
         self.archived: deque[ArchiveOperation] = deque()
         """Archives that have ended, successful or not."""
         self.prefetches: list[PrefetchOperation] = []
-        """Prefetches that the tree has not yet found to be over."""
+        """Prefetches that the tree has not yet removed as finished."""
         self._group = controller.group
         self._engine = controller.engine
         self._page_size = controller.group.page_size
@@ -78,8 +78,10 @@ class StorageIO:
     # --- storage to host --------------------------------------------------------------------------------------------
 
     def prefetch(self, operation: PrefetchOperation) -> None:
-        """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue. Raises what the
-        engine raises; then nothing is started."""
+        """Start a prefetch. When it ends, rows of pages that did not arrive are in the release queue.
+
+        If the engine raises an error, the error is passed on and nothing is started.
+        """
         self._engine.submit(Lane.PREFETCH, [lambda: self._query(operation)])
         self.prefetches.append(operation)
 
@@ -98,7 +100,7 @@ class StorageIO:
         self._go_on(Lane.PREFETCH, lambda: self._fetch(operation), lambda: self._end(operation))
 
     def _find(self, operation: PrefetchOperation) -> int:
-        """Units of the leading pages that the backend holds with all their sidecars."""
+        """Return the units of the leading pages that the backend holds with all their sidecars."""
         key, extras = operation.key, operation.extras
         operation.hashes = block_hash_chain(key.raw, self._page_size, operation.last_hash, is_bigram=key.is_bigram)
         operation.keys = keys = page_keys(operation.hashes, key.extra_key)
@@ -115,7 +117,8 @@ class StorageIO:
         return operation.advance(arrived * self._page_size) and arrived == pages
 
     def _fetch_pages(self, operation: PrefetchOperation, keys: list[str], rows: IndexArray) -> int:
-        """Read KV pages and the sidecar pages on their rows. Return the leading pages that arrived whole."""
+        """Read KV pages and the sidecar pages on their rows. Return the number of leading pages that arrived
+        completely."""
         arrived = num_leading(self.backend.batch_get_v1(keys, rows))
         hits, rows = operation.extra_pool_hit_pages, rows[: arrived * self._page_size]
         for extra in shared_transfers(self._group, operation, keys[:arrived], rows):
@@ -142,8 +145,10 @@ class StorageIO:
     # --- host to storage --------------------------------------------------------------------------------------------
 
     def archive(self, operation: ArchiveOperation) -> None:
-        """Start an archive; it appears in `archived` when it ends. Raises what the engine raises; then nothing is
-        started."""
+        """Start an archive. It appears in `archived` when it ends.
+
+        If the engine raises an error, the error is passed on and nothing is started.
+        """
         end = partial(self.archived.append, operation)
         self._engine.submit(Lane.ARCHIVE, [lambda: self._run(Lane.ARCHIVE, lambda: self._store(operation), end)])
 
@@ -159,7 +164,8 @@ class StorageIO:
         return stored == len(keys) and operation.completed_pages < len(operation.keys)
 
     def _store_pages(self, operation: ArchiveOperation, keys: list[str], rows: IndexArray) -> int:
-        """Write KV pages after the sidecar pages on their rows. Return the leading pages that are stored whole."""
+        """Write KV pages after the sidecar pages on their rows. Return the number of leading pages that are stored
+        completely."""
         ready = len(keys)
         for extra in shared_transfers(self._group, operation, keys, rows):
             ready = min(ready, num_leading(self.backend.batch_set_v2([extra])[extra.name]))
@@ -210,11 +216,11 @@ class StorageIO:
 def shared_transfers(
     group: HostPoolGroup, operation: StorageOperation, keys: list[str], host_indices: IndexArray
 ) -> list[PoolTransfer]:
-    """Transfers of the sidecars that share the rows of some of the operation's pages: copies with these rows, and with
-    these keys unless they have their own.
+    """Return the transfers of the sidecars that share the rows of some of the operation's pages.
 
-    keys, host_indices: KV pages, cut to what the backend holds. Raises InvalidValueError if the operation does not move
-    the pool whose rows are shared, and if keys and rows do not fit.
+    The results are copies with these rows, and with these keys unless they have their own. keys, host_indices: KV
+    pages, cut to those that the backend holds. Raises InvalidValueError if the operation does not move the pool whose
+    rows are shared, or if keys and rows do not match.
     """
     if not keys:
         return []
@@ -238,13 +244,16 @@ def shared_transfers(
 
 
 def _own(group: HostPoolGroup, operation: StorageOperation) -> list[PoolTransfer]:
-    """Transfers of sidecars with rows of their own."""
+    """Return the transfers of sidecars with rows of their own."""
     return [extra for extra in operation.extras if group.source_of(extra) is None]
 
 
 def _next_batch(transfers: Sequence[PoolTransfer], done_pages: int, max_pages: int) -> tuple[int, PoolTransfer] | None:
-    """The next batch after `done_pages` pages of these transfers, taken one after the other: the position of its first
-    page in its transfer, and a transfer of at most `max_pages` pages. None if all pages are done."""
+    """Return the next batch after `done_pages` pages of these transfers, which are processed one after the other.
+
+    The result is the position of the batch's first page in its transfer, and a transfer of at most `max_pages` pages.
+    None if all pages are done.
+    """
     for transfer in transfers:
         assert transfer.keys is not None
         assert transfer.host_indices is not None
@@ -259,7 +268,8 @@ def _next_batch(transfers: Sequence[PoolTransfer], done_pages: int, max_pages: i
 
 
 def _aimed(extra: PoolTransfer, keys: list[str]) -> PoolTransfer:
-    """The read of a sidecar for a prefix of these pages: all pages, or the trailing ones that its policy requires."""
+    """Return the read of a sidecar for a prefix of these pages: all pages, or the trailing ones that its policy
+    requires."""
     assert extra.host_indices is not None
     window = max(1, len(extra.keys or ()))
     rows_a_page = len(extra.host_indices) // window

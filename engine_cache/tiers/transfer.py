@@ -1,4 +1,5 @@
-"""The controller that moves pages between device and host on behalf of a tree. No torch: an engine does the copying.
+"""The controller that moves pages between device and host for a tree. It does not need torch: an engine does the
+copying.
 
     tree ── write ──> host rows, copy queued ── engine ──> ticket ──> finished_writes ──> tree
     tree ── load ───> device rows ── start_loading ── engine ──> ticket ──> finished_loads ──> tree
@@ -6,7 +7,7 @@
 One operation is a list of transfers with a single acknowledgement, KV first and then its sidecars:
 
     KV ──────────────── allocates and frees its rows
-    ├── on its rows     (the index of sparse attention): takes the rows of KV's transfer
+    ├── on its rows     (the index of sparse attention): uses the rows of KV's transfer
     └── rows of its own (recurrent states, windows): allocated together with KV's, all or nothing
 """
 
@@ -46,7 +47,7 @@ class _QueuedLoad(NamedTuple):
 
 
 class HiCacheController:
-    """Moves the pages of KV and of the sidecar pools beside it.
+    """Moves the pages of KV and of its sidecar pools.
 
     pools: the pool group, or the entry of KV if there is no sidecar. engine: not shared with other controllers.
     transfer_layer_num: layers of the model; defaults to those of the KV pool. Raises InvalidValueError if the host pool
@@ -92,10 +93,9 @@ class HiCacheController:
     ) -> IndexArray | None:
         """Start a backup and return its host rows, or None, with nothing allocated, if a pool has no room.
 
-        The rows hold the data once `ack_id` is among the finished writes. extra_pools: transfers of sidecars, which are
-        given host rows where they have none. Raises InvalidValueError for a transfer of an unknown pool, without rows
-        to copy from, or with different numbers of rows on the two sides, and if a pool that shares KV's rows is left
-        out.
+        The rows hold the data once `ack_id` is among the finished writes. extra_pools: transfers of sidecars, which
+        receive host rows if they have none. Raises InvalidValueError for a transfer of an unknown pool, without source
+        rows, or with different numbers of rows on the two sides, and if a pool that shares KV's rows is missing.
         """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
@@ -135,8 +135,11 @@ class HiCacheController:
     def load(
         self, host_indices: IndexArray, ack_id: int, extra_pools: Sequence[PoolTransfer] = ()
     ) -> IndexArray | None:
-        """Queue a load for `start_loading` and return its device rows, or None, with nothing allocated, if a pool has
-        no room. Raises TransferError after a failed load, and otherwise as `write` does."""
+        """Queue a load for `start_loading`. Return its device rows, or None, with nothing allocated, if a pool has no
+        room.
+
+        Raises TransferError after a failed load, and the errors of `write`.
+        """
         self.require_loads()
         kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
         transfers = [kv, *extra_pools]
@@ -182,14 +185,17 @@ class HiCacheController:
             ticket.wait_for_step(layer)
 
     def require_loads(self) -> None:
-        """Raise TransferError if a load has failed since the last reset: device rows of the tree may hold anything."""
+        """Raise TransferError if a load has failed since the last reset, because the content of the tree's device rows
+        is then undefined."""
         for ack in self._loads:
             if ack.ticket.error is not None:
                 raise TransferError(f"load of {len(ack.ids)} nodes failed: {ack.ticket.error}") from ack.ticket.error
 
     def finished_loads(self) -> list[Ack]:
-        """Return finished loads in the order they were started, up to the first unfinished one; each only once. Raises
-        TransferError if one failed, and again until a reset, since its rows may be in use."""
+        """Return finished loads in the order they were started, up to the first unfinished one; each only once.
+
+        Raises TransferError if one failed, and again at each call until a reset, because its rows may be in use.
+        """
         num_finished = _num_finished(self._loads)
         self.require_loads()
         finished = [self._loads.popleft() for _ in range(num_finished)]
@@ -200,8 +206,11 @@ class HiCacheController:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
-        """Give every transfer the rows it lacks on the side `wanted`. False, with nothing allocated, if a pool has no
-        room. Transfers that share rows are resolved last."""
+        """Allocate the rows that transfers lack on the side `wanted`. False, with nothing allocated, if a pool has no
+        room.
+
+        Transfers that share rows are resolved last.
+        """
         if len(transfers) == len(self.entries) == 1:  # most models: KV alone
             return self._take_rows(transfers[0], wanted)
         self._check_transfers(transfers, wanted)
@@ -219,8 +228,8 @@ class HiCacheController:
         return True
 
     def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
-        """Check that every transfer has rows to copy from or a transfer to share rows with, and that all pools on KV's
-        rows move with it."""
+        """Check that every transfer has source rows or a transfer to share rows with, and that all pools on KV's rows
+        move with it."""
         for transfer in transfers:
             name, given = transfer.name.value, transfer.device_indices
             if wanted == "device_indices":
@@ -239,8 +248,10 @@ class HiCacheController:
             raise InvalidValueError("transfers", [each.name.value for each in transfers], f"{missing}, too")
 
     def _source(self, transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> PoolTransfer | None:
-        """The transfer whose rows this one shares, or None if it has its own. Raises InvalidValueError if that transfer
-        is missing or shares rows itself."""
+        """Return the transfer whose rows this one shares, or None if it has its own.
+
+        Raises InvalidValueError if that transfer is missing or shares rows itself.
+        """
         name = self.group.source_of(transfer)
         if name is None:
             return None
@@ -269,7 +280,7 @@ class HiCacheController:
 
 
 HybridCacheController = HiCacheController
-"""The name under which models with sidecar pools know the controller."""
+"""The name of the controller for models with sidecar pools."""
 
 
 class _Move(NamedTuple):
@@ -279,7 +290,7 @@ class _Move(NamedTuple):
 
 
 def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
-    """The rows of all transfers, merged into one move per pool, in the order in which the pools first appear."""
+    """Merge the rows of all transfers into one move per pool, in the order in which the pools first appear."""
     hosts: dict[PoolName, list[IndexArray]] = {}
     devices: dict[PoolName, list[IndexArray]] = {}
     for transfer in transfers:
@@ -290,7 +301,7 @@ def _moves(transfers: Sequence[PoolTransfer]) -> list[_Move]:
 
 
 def _first_of(*rows: IndexArray | None) -> IndexArray:
-    """The first that is not None; checked before."""
+    """Return the first argument that is not None. The caller has checked that there is one."""
     for each in rows:
         if each is not None:
             return each
@@ -298,5 +309,5 @@ def _first_of(*rows: IndexArray | None) -> IndexArray:
 
 
 def _num_finished(acks: deque[Ack]) -> int:
-    """Leading operations that have ended."""
+    """Return the number of leading operations that have ended."""
     return sum(1 for _ in takewhile(lambda ack: ack.ticket.query(), acks))
