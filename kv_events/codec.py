@@ -55,7 +55,7 @@ class StoredPages(NamedTuple):
     hashes: npt.NDArray[np.uint64]
     """[n] sequence hashes."""
     block_hashes: npt.NDArray[np.uint64]
-    """[n]"""
+    """[n] block hashes."""
     chain_starts: npt.NDArray[np.uint8]
     """[ceil(n / 8)] bitmap, see `PackedStored`."""
     parents: npt.NDArray[np.uint64]
@@ -85,7 +85,7 @@ class DecodedBatch(NamedTuple):
     digest: Digest
     """uint64[8], read-only: digest of the pages that the worker holds after this batch."""
     degraded_reason: str = ""
-    """Why its own publisher does not fully trust it; "": it does."""
+    """Why the publisher reports that its stream may be incomplete. "" if there is no reason."""
 
 
 def encode_batch(
@@ -98,7 +98,7 @@ def encode_batch(
     digest: bytes,
     degraded_reason: str = "",
 ) -> bytes:
-    """One record. events: results of `encode_event`; digest: 64 bytes; degraded_reason: see `DegradedBatch`."""
+    """Encode one record. events: results of `encode_event`. digest: 64 bytes. degraded_reason: see `DegradedBatch`."""
     batch = EventBatch(
         SCHEMA_VERSION,
         stream.model,
@@ -154,7 +154,7 @@ def encode_resync(request: ResyncRequest) -> bytes:
 
 
 def decode_resync(payload: bytes) -> ResyncRequest:
-    """Raises RecordRejectedError."""
+    """Decode a message of the control topic. Raises RecordRejectedError."""
     try:
         return _control_decoder.decode(payload)
     except _UNREADABLE as error:

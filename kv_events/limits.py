@@ -17,7 +17,7 @@ MAX_NAME_BYTES = 256
 """Largest UTF-8 length of a model, tenant or worker name."""
 
 MAX_DEGRADED_REASON_BYTES = 256
-"""Largest UTF-8 length of what a publisher says against its own records."""
+"""Largest UTF-8 length of a degraded reason."""
 
 MAX_EXTRA_KEY_BYTES = 1024
 """Largest UTF-8 length of an extra key, which separates the pages of a namespace."""

@@ -44,7 +44,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
     token_ids: TokenIds
     """Tokens of all pages, concatenated; pairs in bigram mode. Empty if the engine does not send them."""
     block_size: int
-    """Logical units a page: tokens, or pairs in bigram mode."""
+    """Logical units per page: tokens, or pairs in bigram mode."""
     lora_id: int | None = None
     medium: StorageMedium | None = None
     """None means GPU."""
@@ -59,7 +59,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Pages that left `medium`. Copies on other media stay."""
+    """Pages that were removed from `medium`. Copies on other media stay."""
 
     block_hashes: list[int]
     medium: StorageMedium | None = None
@@ -91,7 +91,7 @@ class PackedStored(msgspec.Struct, frozen=True, tag="BlockStored", array_like=Tr
     parents: bytes
     """m x u64, little-endian: sequence hash of the page before each chain; 0 at the beginning of a prompt."""
     token_ids: bytes | None = None
-    """u32, little-endian: the tokens of all pages, concatenated (block_size a page; block_size + 1 in bigram mode)."""
+    """u32, little-endian: tokens of all pages, concatenated (block_size per page; block_size + 1 in bigram mode)."""
     extra_key: str | None = None
     """Only sent together with `token_ids`, because salts and LoRA names are private."""
 

@@ -1,7 +1,7 @@
-"""Sink of the distributed mode: a Kafka topic, and another one for requests.
+"""The sink of the distributed mode: a Kafka topic for records and another one for resync requests.
 
-The producer is idempotent: what it was given is sent until it arrives, once and in order, however long the broker is
-away. So `send` rather waits than fails, and the publisher's bounded queue takes the strain.
+The producer is idempotent. It retries until each record has arrived once and in order, however long the broker is
+unavailable. `send` therefore waits instead of failing, while events accumulate in the publisher's bounded queue.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RETRY_S = 1.0
 
 
 class KafkaSink:
-    """Sends to `events_topic`, listens to `control_topic` from its end; makes both if they are missing."""
+    """Sends to `events_topic` and reads `control_topic` from its end. Creates missing topics."""
 
     def __init__(self, settings: PublisherSettings) -> None:
         if settings.kafka is None:
@@ -53,11 +53,11 @@ class KafkaSink:
         self._bootstrap = settings.kafka
         self._producer: Any = None
         self._consumer: Any = None
-        self._records: Sequence[OutRecord] = ()  # of the call in progress, or interrupted
-        self._acknowledged: list[asyncio.Future[Any]] = []  # one for each of them that the producer has
+        self._records: Sequence[OutRecord] = ()  # records of the current or interrupted call
+        self._acknowledged: list[asyncio.Future[Any]] = []  # for each record passed to the producer
 
     async def start(self) -> None:
-        """Connect both ways."""
+        """Create missing topics and connect the producer and the consumer. Raises SinkUnavailableError."""
         try:
             await self._make_topics()
             await self._start_producer()
@@ -67,7 +67,11 @@ class KafkaSink:
             raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {error}") from error
 
     async def send(self, records: Sequence[OutRecord]) -> None:
-        """Several records in flight, awaited together. Handed the same sequence again, goes on where it was cut."""
+        """Send records concurrently and wait for all acknowledgements.
+
+        A call with the same sequence object continues an interrupted call. Raises SinkRejectedError or
+        SinkUnavailableError.
+        """
         if records is not self._records:
             self._records, self._acknowledged = records, []
         try:
@@ -79,19 +83,19 @@ class KafkaSink:
         except _FOR_GOOD as error:
             raise SinkRejectedError(f"Kafka at {self._bootstrap}: {error}") from error
         except (KafkaError, OSError) as error:
-            await self._stop_producer()  # its idempotent session may be lost; a new one begins anew
+            await self._stop_producer()  # its idempotent session may be lost; the retry starts a new one
             raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {error!r}") from error
         self._records, self._acknowledged = (), []
 
     async def stop(self) -> None:
-        """Flush for at most a second, then disconnect."""
+        """Flush for at most one second, then disconnect."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             await stop_consumer(consumer)
         await self._stop_producer()
 
     async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """What comes on the control topic; messages that are none are skipped."""
+        """Yield the requests of the control topic. Invalid messages are skipped."""
         while self._consumer is not None:
             try:
                 message = await self._consumer.getone()
