@@ -1,14 +1,14 @@
 """The engine side: radix caches that hold KV pages and report them in events.
 
-    radix hiradix mamba himamba unified     five classes: each chooses components, tiers and rules
-    cache                                   TreeCache, which puts them together
-    tiers                                   device, host, storage: objects that a cache has or has not
+    radix hiradix mamba himamba unified     five cache classes: each chooses components, tiers and rules
+    cache                                   TreeCache, the common implementation
+    tiers                                   device, host, storage; all except the device are optional
     components                              the kinds of state: full KV, recurrent states, sliding windows
-    tree                                    one radix tree: keys, nodes, orders of use, events
+    tree                                    a radix tree: keys, nodes, LRU and eviction order, events
 
-Owns the caches, the pools below them and the copies between those. Imports `kv_events` and nothing else of the project.
-Trees and allocators work on numpy index arrays; torch is imported by the modules of `pools` that hold tensors, never
-from here. Start at `base.py`, which is the interface, then `cache.py`.
+Owns the caches, their pools and the copies between pools. Imports `kv_events` and nothing else of the project. Trees
+and allocators use numpy index arrays. Only the modules of `pools` that hold tensors import torch, and this module does
+not import them. Start at `base.py`, which is the interface, then `cache.py`.
 """
 
 from engine_cache.base import (

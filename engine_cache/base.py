@@ -38,7 +38,8 @@ class MatchResult(NamedTuple):
     host_hit_length: int = 0
     """Units that a load-back would add to `device_indices`."""
     mamba_branching_seqlen: int | None = None
-    """If KV continues beyond the last recurrent state: a length, in whole chunks, at which a state would be useful."""
+    """A length, in whole chunks, at which a state would be useful. Set if KV continues beyond the last recurrent
+    state."""
     mamba_host_hit_length: int = 0
     """Recurrent states that a load-back would copy to the device, 0 or 1."""
     swa_host_hit_length: int = 0
@@ -48,7 +49,7 @@ class MatchResult(NamedTuple):
 class InsertParams(NamedTuple):
     key: RadixKey
     value: IndexArray | None = None
-    """Device rows, one for each unit of the key. None: the tokens serve as rows, which is useful only in tests."""
+    """Device rows, one for each unit of the key. If None, the tokens serve as rows, which is useful only in tests."""
     chunked: bool = False
     """Whether the prompt is still being computed, in which case hit counts do not increase."""
     priority: int = 0

@@ -14,9 +14,8 @@ class PagedTokenToKVPoolAllocator:
     """Allocates whole pages of rows. Page 0 is a dummy write target and is not allocated.
 
     size: number of rows to allocate, a multiple of page_size; the pool itself has `size + page_size`. first_page: 0 for
-    a pool without a dummy. With
-    `KVSIGHT_DEBUG_POOLS`, freeing a page twice or freeing a row of another pool raises PoolError; without it, such
-    errors are not detected.
+    a pool without a dummy. With `KVSIGHT_DEBUG_POOLS`, freeing a page twice or freeing a row of another pool raises
+    PoolError; without it, such errors are not detected.
     """
 
     def __init__(self, size: int, page_size: int, first_page: int = 1) -> None:

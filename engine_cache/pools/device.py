@@ -1,4 +1,4 @@
-"""Device pools: the tensors that hold KV, one row a token. Rows 0 .. page_size - 1 are a dummy write target.
+"""Device pools: the tensors that hold KV, one row per token. Rows 0 .. page_size - 1 are a dummy write target.
 
 Rows are passed as numpy index arrays and converted to tensors here, in one step.
 """
@@ -43,7 +43,7 @@ class PoolShape:
 
 
 class MHATokenToKVPool:
-    """Keys and values of multi-head attention: `(size + page_size, head_num, head_dim)` each, a layer."""
+    """Keys and values of multi-head attention: `(size + page_size, head_num, head_dim)` each, per layer."""
 
     def __init__(self, shape: PoolShape, head_num: int, head_dim: int) -> None:
         self.shape = shape
@@ -55,14 +55,14 @@ class MHATokenToKVPool:
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write one row a token. k, v: `(len(indices), head_num, head_dim)`."""
+        """Write one row per token. k, v: `(len(indices), head_num, head_dim)`."""
         rows = self.shape.rows(indices)
         self.k_buffer[layer_id][rows] = k.to(self.shape.dtype)
         self.v_buffer[layer_id][rows] = v.to(self.shape.dtype)
 
 
 class MLATokenToKVPool:
-    """Compressed KV of latent attention: `(size + page_size, 1, kv_lora_rank + qk_rope_head_dim)`, a layer."""
+    """Compressed KV of latent attention: `(size + page_size, 1, kv_lora_rank + qk_rope_head_dim)` per layer."""
 
     def __init__(self, shape: PoolShape, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
         self.shape = shape
@@ -74,7 +74,7 @@ class MLATokenToKVPool:
         return self.kv_buffer[layer_id]
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, kv: torch.Tensor) -> None:
-        """Write one row a token. kv: `(len(indices), 1, kv_cache_dim)`."""
+        """Write one row per token. kv: `(len(indices), 1, kv_cache_dim)`."""
         self.kv_buffer[layer_id][self.shape.rows(indices)] = kv.to(self.shape.dtype)
 
 

@@ -48,12 +48,12 @@ class BytelessHostPool(HostRows):
     def backup_from_device_all_layer(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray
     ) -> None:
-        """Nothing to copy."""
+        """Do nothing: there are no bytes to copy."""
 
     def load_to_device_per_layer(
         self, device_pool: object, host_indices: IndexArray, device_indices: IndexArray, layer_id: int
     ) -> None:
-        """Nothing to copy."""
+        """Do nothing: there are no bytes to copy."""
 
 
 def host_pool_size(
@@ -62,7 +62,7 @@ def host_pool_size(
     """Return the number of rows of a host pool: as many as fit into `host_size_gb` or, if that is 0, `ratio` times as
     many as on the device. The result is a multiple of the page size and one page more than requested.
 
-    size_per_token: bytes a row. Raises InvalidValueError if the host pool is not larger than the device pool.
+    size_per_token: bytes per row. Raises InvalidValueError if the host pool is not larger than the device pool.
     """
     if page_size < 1:
         raise InvalidValueError("page_size", page_size, "a positive integer")

@@ -62,8 +62,8 @@ class Part(NamedTuple):
 class TensorHostPool(HostRows, abc.ABC):
     """Rows and bytes of the host tier of one device pool.
 
-    name: as in `PoolName`. size: rows. size_per_token: bytes a row, all layers. All methods expect host indices of
-    whole pages; others raise InvalidValueError or IndexError, which name the pool.
+    name: as in `PoolName`. size: rows. size_per_token: bytes per row, all layers. All methods expect host indices of
+    whole pages. Other indices raise InvalidValueError or IndexError, which name the pool.
     """
 
     def __init__(

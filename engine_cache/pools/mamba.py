@@ -108,7 +108,7 @@ class HybridLinearKVPool:
         return self.full_kv_pool.get_kv_buffer(_local(self.full_attention_layer_id_mapping, layer_id))
 
     def set_kv_buffer(self, layer_id: int, indices: IndexArray, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
-        """Write one row a token. v: None exactly for an MLA pool, where `k` is the compressed KV."""
+        """Write one row per token. v: None exactly for an MLA pool, where `k` is the compressed KV."""
         write_rows(self.full_kv_pool, _local(self.full_attention_layer_id_mapping, layer_id), indices, k, v)
 
 

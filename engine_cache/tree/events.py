@@ -36,8 +36,8 @@ class ResidentPage(NamedTuple):
 class EventRecorder:
     """The event queues of one cache. Belongs to the thread of the cache.
 
-    While `enabled` is false nothing is recorded and no hash is computed. groups: names of the attention groups besides
-    full KV that have a queue of their own; see `kv_events.streams`.
+    While `enabled` is false, nothing is recorded and no hash is computed. groups: names of the groups besides full KV
+    that have a queue of their own; see `kv_events.streams`.
     """
 
     def __init__(
