@@ -294,7 +294,7 @@ def _remove_block(ledger, queue, entry, block_hash, medium):
     """Remove a block from a medium.
 
     entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
-    state is already 0.
+    state no longer has the bit of the medium.
     """
     bit = np.uint32(1 << medium)
     if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
