@@ -57,7 +57,7 @@ class WorkerScore(NamedTuple):
 
     @property
     def reusable(self) -> int:
-        """Tokens from which the engine can continue, for the best rank. With groups, fewer tokens than matched."""
+        """Tokens from which the engine can continue, for the best rank. With groups, they may be fewer than matched."""
         return self.longest_matched if self.reusable_by_rank is None else max(self.reusable_by_rank.values())
 
     @property

@@ -1,5 +1,6 @@
-"""What tests share.
+"""Helpers shared by tests.
 
-`servers`: real servers to start. `engines`: the engines' side of the wire. `caches`: rigs, state machines and oracles
-of prefix caches. `bridge`: bridges to look into. `log`: records and consumers of the event log.
+`servers`: real servers that tests start. `engines`: the engines' side of the wire. `caches`: rigs, state machines and
+oracles for prefix caches. `bridge`: bridges whose results can be inspected. `log`: records and consumers of the event
+log.
 """

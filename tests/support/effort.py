@@ -1,4 +1,4 @@
-"""How many random cases a property test runs: a part of them by default, all of them with `pytest --soak`."""
+"""The number of random cases of a property test: a part of them by default, all of them with `pytest --soak`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SHORT, SOAK = "kvsight", "soak"
 
 
 def register_profiles() -> None:
-    """No deadline for one example: on a busy machine only the time limit of the whole test is meaningful."""
+    """Register the profiles. Examples have no deadline: on a busy machine only the limit of the whole test matters."""
     for name, max_examples in ((SHORT, 25), (SOAK, 100)):
         checks = [HealthCheck.too_slow]
         settings.register_profile(name, max_examples=max_examples, deadline=None, suppress_health_check=checks)

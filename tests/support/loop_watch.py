@@ -1,4 +1,4 @@
-"""Measures how long tasks of an event loop wait for each other, independent of the machine's load."""
+"""Measures how long tasks of an event loop wait for each other, independently of the machine's load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ async def check_turns(
     are_short: Callable[[list[float]], bool],
     cpu_time: Callable[[], float] = time.thread_time,
 ) -> None:
-    """Run until once `are_short` of the CPU seconds that were used in each turn of the loop; raises AssertionError when
-    that never happens. A busy machine may lengthen a turn, but it never shortens one, and not all runs meet it.
+    """Repeat `run` until `are_short` is true for the CPU seconds used in each turn of the loop.
 
-    A task that does not give way makes its turn long; with `time.process_time`, so does a thread that keeps the
-    interpreter to itself, but also any other that runs.
+    Raises AssertionError if that never happens. A busy machine may lengthen a turn in some runs, but never shortens
+    one. A task that does not yield makes its turn long. With `time.process_time`, so does any other running thread,
+    including one that holds the interpreter.
     """
     longest = []
     for _ in range(_TRIES):
@@ -34,7 +34,10 @@ async def check_turns(
 
 @asynccontextmanager
 async def _turns_of_the_loop(cpu_time: Callable[[], float]) -> AsyncIterator[list[float]]:
-    """Complete after the block. No garbage is collected: how long that takes is up to the tests before this one."""
+    """Yield the CPU seconds of each turn; the list is complete after the block.
+
+    Garbage collection is off, because its duration depends on the tests that ran before.
+    """
     turns: list[float] = []
 
     async def tick() -> None:

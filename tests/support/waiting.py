@@ -1,4 +1,4 @@
-"""Wait for a condition, with a time limit, instead of sleeping."""
+"""Waits for a condition with a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow reference decoder on plain Python objects, to compare the bridge's decoder with."""
+"""A slow reference decoder on plain Python objects, for comparison with the bridge's decoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS
 
 MASK64 = 2**64 - 1
 
-# --- the twin -------------------------------------------------------------------------------------------------------
+# --- reference implementation ---------------------------------------------------------------------------------------
 
 
 class BadError(Exception):
@@ -111,7 +111,7 @@ def twin(event: Any) -> Any:
     return "bad"
 
 
-# --- runs, flat -----------------------------------------------------------------------------------------------------
+# --- runs split into events -----------------------------------------------------------------------------------------
 
 
 def flat(run: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Bridges to test: `Rig` takes payloads and needs no socket; `LiveBridge` reads engines over ZMQ."""
+"""Bridges for tests: `Rig` accepts payloads and needs no socket, `LiveBridge` reads engines over ZMQ."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class LiveBridge:
         )
 
     async def degrades(self, degraded_reason: str, worker: str = "w", rank: int = 0) -> None:
-        """Wait until this is what a worker's records say against themselves."""
+        """Wait until a worker's records report this degraded reason."""
         await async_wait_until(
             lambda: self.view(worker, rank).degraded_reason == degraded_reason, 20.0, f"{degraded_reason!r} of {worker}"
         )
@@ -127,7 +127,7 @@ class Rig:
         model: str = "m",
         failures: Iterable[Exception] = (),
     ) -> None:
-        """failures: of making publishers, before one can be made."""
+        """failures: errors of the first attempts to create a publisher."""
         self._failures = list(failures)
         self._ledger_pages = ledger_pages
         self.counters = BridgeCounters()
@@ -144,7 +144,7 @@ class Rig:
         )
 
     def take(self, *events: Any, **shape: Any) -> Self:
-        """One batch of events, see `engine_events.payload`."""
+        """Pass one batch of events to the bridge, see `event_payloads.payload`."""
         return self.take_payload(payload(*events, **shape))
 
     def take_payload(self, data: bytes) -> Self:
@@ -155,7 +155,7 @@ class Rig:
 
     @property
     def pages(self) -> Pages:
-        """What the stream's records say is held."""
+        """Return the pages that the stream holds according to its records."""
         publisher = self.translator.publisher
         if publisher is not None:
             for record in publisher.take_records(NOW, force=True):

@@ -1,9 +1,9 @@
 """The base of the state machines for prefix caches.
 
 A machine runs operations in random order and checks all invariants after each one. The machine of a cache class adds a
-factory (`begin`, given one value of each of `OPTIONS`), the content of the cache (`held`), operations and invariants.
-Operations draw from a `random.Random`: one of hypothesis, which shrinks failures, or a plain one in `soak`, which runs
-many operations on one cache.
+factory (`begin`, which receives one value of each of `OPTIONS`), the content of the cache (`held`), operations and
+invariants. Operations draw from a `random.Random`: one of hypothesis, which shrinks failures, or a plain one in `soak`,
+which runs many operations on one cache.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def operation(weight=1, when=None):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`begin` sets `cache` and calls `watch`."""
+    """Base class of the machines. `begin` must set `cache` and call `watch`."""
 
     OPTIONS: ClassVar[dict[str, tuple]] = {}
-    """What `begin` is called with: values to choose from, by name."""
+    """Arguments of `begin`: possible values by name."""
     MEDIA = (StorageMedium.GPU,)
-    """Media whose pages `held` knows."""
+    """Media that `held` supports."""
 
     cache: Any
-    """The cache under test. `begin` makes it."""
+    """The cache under test, created by `begin`."""
 
     @initialize(draw=_RANDOMS)
     def start(self, draw):
         self.begin(**{name: draw.choice(values) for name, values in self.OPTIONS.items()})
 
     def begin(self, **options):
-        """Make the cache. options: one value of each of `OPTIONS`."""
+        """Create the cache. options: one value of each of `OPTIONS`."""
         raise NotImplementedError
 
     def watch(self, page_size, *, is_bigram, events, ordered=frozenset({StorageMedium.GPU})):
@@ -63,10 +63,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.replay = Replay(page_size, ordered)
         self.groups = {group: GroupReplay(page_size) for group in self.cache.event_groups}
         self.locks = []
-        self.told = Counter()  # (kind of event, medium) -> how many there were
+        self.told = Counter()  # (kind of event, medium) -> number of events
 
     def held(self, medium):
-        """`(namespace, raw tokens)` of every prefix whose last page is on the medium."""
+        """Return `(namespace, raw tokens)` of every prefix whose last page is on the medium."""
         raise NotImplementedError
 
     def held_group(self, group, medium):
@@ -77,16 +77,16 @@ class CacheMachine(RuleBasedStateMachine):
         """Recount tree and pools."""
         raise NotImplementedError
 
-    # --- what is drawn ---
+    # --- random values ---
 
     def prompt(self, draw):
-        """Tokens and namespace: pages of equal tokens, then a tail. Few different pages, so that prompts often share,
-        leave and extend each other."""
+        """Draw tokens and a namespace: pages of equal tokens, then a tail. There are few different pages, so that
+        prompts often share prefixes, diverge and extend each other."""
         pages = [draw.choice((0, 0, 1)) for _ in range(draw.randrange(7))]
         tokens = [page for page in pages for _ in range(self.page_size)] + [1] * draw.randrange(4)
         return tokens, draw.choice((None, None, None, "a"))
 
-    # --- what holds after each ---
+    # --- invariants after each operation ---
 
     @invariant()
     def all_promises_hold(self):
@@ -119,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.groups[group].pages[medium] == expected, (group, medium)
 
     def check_event(self, event):
-        """Check more about an event than `Replay` does. The events before it have been applied."""
+        """Check an event beyond the rules of `Replay`. The preceding events have been applied."""
 
 
 def soak(machine, num_operations, seed, recount_every=10):

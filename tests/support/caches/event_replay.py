@@ -23,19 +23,19 @@ class PageFacts(NamedTuple):
 
 
 class PageNames:
-    """Names the last page of a prefix `(namespace, raw tokens)` as events do."""
+    """Computes the hashes of the last page of a prefix `(namespace, raw tokens)` as events carry them."""
 
     def __init__(self, page_size, is_bigram):
         self.page_size, self.is_bigram = page_size, is_bigram
 
     def prefixes(self, tokens, extra_key=None):
-        """Every prefix of whole pages, shortest first."""
+        """Return every prefix of whole pages, shortest first."""
         pages = max(0, len(tokens) - self.is_bigram) // self.page_size
         ends = (n * self.page_size + self.is_bigram for n in range(1, pages + 1))
         return [(extra_key, tuple(tokens[:end])) for end in ends]
 
     def named(self, prefix):
-        """Key and value of the page in `Replay.pages`."""
+        """Return the key and value of the page in `Replay.pages`."""
         return _named(*prefix, self.page_size, self.is_bigram)
 
 
@@ -48,17 +48,17 @@ def _named(extra_key, raw, page_size, is_bigram):
 
 
 class Replay:
-    """Fails on a page that is stored twice, removed while absent, or out of order.
+    """Applies events. Fails on a page that is stored twice, removed while absent, or out of order.
 
-    ordered: media on which what is held is always a prefix: parents come first and go last, save that the pages of one
-    node go in page order, one right after the other.
+    ordered: media on which the held pages always form prefixes. Parents are stored first and removed last, except that
+    the pages of one node are removed consecutively in page order.
     """
 
     def __init__(self, page_size, ordered=frozenset({StorageMedium.GPU})):
         # per medium: (namespace, block hash) -> PageFacts
         self.pages = {medium: {} for medium in StorageMedium}
         self._page_size, self._ordered = page_size, ordered
-        self._orphans = []  # what hung below the page that went last
+        self._orphans = []  # children of the page that was removed last
 
     def apply(self, event):
         if isinstance(event, AllBlocksCleared):
@@ -90,7 +90,7 @@ class Replay:
 
 
 class GroupReplay:
-    """The same for the events of a group, which name pages only and come in any order."""
+    """The same for the events of a group, which contain hashes only and arrive in any order."""
 
     def __init__(self, page_size):
         # per medium: (namespace, block hash) -> sequence hash

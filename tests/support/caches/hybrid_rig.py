@@ -1,7 +1,7 @@
 """`tier_rig.Rig` for a model with recurrent layers: a HiMambaRadixCache, states with real tensors, and whole requests.
 
-Layers are 0 Mamba, 1 attention, 2 Mamba, 3 attention. The content of a state follows from the tokens up to the end of
-the page it stands behind, as that of a row does.
+Layers 0 and 2 are Mamba, layers 1 and 3 attention. Like the content of a row, the content of a state is computed from
+the tokens up to the end of its page.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HybridRig(Rig):
             PoolEntry(PoolName.MAMBA, self.host_states, self.states, self.slots, MAMBA_LAYERS.get),
         )
         self.controller = HybridCacheController(group, self.engine, transfer_layer_num=4)
-        self.loaded = {}  # request -> (node, content) of what its slot holds once the node is loaded
+        self.loaded = {}  # request -> (node, content of its slot after the node is loaded)
         cache = {"load_back_threshold": 1, "enable_kv_cache_events": True} | cache
         self.cache = HiMambaRadixCache(
             page_size=page_size,
@@ -101,10 +101,10 @@ class HybridRig(Rig):
             **cache,
         )
 
-    # --- an engine that computes ---
+    # --- operations of an engine ---
 
     def insert(self, tokens, extra_key=None, **params):
-        """Compute a prompt and insert it with a state at its end. Returns None without room on the device."""
+        """Compute a prompt and insert it with a state at its end. Returns None if the device has no room."""
         prefixes = self.prefixes(tokens)
         length = len(prefixes) * self.page_size
         if not length:
@@ -137,8 +137,8 @@ class HybridRig(Rig):
         return slot
 
     def serve(self, tokens, extra_key=None):
-        """A request from its match to its end: what is cached on any tier is loaded and used, the rest computed.
-        Leading tokens that it did not have to compute, or None when it found no room."""
+        """Run a request from its match to its end: load and use what is cached on any tier and compute the rest.
+        Returns the number of leading tokens that were not computed, or None if there was no room."""
         line = self.lines.alloc()
         req = Request("r", [], line, extra_key)
         try:
@@ -226,7 +226,7 @@ class HybridRig(Rig):
         return rows, node
 
     def end_request(self):
-        """The request that was loaded first goes away, whatever is still being loaded into its slot."""
+        """End the request that was loaded first, even if a load into its slot is in flight."""
         req = next(iter(self.loaded))
         del self.loaded[req]
         self.cache.cache_finished_req(req, is_insert=False)
@@ -246,10 +246,10 @@ class HybridRig(Rig):
             node = node.parent
         return path
 
-    # --- what is where ---
+    # --- content of the tiers ---
 
     def state_ends(self):
-        """(namespace, raw tokens) of every prefix with a state, on the device and on the host."""
+        """Return (namespace, raw tokens) of every prefix with a state, for the device and for the host."""
         nodes = [(node, (extra_key, prefixes[-1])) for node, extra_key, prefixes in self.walk()]
         return (
             {end for node, end in nodes if node.mamba_value is not None},
@@ -275,7 +275,7 @@ class HybridRig(Rig):
             assert torch.equal(tensor[:, slot], values)
 
     def _tensors(self, cache, content):
-        """Tensors (layers, slots, ...) and what a state contains in each, (layers, 1, ...)."""
+        """Return tensors (layers, slots, ...) and the content of a state in each, (layers, 1, ...)."""
         layers = torch.arange(len(MAMBA_LAYERS)).view(-1, 1, 1)
         small = (content // 16 % 2**30 + layers).to(torch.int32)
         return zip(cache.tensors(), [content + layers, torch.cat((small, -small), dim=2)], strict=True)
@@ -299,7 +299,7 @@ class HybridRig(Rig):
 
 
 class _HostStates:
-    """The tensors of a host pool in the shape of the device's."""
+    """The tensors of a host pool in the shape of the device tensors."""
 
     def __init__(self, pool):
         self._pool = pool

@@ -24,7 +24,7 @@ def node_of(rig, tokens):
 
 
 def two_turns(rig):
-    """[1, 2] and [1, 2, 3, 4] with a state each; the inner node and the leaf."""
+    """Insert [1, 2] and [1, 2, 3, 4] with a state each. Returns the inner node and the leaf."""
     rig.insert([1, 2])
     rig.insert([1, 2, 3, 4])
     rig.settle()
@@ -33,7 +33,7 @@ def two_turns(rig):
 
 
 def tombstone_and_leaf(rig):
-    """[1, 2] without a state above [3, 4] with one."""
+    """Insert [1, 2] without a state above [3, 4] with one."""
     rig.insert([1, 2, 3, 4])
     rig.match([1, 2])
     rig.settle()

@@ -1,6 +1,6 @@
-"""A MambaRadixCache with an engine that computes, without torch, and a reference for its eviction.
+"""A MambaRadixCache with a simulated engine, without torch, and a reference for its eviction.
 
-Each row and each slot remembers the tokens it was computed from, so that a state or page under a wrong prefix is found.
+Each row and each slot records the tokens it was computed from, so that a state or page under a wrong prefix is found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Contents(dict):
 
 
 class Hybrid:
-    """A cache, its pools, and an engine that computes: the contents of what it writes are the tokens."""
+    """A cache, its pools, and a simulated engine, which writes tokens as the content of rows and states."""
 
     def __init__(self, page_size, is_bigram, extra_buffer, events=False, pages=20, slots=7, lines=4):
         self.page_size, self.is_bigram, self.extra_buffer = page_size, is_bigram, extra_buffer
@@ -129,7 +129,7 @@ class Hybrid:
 
 
 def evicted_by_hand(cache, num_tokens, num_states):
-    """Ids of the nodes that are left and of those with a state, if both kinds are evicted oldest first."""
+    """Return the ids of the remaining nodes and of those with a state, if both kinds are evicted oldest first."""
     left = {node.id: node for node in iter_nodes(cache.root_node)}
     states = {node.id for node in left.values() if node.mamba_value is not None}
     depth = {cache.root_node.id: 0}

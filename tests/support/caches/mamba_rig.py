@@ -46,7 +46,7 @@ class Rig:
         return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens), **params))
 
     def node(self, tokens):
-        """The node that ends where `tokens` end, with a state or without."""
+        """Return the node that ends where `tokens` end, with or without a state."""
         node = self.cache.root_node
         while tokens:
             node = node.children[RadixKey(tokens).page_key(self.cache.page_size)]

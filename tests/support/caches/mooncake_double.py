@@ -1,6 +1,6 @@
 """A Mooncake master and native clients in this process with scripted answers.
 
-A real store cannot return a chosen code at a chosen moment and does not tell which memory is registered.
+A real store cannot return a chosen code at a chosen moment and does not report which memory is registered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOT_FOUND, BAD_ARGUMENTS, NO_ROOM, OVERFLOW, TRANSFER_FAILED = -704, -600, -200,
 
 
 class DoubleMaster:
-    """Accepts connections and holds the objects of all clients. `is_full`: it accepts no more objects."""
+    """Accepts connections and holds the objects of all clients. `is_full`: whether it refuses new objects."""
 
     def __init__(self):
         self.objects, self.is_full = {}, False
@@ -30,7 +30,7 @@ class DoubleMaster:
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def settings(self, **values):
-        """Of a client whose watch does not look by itself, unless told to."""
+        """Return the settings of a client whose watch makes no periodic checks unless `values` enable them."""
         ours = {"mooncake_master": self.address, "mooncake_segment_bytes": 0, "mooncake_watch_interval_s": 1000.0}
         return MooncakeSettings.ignoring_environment(**ours | values)
 
@@ -44,14 +44,14 @@ class DoubleMaster:
 
 
 class NativeDouble:
-    """`exist_answers`, `get_answers`: what the next calls for pages make of the codes that are right."""
+    """`exist_answers`, `get_answers`: functions that the next calls for pages apply to the correct codes."""
 
     def __init__(self, master):
         self.master = master
         self.exist_answers, self.get_answers = deque(), deque()
         self.registrations = []  # (address, bytes) of every call
         self.registered = {}
-        self.left_registered = None  # when the client was closed
+        self.left_registered = None  # buffers still registered when the client was closed
         self.segment_bytes = None
 
     def setup(self, hostname, metadata, segment_bytes, *others):

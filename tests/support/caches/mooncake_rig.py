@@ -1,4 +1,4 @@
-"""Caches of every kind on one Mooncake store, each with a client of its own."""
+"""Caches of every kind on one Mooncake store, each with its own client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_rig(kind, layout="page_first", **options):
 
 @contextmanager
 def engine(kind, identity, settings, **options):
-    """A cache on the store; ends with its client."""
+    """A cache on the store. The client is closed at the end of the block."""
     store = MooncakeStorage.connect(identity, settings)
     try:
         yield attach(make_rig(kind, identity.layout.host_layout, **options), store)
@@ -56,7 +56,7 @@ def attach(rig, store):
 
 
 def follow(rig):
-    """Apply what the cache has told since the last call. Blocks on the store by (namespace, hash)."""
+    """Apply the events since the last call. Returns the pages on the store by (namespace, hash)."""
     for event in rig.cache.take_events():
         rig.replay.apply(event)
     return set(rig.replay.pages[EXTERNAL])
@@ -70,7 +70,7 @@ def archive(rig, tokens=PROMPT):
 
 
 def prefetch(rig, tokens=PROMPT, req_id="r"):
-    """Fetch a prompt of which nothing is cached, to the end; units that were added to the tree."""
+    """Prefetch a prompt of which nothing is cached and wait for the end. Returns the units added to the tree."""
     rig.cache.prefetch_from_storage(req_id, rig.cache.root_node, tokens)
     rig.engine.drain()
     rig.cache.check_hicache_events()
@@ -80,7 +80,7 @@ def prefetch(rig, tokens=PROMPT, req_id="r"):
 
 
 def load_back(rig, tokens=PROMPT):
-    """Bring to the device what the host has of a prompt; units that were there."""
+    """Load back what the host holds of a prompt. Returns the number of units on the host."""
     match = rig.match(tokens)
     if isinstance(rig, UnifiedRig):
         rig.cache.release(rig.load_back(match)[2])

@@ -1,4 +1,4 @@
-"""Real pools of a model with sparse attention, and what their rows and pages contain."""
+"""Real pools of a model with sparse attention, and the expected content of their rows and pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.caches.tier_rig import LAYERS, KVPools
 
 
 class NsaPools(KVPools):
-    """Compressed KV as in any MLA pool, and an index whose pages follow from the same content."""
+    """Compressed KV as in any MLA pool, and an index whose pages are computed from the same content."""
 
     def __init__(self, device_pages, host_pages, page_size, layout):
         super().__init__(device_pages, host_pages, page_size, "mla", layout)
@@ -40,6 +40,6 @@ class NsaPools(KVPools):
         return torch.from_numpy(rows[:: self.page_size] // self.page_size)
 
     def _index(self, content, layer):
-        """One page of index a number."""
+        """Return one page of the index for each number."""
         width = self.page_size * self.device.index_row_bytes
         return ((content[:, None] // 16 + torch.arange(width) + 7 * layer) % 251).to(torch.uint8)

@@ -25,7 +25,7 @@ LAYERS = 2
 
 
 class FlakyStore(MemoryStorage):
-    """Pages whose places in a batch are in `refused` are not taken, those in `unreadable` not given: (pool, place)."""
+    """A store that refuses writes in `refused` and reads in `unreadable`, both sets of (pool, position in a batch)."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class FlakyStore(MemoryStorage):
 
 
 class NsaRig:
-    """8 device pages and room for twice as many on the host."""
+    """A cache with 8 device pages and 16 host pages."""
 
     settle = Rig.settle
 
@@ -88,7 +88,7 @@ class NsaRig:
         return content
 
     def content(self, rows):
-        """Bytes of KV and of the index by page, all layers."""
+        """Return the bytes of KV and of the index by page, for all layers."""
         pages = rows[:: self.page_size] // self.page_size
         kv = [held[rows].view(torch.uint8).view(len(pages), -1) for held in self.device.kv_buffer]
         return torch.cat([*kv, *(held[pages] for held in self.device.index_k_with_scale_buffer)], dim=1)
@@ -101,7 +101,7 @@ class NsaRig:
         return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens)))
 
     def demote(self):
-        """Evict everything from the device and zero it."""
+        """Evict everything from the device and fill its memory with zeros."""
         self.settle()
         self.cache.evict(EvictParams(10**6))
         assert self.pool.available_size() == self.pool.size

@@ -1,4 +1,4 @@
-"""Pools on device and host whose rows hold one number each, and what the number should be."""
+"""Pools on device and host whose rows hold one number each, and the expected numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def content(extra_key, raw, kind):
 
 
 class NumberPools:
-    """One kind of state: both its pools, and what their rows contain."""
+    """One kind of state: its two pools and the expected content of their rows."""
 
     def __init__(self, device_rows, host_rows, page_size):
         self.page_size = page_size
         self.device, self.host = DeviceRows(device_rows), HostPool(host_rows, page_size)
 
     def write(self, rows, contents):
-        """Write pages to rows of the device. contents: one number a page."""
+        """Write pages to rows of the device. contents: one number per page."""
         self.device.rows[rows] = self._rows_of(contents)
 
     def check_device(self, rows, contents):
@@ -43,7 +43,7 @@ class DeviceRows:
         self.rows = np.zeros(num_rows, np.int64)
 
     def copy_from(self, src, dst):
-        """As a pool of states does for a request."""
+        """Copy a row, as a pool of states does for a request."""
         self.rows[dst] = self.rows[src]
 
 
@@ -70,7 +70,7 @@ class HostPool(HostRows):
             raise RuntimeError("injected load fault")
         device_pool.rows[device_indices] = self.rows[host_indices]
 
-    # --- what stores need ---
+    # --- interface for stores ---
 
     def get_data_page(self, index):
         return _tensor(self.rows[index : index + self.page_size].copy())
@@ -90,6 +90,6 @@ class HostPool(HostRows):
 
 
 def _tensor(rows):
-    import torch  # not before somebody has bytes to move: trees do without
+    import torch  # imported only when bytes are moved: trees do not need it
 
     return torch.from_numpy(rows)

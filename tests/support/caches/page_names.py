@@ -1,4 +1,4 @@
-"""Block hash and sequence hash of a page, recursively over its prefix, with hashlib and xxhash."""
+"""Block hash and sequence hash of a page, computed recursively over its prefix with hashlib and xxhash."""
 
 import hashlib
 import struct
@@ -20,13 +20,13 @@ def block_hash(raw, page_size, is_bigram):
 
 
 def block_name(raw, page_size, is_bigram):
-    """The signed number that events carry for it."""
+    """Return the block hash as the signed number that events carry."""
     return int.from_bytes(block_hash(raw, page_size, is_bigram)[:8], "big", signed=True)
 
 
 @memoize
 def sequence_hash(raw, page_size, is_bigram, extra_key):
-    """XXH3-64 of the last page of a prefix, rolled by recursion; the namespace is in the pages' own hashes alone."""
+    """XXH3-64 of the last page of a prefix, rolled by recursion. The namespace enters only the local hashes."""
     seed = 1337
     if extra_key is not None:
         seed = (seed + xxhash.xxh3_64_intdigest(extra_key.encode(), 1)) % 2**64

@@ -1,4 +1,4 @@
-"""A host pool as small as a store's test needs it: real tensors, and nothing but pages."""
+"""A minimal host pool for tests of stores: real tensors that contain only pages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` rows of three values each, one tensor, random at first. A store that works in
-    place is told that a page is `num_runs` runs of memory."""
+    """One tensor of `num_pages` pages with `page_size` rows of three values each, initially random. For stores that
+    access memory in place, a page consists of `num_runs` runs of memory."""
 
     def __init__(
         self, num_pages: int = 16, page_size: int = 2, dtype: torch.dtype = torch.bfloat16, num_runs: int = 1
@@ -20,13 +20,13 @@ class PagePool:
         self.fill(seed=0)
 
     def fill(self, seed: int) -> None:
-        """Other content in every page."""
+        """Fill every page with other content."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randint(0, 256, (self.rows.nbytes,), dtype=torch.uint8, generator=generator)
         self.rows.view(torch.uint8).view(-1).copy_(noise)
 
     def indices(self, *pages: int) -> np.ndarray:
-        """Rows of the pages, page by page."""
+        """Return the rows of the pages, page by page."""
         return (np.array(pages, np.int64)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
     def page_bytes(self, page: int) -> bytes:

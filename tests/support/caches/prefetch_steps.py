@@ -16,7 +16,7 @@ def page_hashes(tokens):
 
 
 def hybrid_controller(name, page_size, engine):
-    """A controller of KV in pages of two rows, and of one more pool."""
+    """Return a controller of two pools: KV in pages of two rows, and one other."""
     kv, beside = Rig().controller.kv, Rig(page_size=page_size).controller.kv
     return HybridCacheController(
         HostPoolGroup.of(kv, replace(beside, name=name, is_primary_index_anchor=False)), engine

@@ -18,7 +18,7 @@ from tests.support.caches.page_names import block_hash
 from tests.support.caches.watched_stores import WatchedDirectory, WatchedMemory
 
 CPU, DISK, EXTERNAL = StorageMedium.CPU, StorageMedium.DISK, StorageMedium.EXTERNAL
-_NAMESPACES = {"": None, sha256(b"a").hexdigest()[:16] + "_": "a"}  # by what stands before the block hash in a key
+_NAMESPACES = {"": None, sha256(b"a").hexdigest()[:16] + "_": "a"}  # by the prefix before the block hash in a key
 
 
 def has_store(machine):
@@ -34,8 +34,7 @@ def is_stepped(machine):
 
 
 class StorageMachine(CacheMachine):
-    """Wants of the class that is made of it `rig`, `engine`, `store`, `num_stores`, `num_requests`, `seen` and
-    `checked_match`."""
+    """Subclasses must provide `rig`, `engine`, `store`, `num_stores`, `num_requests`, `seen` and `checked_match`."""
 
     STORES = ("memory", "directory")
     """Kinds that are attached at run time."""
@@ -59,13 +58,13 @@ class StorageMachine(CacheMachine):
         self.cache.prefetch_from_storage(str(self.num_requests), anchor, tokens[start:], extra_key=extra_key)
 
     def archived_prompt(self, draw):
-        """Mostly one that the store has more of than the host."""
+        """Draw a prompt. For most of them, the store holds more than the host."""
         if self.store is not None and draw.random() < 0.8:
             held, on_host = self.store.held(), self.rig.held(CPU)
             beyond = [prefix for prefix in self.seen - on_host if self.key_of(*prefix) in held]
             if beyond:
                 candidates = draw.choices(sorted(beyond, key=str), k=3)
-                extra_key, raw = max(candidates, key=lambda prefix: len(prefix[1]))  # it may have a state at its end
+                extra_key, raw = max(candidates, key=lambda prefix: len(prefix[1]))  # may end with a state
                 return list(raw), extra_key
         return self.prompt(draw)
 
@@ -110,7 +109,7 @@ class StorageMachine(CacheMachine):
 
     @operation(when=has_store)
     def the_store_is_asked_for_everything(self, draw):
-        """After which it has noticed what it lost."""
+        """Query the store for all pages, so that it notices its losses."""
         if not self.store.broken:
             for key in sorted(self.once_archived):
                 self.store.batch_exists([key])
@@ -185,14 +184,15 @@ class StorageMachine(CacheMachine):
         """Forget everything announced about the store."""
         if self.store is not None:
             self.store.acknowledged.clear()
-        self.archived = set()  # keys whose archiving was answered with true, and that are held since
-        self.once_archived = set()  # those that may have gone
-        self.unnoticed = set()  # those that went behind the store's back
+        self.archived = set()  # keys that were archived successfully and have been held since
+        self.once_archived = set()  # archived keys that may have been lost
+        self.unnoticed = set()  # keys that were lost without the store's knowledge
 
-    # --- what holds after each ---
+    # --- invariants after each operation ---
 
     def check_host_references(self):
-        """Of prefetches and archives, and of nobody else. Only an anchor whose own backup failed may leave the tree."""
+        """Check that only prefetches and archives hold host references. Only a start node whose own backup failed may
+        leave the tree."""
         nodes = [self.cache.root_node, *iter_nodes(self.cache.root_node)]
         archives = Counter(self.cache.ongoing_backup.values())
         assert archives.keys() <= set(nodes)
@@ -206,8 +206,8 @@ class StorageMachine(CacheMachine):
         return Counter(operation.start_node for operation in self.cache.ongoing_prefetch.values())
 
     def check_store(self, all_taken):
-        """What is announced of the store is what this cache has archived and the store holds; more only as long as its
-        losses are not taken over, less only as long as archives are not acknowledged."""
+        """Check that the announced pages are those that this cache has archived and the store holds. There may be more
+        until losses are processed, and fewer until archives are acknowledged."""
         if self.store is None or not self.emit:
             assert self.replay.pages[DISK] == self.replay.pages[EXTERNAL] == {}
             return
@@ -229,6 +229,6 @@ class StorageMachine(CacheMachine):
 
 
 def _page_of(key):
-    """Return the name of a stored page in events."""
+    """Return the hash of a stored page in events."""
     block = int(key[-64:-48], 16)
     return _NAMESPACES[key[:-64]], block - 2**64 * (block >= 2**63)

@@ -1,7 +1,7 @@
-"""A cache with a host tier and real tensors, an engine that computes, and everything that can go wrong below it.
+"""A cache with a host tier and real tensors, a simulated engine, and failures of copies, pools and stores on demand.
 
-The content of a row follows from the tokens up to the end of its page, so a page can be
-checked wherever it is found.
+The content of a row is computed from the tokens up to the end of its page, so a page can be checked wherever it is
+found.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 def page_content(extra_key, raw):
-    """What the last page of a prefix contains, as one number."""
+    """Return the content of the last page of a prefix, as one number."""
     digest = hashlib.blake2b(repr((extra_key, tuple(raw))).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little") * 16
 
 
 class _Faults:
-    """Lets copies fail and refuses rows on demand."""
+    """Makes copies fail and refuses rows on demand."""
 
     write_faults = 0
     load_faults = 0
@@ -74,7 +74,7 @@ class FaultyMLAHostPool(_Faults, MLATokenToKVPoolHost):
 
 
 class KVPools:
-    """A device pool and a host pool of int64 rows, `attention` "mha" or "mla", and what their rows contain."""
+    """A device pool and a host pool of int64 rows, `attention` "mha" or "mla", and the expected content of rows."""
 
     def __init__(self, device_pages, host_pages, page_size, attention, layout):
         shape = PoolShape(device_pages * page_size, page_size, LAYERS, torch.int64)
@@ -89,7 +89,7 @@ class KVPools:
         assert self.host.size == host_pages * page_size
 
     def write(self, rows, content):
-        """Write pages to rows of the device. content: one number a page."""
+        """Write pages to rows of the device. content: one number per page."""
         content = torch.as_tensor(content)
         for layer in range(LAYERS):
             keys, values = self._rows_of(content, layer)
@@ -111,7 +111,7 @@ class KVPools:
             self._check([part.reshape(-1) for part in parts], rows, content, layer)
 
     def _rows_of(self, content, layer):
-        """Keys and values, one a row."""
+        """Return keys and values, one of each per row."""
         keys = (content[:, None] + torch.arange(self.page_size)).reshape(-1)
         return keys + layer, ~keys - layer
 
@@ -205,19 +205,19 @@ class Rig:
 
     @property
     def identity(self):
-        """Of these pools in a store."""
+        """Return the storage identity of these pools."""
         layout = PageLayout("int64", self.page_size, tuple(self.host.kv_buffer.shape), self.host.layout)
         return StorageIdentity("m", layout, is_mla=self.kv.is_mla)
 
-    # --- an engine that computes ---
+    # --- operations of an engine ---
 
     def prefixes(self, tokens):
-        """Raw tokens of every prefix of whole pages, shortest first."""
+        """Return the raw tokens of every prefix of whole pages, shortest first."""
         pages = max(0, len(tokens) - self.is_bigram) // self.page_size
         return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(1, pages + 1)]
 
     def insert(self, tokens, extra_key=None, **params):
-        """Compute a prompt and insert it. Returns None without room on the device."""
+        """Compute a prompt and insert it. Returns None if the device has no room."""
         prefixes = self.prefixes(tokens)
         length = len(prefixes) * self.page_size
         rows = self.pool.alloc(length)
@@ -247,10 +247,10 @@ class Rig:
         self.engine.drain()
         self.cache.check_hicache_events()
 
-    # --- what is where ---
+    # --- content of the tiers ---
 
     def walk(self):
-        """(node, namespace, raw tokens of the prefix at each page's end) of every node."""
+        """Yield (node, namespace, raw tokens of the prefix at each page's end) for every node."""
         raw_of = {self.cache.root_node: ()}
         for node in iter_nodes(self.cache.root_node):
             above = raw_of[node.parent]
@@ -258,7 +258,7 @@ class Rig:
             yield node, node.key.extra_key, self.prefixes(raw)[-(len(node.key) // self.page_size) :]
 
     def held(self, medium):
-        """(namespace, raw tokens) of every page that is on the tier, and was acknowledged."""
+        """Return (namespace, raw tokens) of every acknowledged page on the tier."""
         return {
             (extra_key, raw)
             for node, extra_key, prefixes in self.walk()
@@ -286,7 +286,7 @@ class Rig:
         self.cache.check(np.empty(0, np.int64))
 
     def events(self):
-        """(kind, medium, tokens or None) of what was recorded since the last call."""
+        """Return (kind, medium, tokens or None) of the events since the last call."""
         return [
             (type(event).__name__, getattr(event, "medium", None), getattr(event, "token_ids", None))
             for event in self.cache.take_events()

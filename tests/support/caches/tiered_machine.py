@@ -1,8 +1,8 @@
 """The state machine of caches with tiers: transfers in flight, failing copies and stores, nearly full pools.
 
 A cache class provides a rig (`make_rig`) with the interface of `tier_rig.Rig`. Device and host content is read from the
-tree and compared byte by byte with the content that its tokens imply; the store is read directly. The events must leave
-exactly those pages on each medium.
+tree and compared byte by byte with the content computed from its tokens. The content of the store is read directly.
+According to the events, exactly those pages must be on each medium.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TieredCacheMachine(StorageMachine):
     MEDIA = (GPU, CPU)
 
     def make_rig(self, **options):
-        """A rig of these options, those in `STORE_OPTIONS` left out."""
+        """Return a rig with these options, except those in `STORE_OPTIONS`."""
         raise NotImplementedError
 
     def begin(self, store="memory", stop="best_effort", emit=True, **options):
@@ -35,8 +35,8 @@ class TieredCacheMachine(StorageMachine):
         events = self.cache.enable_kv_cache_events
         self.watch(rig.page_size, is_bigram=rig.is_bigram, events=events, ordered=ordered)
         self.num_requests = self.num_stores = self.num_fetched = 0
-        self.seen, self.facts = set(), {}  # prefixes of all prompts, and what events must say of them
-        self.fetched = self.inserted = [], None  # the prompts that were asked for last
+        self.seen, self.facts = set(), {}  # prefixes of all prompts, and their expected event fields
+        self.fetched = self.inserted = [], None  # the prompts of the last requests
         self.on_host = set()
         self.store = None
         self.forget_store()
@@ -56,7 +56,7 @@ class TieredCacheMachine(StorageMachine):
     @operation(weight=5)
     def insert(self, draw):
         tokens, extra_key = self.prompt(draw)
-        if draw.random() < 0.4:  # comes in the way of what is being fetched, or goes on where the last one ended
+        if draw.random() < 0.4:  # conflicts with a running prefetch, or extends the last prompt
             tokens, extra_key = draw.choice((self.fetched, self.inserted))
             tokens = tokens[: draw.randrange(len(tokens) + 1)] + [1] * draw.randrange(2) * self.page_size
             self.seen.update(self.names.prefixes(tokens, extra_key))
@@ -66,7 +66,7 @@ class TieredCacheMachine(StorageMachine):
         self.rig.host.refusals = draw.choice((0, 0, 0, 1, 2, 2))
         result = self.rig.insert(tokens, extra_key, chunked=chunked, priority=priority)
         self.rig.host.refusals = 0
-        if result is not None:  # what the allocation evicted was not known any more
+        if result is not None:  # the allocation may have evicted some of the known pages
             assert result.prefix_len <= known * self.page_size
 
     @operation()
@@ -165,7 +165,7 @@ class TieredCacheMachine(StorageMachine):
 
     @operation(weight=2, when=lambda machine: is_stepped(machine) and machine.cache.ongoing_load_back)
     def a_load_fails_for_good(self, draw):
-        """The device rows are undefined now: the cache raises and is reset."""
+        """Make a load fail, so that its device rows are undefined. The cache raises and is reset."""
         if draw.random() < 0.7:
             return
         self.cache.ready_to_load_host_cache()
@@ -190,7 +190,8 @@ class TieredCacheMachine(StorageMachine):
 
     @operation(when=lambda machine: not is_stepped(machine))
     def copies_will_fail(self, draw):
-        """Some time soon, on a thread; twice in a row for writes only, so everything settles first."""
+        """Make one of the next copies fail, on a thread. Only writes may fail twice in a row, so everything settles
+        first."""
         self.settle()
         self.rig.host.write_faults, self.rig.host.load_faults = draw.choice((0, 1, 2, 3)), draw.choice((0, 1))
 
@@ -201,7 +202,7 @@ class TieredCacheMachine(StorageMachine):
         self.rig.check()
         self.check()
 
-    # --- what holds after each ---
+    # --- invariants after each operation ---
 
     def check(self):
         if is_stepped(self):
@@ -211,7 +212,7 @@ class TieredCacheMachine(StorageMachine):
         self.check_host_references()
 
     def check_events(self, all_taken=False):
-        """all_taken: whether what the store lost before was taken over just now."""
+        """all_taken: whether all earlier losses of the store have just been processed."""
         if self.events:
             self.on_host = {self.names.named(prefix)[0] for prefix in self.rig.held(CPU)}
         super().check_events()
@@ -221,7 +222,7 @@ class TieredCacheMachine(StorageMachine):
             assert all(node.hash_value is None for node in iter_nodes(self.cache.root_node))
 
     def check_event(self, event):
-        """Check that a page that moves down is always on some tier."""
+        """Check that a page that moves to a slower tier is always on at least one tier."""
         if isinstance(event, BlockRemoved) and event.medium is GPU:
             page = (event.extra_key, *event.block_hashes)
             assert page not in self.on_host or page in self.replay.pages[CPU]
@@ -257,7 +258,7 @@ class TieredCacheMachine(StorageMachine):
             self.check_events()
 
     def let_go(self):
-        """Release what requests hold."""
+        """Release everything that requests hold."""
         self.rig.host.write_faults = self.rig.host.load_faults = 0
         while self.locks:
             self.cache.dec_lock_ref(self.locks.pop())
@@ -298,7 +299,7 @@ class OldMatches(TieredCacheMachine):
         self.cache.dec_lock_ref(anchor)
 
     def path_to(self, node):
-        """The node and all above it, which must be in the tree."""
+        """Return the node and its ancestors, which must be in the tree."""
         path = [node]
         while path[-1] is not self.cache.root_node:
             assert path[-1] in path[-1].parent.children.values()

@@ -1,4 +1,4 @@
-"""State machines of a UnifiedRadixCache with any kinds of state: the shared part, and that of the device alone."""
+"""State machines of a UnifiedRadixCache with any kinds of state: the shared part, and the machine for one tier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnifiedSteps(RequestSteps):
         evicted = draw.choice((0, 0, 0, 1, 2, 5)) if "swa" in self.KINDS else 0
         chunked, priority = draw.random() < 0.25, draw.randrange(4)
         result = self.rig.insert(tokens, extra_key, evicted=evicted, chunked=chunked, priority=priority)
-        if result is not None:  # what the allocation evicted was not known any more
+        if result is not None:  # the allocation may have evicted some of the known pages
             assert result.prefix_len <= known * self.page_size
             assert result.total_len in (result.prefix_len, len(self.rig.prefixes(tokens)) * self.page_size)
 
@@ -60,7 +60,7 @@ class UnifiedSteps(RequestSteps):
         return match
 
     def check_reusable(self, tokens, extra_key, usable):
-        """Check that the events alone tell how much can be reused."""
+        """Check that the reusable length can be determined from the events alone."""
         if not self.events or self.cache.kv_event_queue or any(self.cache.group_event_queues.values()):
             return
         prompt = [self.names.named(prefix)[0] for prefix in self.names.prefixes(tokens, extra_key)]
@@ -107,7 +107,7 @@ class UnifiedSteps(RequestSteps):
             )
 
     def checked_lock(self, node):
-        """It holds one window and one state, and nothing above them."""
+        """Lock a node and check that the lock holds one window and one state, and nothing above them."""
         kinds, nodes = ("mamba", "swa"), [place.node for place in self.rig.walk()]
         before = {(kind, step): self.rig.data(step, kind).lock_ref for kind in kinds for step in nodes}
         expected = {(kind, step) for kind, steps in needed_on_device(self.rig, node).items() for step in steps}
@@ -134,7 +134,7 @@ class UnifiedSteps(RequestSteps):
         return result
 
     def free_rows(self):
-        """As `EvictResult` has them."""
+        """Return the numbers of free rows, in the order of `EvictResult`."""
         swa = self.rig.swa.swa.available_size() if self.rig.swa else 0
         return self.rig.pool.available_size(), self.rig.slots.available_size(), swa
 
@@ -162,7 +162,7 @@ class UnifiedSteps(RequestSteps):
 
 
 class UnifiedDeviceMachine(UnifiedSteps, CacheMachine):
-    """On one tier."""
+    """The machine for a cache with one tier."""
 
     def begin(self, **options):
         self.rig = UnifiedRig(self.KINDS, tiers=1, **options)

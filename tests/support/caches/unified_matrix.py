@@ -1,4 +1,4 @@
-"""Every kind of model that a UnifiedRadixCache serves, on every set of tiers."""
+"""Machines for every kind of model that a UnifiedRadixCache supports, on every set of tiers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.caches.unified_machine import UnifiedDeviceMachine
 from tests.support.caches.unified_tiered_machine import UnifiedCacheMachine
 
 MODELS = {"Full": (), "Full+Mamba": ("mamba",), "Full+SWA": ("swa",), "Full+DSA": ("indexer",)}
-"""Kinds of state beside Full KV."""
+"""Kinds of state besides full KV."""
 
 DEVICE_OPTIONS = {
     "page_size": (1, 2, 3),
@@ -75,7 +75,7 @@ TIERS = {
 
 
 def machine_of(kinds, tiers, **attributes):
-    """The class of the machine. kinds: of state beside Full KV. tiers: one of `TIERS`. attributes: of the class, e.g.
-    the master of a Mooncake store."""
+    """Return the class of a machine. kinds: kinds of state besides full KV. tiers: one of `TIERS`. attributes: further
+    class attributes, such as the master of a Mooncake store."""
     name = "".join(word.title() for word in (*tiers.split("+"), *kinds))
     return type(f"{name}Machine", (TIERS[tiers],), {"KINDS": kinds, **attributes})

@@ -1,4 +1,4 @@
-"""Brute-force reference for where a match of a UnifiedRadixCache ends and what its locks hold."""
+"""Brute-force reference for the end of a match of a UnifiedRadixCache and the data that its locks hold."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Page(NamedTuple):
-    """What a tree holds of one page of a prompt; the first three are sets of tiers, "d" and "h"."""
+    """The data of one page of a prompt in a tree. The first three fields are sets of tiers, "d" and "h"."""
 
     full: set
     swa: set
     mamba: set
-    """The state behind the page, of a page that ends a node."""
+    """The recurrent state after the page, if the page ends a node."""
     ends_node: bool
 
 
 def pages_along(rig, tokens, extra_key):
-    """A `Page` for each page of the prompt that is in the tree, up to the first that is not."""
+    """Return a `Page` for each leading page of the prompt that is in the tree."""
     found = {}
     for node, namespace, prefixes in rig.walk():
         tiers = {kind: _tiers(rig.data(node, kind)) for kind in ("full", "swa", "mamba")}
@@ -53,7 +53,7 @@ def _is_usable(rig, pages, num_pages, tiers):
 
 
 def needed_on_device(rig, node):
-    """By kind, the nodes whose device data a request needs that goes on from the node; of a window also behind gaps."""
+    """Return, by kind, the nodes whose device data is needed to continue from a node. Windows may contain gaps."""
     needed = {"mamba": [node][: rig.data(node, "mamba").value is not None], "swa": []}
     covered = 0
     for step in rig.up(node):

@@ -1,5 +1,6 @@
-"""Requests on a `UnifiedRig` from their match to their end, unaligned lengths, aborts and late loads included, and the
-operations of a machine that run them."""
+"""Requests on a `UnifiedRig` from their match to their end, and the operations of a machine that run them.
+
+Requests may have unaligned lengths, may be aborted, and may end while a load is in flight."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from tests.support.caches.unified_rig import NOTHING, contents
 
 
 class Requests:
-    """Those that run on the rig. What they compute follows from their tokens, as all else there does."""
+    """The running requests of a rig. Everything that they compute is determined by their tokens."""
 
     def __init__(self, rig):
         self.rig, self.cache, self.lines = rig, rig.cache, rig.cache.req_to_token_pool
-        self.running = {}  # request -> the tokens that it began with, of which it may have computed a part
-        self.matched = {}  # request -> its match, of those that have not loaded it back
-        self.waiting = {}  # request -> None, of those that have not begun to compute (a set has no order)
+        self.running = {}  # request -> its initial tokens, some of which may be computed
+        self.matched = {}  # request -> its match, until it is loaded back
+        self.waiting = {}  # request -> None, until it starts to compute (a dict, because a set has no order)
         rig.served = self
 
     def begin(self, tokens, extra_key):
-        """Match and lock; the request, or None when there is no room for it."""
+        """Match and lock. Returns the request, or None if there is no room for it."""
         line = self.lines.alloc()
         if line is None:
             return None
@@ -43,7 +44,7 @@ class Requests:
         return req
 
     def load_back(self, req, mem_quota=None):
-        """What the match had on the host, if it is there still; a request for which there is no room ends."""
+        """Load back what the match found on the host, if it is still there. The request ends if there is no room."""
         match = self.matched.pop(req)
         if self.cache.cache_controller is None:
             return
@@ -61,13 +62,13 @@ class Requests:
         self._check_prefix(req)
 
     def _check_prefix(self, req):
-        """The request goes on from a prefix of which all that it needs is on the device."""
+        """Check that everything the request needs of its prefix is on the device."""
         num_pages = len(req.token_ids) // self.rig.page_size
         pages = pages_along(self.rig, self.running[req], req.extra_key)[:num_pages]
         assert num_usable(self.rig, pages, {"d"}) == num_pages
 
     def _extend(self, req, rows):
-        """The prefix of the request that is the tree's goes on with these rows."""
+        """Append these rows, which belong to the tree, to the prefix of the request."""
         start, end = req.cache_protected_len, req.cache_protected_len + len(rows)
         req.cache_protected_len, req.token_ids = end, self.running[req][:end]
         self.lines.write(req.req_pool_idx, start, rows)
@@ -77,7 +78,7 @@ class Requests:
         req.last_node, req.lock_params = lock.node, lock.to_dec_params()
 
     def compute(self, req, tokens):
-        """Have rows for all these tokens, or for more of the prompt; False when there is no room."""
+        """Allocate rows for these tokens, or for more of the prompt. Returns False if there is no room."""
         rig, page = self.rig, self.rig.page_size
         if req in self.matched:
             self.load_back(req)
@@ -99,7 +100,7 @@ class Requests:
         return True
 
     def _take_state(self, req):
-        """What was loaded for the request, or is to be copied, is there, and it is right."""
+        """Check the state of the request, which was loaded or is copied from the tree now."""
         del self.waiting[req]
         self._wait_for_loads()
         if req.token_ids and "mamba" in self.rig.kinds:
@@ -111,7 +112,7 @@ class Requests:
             states.check_device(req.mamba_pool_idx, contents(req.extra_key, [prefix], "mamba"))
 
     def _wait_for_loads(self):
-        """As an engine does, layer by layer; the cache takes notice later."""
+        """Wait layer by layer, as an engine does. The cache processes the results later."""
         if self.cache.cache_controller is not None:
             self.cache.ready_to_load_host_cache()
             if isinstance(self.rig.engine, ManualCopyEngine):
@@ -127,12 +128,12 @@ class Requests:
             self.rig.compute(rows[req.cache_protected_len :], req.extra_key, prefixes[first:])
 
     def _write_states(self, req):
-        """The running state and, where it can be had, one at the end of the last whole page."""
+        """Write the running state and, if possible, one at the end of the last whole page."""
         states, prefixes = self.rig.pools[PoolName.MAMBA], self.rig.prefixes(req.token_ids)
         if req.mamba_pool_idx is None:
             req.mamba_pool_idx = self.rig.alloc_slot()
         if req.mamba_pool_idx is not None:
-            states.device.rows[req.mamba_pool_idx] = -1  # of no whole page: nobody may ever find it
+            states.device.rows[req.mamba_pool_idx] = -1  # not at the end of a whole page: no match may find it
         if req.mamba_track_idx is None:
             req.mamba_track_idx = self.rig.alloc_slot()
         if prefixes and req.mamba_track_idx is not None:
@@ -140,7 +141,7 @@ class Requests:
             req.mamba_last_track_seqlen = len(prefixes) * self.rig.page_size
 
     def slide_window(self, req):
-        """Give up the SWA rows that no later token will read."""
+        """Free the SWA rows that no later token will read."""
         page, length = self.rig.page_size, len(req.token_ids)
         end = max(0, length - self.rig.window) // page * page
         start = max(req.swa_evicted_seqlen, req.cache_protected_len)
@@ -166,7 +167,7 @@ class Requests:
             kept.clear()
 
     def owned_rows(self):
-        """Rows that are a request's and not the tree's."""
+        """Return the rows that belong to requests and not to the tree."""
         return [self.lines.read(r.req_pool_idx, len(r.token_ids))[r.cache_protected_len :] for r in self.running]
 
     def owned_slots(self):
@@ -187,7 +188,7 @@ class RequestSteps:
             self.load_the_match_of(req, draw)
 
     def prompt_to_run(self, draw):
-        """Mostly one that has left the device."""
+        """Draw a prompt. Most of them have been evicted from the device."""
         away = sorted(self.rig.held(StorageMedium.CPU) - self.rig.held(StorageMedium.GPU), key=str)
         if away and draw.random() < 0.7:
             extra_key, raw = draw.choice(away)

@@ -1,7 +1,7 @@
-"""A UnifiedRadixCache of any kinds of state with pools whose rows hold one number each, and an engine that computes.
+"""A UnifiedRadixCache of any kinds of state with pools whose rows hold one number each, and a simulated engine.
 
-The number in a row follows from the tokens up to the end of its page, and so does that of a state, so both can be
-checked wherever they are found.
+The number in a row or a state is computed from the tokens up to the end of its page, so both can be checked wherever
+they are found.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ class Place(NamedTuple):
     node: object
     extra_key: str | None
     prefixes: list
-    """Raw tokens of the prefix that each of its pages ends."""
+    """Raw tokens of the prefix up to the end of each page."""
 
 
 class UnifiedRig:
-    """kinds: of "swa" and "mamba", in the order of the components, or "indexer" alone: a model with sparse attention,
-    with real pools in a `layout`. tiers: 1 or 2. attention: "mha" for real pools of KV and of sliding windows."""
+    """A cache with its pools and an engine.
+
+    kinds: "swa" and "mamba" in the order of the components, or "indexer" alone for a model with sparse attention and
+    real pools in a `layout`. tiers: 1 or 2. attention: "mha" for real pools of KV and of sliding windows."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class UnifiedRig:
             PoolName.MAMBA: NumberPools(slots + 1, host_slots, 1),
         }
         if attention is not None:
-            from tests.support.caches.tier_rig import KVPools  # they need torch
+            from tests.support.caches.tier_rig import KVPools  # needs torch
 
             self.pools[PoolName.KV] = KVPools(device_pages, host_pages, page_size, attention, layout)
             self.pools[PoolName.SWA] = KVPools(swa_pages, swa_host_pages, page_size, attention, layout)
@@ -122,8 +124,8 @@ class UnifiedRig:
                 entries.append(self._index_entry())
             self.controller = HybridCacheController(HostPoolGroup.of(*entries), self.engine)
             self.cache.init_hicache(self.controller, write_policy, load_back_threshold)
-        self.requests = []  # those that own a slot and nothing else
-        self.served = None  # `unified_requests.Requests`, where some run from beginning to end
+        self.requests = []  # requests that own a slot and nothing else
+        self.served = None  # `unified_requests.Requests`, if requests run from beginning to end
 
     def _entry(self, pool, allocator):
         return PoolEntry(pool, self.host_pools[pool], self.device_pools[pool], allocator)
@@ -134,20 +136,20 @@ class UnifiedRig:
 
     @property
     def identity(self):
-        """Of these pools in a store: each page is one run of bytes, as with compressed KV."""
+        """Return the storage identity of these pools. Each page is one run of bytes, as with compressed KV."""
         layout = PageLayout("int64", self.page_size, (self.host.layer_num,), self.host.layout)
         return StorageIdentity("m", layout, is_mla=True)
 
-    # --- an engine that computes ---
+    # --- operations of an engine ---
 
     def prefixes(self, tokens):
-        """Raw tokens of every prefix of whole pages, shortest first."""
+        """Return the raw tokens of every prefix of whole pages, shortest first."""
         pages = max(0, len(tokens) - self.is_bigram) // self.page_size
         return [tuple(tokens[: n * self.page_size + self.is_bigram]) for n in range(1, pages + 1)]
 
     def insert(self, tokens, extra_key=None, *, evicted=0, **params):
-        """Compute a prompt anew and insert it; None when there is no room. evicted: leading pages whose SWA rows are
-        given up before."""
+        """Compute a prompt from scratch and insert it. Returns None if there is no room. evicted: leading pages whose
+        SWA rows are freed before the insert."""
         prefixes = self.prefixes(tokens)
         length = len(prefixes) * self.page_size
         rows, slot = self.alloc(length) if length else None, self.alloc_slot() if "mamba" in self.kinds else NOTHING
@@ -192,8 +194,8 @@ class UnifiedRig:
         return self.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, extra_key), **params))
 
     def load_back(self, match, *, mem_quota=None, req=None):
-        """What a scheduler does with a match: lock the device node, load, and lock where it goes on from; the result,
-        the request, a new one unless it is given, and that lock."""
+        """Load a match back as a scheduler does: lock the device node, load, and lock the node to continue from.
+        Returns (result, request, lock of that node). req: None creates a request."""
         lock = self.cache.inc_lock_ref(match.last_device_node)
         req = req or Request(f"r{len(self.requests)}", [], 0)
         req.last_node = match.last_device_node
@@ -201,7 +203,7 @@ class UnifiedRig:
         params = InitLoadBackParams(match.best_match_node, match.host_hit_length, mem_quota, req)
         try:
             result = self.cache.init_load_back(params)
-        except PoolExhaustedError:  # of a slot for the state of the device node
+        except PoolExhaustedError:  # no slot for the state of the device node
             assert self.slots.available_size() == 0
             result = NOTHING, match.last_device_node
         held = self.cache.inc_lock_ref(result[1])
@@ -212,12 +214,12 @@ class UnifiedRig:
         return result, req, held
 
     def hold_on_host(self, node):
-        """Protect from eviction what a transfer at the node needs on the host besides KV; a call that undoes that."""
+        """Protect what a transfer at the node needs on the host besides KV from eviction. Returns the release."""
         held = [(each, each.acquire_host(node)) for each in self.cache.auxiliaries]
         return lambda: [each.release_host(node, ticket) for each, ticket in held if ticket is not None]
 
     def end_requests(self):
-        """Requests that own a slot go away, whatever is still being loaded into it."""
+        """End the requests that own a slot, even if a load into the slot is in flight."""
         for req in self.requests:
             self.cache.cache_finished_req(req, is_insert=False)
         self.requests.clear()
@@ -237,13 +239,13 @@ class UnifiedRig:
             self.engine.drain()
             self.cache.check_hicache_events()
 
-    # --- what is where ---
+    # --- content of the tiers ---
 
     def data(self, node, kind):
         return node.component_data[ComponentType[kind.upper()]]
 
     def node_of(self, tokens, extra_key=None):
-        """The node at whose end this prefix ends."""
+        """Return the node that ends where this prefix ends."""
         raw = self.prefixes(tokens)[-1]
         return next(place.node for place in self.walk() if (place.extra_key, place.prefixes[-1]) == (extra_key, raw))
 
@@ -255,7 +257,7 @@ class UnifiedRig:
             yield Place(node, node.key.extra_key, self.prefixes(raw)[-(len(node.key) // self.page_size) :])
 
     def held(self, medium):
-        """`(namespace, raw tokens)` of every page that is on the tier, and was acknowledged."""
+        """Return `(namespace, raw tokens)` of every acknowledged page on the tier."""
         return {
             (place.extra_key, raw)
             for place in self.walk()
@@ -265,7 +267,7 @@ class UnifiedRig:
         }
 
     def held_group(self, group, medium):
-        """The same of one kind beside KV: the ends of its states, or all pages of its rows."""
+        """Return the same for one kind besides KV: the ends of its states, or all pages of its rows."""
         kind, field = group.partition(":")[0], {StorageMedium.GPU: "value", StorageMedium.CPU: "host_value"}.get(medium)
         found = set()
         for place in self.walk():
@@ -311,7 +313,7 @@ class UnifiedRig:
             check(rows, contents(place.extra_key, prefixes, pool.value))
 
     def events(self):
-        """(kind, medium, tokens or None) of what was recorded since the last call."""
+        """Return (kind, medium, tokens or None) of the events since the last call."""
         return [
             (type(event).__name__, getattr(event, "medium", None), getattr(event, "token_ids", None))
             for event in self.cache.take_events()
@@ -319,7 +321,7 @@ class UnifiedRig:
 
 
 def contents(extra_key, prefixes, kind):
-    """One number a page, or for the state behind it."""
+    """Return one number per page, or for the state at its end."""
     return np.array([content(extra_key, raw, kind) for raw in prefixes], np.int64)
 
 

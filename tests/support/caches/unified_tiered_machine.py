@@ -1,4 +1,4 @@
-"""State machine of a UnifiedRadixCache of any kinds of state on device and host, with a store behind them."""
+"""State machine of a UnifiedRadixCache with any kinds of state on device and host, and with a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.caches.unified_rig import NOTHING, UnifiedRig, is_pending
 
 class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
     def begin(self, **options):
-        self.anchored = {}  # request -> what its prefetch needs of the anchor, see `rows_above`
+        self.anchored = {}  # request -> rows of the start node that its prefetch needs, see `rows_above`
         super().begin(**options)
 
     def make_rig(self, **options):
@@ -31,12 +31,12 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
 
     def prompt_to_insert(self, draw):
         self.inserted = self.prompt(draw)
-        if draw.random() < 0.2:  # comes in the way of what is being fetched
+        if draw.random() < 0.2:  # conflicts with a running prefetch
             self.inserted = self.fetched
             self.seen.update(self.names.prefixes(*self.inserted))
         return self.inserted
 
-    # --- what is made room of ---------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------------------------
 
     @operation(when=lambda machine: machine.cache.auxiliaries)
     def evict_a_kind_on_the_host(self, draw):
@@ -57,7 +57,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         return all(self.may_go(component, node) for component in self.cache.auxiliaries)
 
     def may_go(self, component, node):
-        """Whether the node has this kind on the host only, and nobody holds it there."""
+        """Return whether the node has this kind on the host only, without a lock there."""
         data = component.data(node)
         return data.host_value is not None and data.value is None and data.host_lock_ref == 0
 
@@ -104,8 +104,8 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         self.cache.release(lock)
 
     def verdict(self, match, num_units, quota):
-        """Whether a load of so many units must be refused, and whether it must be granted: what is worth it is, where
-        nothing has to make room for it."""
+        """Return whether a load of `num_units` must be refused, and whether it must be granted. It must be granted if
+        it is worthwhile and needs no eviction."""
         window, states = match.swa_host_hit_length, match.mamba_host_hit_length
         is_worth_it = bool(window or states) or num_units >= self.cache.load_back_threshold
         is_wanted = num_units + window + states > 0 and is_worth_it and (quota is None or num_units <= quota)
@@ -116,11 +116,11 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
     def tokens_of(self, node):
         return next(place.prefixes[-1] for place in self.rig.walk() if place.node is node)
 
-    # --- what goes to the store, and what is fetched ----------------------------------------------------------------
+    # --- archives and prefetches ------------------------------------------------------------------------------------
 
     @operation(weight=8)
     def check_hicache_events(self, draw):
-        """What has arrived on the host is on its way to the store now."""
+        """Process finished transfers and check that new pages on the host are being archived."""
         copied, num_skipped = self.rows_on_host(is_copied=True), self.cache.num_skipped_archives
         super().check_hicache_events(draw)
         if is_stepped(self) and self.store is not None and num_skipped == self.cache.num_skipped_archives:
@@ -128,7 +128,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
             assert copied & self.rows_on_host(is_copied=False) <= set().union(*map(archived_rows, operations))
 
     def rows_on_host(self, *, is_copied):
-        """(kind, row) on the host, of what is being copied there or of all else."""
+        """Return (kind, row) of the host rows that are being copied, or of all others."""
         return {
             (kind, int(row))
             for place in self.rig.walk()
@@ -148,7 +148,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
             self.anchored[request] = self.needed_of(self.cache.ongoing_prefetch[request].start_node)
 
     def needed_of(self, anchor):
-        """(kind, row) on the host: its state, and what there is of its window without a gap."""
+        """Return (kind, row) on the host: the node's state, and its window up to the first gap."""
         needed, covered = set(), 0
         for step in self.rig.up(anchor):
             if covered >= self.rig.window or self.rig.data(step, "swa").host_value is None:
@@ -162,7 +162,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         return needed
 
     def check_host_references(self):
-        """Nor does anything go that a transfer needs of the other kinds."""
+        """Check also that nothing of the other kinds that a transfer needs is removed."""
         super().check_host_references()
         for archive, node in self.cache.ongoing_backup.items():
             assert archived_rows(archive) <= self.rows_above(node)
@@ -171,7 +171,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
                 assert self.anchored[request] <= self.rows_above(prefetch.start_node)
 
     def rows_above(self, node):
-        """(kind, row) on the host, of the node and of all above it."""
+        """Return (kind, row) on the host for the node and its ancestors."""
         kinds = "full", "swa", "mamba"
         return {
             (kind, int(row))
@@ -197,11 +197,11 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
 
 
 def rows_of(data):
-    """On the host."""
+    """Return the host rows."""
     return NOTHING if data.host_value is None else data.host_value
 
 
 def archived_rows(operation):
-    """(kind, row) that an archive reads, of pools with rows of their own."""
+    """Return (kind, row) that an archive reads, for pools with their own rows."""
     kinds = [(extra.name.value, extra.host_indices) for extra in operation.extras if extra.host_indices is not None]
     return {(kind, int(row)) for kind, rows in (("full", operation.host_indices), *kinds) for row in rows}

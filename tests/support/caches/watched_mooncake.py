@@ -1,4 +1,4 @@
-"""A Mooncake store that fails on demand, and the objects its master really holds. See `watched_stores`."""
+"""A Mooncake store that fails on demand, with access to the objects that its master holds. See `watched_stores`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WatchedMooncake(Failing, MooncakeStorage):
     def __init__(self, identity, master, *, own_client=False, tag=None):
         settings = master.settings()
         client = MooncakeClient(settings) if own_client else master.shared_client()
-        self._ever = set()  # (pool, key) of what was ever written
+        self._ever = set()  # (pool, key) of all writes
         tag = tag or f"t{secrets.token_hex(5)}"
         super().__init__(client, replace(identity, extra_backend_tag=tag), settings)
 

@@ -1,4 +1,4 @@
-"""Stores that fail on demand, and their real content, read without their own methods.
+"""Stores that fail on demand. Their content is read without their own methods.
 
 All kinds have `broken` (reads and writes raise), `full` (pools that accept no more pages), `acknowledged` (keys of KV
 pages whose write returned true, as did all writes before them in the batch), `bare` (keys of KV pages stored although
@@ -26,7 +26,7 @@ class _Acknowledging:
         super().__init__(*args, **params)
         self.acknowledged = deque()
         self.bare = set()
-        self._refused = set()  # (pool, key) of pages beside KV that were refused when they came last
+        self._refused = set()  # (pool, key) of pages besides KV whose last write was refused
 
     def batch_set_v2(self, transfers):
         done = super().batch_set_v2(transfers)
@@ -84,11 +84,11 @@ class WatchedMemory(_Acknowledging, MemoryStorage):
         return set()
 
     def discard(self):
-        """Close the store. Its content is gone."""
+        """Close the store and discard its content."""
 
 
 class WatchedDirectory(Failing, DirectoryStorage):
-    """Files in a folder of its own."""
+    """Files in a separate folder."""
 
     def __init__(self, identity, host_pools, num_pages):
         """identity: of model "m". num_pages: capacity for pages of all pools together."""
@@ -98,7 +98,7 @@ class WatchedDirectory(Failing, DirectoryStorage):
         super().__init__(Path(self._temporary.name), self._identity, capacity_bytes=num_pages * page_bytes)
 
     def neighbour(self, host_pool):
-        """Another worker's store on the same folder."""
+        """Return another worker's store on the same folder."""
         store = DirectoryStorage(Path(self._temporary.name), self._identity, capacity_bytes=10**6)
         store.register_mem_pool_host(host_pool)
         return store
@@ -118,7 +118,7 @@ class WatchedDirectory(Failing, DirectoryStorage):
                 if kind and _damage(file, draw, is_cut=kind == 1):
                     return set()
             path.unlink()
-        except FileNotFoundError:  # the store, on another thread, was faster
+        except FileNotFoundError:  # removed by the store on another thread
             return set()
         match = _FILE.fullmatch(path.name)
         return {match[1]} if match else set()

@@ -1,1 +1,1 @@
-"""Engines as the bridge sees them: what they publish, by hand and by their own released code."""
+"""Engines as the bridge sees them, with events made by hand or by the engines' released code."""

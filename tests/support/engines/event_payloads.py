@@ -28,13 +28,13 @@ REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 Form = Literal["array", "array with nils", "map"]
 
 Event = dict[str, Any]
-"""Tag under `type`, and the fields that are not at their default."""
+"""Tag under `type`, and the fields that differ from their defaults."""
 
 
 def stored(
     hashes: Sequence[Any], tokens: Sequence[Any], block_size: int = 4, parent: Any = None, **fields: Any
 ) -> Event:
-    """A BlockStored."""
+    """Return a BlockStored."""
     return {
         "type": "BlockStored",
         "block_hashes": list(hashes),
@@ -46,12 +46,12 @@ def stored(
 
 
 def removed(hashes: Sequence[Any], medium: str | None = None, **fields: Any) -> Event:
-    """A BlockRemoved."""
+    """Return a BlockRemoved."""
     return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium, **fields}
 
 
 def cleared() -> Event:
-    """An AllBlocksCleared."""
+    """Return an AllBlocksCleared."""
     return {"type": "AllBlocksCleared"}
 
 
@@ -90,9 +90,10 @@ def names_of(
     objects: Sequence[Sequence[int]] = (),
     is_bigram: bool = False,
 ) -> list[int]:
-    """Sequence hashes of a prompt's pages; objects: hashes of what lies in each page. Page by page, with xxhash.
+    """Return the sequence hashes of a prompt's pages, computed page by page with xxhash.
 
-    Adapter, salt and objects enter the hash of a page's own tokens; pages are chained by the base alone.
+    objects: hashes of the multimodal objects in each page. Adapter, salt and objects enter the local hash of a page.
+    Pages are chained with the base seed alone.
     """
     seed = 1337
     if lora:

@@ -1,9 +1,9 @@
-"""An engine's own ZMQ publisher, in a process of its own, fed by a cache with a random workload.
+"""An engine's own ZMQ publisher in a separate process, with the events of a cache under a random workload.
 
 Usage: `python -m tests.support.engines.publisher_process JSON`. The JSON object has the keys engine, folder, endpoint,
 replay_endpoint, rank, hwm, seed, batches and ledger. `ledger` names a file that is written when everything has been
-published; it lists the pages that are left: [[tier, sequence hash], ...]. The first batch is published at once, the
-others as soon as a file of that name with the suffix `.go` exists.
+published; it lists the remaining pages: [[tier, sequence hash], ...]. The first batch is published at once, the others
+as soon as a file of that name with the suffix `.go` exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.engines.released_modules import engine_module
 
 BLOCK = 16
 WHOLE_DIGESTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
-"""A variable of vLLM: 0 has it send hashes as they are."""
+"""A variable of vLLM: with 0, it sends hashes unchanged."""
 MEDIA = {"sglang": ("GPU", "CPU_PINNED", "DISK", "EXTERNAL"), "vllm": ("GPU", "CPU", "STORAGE")}
 
 
@@ -48,7 +48,7 @@ class Life:
         return [self._remove(self._random.choice(self._prompts)) for _ in range(self._random.randint(1, 4))]
 
     def _new_prompt(self) -> tuple[list[int], list[Any], int]:
-        """A whole prompt, and how many of its pages another one had already."""
+        """Return a complete prompt and the number of its pages that an earlier prompt shares."""
         tokens, hashes = self._random.choice(self._prompts) if self._prompts else ([], [])
         shared = self._random.randint(0, len(hashes)) if self._random.random() < 0.5 else 0
         more = self._random.randint(1, 20)
@@ -87,7 +87,7 @@ class Life:
         return self._random.randrange(len(MEDIA[self._engine])) if self._random.random() < 0.3 else 0
 
     def _hash(self) -> Any:
-        """SGLang's are signed, vLLM's unsigned, or whole digests."""
+        """Return a random block hash. SGLang's are signed; vLLM's are unsigned or complete digests."""
         if self._whole_digests:
             return self._random.randbytes(32)
         if self._engine == "sglang":
@@ -112,7 +112,7 @@ def main(options: dict[str, Any]) -> None:
             time.sleep(0.005)
     ledger.with_suffix(".part").write_text(json.dumps(sorted(life.pages)))
     ledger.with_suffix(".part").replace(ledger)
-    signal.pause()  # until it is killed, as engines are
+    signal.pause()  # the process is killed, as engines are
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The KV event modules of released versions of vLLM and SGLang, without the rest of the packages.
 
-Stand-ins replace what a module imports of its package: a logger, a decorator, the type of a hash. The event classes,
+Stand-ins replace the module's imports from its package: a logger, a decorator, the type of a hash. The event classes,
 the publishers and their factory are the released code.
 """
 
@@ -60,7 +60,7 @@ def forget_engine_modules() -> None:
 
 
 def _stand_in(name: str, **contents: Any) -> None:
-    """Install a module of that name and its parent packages."""
+    """Install a module with that name and its parent packages."""
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:length]), ModuleType(".".join(parts[:length])))

@@ -1,4 +1,4 @@
-"""Released packages of other projects, to test against. Cached in `~/.cache/kvsight`."""
+"""Released packages of other projects for tests. They are cached in `~/.cache/kvsight`."""
 
 from __future__ import annotations
 

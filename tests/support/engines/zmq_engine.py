@@ -17,9 +17,9 @@ END = b"\xff" * 8
 
 
 class ZmqEngine:
-    """One rank. Sends from the caller's thread; a thread of its own answers replay requests.
+    """One rank of an engine. Sends from the caller's thread; a separate thread answers replay requests.
 
-    The live socket is an XPUB, which reports subscriptions and is the same as a PUB on the wire.
+    The live socket is an XPUB, which reports subscriptions. On the wire it does not differ from a PUB.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class ZmqEngine:
         port: int | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """layout: of replay answers. connect_to: the reader binds, as where the address has a wildcard for it.
-        host: one of IPv6 in brackets.
+        """layout: format of replay answers. connect_to: address that the reader binds, as with a wildcard address.
+        host: IPv6 addresses are written in brackets.
         """
         self.seq = first_seq
         self.topic = topic.encode()
         self.requests: list[int] = []
-        """Starts of the replays that were asked for."""
+        """First sequence numbers of the requested replays."""
         self.answers_at_most = 10**9
-        """Batches that one replay answer holds before the rest is dropped, as by a ROUTER's high-water mark."""
+        """Maximum number of batches in a replay answer. The rest is dropped, as by a ROUTER's high-water mark."""
         self._first_seq = first_seq
         self._layout = layout
         self._high_water_mark = high_water_mark
@@ -65,7 +65,7 @@ class ZmqEngine:
         return None if self._replay_port is None else f"tcp://{self._host}:{self._replay_port}"
 
     def send(self, payload: bytes, fate: Literal["sent", "dropped", "lost"] = "sent") -> int:
-        """Send the next batch and return its number. dropped: replays only; lost: neither live nor replay."""
+        """Send the next batch and return its number. dropped: available by replay only; lost: not available at all."""
         seq, self.seq = self.seq, self.seq + 1
         if fate != "lost":
             with self._lock:
@@ -130,7 +130,7 @@ class ZmqEngine:
                 continue
             frames = router.recv_multipart()
             if len(frames) != 3:
-                continue  # as the engines do: no answer
+                continue  # no answer, as from engines
             start = int.from_bytes(frames[2], "big")
             self.requests.append(start)
             with self._lock:

@@ -1,1 +1,1 @@
-"""The event log from the reading side: records made by hand, and a consumer that reads them."""
+"""The reading side of the event log: records made by hand, and a consumer that reads them."""

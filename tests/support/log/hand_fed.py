@@ -40,7 +40,7 @@ class HandFed:
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> list[int]:
-        """Let a stream store a prompt; tiers: tier -> which of its pages (all on the device). Returns its hashes."""
+        """Store a prompt in a stream. tiers: tier -> pages; None: all on the device. Returns the hashes."""
         seed = namespace_seed(lora_name, cache_salt)
         hashes: list[int] = sequence_hashes(token_array(tokens), stream.block_size, seed).tolist()
         places = {0: range(len(hashes))} if tiers is None else tiers

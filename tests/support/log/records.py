@@ -1,4 +1,4 @@
-"""Log records as a publisher would send them, made by hand."""
+"""Log records made by hand, as a publisher would send them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStore
 from kv_events.streams import StreamId
 
 Chain = tuple[int, Sequence[int]]
-"""Sequence hash before the chain (0: none), and the chain's hashes."""
+"""Sequence hash of the chain's parent (0: none), and the hashes of the chain."""
 
 
 def words(values: Iterable[int]) -> bytes:
-    """Packed little-endian u64."""
+    """Return packed little-endian u64 values."""
     return np.array(list(values), dtype="<u8").tobytes()
 
 
@@ -47,7 +47,7 @@ def splitmix(value: int) -> int:
 
 
 def digest_of(held: Iterable[tuple[int, int]]) -> bytes:
-    """Digest of a set of (sequence hash, tier), from scratch."""
+    """Compute the digest of a set of (sequence hash, tier) from scratch."""
     counts, xors = [0] * 4, [0] * 4
     for page, tier in set(held):
         counts[tier] += 1
@@ -56,7 +56,7 @@ def digest_of(held: Iterable[tuple[int, int]]) -> bytes:
 
 
 class Stream:
-    """A publisher by hand. Keeps the set of (sequence hash, tier) that its events imply."""
+    """A publisher controlled by the test. Keeps the set of (sequence hash, tier) that its events imply."""
 
     def __init__(
         self, worker: str = "w0", *, model: str = "m", tenant: str = "default", dp_rank: int = 0, block_size: int = 4
@@ -92,7 +92,7 @@ class Stream:
         return LogRecord(0, self.seq, int(now * 1000), self.id.key.encode(), payload)
 
     def resync(self, *, now: float | None = None) -> LogRecord:
-        """Return a snapshot of everything held, in one record."""
+        """Return a resync of everything held, in one record."""
         stores = [stored(*[(0, [page]) for page, t in sorted(self.held) if t == tier], tier=tier) for tier in range(4)]
         return self.batch(SnapshotBegin("test"), *stores, SnapshotEnd(), now=now)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 
 
 def window_pages(group: str, page_size: int) -> int:
-    """Return how many pages before the end of a prefix a group needs: one for a state, or those of a window."""
+    """Return the number of pages that a group needs at the end of a prefix: one for a state, or those of a window."""
     return 1 if group == "mamba" else -(-int(group.removeprefix("swa:")) // page_size)
 
 
@@ -15,7 +15,7 @@ def num_reusable(
 ) -> int:
     """Return the pages of the longest held prefix that satisfies every group at its end.
 
-    prompt: names of its pages. groups: name -> pages marked.
+    prompt: its pages. groups: name -> marked pages.
     """
     matched = next((i for i, page in enumerate(prompt) if page not in held), len(prompt))
     return max(

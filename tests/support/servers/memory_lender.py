@@ -1,6 +1,7 @@
 """A process that lends its memory to a Mooncake master until it is killed.
 
-Usage: `python -m tests.support.servers.memory_lender HOST:PORT READY`. The file READY appears when the memory is lent.
+Usage: `python -m tests.support.servers.memory_lender HOST:PORT READY`. The file READY is created when the memory is
+available.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real `mooncake_master`, the memory that it hands out, and clients of it."""
+"""A real `mooncake_master`, the memory that it allocates from, and its clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENT_BYTES = 2**26
 
 
 class SharedClient:
-    """A client shared by several storages, as one of them sees it. Closing it unregisters that storage's buffers."""
+    """One storage's view of a client that several storages share. Closing it unregisters that storage's buffers."""
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
@@ -50,7 +50,7 @@ class MooncakeAccess:
         self._client: MooncakeClient | None = None
 
     def settings(self, **values: object) -> MooncakeSettings:
-        """For a client that lends no memory, unless `values` say otherwise."""
+        """Return settings of a client. By default, it lends no memory."""
         ours = {
             "mooncake_master": self.address,
             "mooncake_segment_bytes": 0,
@@ -72,17 +72,17 @@ class MooncakeAccess:
             self._client = None
 
     def connect(self, **values: object) -> MooncakeClient:
-        """A client with these settings. The caller closes it."""
+        """Return a client with these settings. The caller closes it."""
         from engine_cache.storage.mooncake_client import MooncakeClient
 
         return MooncakeClient(self.settings(**values))
 
 
 class MooncakeMaster(MooncakeAccess):
-    """A master that a test may stop, kill and restart. It forgets everything over a restart."""
+    """A master that a test may stop, kill and restart. A restart loses all its data."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises PartMissingError. The master runs after `restart()`."""
+        """`restart()` starts the master. Raises PartMissingError."""
         if importlib.util.find_spec("mooncake") is None:
             raise PartMissingError("mooncake_master", "pip install -e '.[mooncake]'")
         self._port = free_port()
@@ -93,11 +93,11 @@ class MooncakeMaster(MooncakeAccess):
 
     @property
     def running(self) -> bool:
-        """Whether the master's process is alive."""
+        """Return whether the master's process is alive."""
         return self._process is not None and self._process.running
 
     def restart(self) -> None:
-        """Start, or start again. Blocks until it listens."""
+        """Start or restart, and block until the master listens."""
         self.kill()
         options = [f"--rpc_port={self._port}", f"--metrics_port={free_port()}", "--logtostderr=1"]
         binary = Path(sys.executable).parent / "mooncake_master"
@@ -105,21 +105,21 @@ class MooncakeMaster(MooncakeAccess):
         self._process.wait_for_port(self._port, deadline_s=20.0)
 
     def lend(self) -> None:
-        """Lend it `LENT_BYTES` of this process's memory until `close`, across restarts."""
+        """Lend `LENT_BYTES` of memory to the master until `close`, also after restarts."""
         self._lender = self.connect(mooncake_segment_bytes=LENT_BYTES)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self._process is not None:
             self._process.kill()
 
     def stop(self) -> None:
-        """SIGSTOP: it accepts connections and never answers."""
+        """Send SIGSTOP: the master then accepts connections and never answers."""
         assert self._process is not None
         self._process.send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         assert self._process is not None
         self._process.send(signal.SIGCONT)
 

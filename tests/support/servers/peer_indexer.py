@@ -1,6 +1,6 @@
-"""NVIDIA Dynamo's standalone indexer, as published on PyPI, to compare ours with.
+"""NVIDIA Dynamo's standalone indexer, as published on PyPI, for comparison with kvsight.
 
-To run it by hand: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.6.1` and then
+To run it manually: `pip install --no-deps --target FOLDER ai-dynamo-runtime==1.6.1` and then
 `PYTHONPATH=FOLDER python -m dynamo.indexer --port 8090 --threads 4`, with pydantic and uvloop installed.
 """
 
@@ -23,7 +23,7 @@ class PeerIndexer:
     """A process of the indexer: `with PeerIndexer(log) as peer:`. Skips the test if pip cannot download the package."""
 
     def __init__(self, log: Path, *, threads: int = 1) -> None:
-        """threads: of its index; 1: events are taken in the order of their arrival."""
+        """threads: threads of its index; with 1, events are processed in the order of their arrival."""
         folder = installed(*PEER_PACKAGE)
         self._port = free_port()
         command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self._port), "--threads", str(threads)]

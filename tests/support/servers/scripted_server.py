@@ -22,7 +22,7 @@ class Reply(NamedTuple):
 
 
 HANG_UP = None
-"""In a script: the connection breaks without an answer."""
+"""In a script: close the connection without an answer."""
 
 
 class Request(NamedTuple):
@@ -57,7 +57,7 @@ class ScriptedServer:
                 writer.write(reply.to_bytes())
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client hung up
+            pass  # the client disconnected
         finally:
             writer.close()
 

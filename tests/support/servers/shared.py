@@ -1,7 +1,7 @@
-"""One broker, one Redis and one Mooncake master for a whole test run, however many processes run its tests.
+"""One Kafka broker, one Redis and one Mooncake master for a whole test run with any number of processes.
 
-The process that controls the run starts a server when it is first asked for and stops them all at the end. The
-workers of pytest-xdist ask through a Unix socket.
+The process that controls the run starts a server at the first request for it and stops all servers at the end. The
+test processes of pytest-xdist send requests through a Unix socket.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 class Servers(Protocol):
-    """What a test process sees of the shared servers."""
+    """The interface of the shared servers in a test process."""
 
     def address(self, name: str) -> str:
-        """The address of the server `kafka`, `redis` or `mooncake`. Raises PartMissingError."""
+        """Return the address of the server `kafka`, `redis` or `mooncake`. Raises PartMissingError."""
 
 
 class SharedServers:
@@ -50,7 +50,7 @@ class SharedServers:
             return self._addresses[name]
 
     def listen(self) -> str:
-        """Answer other processes from now on. Returns the path of the socket."""
+        """Start to answer other processes. Returns the path of the socket."""
         if self._listener is None:
             self._listener = Listener(str(Path(self._folder.name) / "socket"), backlog=64)
             threading.Thread(target=self._accept, args=(self._listener,), name="shared-servers", daemon=True).start()
@@ -73,19 +73,19 @@ class SharedServers:
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: Connection) -> None:
-        with connection, contextlib.suppress(EOFError, OSError):  # the worker was interrupted
+        with connection, contextlib.suppress(EOFError, OSError):  # the test process was interrupted
             name = connection.recv_bytes(64).decode()
             try:
                 answer = {"address": self.address(name)}
             except PartMissingError as error:
                 answer = {"missing": error.part, "remedy": error.remedy}
-            except Exception as error:  # noqa: BLE001  (the worker raises it)
+            except Exception as error:  # noqa: BLE001  (the test process raises it)
                 answer = {"error": f"{name} did not start: {error!r}"}
             connection.send_bytes(json.dumps(answer).encode())
 
 
 class RemoteServers:
-    """The servers as a worker process sees them."""
+    """The shared servers, as seen from another test process."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
@@ -116,7 +116,7 @@ def _start_redis(folder: Path) -> tuple[str, Callable[[], None]]:
 def _start_mooncake(folder: Path) -> tuple[str, Callable[[], None]]:
     master = MooncakeMaster(_made(folder / "mooncake"))
     master.restart()
-    # Another process than a worker's: its memory stays until the last worker has ended.
+    # A separate process, because its memory must remain until the last test process has ended.
     ready = folder / "mooncake" / "lent"
     lender: list[str | Path] = [sys.executable, "-m", "tests.support.servers.memory_lender", master.address, ready]
     process = ChildProcess(lender, folder / "mooncake" / "lender.log", env={"PYTHONPATH": str(_ROOT)})

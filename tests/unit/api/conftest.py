@@ -1,4 +1,4 @@
-"""An application on a consumer that reads records made by hand."""
+"""An application whose consumer reads records made by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Serving = Callable[..., AbstractAsyncContextManager[tuple[httpx.AsyncClient, Han
 
 @pytest.fixture
 def serving() -> Serving:
-    """`async with serving(**settings) as (client, fed)`: the application, without a server, and what feeds it."""
+    """`async with serving(**settings) as (client, fed)`: a client of the application, and its consumer."""
 
     @asynccontextmanager
     async def serve(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, HandFed]]:

@@ -1,4 +1,4 @@
-"""/dump, and the order of its pages."""
+"""The /dump route and the order of its pages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_dump_rebuilds_every_view_parents_first(serving: Any) -> None:
 
 @given(st.lists(st.integers(0, 30), min_size=0, max_size=40, unique=True), st.data())
 def test_no_page_comes_before_its_parent(numbers: list[int], data: st.DataObject) -> None:
-    """A forest by construction: a page's parent is drawn from the pages before it in `numbers`, or from outside."""
+    """The pages form a forest: the parent of a page is an earlier page in `numbers`, or a page that is not listed."""
     hashes = [number + 1 for number in numbers]
     parents = [data.draw(st.sampled_from([0, 999, *hashes[:i]])) for i in range(len(hashes))]
     shuffled = data.draw(st.permutations(range(len(hashes))))

@@ -1,4 +1,4 @@
-"""The feed of events without a server: who is told what, and what becomes of slow clients."""
+"""The event feed without a server: the events that each client receives, and the handling of slow clients."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TOKENS = list(range(1, 17))
 
 
 def events_of(chunk: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """(name, data) of every event of a chunk; comments left out."""
+    """Return (name, data) of every event in a chunk, without comments."""
     blocks = [block.split("\n") for block in chunk.decode().split("\n\n") if block and not block.startswith(":")]
     return [(lines[0].removeprefix("event: "), json.loads(lines[1].removeprefix("data: "))) for lines in blocks]
 
 
 async def next_events(stream: AsyncIterator[bytes]) -> list[tuple[str, dict[str, Any]]]:
-    """Of the next chunk that holds any."""
+    """Return the events of the next chunk that contains any."""
     async for chunk in stream:
         if events := events_of(chunk):
             return events
@@ -56,7 +56,7 @@ async def test_a_batch_is_told_with_its_counts_and_the_state_after_it() -> None:
         "seq": 0,
         "stored": {"GPU": 3, "DISK": 1},
         "removed": {"DISK": 1},
-        "cleared": True,  # as every incarnation begins
+        "cleared": True,  # every epoch starts with a clear
         "pages": {"GPU": 3, "CPU_PINNED": 0, "DISK": 0, "EXTERNAL": 0},
         "state": "live",
     }
@@ -115,7 +115,7 @@ async def test_only_what_was_asked_for_is_told(wanted: Wanted, names: list[str])
         await anext(stream)
         await fed.feed(Stream("a").batch(), Stream("b", model="m2", tenant="t").batch())
         assert {data["instance_id"] for _, data in await next_events(everything)} == {"a", "b"}
-        feed.close()  # so that a stream with nothing to say ends
+        feed.close()  # ends streams without events
         chunks = [chunk async for chunk in stream]
     assert sorted({data["instance_id"] for chunk in chunks for _, data in events_of(chunk)}) == names
 

@@ -1,4 +1,4 @@
-"""Group streams over HTTP: `reusable` in answers, groups under their worker, and nothing for who knows of none."""
+"""Group streams over HTTP: `reusable` in answers, groups listed under their worker, and answers without groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def states(worker: str = "1", **more: Any) -> Stream:
 
 
 async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more: Any) -> None:
-    """The whole prompt, and a state at the end of one page."""
+    """Store the whole prompt and a state at the end of one page."""
     hashes = await fed.hold(Stream(worker, **more), TOKENS)
     await fed.feed(states(worker, **more).batch(stored((0, [hashes[state_page]]))))
 

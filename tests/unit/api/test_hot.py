@@ -20,7 +20,7 @@ ADDED = {"state", "age_ms", "external", "EXTERNAL", "matched_dp", "weighted", "w
 
 
 def without_added(answer: Any) -> Any:
-    """The part of an answer that the original has, too."""
+    """Return the part of an answer that Dynamo's answers contain, too."""
     if isinstance(answer, dict):
         return {key: without_added(value) for key, value in answer.items() if key not in ADDED}
     return answer
@@ -34,7 +34,7 @@ def rfc_query(**more: Any) -> dict[str, Any]:
     return {"model": "m", "block_size": 4, "token_ids": TOKENS, **more}
 
 
-# --- the running peer's dialect ---
+# --- Dynamo's dialect ---
 
 
 async def test_the_peers_answer_for_two_workers(serving: Any) -> None:
@@ -211,7 +211,7 @@ async def test_an_adapter_that_has_no_name_is_asked_for_by_its_number(serving: A
     assert [list(answer["default"]) for answer in plain] == [["3"]] * 3
 
 
-# --- by hash, packed, weighed, in batches ---
+# --- hashes, packed numbers, weights, batches ---
 
 
 async def test_rolling_and_local_hashes_give_the_answer_of_the_tokens(serving: Any) -> None:

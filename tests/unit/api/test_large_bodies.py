@@ -1,4 +1,4 @@
-"""Bodies that take long to decode: the same answers and problems, while other callers are answered."""
+"""Bodies that take long to decode: the results are the same, and other callers are answered in the meantime."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ async def test_other_callers_are_not_kept_waiting(serving: Any, data: bytes) -> 
             assert (await client.post(path, content=data, headers=JSON)).status_code in (200, 422)
 
         def are_short(turns: list[float]) -> bool:
-            return max(turns) < 3 * _glance_s(data)  # to decode it in one piece takes 4 (good, bad) or 10 (batch)
+            return max(turns) < 3 * _glance_s(data)  # decoding in one piece takes 4 (good, bad) or 10 (batch)
 
         await check_turns(ask, are_short, time.process_time)
 
 
 def _glance_s(data: bytes) -> float:
-    """CPU time that it takes to see that this is JSON, which cannot be interrupted."""
+    """Return the CPU time of checking that the data is JSON, which cannot be interrupted."""
     before = time.process_time()
     msgspec.json.decode(data, type=Raw)
     return time.process_time() - before

@@ -1,4 +1,4 @@
-"""Whatever a caller gets wrong: the peer's status, a problem document that names field and value, never a 5xx."""
+"""Errors of callers: Dynamo's status, a problem document with the field and value, and never a 5xx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer says about each DP rank."""
+"""The data about each DP rank in an answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_ranks_are_told_apart_on_every_tier(serving: Any, query: dict[str,
         ).json()[path]
     assert (plain["w"]["longest_matched"], plain["w"]["matched_dp"]) == (16, {"0": 12, "1": 16})
     assert "weighted_dp" not in plain["w"]
-    assert weighed["w"]["weighted"] == 12 + 0.5 * 4  # no rank is worth that
+    assert weighed["w"]["weighted"] == 12 + 0.5 * 4  # more than any single rank has
     assert weighed["w"]["weighted_dp"] == {"0": 12.0, "1": 4 + 0.5 * 12}
     assert weighed["alike"]["weighted"] == 16.0
-    assert not {"matched_dp", "weighted_dp"} & weighed["alike"].keys()  # nothing that is not said already
+    assert not {"matched_dp", "weighted_dp"} & weighed["alike"].keys()  # omitted: they would repeat other fields

@@ -1,4 +1,4 @@
-"""/register and /unregister without a server: dialects, answers, refusals. No engine need be there."""
+"""/register and /unregister without a server: dialects, answers and refusals. No engine is required."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RFC = {
 
 @asynccontextmanager
 async def embedded(indexer: IndexerSettings | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a service that reads engines itself."""
+    """Yield a client of a service that reads engines itself."""
     log, indexer = MemoryLog(), indexer or IndexerSettings(max_pages=2**16)
     consumer = create_consumer(indexer, log)
     registrations = Registrations(consumer, log, RegistrationSettings(**settings), BridgeSettings(), None)
@@ -223,7 +223,7 @@ async def test_an_engine_for_which_the_index_has_no_room_is_refused(
 
 async def test_an_engine_that_the_index_does_not_take_shows_why(caplog: pytest.LogCaptureFixture) -> None:
     log = MemoryLog()
-    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)  # does not run
+    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)  # is never started
     registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None)
     async with registrations.running():
         engine = EngineSettings(endpoint=ENDPOINT, worker="1", model="m", block_size=4)

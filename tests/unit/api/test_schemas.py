@@ -1,4 +1,4 @@
-"""The structs that server and clients share: complete, and documented."""
+"""The structs that server and clients share are complete and documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes, metrics, the token, the documentation, settings."""
+"""Probes, metrics, the bearer token, the API documentation and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/workers, a worker's radix view, a resync on demand."""
+"""The /workers route, the radix view of a worker, and resyncs on demand."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_stream_that_is_forgotten_while_it_is_read_is_a_404(serving: Any
         views = fed.consumer.namespaces
         view = views.view(stream.id)
         reading = _radix_view(fed.consumer, view, limit=1000, cursor=0)
-        reading.send(None)  # up to the pause after the first slice
+        reading.send(None)  # run until the pause after the first slice
         for _ in views.forget(stream.id):
             pass
         with pytest.raises(ProblemError, match=stream.id.key) as caught:
@@ -117,7 +117,7 @@ async def test_many_workers_never_hold_up_the_loop(serving: Any) -> None:
             names = [each["instance_id"] for each in msgspec.json.decode(answer.content)]
             assert sorted(names) == sorted(f"w{number}" for number in range(3000))
 
-        # a slice is of a millisecond, the whole of a hundred, of which reading the answer here takes a part
+        # a slice takes a millisecond and the whole a hundred, some of which is spent here on reading the answer
         await check_turns(ask, lambda turns: max(turns) < sum(turns) / 4)
 
 
