@@ -155,7 +155,7 @@ async def test_while_registrations_cannot_be_read_none_is_changed(tmp_path: Path
             body = {"instance_id": 1, "endpoint": engine.endpoint, "model_name": "m", "block_size": 4}
             for path in ("/register", "/unregister"):
                 answer = await served.client.post(path, json=body)
-                assert "registered before" in check_problem(answer, 503)["error"]
+                assert "saved registrations" in check_problem(answer, 503)["error"]
                 assert answer.headers["retry-after"] == "1"
             assert not await served.is_ready()
         try:

@@ -159,7 +159,7 @@ async def test_a_reader_that_is_stuck_is_given_up_and_may_ask_again(
     async with sink_with(num_batches=60) as (_, readers):
         reader = readers.open()
         await ask(reader, 0)
-        await async_wait_until(lambda: "took nothing" in caplog.text)
+        await async_wait_until(lambda: "its reader stalled" in caplog.text)
         await ask(reader, 58)
         numbers = await answer(reader)
         assert numbers[-2:] == [58, 59]
@@ -175,5 +175,5 @@ async def test_the_end_of_the_task_that_answers_is_logged(
     async with sink_with(num_batches=1) as (_, readers):
         monkeypatch.setattr(KeptBatches, "since", failing)
         await ask(readers.open(), 0)
-        await async_wait_until(lambda: "zmq-replay:w died" in caplog.text)
+        await async_wait_until(lambda: "zmq-replay:w failed" in caplog.text)
         assert "the store is broken" in caplog.text
