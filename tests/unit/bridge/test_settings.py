@@ -1,4 +1,4 @@
-"""Engines as files and flags name them."""
+"""Engines that are configured in files and flags."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ONE, TWO = StreamId("m", "t", "one", 0), StreamId("m", "t", "two", 0)
 
 
 class GatedSink:
-    """Takes records when the gate is open; refuses some."""
+    """Accepts records while the gate is open, and refuses some."""
 
     def __init__(self) -> None:
         self.calls: list[list[bytes]] = []

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's polled events -> what routers may count on."""
+"""Translation of TensorRT-LLM's polled events to events that routers can rely on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block(block_hash: Any, tokens: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def stored(hashes: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> dict[str, Any]:
-    """Blocks of four tokens; the last one may have fewer."""
+    """Return a store of blocks of four tokens. The last one may have fewer."""
     blocks = [block(name, tokens[4 * i : 4 * i + 4], **fields) for i, name in enumerate(hashes)]
     return {"type": "stored", "parent_hash": parent, "blocks": blocks}
 
@@ -47,7 +47,7 @@ def moved(block_hash: int, old: int, new: int) -> dict[str, Any]:
 
 
 class Rig:
-    """Polled events, and what the streams say."""
+    """Passes polled events to the bridge and returns the content of the streams."""
 
     def __init__(self) -> None:
         self.polled = PolledEvents(self._publisher, name_pages=4096)

@@ -1,4 +1,4 @@
-"""Threads for the bridge's work: which thread does it, and who goes first."""
+"""The bridge's worker threads: their assignment and their priority."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ LARGE = 1 << 20
 
 
 async def run(num_bytes: int) -> tuple[int, int]:
-    """Native id and niceness of the thread that does the work."""
+    """Return the native id and the niceness of the thread that does the work."""
     workers = WorkerThreads()
     try:
         return await workers.run(num_bytes, _me)

@@ -1,4 +1,4 @@
-"""What the container files say holds for the code: command lines, settings, ports, health checks, metrics."""
+"""The container files agree with the code: command lines, settings, ports, health checks, metrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 
 
 def instructions(keyword: str) -> list[str]:
-    """Arguments of one kind of line of the Dockerfile."""
+    """Return the arguments of one instruction in the Dockerfile."""
     return re.findall(rf"^{keyword}\s+(.*)$", DOCKERFILE, re.MULTILINE)
 
 
 def command_lines() -> dict[str, list[str]]:
-    """Words of every kvsight command in the container files and the Makefile, by the place where it stands."""
+    """Return the words of every kvsight command in the container files and the Makefile, by location."""
     ours = {name: service["command"] for name, service in SERVICES.items() if "build" in service}
     in_image = [json.loads(instructions("CMD")[-1])]
     in_image += [shlex.split(line) for line in instructions("RUN") if line.startswith("kvsight ")]
@@ -38,7 +38,7 @@ def option(words: list[str], name: str) -> str:
 
 
 def literals(*packages: str) -> set[str]:
-    """Every string constant in the source of some packages."""
+    """Return every string constant in the source of some packages."""
     trees = [ast.parse(path.read_text()) for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
     nodes = (node for tree in trees for node in ast.walk(tree))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -1,4 +1,4 @@
-"""What the docs show is true: blocks run, commands exist, settings parse, links lead somewhere."""
+"""The documentation is correct: code blocks run, commands exist, settings parse, links are valid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.log.records import Stream
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_WHOLE = ("docs/hashing.md", "docs/routers.md")
-"""Pages whose Python blocks need nothing but an API on port 8000; whole examples have tests of their own."""
+"""Pages whose Python blocks need only an API on port 8000. Complete examples have separate tests."""
 EXAMPLES = {file.read_text() for file in (ROOT / "examples").glob("*.py")}
 VLLM_KEYS = {
     "enable_kv_cache_events",
@@ -61,7 +61,7 @@ def blocks(*languages: str) -> Iterator[Block]:
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every command line of a console block: the page, and its words."""
+    """Yield the page and the words of every command line in a console block."""
     for block in blocks("console", ""):
         joined = re.sub(r" *\\\n +", " ", block.text)
         lines = (
@@ -82,7 +82,7 @@ async def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) 
         await fed.hold(Stream("engine-0", model="my-model"), list(range(1, 17)))
         await asyncio.to_thread(exec, program.replace("http://127.0.0.1:8000", url), {"__name__": page})
     if "best_worker" in program:
-        assert "engine-1 None 0" in capsys.readouterr().out  # 16 tokens do not outweigh 1200 that wait
+        assert "engine-1 None 0" in capsys.readouterr().out  # 16 cached tokens do not outweigh 1200 queued ones
 
 
 def test_python_blocks_compile() -> None:

@@ -1,4 +1,4 @@
-"""What the docs say about the routers of examples/."""
+"""The statements in the docs about the routers in examples/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 
 
 def lines_of_code(router: Path) -> int:
-    """Without docstrings, comments and empty lines."""
+    """Count lines without docstrings, comments and empty lines."""
     lines: set[int] = set()
     is_at_start = True
     for token in tokenize.generate_tokens(io.StringIO(router.read_text()).readline):

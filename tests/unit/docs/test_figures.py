@@ -12,7 +12,7 @@ _SHOWN = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<figure>[\d.,]+) (?P<unit>[A-Za
 
 
 def measured() -> Iterator[tuple[str, tuple[float, str]]]:
-    """Name -> median and unit of each row of the benchmarks' tables."""
+    """Yield the name and (median, unit) of each row in the benchmarks' tables."""
     for row in _ROW.finditer((ROOT / "benchmarks" / "README.md").read_text()):
         yield row["name"], (float(row["median"].replace(",", "")), row["unit"])
 

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 
 @pytest.fixture
 def events(tmp_path: Path) -> Path:
-    """The event log that the page's program has written."""
+    """The event log that the program on the page writes."""
     (program,) = re.findall(r"^ *```python\n(.*?)^ *```", PAGE, re.MULTILINE | re.DOTALL)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", dedent(program)]

@@ -21,7 +21,7 @@ PACKAGES = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*) \|$", PAGE.partitio
 
 
 def definitions(file: Path) -> set[str]:
-    """`name` of each function and class of a module, and `Class.name` of each method."""
+    """Return `name` of each function and class of a module, and `Class.name` of each method."""
     found = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Whoever fails while acknowledgements are taken over costs nobody else theirs, and no lock and no row of its own."""
+"""A failure while acknowledgements are processed does not affect the others, and leaks no lock and no row."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def rig(request):
 
 
 def fail_at(monkeypatch, owner, name, *turns):
-    """Have some calls of a method fail before they do anything."""
+    """Make some calls of a method fail before they have an effect."""
     calls, method = [], getattr(owner, name)
 
     def failing(*args, **kwargs):

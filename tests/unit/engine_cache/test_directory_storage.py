@@ -105,7 +105,7 @@ def test_what_a_crashed_writer_left_goes_at_the_next_opening(open_store, tmp_pat
     foreign.write_text("not ours")
     stats = open_store().get_stats()
     assert (stats.num_held, stats.held_bytes) == (0, 0)
-    assert set((tmp_path / "pages").iterdir()) == {left, foreign}  # the younger one may still be written
+    assert set((tmp_path / "pages").iterdir()) == {left, foreign}  # the newer one may still be in use by a writer
 
 
 def test_clearing_leaves_foreign_files(store, tmp_path):
@@ -181,7 +181,7 @@ def test_a_sound_page_under_the_name_of_another_is_a_miss(store, tmp_path):
     file_of(tmp_path, 1).replace(file_of(tmp_path, 0))
     assert get(store, 0) == [False]
     assert store.get_stats().num_damaged == 1
-    store.batch_exists(KEYS[1:])  # notices that the other one is gone
+    store.batch_exists(KEYS[1:])  # detects that the other one was removed
 
 
 def test_a_page_that_cannot_be_read_is_a_miss_and_stays(store, tmp_path, caplog):
@@ -203,7 +203,7 @@ def test_a_page_that_cannot_be_written_is_false_and_takes_no_room(store, tmp_pat
     assert store.get_stats().num_failed_writes == 2
     (tmp_path / "pages").mkdir()
     assert put(store, 1, 2) == [True, True]
-    store.batch_exists(KEYS)  # notices that page 0 is gone
+    store.batch_exists(KEYS)  # detects that page 0 was removed
 
 
 # --- the bound -------------------------------------------------------------------------------------------------------
@@ -254,14 +254,14 @@ def test_a_page_that_cannot_be_removed_still_counts_and_is_tried_again(open_stor
     put(store, 1)
     path = file_of(tmp_path, 0)
     path.unlink()
-    path.mkdir()  # which nobody can unlink
+    path.mkdir()  # a folder cannot be unlinked
     assert put(store, 2) == [True]
     assert f"page {path.name} cannot be evicted" in caplog.text
     assert held(store) == [0, 2]
     assert store.take_removed() == [KEYS[1]]
     assert store.get_stats()[-3:] == (1, 2, 2 * FILE_BYTES)
     path.rmdir()
-    assert put(store, 3) == [True]  # the place of page 2, which is older now
+    assert put(store, 3) == [True]  # replaces page 2, which is older now
     assert put(store, 4) == [True]
     assert held(store) == [3, 4]
     store.check()

@@ -1,4 +1,4 @@
-"""A copy engine that takes no job, closed or for want of a thread, costs no row."""
+"""A copy engine that refuses jobs, because it is closed or cannot start a thread, leaks no rows."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def rig(request):
 
 @pytest.fixture
 def refuse(rig, monkeypatch):
-    """Have the engine take no job while `call` runs, which fails for that."""
+    """Make the engine refuse jobs while `call` runs, which fails for this reason."""
 
     def submit(lane, steps):
         raise RuntimeError("no thread to be had")
@@ -62,7 +62,7 @@ def test_a_load_that_cannot_begin_stays_queued(rig, refuse):
     assert len(rig.cache.load_back(match.best_match_node)) == 2
     refuse(rig.cache.ready_to_load_host_cache)
     assert rig.cache.ready_to_load_host_cache() == 0
-    rig.settle()  # and the fixture compares the bytes
+    rig.settle()  # the fixture then compares the bytes
     assert rig.match([1, 2]).last_device_node.lock_ref == 0
     assert rig.cache.evict(EvictParams(2)).num_tokens_evicted == 2
 

@@ -34,7 +34,7 @@ def insert(cache, tokens, extra_key=None):
 
 
 def rolling(tokens, page_size, seed=1337, width=None):
-    """Independent oracle: sequence hashes by the xxhash package; seed: that of the pages' own hashes."""
+    """Independent reference: sequence hashes computed with the xxhash package. seed: seed of the local hashes."""
     width = width or page_size
     result = []
     for start in range(0, len(tokens) - width + 1, page_size):

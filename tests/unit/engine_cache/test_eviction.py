@@ -6,7 +6,7 @@ from engine_cache.tree.eviction import EVICTION_POLICIES, find_policy
 
 
 def evicted_order(policy):
-    """Four one-page leaves; which goes first, second, ... Leaves are named by their token.
+    """Return the order in which four one-page leaves are evicted. Leaves are identified by their token.
 
     Inserted 1, 2, 3, 4 with priorities 4, 1, 3, 2; then 1 is inserted twice more, 2 once more, and 3 is matched.
     """

@@ -1,4 +1,4 @@
-"""What an eviction looks at does not depend on the size of the tree."""
+"""The number of nodes that an eviction examines does not depend on the size of the tree."""
 
 import random
 
@@ -32,7 +32,7 @@ CASES += [("mamba", "lru"), ("himamba", "lru")]
 
 
 class Unwalked(dict):
-    """Children that may be looked up, not gone through."""
+    """Children that may be looked up but not iterated over."""
 
     def __iter__(self):
         raise AssertionError("somebody goes through all the children of a node")
@@ -58,7 +58,7 @@ def make_cache(kind, device_pages, host_pages, policy, write_policy="write_throu
 
 
 def insert(cache, tokens):
-    """Insert a prompt of which all but the last page is there already."""
+    """Insert a prompt that is cached except for its last page."""
     rows = cache.allocator.alloc(1)
     if rows is None:
         cache.evict(EvictParams(1))
@@ -73,8 +73,8 @@ def insert(cache, tokens):
 
 
 def looked_at_in_a_full_cache(kind, num_leaves, policy, monkeypatch):
-    """Policy calls of some turns, in each of which one leaf is used and one comes, for which another has to go from
-    every tier. All leaves hang below one node."""
+    """Return the policy calls of several turns. In each, one leaf is used and one is inserted, so that another one is
+    evicted from every tier. All leaves have the same parent."""
     calls, original = [], EVICTION_POLICIES[policy]
 
     def counted(node):
@@ -104,7 +104,7 @@ def test_a_full_cache_looks_at_no_more_nodes_when_it_is_sixteen_times_as_large(k
 
 
 def host_tier(num_leaves, write_policy, monkeypatch):
-    """A cache of one-page nodes that fill the device, with a page more on the host, and a list of those looked at."""
+    """Return a cache with a device full of one-page nodes, one more host page, and a list of the examined nodes."""
     looked_at = []
 
     def watched(node):
@@ -210,7 +210,7 @@ def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
 
 
 def test_use_counts_on_the_host_too():
-    """Most recently used goes first: the one that was just matched, though it was not when it was sorted in."""
+    """The policy evicts the most recently used node first. A node was matched after it was added to the heap."""
     cache = make_cache("hiradix", 4, 5, "mru")
     for leaf in range(4):
         insert(cache, [leaf])

@@ -1,4 +1,4 @@
-"""After a load that failed, nobody is given device rows that were never filled, until the cache is reset."""
+"""After a failed load, no match returns the device rows that were never filled, until the cache is reset."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def rig(request):
 
 @pytest.fixture
 def consumer(rig, monkeypatch):
-    """Of a load of `A` whose copy has failed; `B` is on the host only. Nobody has looked yet."""
+    """The consumer of a load of `A` whose copy failed unnoticed. `B` is on the host only."""
     for tokens in (A, B):
         rig.insert(tokens)
         rig.settle()
@@ -92,7 +92,7 @@ def test_a_load_before_the_one_that_failed_is_not_blamed(rig, monkeypatch):
         rig.controller.wait_for_layer(1, last)
 
 
-# --- who may wait for what ---
+# --- waiting for loads ---
 
 
 @pytest.fixture

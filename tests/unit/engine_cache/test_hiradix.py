@@ -306,7 +306,7 @@ def test_a_copy_that_is_under_way_is_waited_for_before_its_node_leaves_the_devic
     rig.check()
 
 
-# --- the way back ---
+# --- load-backs ---
 
 
 def test_a_load_back_tells_of_the_device_top_down_and_keeps_the_host(rig):
@@ -391,7 +391,7 @@ def test_an_evicted_node_that_is_split_keeps_its_hashes(rig):
     assert rig.match([1, 2, 3, 4]).host_hit_length == 4
 
 
-# --- all of it ---
+# --- all operations ---
 
 
 def test_an_evicted_node_can_be_neither_locked_nor_unlocked(rig):

@@ -1,4 +1,4 @@
-"""The index of a sparse-attention model on the device and, on the rows of KV, on the host."""
+"""The index of a sparse-attention model on the device and on the host, where it uses the rows of KV."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What every host pool that holds bytes promises, whatever it mirrors."""
+"""The guarantees of all host pools with tensors, for every kind of device pool."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ KINDS = ["mha", "mla", "mamba", "indexer"]
 
 
 def pair(kind, **options):
-    """A device pool and its host pool."""
+    """Return a device pool and its host pool."""
     options = {"reserve_bytes": 0, **options}
     match kind:
         case "mha":
@@ -41,7 +41,7 @@ def pair(kind, **options):
 
 
 def device_tensors(device):
-    """Tensors whose first dimension is rows, slots or pages."""
+    """Return tensors whose first dimension is rows, slots or pages."""
     if isinstance(device, NSATokenToKVPool):
         return device.index_k_with_scale_buffer
     if isinstance(device, MambaPool):

@@ -1,4 +1,4 @@
-"""What a scheduler gets when the match that it wants to bring back is not what it was: the same in both classes."""
+"""Load-backs of a match that has changed since. The result for the scheduler is the same in both classes."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def make(request):
 
 @pytest.fixture
 def rig(make):
-    """Three turns, a node and, where there are states, a state each, all of it on both tiers."""
+    """Three turns on both tiers, with one node and, if the class has states, one state each."""
     rig = make()
     for turn in TURNS:
         rig.insert(turn)

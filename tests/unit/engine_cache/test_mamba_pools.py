@@ -35,7 +35,7 @@ def lines(pool):
 
 
 def fill(pool, slot):
-    """Random states in all layers of one slot; what was written, tensor by tensor."""
+    """Write random states to all layers of one slot. Returns the content, tensor by tensor."""
     written = []
     for tensor in pool.mamba_cache.tensors():
         tensor[:, slot] = torch.randn(tensor[:, slot].shape).to(tensor.dtype)
@@ -172,7 +172,7 @@ def test_a_request_without_room_takes_nothing(lines):
 
 
 class Server:
-    """Serves one prompt after the other on real pools. KV of a token is the token, a state is the sum of its tokens."""
+    """Serves prompts one by one on real pools. The KV of a token is the token; a state is the sum of its tokens."""
 
     def __init__(self):
         self.rows = PagedTokenToKVPoolAllocator(24, 1)
@@ -213,7 +213,7 @@ class Server:
         self.lines.free(req.req_pool_idx)
 
     def prefill(self, req, start, end):
-        """Compute the tokens from `start` on, each state from the one before it, and share them."""
+        """Compute the tokens from `start` on, each state from the previous one, and insert them."""
         rows = self.rows.alloc(end - start)
         if rows is None:
             self.cache.evict(EvictParams(end - start))
@@ -230,7 +230,7 @@ class Server:
         req.token_ids = whole
 
     def check(self):
-        """Every page and state in the tree is what its tokens say, and the events name exactly those pages."""
+        """Check that pages and states in the tree match their tokens, and that the events announce these pages."""
         nothing = np.empty(0, np.int64)
         self.cache.check(nothing, nothing)
         tokens = {self.cache.root_node: []}

@@ -1,4 +1,4 @@
-"""When a store is looked at again. The client is a double: no real master fails at a chosen moment."""
+"""The times at which a store is checked again. The client is a test double that can fail at a chosen moment."""
 
 from collections import deque
 
@@ -13,7 +13,7 @@ from tests.support.waiting import wait_until
 
 
 class ScriptedClient:
-    """Finds the master in the states given, then as it was."""
+    """Reports the given states of the master one by one, and then keeps the last one."""
 
     address = "a double"
 
@@ -27,7 +27,7 @@ class ScriptedClient:
 
 
 class Looks:
-    """Looks at the store again; `script` tells what the next looks do."""
+    """Checks of the store. `script` contains the effects of the next checks."""
 
     def __init__(self):
         self.script = deque()

@@ -1,4 +1,4 @@
-"""A namespace that cannot be named in hashes, storage keys and events never gets into a tree."""
+"""A namespace that hashes, storage keys or events cannot represent is never added to a tree."""
 
 import pytest
 

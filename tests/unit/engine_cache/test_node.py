@@ -31,7 +31,7 @@ V5 = [
     "09a03256b6804b3b8ac83c302159e0be1a7825b2534ca239ee68e6d6ffb623e7",
     "7d11367acb8c9543b49f21e066fce3f10730ad23f05186aac9c46463d7bf9744",
 ]
-# rolling hashes of tokens 1..16, block 4, seed 1337, as a peer computes them
+# rolling hashes of tokens 1 to 16, block size 4, seed 1337, computed by another implementation
 ROLLING = [0xCB38E4D7FB2DCA5C, 0x44A2B2379D6D3C3D, 0xAEA1E67A6C80CF84, 0x1AAA5EB6E2524A3B]
 
 

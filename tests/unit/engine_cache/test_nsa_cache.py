@@ -1,4 +1,4 @@
-"""KV and index of a sparse-attention model move together: to the host, back, into a store and out of it."""
+"""KV and index of a sparse-attention model are copied together: to the host and back, to a store and back."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def prompt(rig, pages):
 
 
 def archived(store, pages):
-    """What a cache that has put a prompt of so many pages into the store knew of it."""
+    """Archive a prompt of `pages` pages with another cache. Returns the content of its tokens."""
     rig = NsaRig(store=store)
     content = rig.insert(prompt(rig, pages))
     rig.settle()
@@ -33,7 +33,7 @@ def archived(store, pages):
 
 
 def prefetch(rig, tokens):
-    """Device rows of a prompt that was prefetched as far as the store has it."""
+    """Prefetch the part of a prompt that the store has. Returns its device rows."""
     rig.cache.prefetch_from_storage("r", rig.cache.root_node, tokens)
     rig.engine.drain()
     assert rig.cache.check_prefetch_progress("r")

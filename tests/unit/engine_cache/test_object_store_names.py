@@ -1,4 +1,4 @@
-"""Names of a page's objects, and the pattern by which those of one model and rank are found again."""
+"""Names of the objects of a page, and the pattern that finds all objects of one model and rank."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which pools make a group, and how transfers of pools that share the anchor's rows get theirs."""
+"""Valid pool groups, and the rows in transfers of pools that share the rows of the anchor."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ KV, INDEXER, MAMBA, SWA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA, PoolNam
 
 
 class SharingHostPool(BytelessHostPool):
-    """Rows that are never its own to give, and what was copied."""
+    """A pool that shares the rows of another one and records copies."""
 
     def __init__(self, size, page_size):
         super().__init__(size, page_size)
@@ -202,7 +202,7 @@ def test_a_transfer_has_as_many_rows_on_both_sides():
 
 
 def resolved(extras, keys, num_rows):
-    """Those of an archive of two pages that live on the rows of another, for some of its pages."""
+    """Resolve the extras of an archive of two pages. The extras share the rows of the anchor, for some of the pages."""
     controller, _ = nsa(entry(MAMBA, 5, 1, device_rows=4), entry(SWA))
     operation = ArchiveOperation(None, ["a", "b"], np.arange(4), extras)
     return shared_transfers(controller.group, operation, keys, np.arange(num_rows))

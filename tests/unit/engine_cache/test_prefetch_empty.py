@@ -1,4 +1,4 @@
-"""A prefetch of which nothing has arrived when the request wants to run."""
+"""A prefetch that has fetched nothing when its request starts to run."""
 
 import pytest
 

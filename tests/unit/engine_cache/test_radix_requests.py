@@ -17,7 +17,7 @@ NOTHING = np.empty(0, np.int64)
 
 
 class Engine:
-    """The least that a scheduler does around a cache: rows for tokens, page by page."""
+    """A minimal scheduler for a cache: it allocates rows for tokens, page by page."""
 
     def __init__(self, **options):
         self.pool = PagedTokenToKVPoolAllocator(64, PAGE)
@@ -114,7 +114,7 @@ def test_an_eagle_request_keeps_the_row_of_its_last_token():
 
 @pytest.mark.parametrize("is_insert", [False, True])
 def test_an_eagle_request_that_has_computed_nothing_leaves_the_tree_its_rows(is_insert):
-    """The last unit that it was given ends with a token of the prompt that it does not count yet."""
+    """The last unit of its prefix ends with a token that the request does not count yet."""
     engine = Engine(is_eagle=True)
     first = engine.start(list(range(9)))
     engine.cache.cache_finished_req(first)

@@ -1,4 +1,4 @@
-"""What fetched pages wait for when they enter the tree: backups of the nodes on their path, and no others."""
+"""Fetched pages are added to the tree after the backups of nodes on their path, and wait for no other backups."""
 
 import pytest
 
@@ -18,7 +18,7 @@ RIGS = {
 
 
 def archived(make):
-    """A store that holds the prompt."""
+    """Return a store that holds the prompt."""
     rig, store = make(), MemoryStorage()
     attach(rig, store)
     rig.insert(PROMPT)
@@ -29,7 +29,7 @@ def archived(make):
 
 @pytest.fixture(params=RIGS)
 def rig(request):
-    """A cache with an empty tree in front of such a store."""
+    """A cache with an empty tree and such a store."""
     make = RIGS[request.param]
     return attach(make(), archived(make))
 

@@ -1,4 +1,4 @@
-"""Which part of a node that is cut has its hits, and so is backed up when: as in the reference."""
+"""Hit counts of the two parts of a split node, which determine their backups, as in the reference."""
 
 import pytest
 

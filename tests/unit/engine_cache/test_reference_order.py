@@ -1,4 +1,4 @@
-"""What counts as used, and so stays longest, where a node is split: as in the reference, in all five caches."""
+"""The parts of a split node that count as used and are evicted last, as in the reference, in all five caches."""
 
 import pytest
 
@@ -57,11 +57,11 @@ def fill(rig, *prompts):
     for tokens in prompts:
         rig.insert(tokens)
     if hasattr(rig, "settle"):
-        rig.settle()  # a backup holds its node on the device
+        rig.settle()  # a backup locks its node on the device
 
 
 def prefixes_of(cache, wanted):
-    """Tokens up to the end of each node that is wanted."""
+    """Return the tokens up to the end of each selected node."""
     raw_of, found = {cache.root_node: ()}, set()
     for node in iter_nodes(cache.root_node):
         raw_of[node] = raw_of[node.parent] + tuple(node.key.token_ids)

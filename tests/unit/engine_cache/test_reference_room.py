@@ -1,4 +1,4 @@
-"""How much a unified tree evicts to make room for a backup or a load: what is missing, as in the reference."""
+"""A unified tree evicts only the missing rows to make room for a backup or a load, as in the reference."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def rig():
-    """Two of nine host rows are free, seven hold a page of the host only each."""
+    """A rig with nine host rows. Two are free, and each of the others holds a page that is on the host only."""
     rig = UnifiedRig(page_size=1, device_pages=8, host_pages=9)
     for token in range(7):
         rig.insert([token])

@@ -1,4 +1,4 @@
-"""States and KV on different tiers in a HiMambaRadixCache: as in the reference."""
+"""States and KV on different tiers in a HiMambaRadixCache, as in the reference."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def rig():
 
 
 def above_a_host_only_child(rig):
-    """[1] on both tiers above [2] on the host only; [1]."""
+    """Put [1] on both tiers above [2], which is on the host only. Returns the node of [1]."""
     rig.insert([1])
     rig.insert([1, 2])
     rig.settle()

@@ -1,4 +1,4 @@
-"""What a lock in a unified tree holds of a sliding window with gaps: as in the reference."""
+"""The part of a sliding window with gaps that a lock in a unified tree holds, as in the reference."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def tier(request):
 
 
 def with_a_gap(*gaps):
-    """Four turns on both tiers, of which some nodes have no SWA rows left on either; the window is two turns."""
+    """Return a rig with four turns on both tiers and a window of two turns. The nodes in `gaps` have no SWA rows."""
     rig = UnifiedRig(("swa",), window=4, device_pages=10, swa_pages=10)
     for tokens in (A, AB, ABC, ABCD):
         rig.insert(tokens)
@@ -32,7 +32,7 @@ def swa(rig):
 
 
 def acquire(rig, tokens, tier):
-    """The release of a new lock of the window that ends with these tokens."""
+    """Lock the window that ends with these tokens. Returns the function that releases it."""
     component, node = swa(rig), rig.node_of(tokens)
     if tier == "lock_ref":
         lock = rig.cache.inc_lock_ref(node)

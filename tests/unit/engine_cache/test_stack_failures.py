@@ -1,4 +1,4 @@
-"""A hybrid stack is built whole or not at all."""
+"""A hybrid stack is built completely or not at all."""
 
 import logging
 import threading
@@ -47,7 +47,7 @@ def hiradix(allocator):
 
 
 class WatchedPools:
-    """All host pools that are made, by way of the classes given."""
+    """Records all host pools that are created with the given classes."""
 
     def __init__(self, monkeypatch, *classes):
         self.made = []
@@ -66,7 +66,7 @@ class WatchedPools:
 
 
 class NoCache:
-    """What takes a controller and refuses any store."""
+    """A cache that accepts a controller and refuses every store."""
 
     def __init__(self, controller):
         self.controller = controller
@@ -80,7 +80,7 @@ def fail(*_args, **_options):
 
 
 class ClosingStore(MemoryStorage):
-    """Tells whether it was closed."""
+    """Records whether it was closed."""
 
     is_closed = False
 
@@ -90,7 +90,7 @@ class ClosingStore(MemoryStorage):
 
 
 class ClosingEngine(ThreadCopyEngine):
-    """Has a thread from the start, and tells whether it was closed."""
+    """Starts its thread at once, and records whether it was closed."""
 
     made: ClassVar[list["ClosingEngine"]] = []
     is_closed = False

@@ -1,4 +1,4 @@
-"""What a hybrid stack is made of, and that each kind of state comes back as it went."""
+"""The parts of a hybrid stack, and the round trip of each kind of state."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def requests_of(states, slots):
 
 
 class Mamba:
-    """Layers 0 and 3 recurrent, 1 and 2 attention; its stack, and the bytes of rows and slots."""
+    """A stack with recurrent layers 0 and 3 and attention layers 1 and 2, and the bytes of rows and slots."""
 
     def __init__(self, *, use_mla=False, **options):
         shape = PoolShape(SIZE, PAGE, 2, torch.float16)
@@ -121,7 +121,7 @@ def window_model():
 
 
 class NoCache:
-    """What takes a controller and is no tree."""
+    """An object that accepts a controller but has no tree."""
 
     def __init__(self, controller):
         self.controller = controller

@@ -1,4 +1,4 @@
-"""The shape of the house: short class hierarchies, no import circles, and tiers that a cache has or has not."""
+"""The structure of the code: short class hierarchies, no import cycles, and optional tiers."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ MOST_CLASSES_IN_A_HIERARCHY = 4
 
 
 def base_classes():
-    """Full name of every class of the project -> full names of its bases, read without importing anything."""
+    """Return the full names of the bases of every class in the project, by full name, without imports."""
     found = {}
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -37,7 +37,7 @@ def base_classes():
 
 
 def hierarchy(name, bases):
-    """The class and all classes of the project that it derives from."""
+    """Return the class and all classes of the project that it derives from."""
     return {name, *(each for base in bases[name] if base in bases for each in hierarchy(base, bases))}
 
 

@@ -1,4 +1,4 @@
-"""Rows of full and sliding-window layers: who owns which, and what is mapped to what."""
+"""Rows of full and sliding-window layers: their owners and the mapping between them."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def test_every_row_comes_with_an_swa_row_of_its_own():
     rows = pool.alloc(4)
     swa = pool.translate(rows)
     assert len(np.unique(swa)) == 4
-    assert swa.min() >= 2  # page 0 is nobody's
+    assert swa.min() >= 2  # page 0 is never allocated
     assert (swa[0::2] % 2 == 0).all()
     assert (swa[1::2] == swa[0::2] + 1).all()
 
@@ -39,7 +39,7 @@ def test_swa_rows_can_go_before_the_full_ones():
     pool.free_swa(rows[:2])
     assert pool.translate(rows).tolist()[:2] == [0, 0]
     assert (pool.full.available_size(), pool.swa.available_size()) == (4, 2)
-    pool.free_swa(rows[:2])  # they have none: nothing happens
+    pool.free_swa(rows[:2])  # no effect: they have no SWA rows
     pool.free(rows)
     assert (pool.full.available_size(), pool.swa.available_size()) == (8, 4)
     assert not pool.full_to_swa_index_mapping.any()

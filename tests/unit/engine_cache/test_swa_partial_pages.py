@@ -1,4 +1,4 @@
-"""Pages of which only a part is named when they are freed: a request's last page, and what comes after it."""
+"""Pages that are freed in part: the last page of a request, and the pages after it."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_full_rows_that_are_had_alone_inherit_nothing_of_their_last_owner():
     loaded = pool.full.alloc(16)
     assert not pool.translate(loaded).any()
     pool.free(loaded)
-    assert pool.swa.available_size() == 0  # nobody has given the others back
+    assert pool.swa.available_size() == 0  # the others have not been freed
     pool.swa.free(others)
 
 

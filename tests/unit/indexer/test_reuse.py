@@ -1,4 +1,4 @@
-"""What can be reused of a match, as group streams say it."""
+"""The reusable part of a match, according to group streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = IndexerSettings(max_pages=1000)
 
 
 class Views:
-    """Views made by hand; everybody was heard of just now unless `now` says otherwise."""
+    """Views made by hand. By default, the last batch of every stream has just arrived; `now` changes this."""
 
     def __init__(self) -> None:
         self.namespaces = Namespaces(SETTINGS)
@@ -152,7 +152,7 @@ def test_ranks_of_other_block_sizes_are_summed_up(views: Views) -> None:
     assert views.scores()["w0"].reusable_by_rank == {0: 8, 1: 8}
 
 
-# --- namespaces come and go in any order ---
+# --- namespaces are added and removed in any order ---
 
 
 def linked(namespaces: Namespaces) -> dict[str, list[str]]:

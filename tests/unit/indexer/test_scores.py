@@ -1,4 +1,4 @@
-"""From views to what a router is told."""
+"""Scores that a router receives, computed from views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of snapshots that nobody of ours has written."""
+"""Snapshot images that no indexer wrote."""
 
 from __future__ import annotations
 

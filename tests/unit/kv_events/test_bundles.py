@@ -1,4 +1,4 @@
-"""Kernels are declared with named tuples of arrays, and see the arrays that their callers hold."""
+"""Kernels accept named tuples of arrays and access the arrays of their callers."""
 
 from __future__ import annotations
 

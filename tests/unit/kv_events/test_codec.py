@@ -1,4 +1,4 @@
-"""What passes the decoder keeps the contract; what does not is refused with a reason."""
+"""The decoder accepts only records that keep the contract, and rejects others with a reason."""
 
 from __future__ import annotations
 

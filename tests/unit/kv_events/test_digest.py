@@ -1,4 +1,4 @@
-"""The digest against the definition, written once more in plain integers."""
+"""The digest compared with its definition in plain integers."""
 
 from __future__ import annotations
 

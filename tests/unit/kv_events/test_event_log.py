@@ -1,4 +1,4 @@
-"""The event log: what is appended is read back, by anyone, at any time, or found damaged."""
+"""The event log: appended records are read back by every reader at any time, or damage is detected."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_polling_reads_only_what_was_appended(tmp_path: Path) -> None:
         writer.flush()
         reader = EventLogReader(tmp_path)
         assert reader.next_index == 20
-        flip(segments(tmp_path)[0], HEADER_BYTES + 60)  # found by anyone who reads from the beginning
+        flip(segments(tmp_path)[0], HEADER_BYTES + 60)  # detected by every reader that starts at the beginning
         writer.append(record(20))
         writer.flush()
         assert list(reader.read(20)) == expected(range(20, 21))

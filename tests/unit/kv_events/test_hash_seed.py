@@ -1,4 +1,4 @@
-"""One seed for a whole deployment."""
+"""The hash seed of a deployment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_events.hash_seed import parse_seed
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# What each part of a process makes of the prompt 1..16 in pages of 4, without a salt and with one, in hex.
+# The hashes that each part of a process computes for the prompt 1 to 16 in pages of 4, in hex.
 _EVERY_PART = """
 import numpy as np
 from tests.support.bridge.rig import Rig

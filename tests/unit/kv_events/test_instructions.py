@@ -1,4 +1,4 @@
-"""Machine instructions for kernels, against numpy."""
+"""Machine instructions for kernels, compared with numpy."""
 
 from __future__ import annotations
 

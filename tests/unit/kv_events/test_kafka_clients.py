@@ -1,4 +1,4 @@
-"""Private parts of aiokafka that are used, and what they are used for: stopping while the broker is away."""
+"""Private parts of aiokafka that kvsight uses in order to stop while the broker is unavailable."""
 
 from __future__ import annotations
 

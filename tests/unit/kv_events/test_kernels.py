@@ -1,4 +1,4 @@
-"""Compiled kernels are kept, and never outlive a change of what they call."""
+"""Compiled kernels are cached, and recompiled when a function that they call changes."""
 
 from __future__ import annotations
 

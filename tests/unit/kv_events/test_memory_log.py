@@ -68,7 +68,7 @@ def test_a_log_that_is_read_once_keeps_only_what_was_not_read() -> None:
         log.append(b"k", bytes([number]), 0)
     first = log.read(0, max_records=3)
     assert [record.offset for record in first] == [0, 1, 2]
-    assert log.first_offset == 0  # until the reader goes on, what it was given may still be read again
+    assert log.first_offset == 0  # until the reader continues, it may read the same records again
     assert [record.offset for record in log.read(3)] == [3, 4]
     assert (log.first_offset, log.next_offset) == (3, 5)
     assert list(log.read(5)) == []

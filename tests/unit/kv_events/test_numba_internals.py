@@ -1,4 +1,4 @@
-"""What kernels take from numba beyond its documentation is still there. A failure names what a new numba changed."""
+"""The undocumented parts of numba that kernels use still exist. A failure shows what a new version changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAIR = Pair(np.arange(3), np.zeros((2, 5)))
 
 
 def evaluated(build: Any, *arguments: Any, returns: Any = types.int64) -> Any:
-    """What a piece of code gives that `build(context, builder, types, values)` generates, run on arguments."""
+    """Run the code that `build(context, builder, types, values)` generates. Returns its result."""
 
     @intrinsic
     def generated(_typing: Any, values: Any) -> Any:

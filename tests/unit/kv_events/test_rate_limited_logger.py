@@ -1,4 +1,4 @@
-"""A warning that repeats is logged now and then."""
+"""Repeated warnings are logged at a limited rate."""
 
 from __future__ import annotations
 

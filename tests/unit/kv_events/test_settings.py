@@ -1,4 +1,4 @@
-"""Where settings come from."""
+"""The sources of settings."""
 
 from __future__ import annotations
 

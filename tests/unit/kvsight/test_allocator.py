@@ -1,4 +1,4 @@
-"""Freed memory stays with a long-running command."""
+"""A long-running command keeps freed memory for reuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def page_faults(how: str) -> int:
-    """Of a process that uses 24 MiB again and again, but for the first time."""
+    """Return the page faults of a process that uses 24 MiB repeatedly, without those of the first use."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, how], check=True, capture_output=True, text=True)
     return int(done.stdout)
 

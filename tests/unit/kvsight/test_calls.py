@@ -1,4 +1,4 @@
-"""What is sent: the bytes of each call."""
+"""The bytes that each call sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule by which a worker is chosen."""
+"""The rule that chooses a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public names: complete, lazy, and honest about what they are."""
+"""The public names: they are complete, imported lazily, and correctly described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events from bytes, however they are cut, and whoever sends them."""
+"""Parsing of events from bytes that arrive in any pieces from any server."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_many_events_are_no_long_one() -> None:
 
 @asynccontextmanager
 async def sending(head: bytes, parts: Callable[[], Iterator[bytes]]) -> AsyncIterator[tuple[str, list[int]]]:
-    """A server that answers with these bytes until its client hangs up. Gives its address, and how much it sent."""
+    """Run a server that sends these bytes until its client disconnects. Yields its address and the bytes sent."""
     sent = [0]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -115,7 +115,7 @@ async def test_a_client_hangs_up_on_a_line_without_an_end(kind: str) -> None:
     async with sending(HEAD, endless) as (url, sent):
         with pytest.raises(UnexpectedAnswerError, match="larger than"):
             await listen(kind, url)
-    assert sent[0] < 32 * MAX_EVENT_BYTES  # what lies in sockets' buffers among it
+    assert sent[0] < 32 * MAX_EVENT_BYTES  # including the buffers of the sockets
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -1,4 +1,4 @@
-"""`kvsight hash` against the standards' published numbers."""
+"""`kvsight hash` compared with published test vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a client asks again, against a server that breaks, is busy, or is somebody else."""
+"""Retries of a client when a server fails, is busy, or is not a kvsight server."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_a_slow_server_is_not_asked_again() -> None:
 
 
 class SlowTransport(httpx.AsyncBaseTransport):
-    """A stand-in for a network that is too slow: it fails at once, and on a second request in another way."""
+    """Simulates a slow network: it fails immediately, and on a second request with another error."""
 
     _asked = 0
 

@@ -45,13 +45,13 @@ _UNITS = {"MiB": 2**20, "GiB": 2**30}
 
 
 def defaults() -> dict[str, Any]:
-    """Default of every variable. A required one has `...`."""
+    """Return the default of every variable. Required variables have `...`."""
     fields = {name: field for settings in CLASSES for name, field in settings.variables().items()}
     return {name: ... if field.is_required() else field.default for name, field in fields.items()} | WITHOUT_CLASS
 
 
 def documented(cell: str) -> Any:
-    """The default that a table's cell describes."""
+    """Return the default that a table cell describes."""
     words = {"none": None, "empty": "", "required": ..., "true": True, "false": False}
     text = cell.strip("`")
     if cell in words:
@@ -61,7 +61,7 @@ def documented(cell: str) -> Any:
 
 
 def options() -> list[tuple[str, str]]:
-    """Longest flag and variable of every option that has one."""
+    """Return the longest flag and the variable of every option that has a variable."""
     commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
     found = [option for command in commands for option in command.params if option.envvar]
     return [(max(option.opts, key=len), str(option.envvar)) for option in found]
@@ -90,7 +90,7 @@ def test_the_documentation_has_every_variable_with_its_default() -> None:
 
 
 def run(program: str, **variables: str) -> str:
-    """Runs a program in a process with these variables and no others of ours. Returns stderr."""
+    """Run a program in a process with only these variables of kvsight. Returns stderr."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")} | variables
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=100

@@ -1,4 +1,4 @@
-"""What a publisher says against its own records, and when."""
+"""The degraded reasons that a publisher reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(log: MemoryLog, **settings: Any) -> EventPublisher:
 
 
 def told(publisher: EventPublisher, now: float = NOW) -> list[tuple[int, str]]:
-    """(events, degraded_reason) of the records that are due."""
+    """Return (events, degraded_reason) of the records that are due."""
     batches = [decode_batch(record.payload) for record in publisher.take_records(now)]
     return [(len(batch.steps), batch.degraded_reason) for batch in batches]
 

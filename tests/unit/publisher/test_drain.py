@@ -1,4 +1,4 @@
-"""`EventPublisher` at work: tasks, threads, sinks that fail, the end."""
+"""A running `EventPublisher`: tasks, threads, failing sinks, and the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.waiting import async_wait_until, wait_until
 
 
 class FaultySink(MemorySink):
-    """A memory sink that fails as told."""
+    """A memory sink that fails on demand."""
 
     def __init__(self, log: MemoryLog) -> None:
         super().__init__(log)
@@ -94,7 +94,7 @@ def steps_of(log: MemoryLog) -> list[Any]:
 
 
 def view_of(log: MemoryLog) -> set[int]:
-    """Pages that a reader of the whole log holds, on whatever medium."""
+    """Return the pages that a reader of the whole log holds, on any medium."""
     pages: set[int] = set()
     named: set[int] | None = None
     for step in steps_of(log):

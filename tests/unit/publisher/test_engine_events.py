@@ -1,4 +1,4 @@
-"""Records -> the engines' own events, read back by the bridge's decoder and by hand."""
+"""Conversion of records to the engines' own events, which the bridge's decoder and the tests read back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLEARED = ["AllBlocksCleared"]
 
 
 class Stream:
-    """A publisher of one worker, and what readers of the other protocol are told."""
+    """A publisher of one worker, and the events that readers of the engines' protocol receive."""
 
     def __init__(self, encoding: Encoding = "array", **settings: Any) -> None:
         wanted = {"model": "m", "worker": "w", "block_size": 4, "with_tokens": True, "ledger_pages": 10_000, **settings}

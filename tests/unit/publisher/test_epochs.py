@@ -1,4 +1,4 @@
-"""Numbers of incarnations."""
+"""Epoch numbers."""
 
 from __future__ import annotations
 

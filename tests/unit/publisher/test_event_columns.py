@@ -1,4 +1,4 @@
-"""Engine events -> columns."""
+"""Conversion of engine events to columns."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_parts_of_columns_say_what_the_whole_says(lengths: list[int], max_pages:
 
 
 def pages_of(events: EventColumns) -> list[tuple[int, int, int, int | None]]:
-    """Kind, both names and the parent of every page."""
+    """Return the kind, both hashes and the parent of every page."""
     rows, page = [], 0
     for kind, length, parent, has_parent in zip(events.kinds.tolist(), *events.pages[2:], strict=True):
         before = int(parent) if has_parent else None

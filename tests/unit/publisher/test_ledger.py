@@ -1,4 +1,4 @@
-"""Copies of a `Ledger` that are made in slices while it changes, against a set of what it holds."""
+"""Copies of a `Ledger` that are made in slices while it changes, compared with the set of its pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ledger() -> Ledger:
 
 
 def store(ledger: Ledger, names: Iterable[int]) -> None:
-    """Pages whose sequence hashes are their block hashes, each a root, on the first medium."""
+    """Store root pages on the first medium. Their sequence hashes equal their block hashes."""
     words = np.array([*names], np.uint64)
     num_pages = len(words)
     lengths = np.ones(num_pages, np.int64)

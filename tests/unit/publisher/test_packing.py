@@ -1,4 +1,4 @@
-"""Page changes -> wire events."""
+"""Conversion of page changes to wire events."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STREAM = StreamId("meta-llama/Llama-3.1-8B-Instruct", "default", "worker-12", 0)
 
 
 def changes(*rows: tuple[int, int, int]) -> PageChanges:
-    """Rows of kind, sequence hash and parent; block hashes are the sequence hashes plus 1000."""
+    """Return changes from rows of (kind, sequence hash, parent). Block hashes are sequence hashes plus 1000."""
     kinds, hashes, parents = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
     spans = np.array(groups_of([(kind, page) for kind, page, _ in rows]), np.uint32)
     return PageChanges(kinds.astype(np.uint8), hashes, hashes + np.uint64(1000), parents, spans)
 
 
 def groups_of(rows: list[tuple[int, int]]) -> list[int]:
-    """A span for each kind and page, the number wrapping around: none removes what it stored."""
+    """Return a span for each kind and page, with numbers that wrap around. No span removes a page that it stored."""
     span, spans = 2**32 - 2, []
     stored: set[tuple[int, int]] = set()
     for kind, page in rows:

@@ -1,4 +1,4 @@
-"""`EventPublisher` without tasks: what is published, when, and what a reader can prove by it."""
+"""`EventPublisher` without tasks: the published records, their times, and what readers can verify with them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOW = 1_700_000_000.0
 
 
 def make(**settings: Any) -> EventPublisher:
-    """A publisher whose first, empty snapshot is out."""
+    """Return a publisher that has sent its first, empty resync."""
     values = {"model": "m", "worker": "w", "block_size": 4, "resync_jitter_s": 0, "ledger_pages": 10_000, **settings}
     publisher = EventPublisher(PublisherSettings(**values), MemorySink(MemoryLog()))
     (first,) = publisher.take_records(NOW)
@@ -42,7 +42,7 @@ def make(**settings: Any) -> EventPublisher:
 
 
 def stored(*names: int, parent: int | None = None, **fields: Any) -> BlockStored:
-    """Pages whose sequence hashes are their block hashes plus 100."""
+    """Return a store of pages whose sequence hashes are their block hashes plus 100."""
     values = {"sequence_hashes": words([name + 100 for name in names]), **fields}
     return BlockStored(list(names), parent, [], 4, **values)
 
@@ -52,7 +52,7 @@ def batches_of(records: list[OutRecord]) -> list[DecodedBatch]:
 
 
 def num_pages(steps: Iterable[Any]) -> int:
-    """Pages in steps that store or remove."""
+    """Count the pages in steps that store or remove."""
     return sum(len(step.hashes) for step in steps)
 
 
@@ -354,7 +354,7 @@ def test_a_million_pages_that_come_at_once_do_not_keep_the_drain_waiting() -> No
 
 
 def read(batch: DecodedBatch, pages: set[int]) -> set[int]:
-    """Pages that a reader holds after a batch. A snapshot lies in one batch here."""
+    """Return the pages that a reader holds after a batch. Each resync is in one batch here."""
     for step in batch.steps:
         if isinstance(step, StoredPages):
             pages |= set(step.hashes.tolist())

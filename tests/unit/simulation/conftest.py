@@ -1,4 +1,4 @@
-"""Workers that were not started, and an index that hears them when a test says so."""
+"""Workers that are not started, and an index that receives their events on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeFleet = Callable[..., DirectFleet]
 
 @pytest.fixture
 def make_fleet() -> MakeFleet:
-    """A fleet of `workers` with pages of 16 and room for 64 of them, if not said otherwise."""
+    """Creates a fleet of `workers`. By default, pages have 16 tokens and each worker has room for 64 pages."""
 
     def make(policy: str = "kv-aware", **changes: object) -> DirectFleet:
         values = {"workers": 3, "capacity_tokens": 1024, "page_size": 16} | changes
@@ -27,20 +27,20 @@ def make_fleet() -> MakeFleet:
 
 @dataclass
 class Prompts:
-    """Random prompts that share nothing but what a test joins."""
+    """Random prompts that share nothing unless a test combines them."""
 
     random: np.random.Generator
 
     def tokens(self, length: int) -> np.ndarray:
-        """uint32[length]."""
+        """Return random tokens, uint32[length]."""
         return self.random.integers(0, 1000, length, dtype=np.uint32)
 
     def request(self, length: int, arrival_s: float = 0.0) -> Request:
-        """A request without output."""
+        """Return a request without output."""
         return Request(arrival_s, self.tokens(length))
 
 
 @pytest.fixture
 def prompts() -> Prompts:
-    """Seeded."""
+    """Prompts with a fixed seed."""
     return Prompts(np.random.default_rng(5))

@@ -1,4 +1,4 @@
-"""A disk of names."""
+"""A store that keeps only keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of a view with its cache finds what is different."""
+"""The comparison of a view with its cache finds the differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says about a policy."""
+"""The report of a run about a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy can know."""
+"""The information that a policy receives."""
 
 from __future__ import annotations
 

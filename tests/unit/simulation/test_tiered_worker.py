@@ -1,4 +1,4 @@
-"""One simulated engine with states, or with host and disk below its device."""
+"""One simulated engine with recurrent states, or with host and disk tiers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _watched_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_worker(make_fleet) -> Callable[..., SimulatedWorker]:
-    """A worker with pages of 16 and room for 64 of them on the device, 97 on the host and 512 on disk."""
+    """Creates a worker with pages of 16 tokens and room for 64 pages on the device, 97 on the host and 512 on disk."""
 
     def make(cache: str, **changes: object) -> SimulatedWorker:
         fleet: DirectFleet = make_fleet(workers=1, cache=cache, **{"host_ratio": 1.5, **changes})
@@ -42,7 +42,7 @@ def _pages(worker: SimulatedWorker, medium: StorageMedium) -> set[int]:
 
 
 def _where(worker: SimulatedWorker, request: Request) -> list[set[int]]:
-    """By page of the prompt, the media it is on as indices of GPU, CPU, DISK."""
+    """Return, for each page of the prompt, the media that hold it as indices of GPU, CPU, DISK."""
     media = [_pages(worker, medium) for medium in (StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK)]
     hashes = sequence_hashes(request.token_ids, 16).tolist()
     return [{i for i, pages in enumerate(media) if page in pages} for page in hashes]

@@ -1,4 +1,4 @@
-"""The decoder against a slow twin that reads plain objects, on valid, odd and broken input."""
+"""The decoder compared with a slow reference decoder, on valid, unusual and broken input."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_event_is_read_as_the_twin_reads_it(some: list[Any], batch: Any, r
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(some))
     found_rank, found, count = decoded(data)
     expected = [twin(event) for event in plain]
-    # what the kernels pass on as an envelope may be found bad by its own decoder
+    # events that the kernels pass on in encoded form may be rejected by their own decoder
     found_and_expected = [
         ("envelope" if e == "envelope" else f, e) for f, e in zip(joined(found), joined(expected), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Stores and removals in turn, and many batches at once, mean what they mean one by one."""
+"""Alternating stores and removals, and batches decoded together, have the same result as one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kinds_of(*events: Any, **shape: Any) -> list[type]:
     return [type(run) for run in runs_of(*events, **shape)]
 
 
-# --- what comes as one run ------------------------------------------------------------------------------------------
+# --- events that form one run ---------------------------------------------------------------------------------------
 
 
 def test_stores_and_removals_in_turn_come_as_one_run() -> None:
@@ -76,14 +76,14 @@ def test_removals_join_no_store_that_needs_a_look_of_its_own() -> None:
         assert kinds_of(removed([2]), odd, removed([2])) == [RemovedRun, StoredRun, RemovedRun]
 
 
-# --- they mean the same ---------------------------------------------------------------------------------------------
+# --- equal results --------------------------------------------------------------------------------------------------
 
 
 class Noted(Rig):
-    """Tells what became of each page."""
+    """Reports the changes of each page."""
 
     def changes(self) -> dict[int, list[Any]]:
-        """Since the last call: by page, its changes in order. Which of two pages changed first means nothing."""
+        """Return the changes since the last call in order, by page. The order of different pages is not significant."""
         publisher = self.translator.publisher
         assert publisher is not None
         result: dict[int, list[Any]] = {}
@@ -100,7 +100,7 @@ class Noted(Rig):
         publisher = self.translator.publisher
         assert publisher is not None
         pages = publisher.stats().pages
-        del pages["parent_unknown"]  # a run in which a page is renamed is stored without its links
+        del pages["parent_unknown"]  # a run in which a hash is reassigned is stored without links
         return {**asdict(self.counters), **pages}
 
 
@@ -108,7 +108,7 @@ MEDIA = ["GPU", "GPU", "GPU", None, "CPU", "DISK", "FLOPPY"]
 
 
 def random_event(rng: random.Random) -> Event:
-    """Few hashes, so that they meet; some come to mean other pages."""
+    """Return an event with few different hashes, so that they repeat. Some are assigned to other pages later."""
     medium, choice = rng.choice(MEDIA), rng.random()
     fields: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"} if choice > 0.97 else {}
     if choice < 0.4:
@@ -157,11 +157,11 @@ def test_a_page_stored_removed_and_stored_again_is_held() -> None:
     assert Rig().take(*again, *again).pages == set()
 
 
-# --- batches taken together -----------------------------------------------------------------------------------------
+# --- batches decoded together ---------------------------------------------------------------------------------------
 
 
 def flat_batch(batch: Batch) -> list[Any]:
-    """Its events; neighbouring removals as single hashes, however they were said together."""
+    """Return the events of a batch, with adjacent removals split into single hashes."""
     events: list[Any] = []
     for run, _ in batch.runs:
         for event in flat(run):

@@ -1,4 +1,4 @@
-"""What engines say -> what routers may count on: every trap of the engines' protocol by name."""
+"""Translation of engine events to events that routers can rely on, with each pitfall of the engines' protocols."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_stores_of_known_and_removals_of_unknown_pages_are_normal() -> None:
 
 
 def test_the_first_removal_takes_a_page_off_though_there_may_be_other_copies() -> None:
-    """Engines do not agree whether they report each copy's removal or the last one's: a ghost would be worse."""
+    """Some engines report the removal of each copy, others that of the last one. A stale page would be worse."""
     rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, TOKENS), removed([14]))
     assert rig.pages == on(GPU, NAMES[:3])
     assert rig.take(removed([14])).pages == on(GPU, NAMES[:3])
@@ -215,7 +215,7 @@ def test_a_hash_that_comes_to_mean_another_page_does_not_keep_the_old_one() -> N
 
 
 def come_and_go(rig: Rig, hashes: range, at_a_time: int = 64) -> None:
-    """Pages of one token each that are stored, and removed again, a batch at a time."""
+    """Store and then remove pages of one token each, in batches."""
     for first in hashes[::at_a_time]:
         here = range(first, min(first + at_a_time, hashes.stop))
         rig.take(*(stored([i], [i % 60_000], 1) for i in here))
@@ -268,7 +268,7 @@ def test_names_of_what_an_engine_may_still_hold_survive_that_all_is_given_up() -
     rig.take(*(stored([10**6 + i], [5], 1, parent=i) for i in held[::400]))
     rig.take(stored(held[::7], [], 0, medium="CPU"))
     assert (rig.counters.unknown_parents, rig.counters.unresolved_pages) == (0, 0)
-    for first in range(2 * 10**6, 2 * 10**6 + 50):  # what is too much goes step by step
+    for first in range(2 * 10**6, 2 * 10**6 + 50):  # excess pages are forgotten step by step
         rig.take(stored([first], [first], 1))
     assert rig.translator.num_remembered <= 80_000 + len(rig.pages)
 
@@ -304,7 +304,7 @@ def test_a_hash_that_comes_to_mean_another_page_on_a_medium_that_is_none_does_no
 
 
 def test_pages_beyond_the_ledger_are_left_out_and_taken_once_there_is_room() -> None:
-    rig = Rig(name_pages=20_000, block_size=1)  # 10,000 pages are taken for held
+    rig = Rig(name_pages=20_000, block_size=1)  # 10,000 pages count as held
     rig.take(*(stored([i], [i], 1) for i in range(1, 12_001)))
     assert len(rig.pages) == 10_000
     rig.take(removed(range(1, 5001)))

@@ -1,4 +1,4 @@
-"""Sequence hashes of pages: adapters, salts, objects and pairs of tokens, in all forms that engines send."""
+"""Sequence hashes of pages with adapters, salts, objects and token pairs, in all forms that engines send."""
 
 from __future__ import annotations
 

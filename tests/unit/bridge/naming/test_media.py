@@ -1,4 +1,4 @@
-"""Every medium string that was seen in the field."""
+"""Every medium string that released engines send."""
 
 from __future__ import annotations
 

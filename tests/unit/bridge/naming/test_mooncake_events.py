@@ -1,4 +1,4 @@
-"""Events after Mooncake's RFC #1527, and those of `mooncake_master`."""
+"""Events according to Mooncake's RFC #1527, and events of `mooncake_master`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def envelope(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def master(kind: str, key: int | None, **fields: Any) -> dict[str, Any]:
-    """As `mooncake_master` writes it."""
+    """Return an event in the form that `mooncake_master` writes."""
     signed = None if key is None else key - 2**64 if key >= 2**63 else key
     return {
         "event_id": 7,

@@ -1,4 +1,4 @@
-"""How a worker stream finds out how large its pages are."""
+"""Detection of the page size of a worker stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connections of a socket are there, by what its monitor says."""
+"""The open connections of a socket, derived from the events of its monitor."""
 
 from __future__ import annotations
 

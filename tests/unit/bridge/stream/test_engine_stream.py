@@ -1,4 +1,4 @@
-"""An engine stream without a socket: how it treats a connection that its subscriber reports."""
+"""An engine stream without a socket: the handling of connections that its subscriber reports."""
 
 from __future__ import annotations
 

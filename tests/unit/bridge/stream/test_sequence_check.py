@@ -1,4 +1,4 @@
-"""Which batch is the next one, and of whom."""
+"""The order of batches and the incarnations that sent them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def rig():
 
 @pytest.fixture
 def full_host(rig):
-    """A rig whose host has no page left."""
+    """A rig whose host has no free page."""
     rig.host.alloc(rig.host.size)
     yield rig
     rig.host.clear()
@@ -29,7 +29,7 @@ def late(rig):
 
 @pytest.fixture
 def in_flight(rig, late):
-    """The same, and the state of [1, 2] on its way to the host."""
+    """The same, with a backup of the state of [1, 2] in flight."""
     rig.insert([1, 2])
     assert late.mamba_host_value is not None
     return late

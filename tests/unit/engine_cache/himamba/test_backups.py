@@ -26,7 +26,7 @@ def test_a_state_is_copied_along_with_its_kv(rig):
     node = node_of(rig, [1, 2])
     assert len(node.mamba_host_value) == 1
     assert rig.engine.num_queued(Lane.WRITE) == 1
-    rig.settle()  # and the fixture compares the bytes
+    rig.settle()  # the fixture then compares the bytes
 
 
 def test_kv_and_state_are_kept_on_both_tiers_while_they_are_copied(rig):

@@ -111,7 +111,7 @@ def test_a_host_state_of_a_node_on_the_host_only_goes_with_all_it_has(rig):
     rig.cache.evict(EvictParams(4))
     rig.cache.take_events()
     assert rig.cache.evict_mamba_host(2) == 2
-    assert rig.events() == removed(CPU, 2)  # the leaf, and above it what was a tombstone by then
+    assert rig.events() == removed(CPU, 2)  # the leaf, and its parent, which was a tombstone by then
     assert list(rig.walk()) == []
 
 

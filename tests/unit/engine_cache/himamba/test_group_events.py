@@ -1,4 +1,4 @@
-"""States that move between tiers, in group events."""
+"""Group events of states that move between tiers."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def rig():
 
 
 def told(rig):
-    """What was told since the last time: what happened, on which medium."""
+    """Return (kind, medium) of the group events since the last call."""
     events = rig.cache.take_group_events()["mamba"]
     return [(STORE if isinstance(event, BlockStored) else REMOVE, event.medium) for event in events]
 

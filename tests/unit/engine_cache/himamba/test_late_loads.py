@@ -1,4 +1,4 @@
-"""A request that ends while its state is still being loaded: its slot is nobody's until the copy has ended."""
+"""A request that ends while its state is being loaded. Its slot is not reused before the copy has ended."""
 
 import numpy as np
 import pytest

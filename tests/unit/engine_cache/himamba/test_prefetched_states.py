@@ -1,4 +1,4 @@
-"""A prefetched prefix whose state could not be read once: the next prefetch brings it."""
+"""A prefetched prefix whose state could not be read. The next prefetch adds the state."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def attached(store):
 
 @pytest.fixture
 def store():
-    """Holds what another worker has computed."""
+    """A store with the pages of another worker."""
     store = MemoryStorage()
     rig = attached(store)
     rig.insert(PROMPT)
@@ -69,7 +69,7 @@ def test_a_state_that_is_there_stays(store):
 
 
 def test_a_node_that_is_held_meanwhile_gets_its_state_too(store):
-    """It is the anchor of another prefetch, and stays off the list of states that may go."""
+    """The node is the start node of another prefetch, so its state cannot be evicted."""
     rig = attached(store)
     read = store.batch_get_v2
     store.batch_get_v2 = lambda transfers: {each.name: [False] for each in transfers}

@@ -1,4 +1,4 @@
-"""A request whose load-back is refused goes on from a node on the device, with a slot and the state to copy into it."""
+"""A request whose load-back is refused continues from a node on the device, with a slot and a state to copy to it."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch
 
 
 def matched(**params):
-    """A request on [1, 2], which is on the device, whose best match, [1, 2, 3, 4], has its state on the host only."""
+    """Return a request on [1, 2], which is on the device. The best match, [1, 2, 3, 4], has its state on the host."""
     rig = HybridRig(load_back_threshold=1, **params)
     upper, _ = two_turns(rig)
     rig.cache.evict(EvictParams(2))

@@ -1,4 +1,4 @@
-"""A state that comes to a node whose KV is on the host already is copied there by itself."""
+"""A state that is inserted after the KV of its node was backed up is copied to the host separately."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_the_copy_outlives_the_state_on_the_device(rig, in_flight):
     match = rig.match([1, 2])
     assert (match.host_hit_length, match.mamba_host_hit_length) == (2, 1)
     rig.load_back([1, 2])
-    rig.settle()  # and the fixture compares the bytes
+    rig.settle()  # the fixture then compares the bytes
 
 
 def test_state_and_slot_stay_until_the_copy_is_acknowledged(rig, in_flight):
@@ -90,7 +90,7 @@ def test_a_state_that_host_eviction_took_comes_back_at_the_next_hit(rig):
 def test_a_part_of_a_prompt_that_is_computed_again_has_its_new_state_copied(rig):
     demoted(rig, [1, 2, 3, 4])
     rig.match([1, 2])
-    rig.insert([1, 2])  # on the host only till now
+    rig.insert([1, 2])  # was on the host only
     rig.settle()
     assert node_of(rig, [1, 2]).mamba_host_value is not None
 

@@ -1,4 +1,4 @@
-"""The copy of a state alone, while KV, the tree and the store move."""
+"""The separate copy of a state, concurrent with copies of KV, changes of the tree and archives."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def both_pending(rig):
-    """[1, 2] with its KV on its way to the host, and its state, which came later, behind it."""
+    """Backups of [1, 2] in flight: its KV, and then its state, which was inserted later."""
     rig.insert([1, 2, 3, 4])
     rig.match([1, 2])
     upper = node_of(rig, [1, 2])
@@ -55,7 +55,7 @@ def test_the_slot_of_a_dropped_copy_is_nobodys_until_the_copy_has_ended(rig, bot
     rig.cache.writing_check()
     assert both_pending.mamba_host_value is None
     free = rig.host_states.available_size()
-    rig.insert([1, 2])  # all of it once more, in a slot of its own
+    rig.insert([1, 2])  # the same prompt again, with another slot
     rig.check()
     rig.engine.step(Lane.WRITE)
     rig.cache.writing_check()

@@ -5,7 +5,7 @@ from engine_cache.tree import events
 from kv_events.schema import AllBlocksCleared, StorageMedium
 from tests.support.caches.mamba_rig import Rig
 
-# page names of tokens 1..4 and then 5..12, page size 4, as first computed elsewhere
+# block hashes of tokens 1 to 4 and then 5 to 12, page size 4, from an independent computation
 V1 = -3488128144981237669
 V2 = [5674439469042975057, -1307369107475853156]
 

@@ -1,4 +1,4 @@
-"""What a cache with states says of them in its group events."""
+"""Group events for the states of a cache."""
 
 import pytest
 

@@ -6,7 +6,7 @@ from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
 def start(rig, tokens):
-    """A request that has computed `tokens` after whatever the cache had."""
+    """Start a request and compute the `tokens` that the cache does not have."""
     req = Request("r", [], rig.lines.alloc())
     match = rig.match(tokens, cow_mamba=True, req=req)
     rig.cache.inc_lock_ref(match.last_device_node)

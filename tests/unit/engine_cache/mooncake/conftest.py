@@ -1,4 +1,4 @@
-"""Clients and stores on a double of a Mooncake master."""
+"""Clients and stores on a test double of a Mooncake master."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def master(monkeypatch):
 
 @pytest.fixture
 def open_store(master):
-    """Opens stores without pools. `store.native`: its double."""
+    """Opens stores without pools. `store.native` is the test double of the native client."""
     from engine_cache.storage.mooncake import MooncakeStorage
     from tests.support.caches.mooncake_rig import own_identity
 

@@ -1,4 +1,4 @@
-"""What a store makes of the codes that a Mooncake store answers with."""
+"""The handling of result codes of a Mooncake store."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def transfer_failed(codes):
 
 @pytest.fixture
 def open_pages(open_store):
-    """Opens stores of one page pool."""
+    """Opens stores with one page pool."""
 
     def opener(identity=None, page_size=2, **settings):
         store = open_store(identity, **settings)
@@ -44,7 +44,7 @@ def open_pages(open_store):
 
 @pytest.fixture
 def store(open_pages):
-    """Has written and holds pages 0 to 2."""
+    """A store that has written pages 0 to 2 and holds them."""
     store = open_pages()
     assert put(store, 0, 1, 2) == [True] * 3
     return store
@@ -95,7 +95,7 @@ def test_a_page_of_which_an_object_is_gone_is_withdrawn_whatever_becomes_of_the_
 
 @pytest.fixture
 def watched(open_pages, monkeypatch):
-    """As `store`, and a suspicion is looked into at once."""
+    """Like `store`, but suspected losses are checked at once."""
     monkeypatch.setattr(mooncake_watch, "_LENDER_TTL_S", 0.0)
     store = open_pages(mooncake_watch_interval_s=0.005)
     assert put(store, 0, 1, 2) == [True] * 3
@@ -115,7 +115,7 @@ def test_pages_that_died_with_a_lender_are_withdrawn_by_the_first_look_that_tell
 
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 4), (4, 2)])
 def test_without_a_fingerprint_pages_of_another_layout_are_a_miss_and_stay(open_pages, ours, theirs):
-    """page sizes: of the engine that wrote them, and of the one that cannot read them."""
+    """ours, theirs: page sizes of two engines that cannot read each other's pages."""
     identity = replace(own_identity(), use_fingerprint=False)
     writer, reader = open_pages(identity, page_size=ours), open_pages(identity, page_size=theirs)
     assert put(writer, 0, 1) == [True, True]

@@ -1,4 +1,4 @@
-"""What a client tells of its master, and what it asks of it at the start."""
+"""The state of the master as a client reports it, and the checks of a client at its start."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which memory a Mooncake store knows, and for how long."""
+"""Registration of memory with a Mooncake store."""
 
 import gc
 import threading
@@ -28,12 +28,12 @@ def store(open_store, kind):
 
 
 def buffers(rig):
-    """All tensors of all host pools."""
+    """Return all tensors of all host pools."""
     return [held for entry in rig.controller.entries.values() for held in entry.host_pool.get_hybrid_pool_buffer()]
 
 
 def watched(rig):
-    """The same, for as long as somebody else has them."""
+    """Return weak references to the same tensors."""
     return [weakref.ref(held) for held in buffers(rig)]
 
 

@@ -6,7 +6,7 @@ from tests.support.caches.tier_rig import MemoryStorage, Rig
 
 @pytest.fixture
 def store():
-    """A store in which another cache has left the pages of `PROMPT`."""
+    """A store to which another cache has archived the pages of `PROMPT`."""
     store = MemoryStorage()
     writer = attach(Rig(), store)
     writer.insert(PROMPT)

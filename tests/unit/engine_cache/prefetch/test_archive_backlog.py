@@ -1,4 +1,4 @@
-"""A store that is slow or stuck gets no more than its share of the host; what is given up for that is counted."""
+"""A slow or blocked store occupies only a limited part of the host. Archives that are skipped for this are counted."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def rig(request):
 
 
 def insert(rig, turns):
-    """One page each, with a store that does not move."""
+    """Insert one page per turn while the store makes no progress."""
     for turn in turns:
         assert rig.insert([100 + turn, 100 + turn]) is not None
         while rig.engine.step(Lane.WRITE):

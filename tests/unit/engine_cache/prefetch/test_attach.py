@@ -32,7 +32,7 @@ def test_one_store_at_a_time(store, rig):
 
 
 def test_a_store_has_one_cache_at_a_time(caplog):
-    """Of a second one it would write the pages under the names of the first."""
+    """With a second cache, the store would write its pages under the keys of the first one."""
     store, second = MemoryStorage(), Rig()
     first = attach(Rig(), store)
     ok, word = second.cache.attach_storage_backend(store)

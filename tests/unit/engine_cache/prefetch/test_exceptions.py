@@ -1,4 +1,4 @@
-"""Whatever is raised while a prefetch begins or ends: nothing of it stays behind, and the next one works."""
+"""Exceptions at the start or end of a prefetch leave nothing behind, and the next prefetch works."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def attached(kind, store):
 
 @pytest.fixture(params=KINDS)
 def rig(request):
-    """Has the first half of a prompt on the host; the store has all of it."""
+    """A rig with the first half of a prompt on the host and the whole prompt in the store."""
     store = MemoryStorage()
     writer = attached(request.param, store)
     writer.insert(AB)
@@ -134,7 +134,7 @@ def test_what_has_arrived_and_cannot_be_put_into_the_tree_is_freed(rig, monkeypa
 
 def test_what_the_tree_has_taken_before_it_failed_is_the_trees(rig, monkeypatch):
     begin(rig)
-    rig.insert([*AB, 3, 3])  # on the device meanwhile, and on the host
+    rig.insert([*AB, 3, 3])  # now on the device and on the host
     rig.settle()
     rig.cache.take_events()
     before = free(rig)

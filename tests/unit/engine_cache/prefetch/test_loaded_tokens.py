@@ -1,4 +1,4 @@
-"""What a prefetch has added is noted until somebody asks, and not for ever."""
+"""The number of tokens that a prefetch added is kept until it is queried, but not indefinitely."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def fetch(rig, req_id, tokens=PROMPT):
 
 
 def forget(rig):
-    """The tree has none of the prompt any more."""
+    """Remove the prompt from the tree."""
     rig.cache.evict_host(100)
 
 

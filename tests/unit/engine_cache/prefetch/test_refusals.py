@@ -26,7 +26,7 @@ def test_a_request_prefetches_once_at_a_time(rig):
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_a_wrong_last_hash_is_told(rig, monkeypatch, debug):
-    """Or pages of another prompt would be fetched."""
+    """Otherwise pages of another prompt would be fetched."""
     monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", debug)
     rig.insert(PROMPT[:2])
     rig.settle()

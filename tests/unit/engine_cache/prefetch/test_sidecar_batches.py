@@ -1,4 +1,4 @@
-"""State with rows of its own moves in batches, as KV does, and operations take turns."""
+"""Sidecars with their own rows are copied in batches, as KV is, and operations alternate."""
 
 import pytest
 
@@ -16,7 +16,7 @@ PAGES = len(KEYS)
 
 
 class Hybrid:
-    """KV in pages of two rows, one more pool, a store that takes three pages a call, and the I/O side before it."""
+    """Storage I/O for KV in pages of two rows and one other pool, with a store that accepts three pages per call."""
 
     def __init__(self, name, page_size):
         self.name, self.page_size = name, page_size
@@ -31,7 +31,7 @@ class Hybrid:
         self.io = StorageIO(self.store, controller, StoragePolicy(prefetch_threshold=2, batch_pages=3))
 
     def transfer(self, policy):
-        """For all pages of the prompt."""
+        """Return a transfer of all pages of the prompt."""
         rows = self.state.alloc(PAGES * self.page_size)
         return PoolTransfer(self.name, host_indices=rows, keys=list(KEYS), hit_policy=policy)
 
@@ -47,7 +47,7 @@ class Hybrid:
         return operation
 
     def calls(self, what):
-        """Pool and number of pages of each call of that kind."""
+        """Return the pool and the number of pages of each call of that kind."""
         return [(name, count) for kind, name, count in self.store.batches if kind == what]
 
     def content(self, operation):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def hybrid():
-    """A store with two pools, the I/O side before it, and the pools."""
+    """A store with two pools, its storage I/O, and the pools."""
     store, engine = MemoryStorage(), ManualCopyEngine()
     controller = hybrid_controller(PoolName.MAMBA, 1, engine)
     kv, state = controller.kv.host_pool, controller.entry(PoolName.MAMBA).host_pool

@@ -1,4 +1,4 @@
-"""Backups of a unified tree: parents first, all kinds in one operation, and what comes later on its own."""
+"""Backups of a unified tree: parents first, all kinds in one operation, and later data separately."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ A, AB, ABC = [1, 1], [1, 1, 2, 2], [1, 1, 2, 2, 3, 3]
 
 
 def on_host(rig, tokens):
-    """Kinds that the node at the end has on the host."""
+    """Return the kinds that the node at the end has on the host."""
     node = rig.node_of(tokens)
     return [kind for kind in ("full", "swa", "mamba") if rig.data(node, kind).host_value is not None]
 
@@ -96,7 +96,7 @@ def test_host_rows_of_a_dropped_copy_are_nobodys_until_the_copy_has_ended(kind, 
     rig.insert(AB)
     dropped, host = set(rig.data(rig.node_of(AB), kind).host_value), rig.host_pools[pool]
     rig.host.write_faults = 2
-    rig.engine.step(Lane.WRITE)  # that of A, without which the one below it is of no use
+    rig.engine.step(Lane.WRITE)  # the backup of A, which the one below depends on
     rig.cache.check_hicache_events()
     assert on_host(rig, A) == on_host(rig, AB) == []
     taken = host.alloc(host.available_size())

@@ -1,4 +1,4 @@
-"""What an insert costs when the host is full: each node looks for room at most once."""
+"""The cost of an insert when the host is full: each node tries to find room at most once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a kind of state must bring to take part in a unified tree, and how a tree is put together."""
+"""Requirements on the components of a unified tree, and the construction of a tree."""
 
 from typing import ClassVar
 

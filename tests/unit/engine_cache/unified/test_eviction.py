@@ -1,4 +1,4 @@
-"""Eviction of a unified tree: order, what goes together, and what is said of it."""
+"""Eviction of a unified tree: its order, the data that is evicted together, and the events."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_a_leaf_with_a_host_copy_is_demoted_with_all_its_kinds():
 
 
 def test_a_leaf_that_lost_its_state_is_still_a_leaf():
-    """KV without a state is of use to a longer prompt that is computed later; it goes when its turn comes."""
+    """KV without a state is useful for longer prompts that are computed later. It is evicted in its normal order."""
     rig = filled("mamba", tiers=1)
     rig.cache.evict(EvictParams(0, mamba_num=2))
     rig.cache.evict(EvictParams(2))

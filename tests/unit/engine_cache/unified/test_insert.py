@@ -1,4 +1,4 @@
-"""What an insert takes over, frees, restores and cuts, for each kind of state."""
+"""The data that an insert adopts, frees, restores and splits, for each kind of state."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LONG = [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def lengths(rig, tokens, kind):
-    """(units, has device data) of the nodes along a prefix, root side first."""
+    """Return (units, has device data) of the nodes along a prefix, starting at the root."""
     path = list(rig.up(rig.match(tokens).last_device_node)) or list(rig.up(rig.node_of(tokens)))
     return [(len(node.key), rig.data(node, kind).value is not None) for node in reversed(path)]
 
@@ -119,7 +119,7 @@ def test_a_tombstone_inside_the_window_takes_over_the_swa_rows_of_the_caller(evi
     node = rig.node_of(ABC)
     swa.free_on_device(node)
     kept = node.value.tolist()
-    lock = rig.cache.inc_lock_ref(node)  # somebody is reading these rows
+    lock = rig.cache.inc_lock_ref(node)  # a reader of these rows
     rig.insert([*ABC, 4, 4], evicted=evicted)
     rig.cache.release(lock)
     path = list(reversed(list(rig.up(rig.node_of(ABC)))))

@@ -1,4 +1,4 @@
-"""A request that ends while its state is still being loaded: its slot is nobody's until the copy has ended."""
+"""A request that ends while its state is being loaded. Its slot is not reused before the copy has ended."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ A, AB = [1, 1], [1, 1, 2, 2]
 
 @pytest.fixture
 def rig():
-    """Of [1, 1, 2, 2] all is on the host only, states included."""
+    """A rig with [1, 1, 2, 2] and its states on the host only."""
     rig = UnifiedRig(("mamba",), slots=4)
     for tokens in (A, AB):
         rig.insert(tokens)

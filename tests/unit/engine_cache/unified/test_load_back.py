@@ -1,4 +1,4 @@
-"""Loading a match back: what comes to the device, which rows the request gains, and what a refusal leaves behind."""
+"""Load-backs of a match: the data that is copied, the rows that the request gets, and the state after a refusal."""
 
 import pytest
 
@@ -13,7 +13,7 @@ EVERYTHING = EvictParams(100, 100, 100)
 
 
 def filled(kinds=(), **params):
-    """A chain of three nodes on both tiers."""
+    """Return a rig with a chain of three nodes on both tiers."""
     rig = UnifiedRig(kinds, **params)
     for tokens in (A, AB, ABC):
         rig.insert(tokens)
@@ -207,7 +207,7 @@ def test_a_request_that_cannot_go_on_from_the_best_match_takes_the_state_of_its_
     assert req.mamba_cow_src_index.tolist() == rig.data(rig.node_of(ABC), "mamba").value.tolist()
     req.last_node = match.last_device_node
     taken = rig.swa.swa.alloc(rig.swa.swa.available_size())
-    held = [rig.cache.inc_lock_ref(rig.node_of(tokens)) for tokens in (A, ABC)]  # so that no SWA row can be had
+    held = [rig.cache.inc_lock_ref(rig.node_of(tokens)) for tokens in (A, ABC)]  # so that no SWA row is available
     rows, node = rig.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req))
     assert (rows.tolist(), node) == ([], rig.node_of(A))
     assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()

@@ -1,4 +1,4 @@
-"""Locks of a unified tree: what they hold, and that each release takes back exactly its own."""
+"""Locks of a unified tree: the data that they hold, and releases that undo exactly their own lock."""
 
 import pytest
 
@@ -90,7 +90,7 @@ def test_a_node_that_is_not_on_the_device_stands_for_the_kv_above_it():
     lock = rig.cache.inc_lock_ref(rig.node_of(ABCD))
     assert (lock.node, lock.tickets) == (rig.node_of(ABC), ())
     load_lock = rig.load_back(rig.match(ABCD))[2]
-    rig.cache.release(lock)  # leaves what the load has locked
+    rig.cache.release(lock)  # keeps the locks of the load
     assert rig.node_of(ABCD).lock_ref > 0
     rig.settle()
     rig.cache.release(load_lock)

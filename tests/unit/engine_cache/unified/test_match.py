@@ -1,4 +1,4 @@
-"""Where a match of a unified tree ends, on any tier and on the device."""
+"""The end of a match in a unified tree, on any tier and on the device."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def num_nodes(rig):
 
 
 def evict_state(rig, tokens):
-    """Take the state of an inner node from the device."""
+    """Evict the state of an inner node from the device."""
     node = rig.node_of(tokens)
     assert node.children
     rig.cache.auxiliaries[-1].free_on_device(node)
@@ -26,7 +26,7 @@ def evict_state(rig, tokens):
 
 @pytest.fixture
 def mamba():
-    """A chain of three nodes with a state each, all of it on both tiers."""
+    """A chain of three nodes with a state each, on both tiers."""
     rig = UnifiedRig(("mamba",))
     for tokens in (A, AB, ABC):
         rig.insert(tokens)
@@ -100,7 +100,7 @@ def test_kv_on_the_host_counts_for_the_best_match_alone():
 
 @pytest.mark.parametrize("kinds", [("mamba", "swa"), ("swa", "mamba")])
 def test_a_gap_of_one_kind_does_not_change_what_another_counts(kinds):
-    """The window of SWA goes on being covered behind a node that Mamba refuses."""
+    """The SWA window continues after a node at which Mamba does not allow a match to end."""
     rig = UnifiedRig(kinds)
     rig.insert(ABC)
     rig.match(A)

@@ -1,4 +1,4 @@
-"""A unified tree without a host tier takes the calls that a scheduler makes of one with a host tier."""
+"""A unified tree without a host tier accepts the calls that a scheduler makes to a tree with a host tier."""
 
 import pytest
 

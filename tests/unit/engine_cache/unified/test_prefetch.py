@@ -1,4 +1,4 @@
-"""Prefetches of a unified tree: KV as elsewhere, one slot for a state, one window of SWA rows."""
+"""Prefetches of a unified tree: KV as in other caches, one slot for a state, one window of SWA rows."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def attached(kinds, store, **params):
 
 
 def archived(kinds, *prompts, **params):
-    """A store in which another worker has put these prompts."""
+    """Return a store to which another worker has archived these prompts."""
     store = MemoryStorage()
     rig = attached(kinds, store, **params)
     for tokens in prompts:
@@ -90,7 +90,7 @@ def test_a_hit_ends_at_the_last_state():
 
 
 def test_a_state_is_given_to_a_node_that_had_none_on_the_host():
-    """The node was made by somebody else while its pages were being fetched."""
+    """The node was added by another request while its pages were being fetched."""
     rig = attached(("mamba",), archived(("mamba",), AB), write_policy="write_back")
     prefetch(rig, AB)
     while rig.engine.step(Lane.PREFETCH):

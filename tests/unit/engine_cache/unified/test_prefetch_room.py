@@ -1,4 +1,4 @@
-"""What may not go when a prefetch makes room on the host."""
+"""Data that must not be evicted when a prefetch makes room on the host."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def attached(store, kinds=("swa",), **params):
 
 @pytest.fixture
 def store():
-    """Has the prompt, window and all."""
+    """A store with the prompt, including its window."""
     store = MemoryStorage()
     writer = attached(store, swa_pages=8)
     for end in (2, 4, 6):

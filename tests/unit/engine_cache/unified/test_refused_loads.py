@@ -1,4 +1,4 @@
-"""A request whose load-back is refused goes on from its anchor, with a slot and the state to copy into it."""
+"""A request whose load-back is refused continues from its start node, with a slot and a state to copy to it."""
 
 import pytest
 
@@ -11,7 +11,7 @@ A, AB = [1, 1], [1, 1, 2, 2]
 
 
 def at_the_anchor(**params):
-    """A request on [1, 1], which is on the device, whose best match is on the host; and that match."""
+    """Return a request on [1, 1], which is on the device, and its best match, which is on the host."""
     rig = UnifiedRig(("mamba",), **params)
     for tokens in (A, AB):
         rig.insert(tokens)
@@ -97,7 +97,7 @@ def test_rows_of_the_window_that_went_since_the_match_are_not_gone_on_from():
 
 
 def window_on_the_host(**params):
-    """A request whose best match lacks SWA rows on the device and nothing else; and that match."""
+    """Return a request and its best match, which lacks only SWA rows on the device."""
     rig = UnifiedRig(("mamba", "swa"), **params)
     for tokens in (A, AB):
         rig.insert(tokens)
@@ -127,7 +127,7 @@ def test_a_state_that_came_to_the_device_since_the_match_is_copied():
     mamba, node = rig.cache.component(ComponentType.MAMBA), rig.node_of(AB)
     rig.slots.free(req.mamba_pool_idx)
     mamba.free_on_device(node)
-    req.mamba_pool_idx = req.mamba_cow_src_index = None  # as a match leaves it that finds the state on the host
+    req.mamba_pool_idx = req.mamba_cow_src_index = None  # as after a match that finds the state on the host
     mamba.put_on_device(node, rig.slots.alloc(1))
     assert load(rig, req, match, quota=None)[1] is node
     assert req.mamba_cow_src_index.tolist() == mamba.data(node).value.tolist()

@@ -1,4 +1,4 @@
-"""Requests on a unified tree: what they share while they run and when they end."""
+"""Requests on a unified tree: the data that they share while they run and when they end."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def rig_for_requests(*kinds, **params):
 
 
 def compute(rig, req, tokens):
-    """Rows for the tokens that the request has none for."""
+    """Allocate rows for the tokens of the request that have none."""
     known = len(req.token_ids)
     pages = -(-(len(tokens) - known) // rig.page_size)
     rows = rig.alloc(pages * rig.page_size)
@@ -53,7 +53,7 @@ def state_after(rig, tokens):
 
 
 def check(rig, *requests):
-    """Pools add up with what running requests own."""
+    """Check that the pools add up with the rows and slots of running requests."""
     rows = [
         rig.cache.req_to_token_pool.read(r.req_pool_idx, len(r.token_ids))[r.cache_protected_len :] for r in requests
     ]
@@ -121,7 +121,7 @@ def test_swa_rows_that_the_window_has_left_are_not_shared():
 
 
 def test_a_running_request_keeps_rows_that_nobody_could_use():
-    """All of its whole pages lie behind the window, yet it still reads their full rows."""
+    """All of its whole pages are outside the window, but it still reads their full rows."""
     rig = rig_for_requests("swa", window=1)
     req = Request("r", [], rig.cache.req_to_token_pool.alloc())
     compute(rig, req, [*ABC, 4])
@@ -150,7 +150,7 @@ def test_a_request_starts_from_a_copy_of_the_state_of_its_match():
     rig.insert([1, 1])
     rig.insert(ABC)
     req = Request("r", [], rig.cache.req_to_token_pool.alloc())
-    match = rig.match(ABC, cow_mamba=True, req=req)  # both slots are in the tree: one state goes for it
+    match = rig.match(ABC, cow_mamba=True, req=req)  # both slots are in the tree: one state is evicted for it
     assert match.best_match_node is rig.node_of(ABC)
     assert req.mamba_cow_src_index.tolist() == rig.data(rig.node_of(ABC), "mamba").value.tolist()
     assert rig.data(rig.node_of([1, 1]), "mamba").value is None

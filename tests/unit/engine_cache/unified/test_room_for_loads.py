@@ -1,4 +1,4 @@
-"""Room for a load is made of other nodes: what the load needs stays where it is, on both tiers."""
+"""Room for a load is made by evicting other nodes. The data that the load needs stays on its tiers."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def usable(rig, tokens, tiers):
 
 
 def test_rows_of_the_window_that_are_on_the_device_stay_there():
-    """Of the window of D, B is on the device, C and D are on the host only, and no other row can go."""
+    """The window of D consists of B on the device, and C and D on the host only. No other row can be evicted."""
     rig = filled(A, AB, ABC, ABCD, window=6, swa_pages=4, host_pages=14)
     (swa,) = rig.cache.auxiliaries
     rig.cache.evict(EvictParams(2))  # D

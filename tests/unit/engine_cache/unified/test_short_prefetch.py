@@ -1,4 +1,4 @@
-"""Prefetches of less than one sliding window: what is fetched can be matched afterwards, or is not fetched at all."""
+"""Prefetches of less than one sliding window. Fetched pages can be matched; other pages are not fetched at all."""
 
 import pytest
 

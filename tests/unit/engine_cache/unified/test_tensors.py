@@ -1,4 +1,4 @@
-"""One tree over the real pools of every kind of model: what goes to the host comes back bit for bit."""
+"""A tree over the real pools of every kind of model. Data that is copied to the host and back does not change."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ PAGE, SIZE, SLOTS = 4, 32, 6
 
 
 class Model:
-    """`kv`, `rows`, what `pools_of` and the tree need besides, and `content` of rows and slots."""
+    """`kv`, `rows`, other arguments of `pools_of` and the tree, and the `content` of rows and slots."""
 
     components = ()
     slots = None
@@ -40,7 +40,7 @@ class Model:
         self.others = {}
 
     def tensors(self, rows, slot):
-        """(tensor, index along its first axis) of everything that belongs to rows and slot."""
+        """Return (tensor, index along its first axis) of all data of the rows and the slot."""
         return [(held, rows) for held in (*self.kv.k_buffer, *self.kv.v_buffer)]
 
 

@@ -1,4 +1,4 @@
-"""Nodes that the insert itself cuts: both parts have been used by it."""
+"""Nodes that an insert splits. Both parts count as used by the insert."""
 
 import pytest
 
