@@ -210,7 +210,7 @@ def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
 
 
 def test_use_counts_on_the_host_too():
-    """The policy evicts the most recently used node first. A node was matched after it was added to the heap."""
+    """Under `mru`, the node that was just matched is evicted first, although it was older when it was queued."""
     cache = make_cache("hiradix", 4, 5, "mru")
     for leaf in range(4):
         insert(cache, [leaf])

@@ -13,7 +13,7 @@ from tests.support.waiting import wait_until
 
 
 class ScriptedClient:
-    """Reports the given states of the master one by one, and then keeps the last one."""
+    """Reports the given states of the master one by one, and then `SAME`."""
 
     address = "a double"
 
