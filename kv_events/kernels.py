@@ -16,7 +16,7 @@ from numba import njit
 
 from kv_events.bundles import RESIDENT_TYPE, Spread, field_names, numba_type, prepare, reader
 from kv_events.kernel_cache import kept_on_disk
-from kv_events.numba_internals import NO_MEMORY_RUNTIME, member_types
+from kv_events.numba_internals import CHECKS_BOUNDS, NO_MEMORY_RUNTIME, member_types
 
 array_helper = njit(inline="always", **NO_MEMORY_RUNTIME)
 """Decorator of short functions that are inlined into their callers."""
@@ -24,7 +24,8 @@ array_helper = njit(inline="always", **NO_MEMORY_RUNTIME)
 array_function = njit(**NO_MEMORY_RUNTIME)
 """Decorator of functions that only kernels call. They are compiled with their callers."""
 
-_array_body = njit(forceinline=True, **NO_MEMORY_RUNTIME)
+# With bounds checks, bodies that are inlined by force were observed to return wrong results (numba 0.68, LLVM 22).
+_array_body = njit(forceinline=not CHECKS_BOUNDS, **NO_MEMORY_RUNTIME)
 
 
 def array_kernel(returns, *parameters):

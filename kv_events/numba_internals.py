@@ -22,6 +22,9 @@ _types: Any = types
 NO_MEMORY_RUNTIME: dict[str, Any] = {"_nrt": False}
 """Options of `njit` without numba's memory runtime: references are not counted and allocations do not compile."""
 
+CHECKS_BOUNDS = bool(_config.BOUNDSCHECK)
+"""Whether kernels are compiled with bounds checks, by NUMBA_BOUNDSCHECK."""
+
 
 def cache_dir() -> str:
     """Return the folder set by NUMBA_CACHE_DIR, or ""."""
