@@ -11,7 +11,7 @@ import msgspec
 from bridge import EngineSettings
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -67,7 +67,7 @@ def _decoded(data: bytes | None) -> _Kept:
     try:
         return msgspec.json.decode(data, type=_Kept) if data else _Kept([])
     except _UNREADABLE as error:
-        log.warning("registrations do not read back: %s", error)
+        logger.warning("registrations do not read back: %s", error)
         return _Kept([])
 
 
@@ -77,5 +77,5 @@ def _readable(entries: Iterable[msgspec.Raw]) -> list[EngineSettings]:
         try:
             engines.append(msgspec.json.decode(entry, type=EngineSettings))
         except _UNREADABLE as error:
-            log.warning("a registration does not read back: %s", error)
+            logger.warning("a registration does not read back: %s", error)
     return engines

@@ -28,7 +28,7 @@ from kv_events.memory_log import MemoryLog
 from kv_events.schema import ENGINE_UNHEARD
 from kv_events.streams import StreamId, split_group
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _LOADED_S = 2.0
@@ -148,7 +148,7 @@ class Registrations:
         give_up = time.monotonic() + _SEEN_S
         while stream in self._engines and self._consumer.namespaces.view(stream) is None:
             if time.monotonic() > give_up:
-                log.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
+                logger.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
                 return
             await asyncio.sleep(_POLL_S)
 
@@ -184,7 +184,7 @@ class Registrations:
         try:
             await asyncio.wait_for(self._consumer.forget(streams), _FORGOTTEN_S)
         except TimeoutError:
-            log.warning("unregistered pages are still to be dropped: the index is behind")
+            logger.warning("unregistered pages are still to be dropped: the index is behind")
 
     # --- saved registrations ----------------------------------------------------------------------------------------
 
@@ -208,9 +208,9 @@ class Registrations:
                     if self._unsaved.is_set():
                         await self._save()
             except SnapshotStoreError as error:
-                log.warning("registrations cannot be read yet: %s", error)
+                logger.warning("registrations cannot be read yet: %s", error)
             except Exception:
-                log.exception("registrations cannot be read or saved; trying again")
+                logger.exception("registrations cannot be read or saved; trying again")
             await asyncio.sleep(_RETRY_S)
 
     async def _load(self) -> None:
@@ -229,7 +229,7 @@ class Registrations:
                 self._waiting_for &= {stream for stream in status if not self._is_read(stream, status[stream])}
                 await asyncio.sleep(_LOOK_S)
             for stream in sorted(self._waiting_for):
-                log.warning("%s is registered, but could not be read within %.0f s", stream.key, _FIRST_READ_S)
+                logger.warning("%s is registered, but could not be read within %.0f s", stream.key, _FIRST_READ_S)
         finally:
             self._waiting_for.clear()
 
@@ -240,7 +240,7 @@ class Registrations:
             self._check_room(engine)
             await self._add(engine)
         except KvsightError as error:
-            log.warning("registration of %s is given up: %s", stream_of(engine).key, error)
+            logger.warning("registration of %s is given up: %s", stream_of(engine).key, error)
 
     async def _save(self) -> None:
         """Save, with retries while the store is unavailable."""
@@ -251,7 +251,7 @@ class Registrations:
             await self._kept.save(list(self._engines.values()))
         except SnapshotStoreError as error:
             self.save_failures += 1
-            log.warning("registrations are not saved: %s", error)
+            logger.warning("registrations are not saved: %s", error)
         else:
             self._unsaved.clear()
 

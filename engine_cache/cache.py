@@ -63,7 +63,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.hashing import namespace_seed
 from kv_events.schema import BlockStored
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MOST_LOADED_NOTES = 4_096
 
@@ -663,7 +663,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         try:
             self.attach_store(backend, policy)
         except Exception as error:  # a backend may raise anything, and the cache works without it
-            log.exception("the store does not take the pools")
+            logger.exception("the store does not take the pools")
             return False, f"the store does not take the pools: {error}"
         return True, "attached"
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine_cache.pools.device_swa import SWAKVPool
     from engine_cache.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class TieredCache(Protocol):
@@ -211,7 +211,7 @@ def build_hybrid_stack(
                 cache.attach_store(store, options.get("policy"))
         except Exception as error:
             names = ", ".join(spec.name.value for spec in specs)
-            log.exception("building the stack of pools %s failed at: %s", names, step)
+            logger.exception("building the stack of pools %s failed at: %s", names, step)
             raise StackError(f"stack of pools {names}, {step}: {error}") from error
         return HybridStack(cache, controller, opened.pop_all())
 

@@ -40,7 +40,7 @@ __all__ = [
     "EventLogWriter",
 ]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LOCK_NAME = "writer.lock"
 _BUFFER_BYTES = 256 * 2**10
@@ -136,7 +136,7 @@ class EventLogWriter:
             self._written, self._next_index = located.end, located.record_index + 1
         num_torn = last.path.stat().st_size - self._written
         if num_torn:
-            log.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self._next_index)
+            logger.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self._next_index)
             os.truncate(last.path, self._written)
         self._fd = os.open(last.path, os.O_WRONLY)
 

@@ -13,7 +13,7 @@ from kv_events.backoff import Backoff
 from publisher.record_builder import RecordBuilder
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 5.0
@@ -72,7 +72,7 @@ class Drain:
         try:
             await asyncio.wait_for(self._sink.stop(), _STOP_GRACE_S)
         except TimeoutError:
-            log.warning("publisher %s: the sink did not stop within %.0f s", self._worker, _STOP_GRACE_S)
+            logger.warning("publisher %s: the sink did not stop within %.0f s", self._worker, _STOP_GRACE_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -84,7 +84,7 @@ class Drain:
         if task.cancelled() or (error := task.exception()) is None:
             return
         self.failure = error
-        log.error("%s died", task.get_name(), exc_info=error)
+        logger.error("%s died", task.get_name(), exc_info=error)
 
     async def _run(self) -> None:
         await self._until_available(self._sink.start)
@@ -129,7 +129,7 @@ class Drain:
             await self._until_available(lambda: self._sink.send(records))
         except SinkRejectedError as error:
             self.num_rejected += len(records)
-            log.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
+            logger.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
             self._builder.request_resync("rejected")
             await asyncio.sleep(_FIRST_RETRY_S)
         self.in_flight = ()
@@ -143,12 +143,12 @@ class Drain:
                 await attempt()
             except SinkUnavailableError as error:
                 if self.is_sink_available:
-                    log.warning("publisher %s: %s; trying again", self._worker, error)
+                    logger.warning("publisher %s: %s; trying again", self._worker, error)
                 self.is_sink_available = False
                 await backoff.pause()
             else:
                 if not self.is_sink_available:
-                    log.info("publisher %s: the sink takes records again", self._worker)
+                    logger.info("publisher %s: the sink takes records again", self._worker)
                 self.is_sink_available = True
                 return
 

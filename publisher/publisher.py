@@ -27,7 +27,7 @@ from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 10.0
 _THREAD_GRACE_S = 5.0
@@ -199,7 +199,7 @@ class EventPublisher:
             unflushed_batches=len(self._drain.in_flight),
         )
         if report.unflushed_pages or report.unflushed_batches:
-            log.warning("publisher %s closed without sending all: %s", self._settings.worker, report)
+            logger.warning("publisher %s closed without sending all: %s", self._settings.worker, report)
         return report
 
     async def __aenter__(self) -> Self:
@@ -252,7 +252,7 @@ class EventPublisher:
             uvloop.run(self._run_in_thread(running))
         except Exception as error:
             if running.done():
-                log.exception("publisher %s: its thread died", self._settings.worker)
+                logger.exception("publisher %s: its thread died", self._settings.worker)
             else:
                 running.set_exception(error)
 
@@ -268,7 +268,7 @@ class EventPublisher:
             record()
             self._log_rejected()
         except Exception:
-            log.exception("publisher %s: events lost, a snapshot will follow", self._settings.worker)
+            logger.exception("publisher %s: events lost, a snapshot will follow", self._settings.worker)
             self.request_resync("internal error")
         self._drain.wake()
 
@@ -280,4 +280,4 @@ class EventPublisher:
         if rejected != self._logged:
             self._logged_at = time.monotonic()
             self._logged = rejected
-            log.warning("publisher %s: engine events dropped so far: %s", self._settings.worker, rejected)
+            logger.warning("publisher %s: engine events dropped so far: %s", self._settings.worker, rejected)

@@ -28,7 +28,7 @@ from engine_cache.storage.object_names import PAGE_KEY_PATTERN, StorageIdentity
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _KEY = re.compile(PAGE_KEY_PATTERN)
 _CHECKSUM_BYTES = 8
@@ -154,7 +154,7 @@ class DirectoryStorage(HiCacheStorage):
             self._forget_if_gone(file_name)
             return False
         except OSError as error:
-            log.warning("page %s cannot be looked up: %s", file_name, error)
+            logger.warning("page %s cannot be looked up: %s", file_name, error)
             return False
         if seen.st_size != file_bytes:
             self._remove_damaged(file_name, seen, f"{seen.st_size} bytes, not {file_bytes}")
@@ -180,7 +180,7 @@ class DirectoryStorage(HiCacheStorage):
             self._forget_if_gone(file_name)
             return False
         except OSError as error:
-            log.warning("page %s cannot be read: %s", file_name, error)
+            logger.warning("page %s cannot be read: %s", file_name, error)
             return False
         return True
 
@@ -200,7 +200,7 @@ class DirectoryStorage(HiCacheStorage):
                 self._used -= self._held.pop(file_name, 0)  # another thread may have written the same page
                 self._hold(file_name, file_bytes)
         except OSError as error:
-            log.warning("page %s cannot be written: %s", file_name, error)
+            logger.warning("page %s cannot be written: %s", file_name, error)
             with self._lock:
                 self._used -= file_bytes
             with contextlib.suppress(OSError):
@@ -226,7 +226,7 @@ class DirectoryStorage(HiCacheStorage):
         try:
             (self._folder / file_name).unlink(missing_ok=True)
         except OSError as error:
-            log.warning("page %s cannot be evicted: %s", file_name, error)
+            logger.warning("page %s cannot be evicted: %s", file_name, error)
             self._held.move_to_end(file_name)
             return False
         self._forget(file_name)
@@ -278,11 +278,11 @@ class DirectoryStorage(HiCacheStorage):
             except FileNotFoundError:
                 return
             except OSError as error:
-                log.warning("page %s is damaged (%s) and cannot be removed: %s", file_name, why, error)
+                logger.warning("page %s is damaged (%s) and cannot be removed: %s", file_name, why, error)
                 return
             self._counts["num_damaged"] += 1
             self._forget(file_name)
-        log.warning("page %s was damaged and is removed: %s", file_name, why)
+        logger.warning("page %s was damaged and is removed: %s", file_name, why)
 
     def _take_over(self) -> None:
         found = []

@@ -28,7 +28,7 @@ except ImportError as missing:
         f"a Mooncake store needs kvsight[mooncake] and the system's libnuma1 and libibverbs1: {missing}"
     ) from missing
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Codes of the native client.
 _OK = 0
@@ -153,7 +153,7 @@ class MooncakeClient:
             self._lose_master()
             return MasterState.AWAY
         if self._away:
-            log.info("Mooncake master %s is back", self.address)
+            logger.info("Mooncake master %s is back", self.address)
             with self._idle:
                 self._away = False
         if _PRESENCE.get(code) is not False:
@@ -173,7 +173,7 @@ class MooncakeClient:
             self._closed = True
             idle = self._idle.wait_for(lambda: not self._calls, _CLOSE_TIMEOUT_S)
         if not idle:  # closing it during a call would crash the process
-            log.error("a call to Mooncake master %s does not end: its client is left open", self.address)
+            logger.error("a call to Mooncake master %s does not end: its client is left open", self.address)
             return False
         if not self._away and self._is_listening():
             self._native.remove(self._beacon, True)
@@ -192,7 +192,7 @@ class MooncakeClient:
                 return [_NO_MASTER] * len(names)
             codes = call()
         if len(codes) != len(names):
-            log.error("Mooncake answered %d names with %d codes", len(names), len(codes))
+            logger.error("Mooncake answered %d names with %d codes", len(names), len(codes))
             return [_NO_CODE] * len(names)
         lowest = min(codes)
         if lowest <= _NO_MASTER:
@@ -215,7 +215,7 @@ class MooncakeClient:
         with self._idle:
             known, self._away = self._away, True
         if not known:
-            log.warning("Mooncake master %s is away", self.address)
+            logger.warning("Mooncake master %s is away", self.address)
             self.on_away()
 
     @contextlib.contextmanager
@@ -245,7 +245,7 @@ class MooncakeClient:
         known_ms = os.environ.setdefault(_CALL_TIMEOUT_MS, wanted_ms)
         if known_ms != wanted_ms:
             text = "%s is %s in this process: a call timeout of %s ms is not applied"
-            log.warning(text, _CALL_TIMEOUT_MS, known_ms, wanted_ms)
+            logger.warning(text, _CALL_TIMEOUT_MS, known_ms, wanted_ms)
         os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "2")
         code = self._native.setup(
             settings.mooncake_local_hostname,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from engine_cache.storage.base import StorageClosedError
 from engine_cache.storage.mooncake_client import MasterState, MooncakeClient
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LENDER_TTL_S = 15.0
 """Time after which the master has dropped the objects of a machine that died (10 s by default)."""
@@ -56,7 +56,7 @@ class MooncakeWatch:
             except StorageClosedError:
                 return
             except Exception:
-                log.exception("looking after Mooncake master %s failed", self._client.address)
+                logger.exception("looking after Mooncake master %s failed", self._client.address)
 
     def _look(self) -> None:
         state = self._client.probe()

@@ -28,7 +28,7 @@ from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.schema import StorageMedium
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _HITS_TO_BACK_UP = {"write_through": 1, "write_through_selective": 2}
 WRITE_POLICIES = (*_HITS_TO_BACK_UP, "write_back")
@@ -215,7 +215,7 @@ class Backups:
             if error is None:
                 self._publish(operation)
             else:
-                log.error("backup of node %d failed: %s", operation.node.id, error)
+                logger.error("backup of node %d failed: %s", operation.node.id, error)
                 self.num_failed += 1
                 self._drop_failed(operation)
         finally:
@@ -309,7 +309,7 @@ def for_each(calls: Sequence[tuple[Any, ...]], action: Callable[..., None]) -> N
         try:
             action(*arguments)
         except Exception as error:  # an error at one node must not leave the others unprocessed
-            log.exception("the end of a transfer could not be processed")
+            logger.exception("the end of a transfer could not be processed")
             failed = failed or error
     if failed is not None:
         raise failed

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from engine_cache.errors import TransferError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Step = Callable[[], None]
 
@@ -72,7 +72,7 @@ class Ticket:
             try:
                 _try_twice(step, run_step)
             except Exception as error:
-                log.exception("a copy failed twice, after %d of %d steps", self._done(), self._num_steps)
+                logger.exception("a copy failed twice, after %d of %d steps", self._done(), self._num_steps)
                 self._advance(0, error)
                 return
             self._advance(1, None)
@@ -92,7 +92,7 @@ def _try_twice(step: Step, run_step: Callable[[Step], None]) -> None:
     try:
         run_step(step)
     except Exception:
-        log.warning("a copy failed and is tried again", exc_info=True)
+        logger.warning("a copy failed and is tried again", exc_info=True)
         run_step(step)
 
 

@@ -21,7 +21,7 @@ from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.node import TreeNode
 from kv_events.errors import InvalidValueError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT_S = 30.0
 
@@ -61,7 +61,7 @@ class HostTier:
     def clear(self) -> None:
         """Wait for running transfers, and drop all operations."""
         if not self.controller.engine.drain(_DRAIN_TIMEOUT_S):
-            log.warning("transfers still run %g s after a reset, which waits for them", _DRAIN_TIMEOUT_S)
+            logger.warning("transfers still run %g s after a reset, which waits for them", _DRAIN_TIMEOUT_S)
         self.controller.reset()
         self.backups.ongoing.clear()
         self.loads.clear()

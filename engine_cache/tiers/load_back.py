@@ -19,7 +19,7 @@ from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class LoadBacks:
@@ -102,7 +102,7 @@ class LoadBacks:
                     self._make_room(len(host_rows))
                     rows = self._controller.load(host_rows, ack_id, transfers)
         if rows is None:
-            log.warning("no room on the device to load %d units back", len(host_rows))
+            logger.warning("no room on the device to load %d units back", len(host_rows))
         return rows
 
     def _hold_needed(self, node: TreeNode, held: ExitStack) -> None:

@@ -27,7 +27,7 @@ from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 from kv_events.schema import BlockRemoved, BlockStored, StorageMedium
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _DETACH_TIMEOUT_S = 10.0
 _RATE_LIMIT_SHARE = 0.8  # of the number of rows by which the host exceeds the device
@@ -63,7 +63,7 @@ class StorageTier:
         host.backups.archiver = self
         if self._prefetch_capacity() == 0:
             sizes = self._controller.kv.host_pool.size, self._controller.kv.device_allocator.size
-            log.warning("nothing can be prefetched: the host has %d rows, the device %d, too few to spare", *sizes)
+            logger.warning("nothing can be prefetched: the host has %d rows, the device %d, too few to spare", *sizes)
 
     def clear(self) -> None:
         """Drop all operations. The engine must have been drained."""

@@ -27,7 +27,7 @@ from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import block_hash_chain
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class StorageIO:
@@ -89,7 +89,7 @@ class StorageIO:
         try:
             hit_units = self._find(operation)
         except Exception:
-            log.exception("a prefetch query failed")
+            logger.exception("a prefetch query failed")
             self._count_error()
             hit_units = 0
         if hit_units < self.prefetch_threshold:
@@ -191,7 +191,7 @@ class StorageIO:
         try:
             more = batch()
         except Exception:
-            log.exception("a storage operation failed")
+            logger.exception("a storage operation failed")
             self._count_error()
             more = False
         if more:
@@ -204,7 +204,7 @@ class StorageIO:
         try:
             self._engine.submit(lane, [lambda: self._run(lane, batch, end)])
         except Exception:
-            log.exception("a storage operation cannot be continued")
+            logger.exception("a storage operation cannot be continued")
             self._count_error()
             end()
 

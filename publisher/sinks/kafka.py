@@ -34,7 +34,7 @@ from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError, TopicAuthorizationFailedError)
 _RETRY_S = 1.0
@@ -102,7 +102,7 @@ class KafkaSink:
             except ConsumerStoppedError:
                 return
             except KafkaError as error:
-                log.warning("control topic %s: %s; listening again", self._settings.control_topic, error)
+                logger.warning("control topic %s: %s; listening again", self._settings.control_topic, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             request = _decoded(message.value)
@@ -176,5 +176,5 @@ def _decoded(value: bytes) -> ResyncRequest | None:
     try:
         return decode_resync(value)
     except RecordRejectedError as error:
-        log.warning("control message skipped: %s", error)
+        logger.warning("control message skipped: %s", error)
         return None

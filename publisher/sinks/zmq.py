@@ -21,7 +21,7 @@ from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableEr
 from publisher.sinks.engine_events import EngineEvents
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LINGER_MS = 500
 
@@ -107,4 +107,4 @@ class ZmqSink:
         """Log a warning whenever the number of omitted pages has doubled."""
         if self._events.num_untold > 2 * self._untold_logged:
             self._untold_logged = self._events.num_untold
-            log.warning("%s: %d pages so far could not be sent to readers", self._endpoint, self._untold_logged)
+            logger.warning("%s: %d pages so far could not be sent to readers", self._endpoint, self._untold_logged)

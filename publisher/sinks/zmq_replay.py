@@ -15,7 +15,7 @@ from kv_events.engine_wire import END, FrameError, parse_replay_request, seq_fra
 from kv_events.rate_limited_logger import RateLimitedLogger
 from publisher.settings import PublisherSettings
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MAX_KEPT_BYTES = 256 * 2**20
 """Limit on the bytes kept, in addition to the number of batches."""
@@ -78,7 +78,7 @@ class ReplaySocket:
         self._settings = settings
         self._topic = settings.zmq_topic.encode()
         self._kept = kept
-        self._limited_logger = RateLimitedLogger(log, f"replay {endpoint}")
+        self._limited_logger = RateLimitedLogger(logger, f"replay {endpoint}")
         self._answers: dict[bytes, _Answer] = {}  # by reader, each of which has one connection
         self._router: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
@@ -185,4 +185,4 @@ class ReplaySocket:
 def _note_end(task: asyncio.Task[None]) -> None:
     """Log the failure of the task."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s failed: replays are no longer answered", task.get_name(), exc_info=error)
+        logger.error("%s failed: replays are no longer answered", task.get_name(), exc_info=error)
