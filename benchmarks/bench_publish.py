@@ -130,7 +130,7 @@ def clear_figures() -> Iterator[Figure]:
 
 def times_during_resync(publisher: EventPublisher, calls: list[list[EngineEvent]]) -> list[float]:
     """Return the microseconds of each call during a resync, by an engine that does other work between calls."""
-    num_snapshots = publisher.stats().snapshots
+    num_resyncs = publisher.stats().resyncs
     publisher.request_resync("benchmark")
     over_at = time.monotonic() + RESYNC_S
     times = []
@@ -139,7 +139,7 @@ def times_during_resync(publisher: EventPublisher, calls: list[list[EngineEvent]
         time.sleep(ENGINE_STEP_S)
         if time.monotonic() > over_at:
             break
-    if publisher.stats().snapshots == num_snapshots:
+    if publisher.stats().resyncs == num_resyncs:
         raise RuntimeError(f"no resync within {RESYNC_S} s")
     return times
 

@@ -91,8 +91,8 @@ class Drain:
         control = self._spawn(self._answer_requests(), f"publisher-control:{self._worker}")
         try:
             while True:
-                if self._builder.is_snapshot_due(time.time(), force=self._is_closing):
-                    await self._begin_snapshot()
+                if self._builder.is_resync_due(time.time(), force=self._is_closing):
+                    await self._begin_resync()
                 records = self._builder.take_records(time.time(), force=self._is_closing, max_records=self._max_records)
                 if records:
                     await self._send(records)
@@ -104,12 +104,12 @@ class Drain:
             control.cancel()
             await asyncio.gather(control, return_exceptions=True)
 
-    async def _begin_snapshot(self) -> None:
+    async def _begin_resync(self) -> None:
         """Prepare the resync in a thread.
 
         The thread is awaited even if this task is cancelled, because the builder supports one caller at a time.
         """
-        making = asyncio.ensure_future(asyncio.to_thread(self._builder.begin_snapshot))
+        making = asyncio.ensure_future(asyncio.to_thread(self._builder.begin_resync))
         try:
             await asyncio.shield(making)
         finally:

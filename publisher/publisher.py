@@ -48,9 +48,9 @@ class PublisherStats(NamedTuple):
     """Events dropped, by reason."""
     next_seq: int
     """Records created in this epoch."""
-    snapshots: int
+    resyncs: int
     """Resyncs started in this epoch, including the first one."""
-    is_snapshot_begun: bool
+    is_resyncing: bool
     """Whether the last resync is not sent completely yet."""
     rejected_records: int
     """Records that the sink refused for good."""
@@ -160,8 +160,8 @@ class EventPublisher:
             pages=self._tracker.counts(),
             rejected_events=self._tracker.rejected(),
             next_seq=self._builder.seq,
-            snapshots=self._builder.num_snapshots,
-            is_snapshot_begun=self._builder.is_snapshot_begun,
+            resyncs=self._builder.num_resyncs,
+            is_resyncing=self._builder.is_resyncing,
             rejected_records=self._drain.num_rejected,
             is_sink_available=self._drain.is_sink_available,
             failure=None if failure is None else repr(failure),
@@ -176,7 +176,7 @@ class EventPublisher:
     async def start(self) -> None:
         """Start to send in the running event loop. An unavailable sink is retried until it is available."""
         if self._is_started:
-            raise PublisherStateError(f"publisher {self._settings.worker} was started before")
+            raise PublisherStateError(f"publisher {self._settings.worker} was already started")
         self._is_started = True
         self._ended = asyncio.Event()
         self._drain.start()
@@ -195,7 +195,7 @@ class EventPublisher:
             self._ended.set()
         report = CloseReport(
             flushed_pages=after.delivered - before.delivered,
-            unflushed_pages=after.queued + after.in_flight + self._builder.num_snapshot_pages_left(),
+            unflushed_pages=after.queued + after.in_flight + self._builder.num_resync_pages_left(),
             unflushed_batches=len(self._drain.in_flight),
         )
         if report.unflushed_pages or report.unflushed_batches:
@@ -216,7 +216,7 @@ class EventPublisher:
     def start_in_thread(self) -> None:
         """Start to send on a daemon thread with its own event loop. Raises PublisherStateError."""
         if self._is_started or self._thread is not None:
-            raise PublisherStateError(f"publisher {self._settings.worker} was started before")
+            raise PublisherStateError(f"publisher {self._settings.worker} was already started")
         running: Future[None] = Future()
         name = f"publisher:{self._settings.worker}"
         self._thread = threading.Thread(target=self._thread_main, args=(running,), name=name, daemon=True)
@@ -226,12 +226,12 @@ class EventPublisher:
         except Exception as error:
             self._thread.join()
             self._thread = None
-            raise PublisherStateError(f"publisher {self._settings.worker}: no thread of its own: {error}") from error
+            raise PublisherStateError(f"publisher {self._settings.worker}: its thread did not start: {error}") from error
 
     def close(self, deadline_s: float = 5.0) -> CloseReport:
         """Close a publisher that was started with `start_in_thread`, and wait for its thread. See `aclose`."""
         if self._thread is None or self._thread_loop is None:
-            raise PublisherStateError(f"publisher {self._settings.worker} has no thread of its own: use aclose")
+            raise PublisherStateError(f"publisher {self._settings.worker} was not started in a thread: use aclose()")
         closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s), self._thread_loop)
         report = closing.result(deadline_s + _THREAD_GRACE_S)
         self._thread.join(_THREAD_GRACE_S)
@@ -252,7 +252,7 @@ class EventPublisher:
             uvloop.run(self._run_in_thread(running))
         except Exception as error:
             if running.done():
-                logger.exception("publisher %s: its thread died", self._settings.worker)
+                logger.exception("publisher %s: its thread failed", self._settings.worker)
             else:
                 running.set_exception(error)
 
@@ -268,7 +268,7 @@ class EventPublisher:
             record()
             self._log_rejected()
         except Exception:
-            logger.exception("publisher %s: events lost, a snapshot will follow", self._settings.worker)
+            logger.exception("publisher %s: events lost; a resync follows", self._settings.worker)
             self.request_resync("internal error")
         self._drain.wake()
 

@@ -24,7 +24,7 @@ _FIRST_REASON = "start"
 
 
 @dataclass(slots=True)
-class _Snapshot:
+class _ActiveResync:
     """A resync that is being sent."""
 
     changes: PageChanges
@@ -37,7 +37,7 @@ class _Snapshot:
         return len(self.changes.kinds) - self.position
 
 
-class _Wanted(NamedTuple):
+class _PendingResync(NamedTuple):
     """A requested resync that has not begun yet."""
 
     reason: str
@@ -58,8 +58,8 @@ class RecordBuilder:
         self.epoch = epoch
         self.seq = 0
         """Number of the next record."""
-        self.num_snapshots = 0
-        self.is_snapshot_begun = False
+        self.num_resyncs = 0
+        self.is_resyncing = False
         """Whether the last resync is not sent completely yet. The queue no longer holds changes from before it."""
         self.degraded_reason = ""
         """The degraded reason in every record. Any thread may set it. A change makes a record due."""
@@ -70,17 +70,17 @@ class RecordBuilder:
         self._tracker = tracker
         self._digest = empty_digest()  # state after the last record
         self._sent_degraded_reason = ""  # in the last record
-        self._snapshot: _Snapshot | None = None
-        self._wanted: _Wanted | None = _Wanted(_FIRST_REASON, 0)
+        self._resync: _ActiveResync | None = None
+        self._pending: _PendingResync | None = _PendingResync(_FIRST_REASON, 0)
         # times of `_clock`, which never goes back
         self._clock = 0.0
         self._last_now = float("inf")  # the caller's time at the last call
         self._resync_at: float | None = None  # earliest start of the requested resync; None: not set yet
-        self._last_snapshot_at = -float("inf")
+        self._last_resync_at = -float("inf")
         self._last_record_at = -float("inf")
         self._waiting_since: float | None = None  # when changes that linger were first seen
         if settings.with_tokens:  # a resync has no tokens and must not contain events before the first record
-            self.begin_snapshot()
+            self.begin_resync()
 
     def take_records(self, now: float, *, force: bool = False, max_records: int | None = None) -> list[OutRecord]:
         """Return the records that are due, in order, or records of everything pending with `force`.
@@ -97,34 +97,34 @@ class RecordBuilder:
             records.append(record)
         return records
 
-    def is_snapshot_due(self, now: float, *, force: bool = False) -> bool:
-        """Return whether the next record begins a resync, which `begin_snapshot` must prepare first."""
+    def is_resync_due(self, now: float, *, force: bool = False) -> bool:
+        """Return whether the next record begins a resync, which `begin_resync` must prepare first."""
         self._advance(now)
-        if self._snapshot is not None:
+        if self._resync is not None:
             return False
         if self._tracker.is_broken:
-            self._want_snapshot("overflow", 0)
-        if self._wanted is None:
+            self._set_pending("overflow", 0)
+        if self._pending is None:
             return False
         if self._resync_at is None:
-            earliest = self._last_snapshot_at + self._settings.resync_min_interval_s
-            self._resync_at = max(self._clock + self._wanted.delay_s, earliest)
+            earliest = self._last_resync_at + self._settings.resync_min_interval_s
+            self._resync_at = max(self._clock + self._pending.delay_s, earliest)
         return force or self._clock >= self._resync_at
 
-    def begin_snapshot(self) -> None:
+    def begin_resync(self) -> None:
         """Prepare the resync that is due. Takes half a second per million pages.
 
         `take_records` calls this if needed. Callers can instead call it in another thread, if no other method is called
         at the same time.
         """
-        assert self._wanted is not None
-        reason = self._wanted.reason
-        self._wanted = self._resync_at = None  # before the copy: a later request may concern changes after it
-        self._last_snapshot_at = self._clock
-        self.num_snapshots += 1
-        self.is_snapshot_begun = True
+        assert self._pending is not None
+        reason = self._pending.reason
+        self._pending = self._resync_at = None  # before the copy: a later request may concern changes after it
+        self._last_resync_at = self._clock
+        self.num_resyncs += 1
+        self.is_resyncing = True
         held = self._tracker.restart()
-        self._snapshot = _Snapshot(resync_changes(held), held.digest, reason)
+        self._resync = _ActiveResync(resync_changes(held), held.digest, reason)
         self._waiting_since = None
 
     @property
@@ -135,9 +135,9 @@ class RecordBuilder:
     def seconds_until_due(self, now: float) -> float:
         """Return the seconds until something is due if no event arrives. 0 if there are unseen changes or requests."""
         self._advance(now)
-        unseen_wish = self._resync_at is None and (self._wanted is not None or self._tracker.is_broken)
+        unseen_request = self._resync_at is None and (self._pending is not None or self._tracker.is_broken)
         unseen_changes = self._tracker.num_queued and not self.is_lingering
-        if unseen_wish or unseen_changes or self.degraded_reason != self._sent_degraded_reason:
+        if unseen_request or unseen_changes or self.degraded_reason != self._sent_degraded_reason:
             return 0.0
         due = [self._last_record_at + self._settings.heartbeat_s]
         if self._waiting_since is not None:
@@ -151,7 +151,7 @@ class RecordBuilder:
 
         The call has no effect if a resync is requested already.
         """
-        self._want_snapshot(reason, random.uniform(0, self._settings.resync_jitter_s))  # noqa: S311
+        self._set_pending(reason, random.uniform(0, self._settings.resync_jitter_s))  # noqa: S311
 
     def answer(self, request: ResyncRequest) -> bool:
         """Accept a request from the control channel. Returns False if it names another stream or another epoch."""
@@ -160,10 +160,10 @@ class RecordBuilder:
         self.request_resync(request.reason or "request")
         return True
 
-    def num_snapshot_pages_left(self) -> int:
+    def num_resync_pages_left(self) -> int:
         """Return the number of unsent pages of requested and unfinished resyncs."""
-        left = 0 if self._snapshot is None else self._snapshot.num_left
-        if self._wanted is not None or self._tracker.is_broken:
+        left = 0 if self._resync is None else self._resync.num_left
+        if self._pending is not None or self._tracker.is_broken:
             left += self._tracker.counts()["held"]
         return left
 
@@ -171,15 +171,15 @@ class RecordBuilder:
         self._clock += max(0.0, now - self._last_now)
         self._last_now = now
 
-    def _want_snapshot(self, reason: str, delay_s: float) -> None:
-        if self._wanted is None:
-            self._wanted = _Wanted(reason, delay_s)
+    def _set_pending(self, reason: str, delay_s: float) -> None:
+        if self._pending is None:
+            self._pending = _PendingResync(reason, delay_s)
 
     def _next_record(self, now: float, force: bool) -> OutRecord | None:
-        if self.is_snapshot_due(now, force=force):
-            self.begin_snapshot()
-        if self._snapshot is not None:
-            return self._snapshot_record(self._snapshot, now)
+        if self.is_resync_due(now, force=force):
+            self.begin_resync()
+        if self._resync is not None:
+            return self._resync_record(self._resync, now)
         if self._changes_due(force):
             record = self._changes_record(now)
             if record is not None:
@@ -191,20 +191,20 @@ class RecordBuilder:
             return self._heartbeat(now)
         return None
 
-    def _snapshot_record(self, snapshot: _Snapshot, now: float) -> OutRecord:
+    def _resync_record(self, resync: _ActiveResync, now: float) -> OutRecord:
         """Return the next part of a resync. Its digest is that of the whole resync; readers compare it at the end."""
-        start = snapshot.position
-        part = snapshot.changes.part(start, start + self._limits.pages)
+        start = resync.position
+        part = resync.changes.part(start, start + self._limits.pages)
         part = part.part(0, self._limits.fitting(part))
-        snapshot.position += len(part.kinds)
+        resync.position += len(part.kinds)
         events = pack(part)
         if start == 0:
-            events.insert(0, encode_event(SnapshotBegin(snapshot.reason)))
-        if snapshot.num_left == 0:
+            events.insert(0, encode_event(SnapshotBegin(resync.reason)))
+        if resync.num_left == 0:
             events.append(encode_event(SnapshotEnd()))
-            self._snapshot = None
-            self.is_snapshot_begun = False
-        self._digest = snapshot.digest
+            self._resync = None
+            self.is_resyncing = False
+        self._digest = resync.digest
         return self._record(now, events, len(part.kinds))
 
     def _changes_due(self, force: bool) -> bool:

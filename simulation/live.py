@@ -102,7 +102,7 @@ class LiveFleet:
     def _is_seen(self, publisher: EventPublisher) -> bool:
         view = self.consumer.namespaces.view(publisher.stream)
         stats = publisher.stats()
-        if view is None or stats.queue.queued or stats.queue.in_flight or stats.is_snapshot_begun:
+        if view is None or stats.queue.queued or stats.queue.in_flight or stats.is_resyncing:
             return False
         state = self.consumer.freshness.state(view)  # a late one counts only with the next heartbeat
         return (view.epoch, view.next_seq, state) == (publisher.epoch, stats.next_seq, ViewState.LIVE)

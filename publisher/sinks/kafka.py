@@ -78,7 +78,7 @@ class KafkaSink:
             if self._producer is None:
                 await self._start_producer()
             for record in records[len(self._acknowledged) :]:
-                self._acknowledged.append(await self._change_queue(record))
+                self._acknowledged.append(await self._enqueue(record))
             await asyncio.gather(*self._acknowledged)
         except _FOR_GOOD as error:
             raise SinkRejectedError(f"Kafka at {self._bootstrap}: {error}") from error
@@ -109,7 +109,7 @@ class KafkaSink:
             if request is not None:
                 yield request
 
-    async def _change_queue(self, record: OutRecord) -> asyncio.Future[Any]:
+    async def _enqueue(self, record: OutRecord) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = await self._producer.send(
             self._settings.events_topic,
             value=record.payload,

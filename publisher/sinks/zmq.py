@@ -78,15 +78,15 @@ class ZmqSink:
             raise SinkUnavailableError(f"{self._endpoint} is not open")
         for record in records:
             if record.key != self._key:
-                raise SinkRejectedError(f"record of {record.key!r}, this socket speaks for {self._key!r}")
+                raise SinkRejectedError(f"record of {record.key!r}; this socket publishes {self._key!r}")
             try:
                 payload = self._events.encode(record.payload)
             except RecordRejectedError as error:
-                raise SinkRejectedError(f"no record of ours: {error}") from error
+                raise SinkRejectedError(f"not a kvsight record: {error}") from error
             if payload is not None:
                 seq = seq_frame(self._kept.keep(payload))
                 self._live.send_multipart([self._topic, seq, payload])
-        self._log_untold()
+        self._log_unsent()
 
     async def stop(self) -> None:
         """Allow half a second to transmit what was sent, then close."""
@@ -103,7 +103,7 @@ class ZmqSink:
         await asyncio.Event().wait()
         yield ResyncRequest("", 0)  # never reached; makes this function a generator
 
-    def _log_untold(self) -> None:
+    def _log_unsent(self) -> None:
         """Log a warning whenever the number of omitted pages has doubled."""
         if self._events.num_untold > 2 * self._untold_logged:
             self._untold_logged = self._events.num_untold

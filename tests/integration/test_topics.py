@@ -50,9 +50,9 @@ async def test_publisher_and_indexer_meet_on_the_named_topics() -> None:
         await async_wait_until(live_view, deadline_s=30, what="the page in the index")
         view = live_view()
         assert view is not None
-        snapshots = publisher.stats().snapshots
+        resyncs_before = publisher.stats().resyncs
         consumer.demand_resync(view)
-        await async_wait_until(lambda: publisher.stats().snapshots > snapshots, deadline_s=30, what="a resync")
+        await async_wait_until(lambda: publisher.stats().resyncs > resyncs_before, deadline_s=30, what="a resync")
 
 
 @pytest.mark.usefixtures("topics")

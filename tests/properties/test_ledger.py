@@ -82,7 +82,7 @@ class View:
         self.pages: set[tuple[int, int]] = set()
         self.named: set[tuple[int, int]] | None = None
         self.next_seq = 0
-        self.num_snapshots = 0
+        self.num_resyncs = 0
 
     def read(self, records: list[OutRecord]) -> None:
         for record in records:
@@ -112,7 +112,7 @@ class View:
             case SnapshotEnd():
                 assert self.named is not None
                 self.pages, self.named = self.named, None
-                self.num_snapshots += 1
+                self.num_resyncs += 1
 
 
 def mix(x: int) -> int:
@@ -177,7 +177,7 @@ def test_a_reader_is_right_again_after_every_overflow(calls: list[list[EngineEve
 
 
 @given(calls)
-def test_a_snapshot_alone_tells_everything(calls: list[list[EngineEvent]]) -> None:
+def test_a_resync_alone_tells_everything(calls: list[list[EngineEvent]]) -> None:
     publisher, model = make(batch_pages=5), Model()
     for events in calls:
         publisher.publish(events)
@@ -185,7 +185,7 @@ def test_a_snapshot_alone_tells_everything(calls: list[list[EngineEvent]]) -> No
             model.apply(event)
     view = View()
     view.read(publisher.take_records(1000.0, force=True))
-    assert view.num_snapshots == 1
+    assert view.num_resyncs == 1
     assert view.pages == model.pages
 
 
@@ -206,7 +206,7 @@ prompts = st.lists(
 
 
 @given(prompts, st.data())
-def test_a_snapshot_names_parents_before_children_on_every_tier(
+def test_a_resync_names_parents_before_children_on_every_tier(
     prompts: list[tuple[list[int], int]], data: st.DataObject
 ) -> None:
     publisher = make(batch_pages=3)

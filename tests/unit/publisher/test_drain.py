@@ -164,7 +164,7 @@ async def test_a_sink_that_is_away_at_the_start_is_tried_again(sink: FaultySink,
         await async_wait_until(lambda: view_of(log) == {101})
 
 
-async def test_records_refused_for_good_lead_to_a_snapshot(
+async def test_records_refused_for_good_lead_to_a_resync(
     publisher: EventPublisher, sink: FaultySink, log: MemoryLog
 ) -> None:
     await async_wait_until(lambda: log.next_offset == 1)
@@ -173,11 +173,11 @@ async def test_records_refused_for_good_lead_to_a_snapshot(
     await async_wait_until(lambda: publisher.stats().rejected_records >= 1)
     sink.error = None
 
-    def snapshot_arrived() -> bool:
+    def resync_arrived() -> bool:
         batches = [decode_batch(record.payload) for record in log.read(0)]
         return any(SnapshotBegin("rejected") in batch.steps for batch in batches)
 
-    await async_wait_until(snapshot_arrived)
+    await async_wait_until(resync_arrived)
     last = decode_batch(log.read(0)[-1].payload)
     assert last.digest.tolist()[0] == 1
 
@@ -195,7 +195,7 @@ async def test_a_dead_task_is_seen_and_the_engine_goes_on(sink: FaultySink, capl
     assert report.unflushed_pages == 100
 
 
-async def test_requests_on_the_control_channel_lead_to_a_snapshot(publisher: EventPublisher, log: MemoryLog) -> None:
+async def test_requests_on_the_control_channel_lead_to_a_resync(publisher: EventPublisher, log: MemoryLog) -> None:
     publisher.publish([stored(1)])
     await async_wait_until(lambda: log.next_offset >= 1)
     log.request(ResyncRequest(publisher.stream.key, publisher.epoch - 1, "old"))
@@ -238,7 +238,7 @@ async def test_a_publisher_never_started_says_what_it_holds_back(sink: FaultySin
 
 
 async def test_starting_twice_is_refused(publisher: EventPublisher) -> None:
-    with pytest.raises(PublisherStateError, match="publisher w was started before"):
+    with pytest.raises(PublisherStateError, match="publisher w was already started"):
         await publisher.start()
     with pytest.raises(PublisherStateError):
         publisher.start_in_thread()
@@ -267,7 +267,7 @@ def test_a_thread_that_cannot_start_is_an_error(sink: FaultySink, monkeypatch: p
         publisher.close()
 
 
-async def test_the_event_loop_does_not_wait_for_a_snapshot_to_be_put_in_order(
+async def test_the_event_loop_does_not_wait_for_a_resync_to_be_put_in_order(
     sink: FaultySink, log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
@@ -279,13 +279,13 @@ async def test_the_event_loop_does_not_wait_for_a_snapshot_to_be_put_in_order(
     monkeypatch.setattr(record_builder, "resync_changes", slow)
     async with make(sink) as publisher:
         publisher.publish([stored(1)])
-        await async_wait_until(lambda: publisher.stats().snapshots == 1)
+        await async_wait_until(lambda: publisher.stats().resyncs == 1)
         assert log.next_offset == 0
         may_go_on.set()
         await async_wait_until(lambda: view_of(log) == {101})
 
 
-async def test_closing_while_a_snapshot_is_made_reports_all_of_it(
+async def test_closing_while_a_resync_is_made_reports_all_of_it(
     sink: FaultySink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_making, may_go_on = threading.Event(), threading.Event()

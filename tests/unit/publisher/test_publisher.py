@@ -64,7 +64,7 @@ def drain(publisher: EventPublisher, now: float = NOW) -> list[Any]:
     return steps_of(publisher.take_records(now, force=True))
 
 
-def test_every_epoch_begins_with_a_snapshot_numbered_zero() -> None:
+def test_every_epoch_begins_with_a_resync_numbered_zero() -> None:
     publisher = make()
     publisher.publish([stored(1)])
     (batch,) = batches_of(publisher.take_records(NOW, force=True))
@@ -223,7 +223,7 @@ def test_what_is_no_list_of_events_never_raises(caplog: pytest.LogCaptureFixture
     assert steps[1].hashes.tolist() == [101]
 
 
-def test_an_overflow_leads_to_a_snapshot() -> None:
+def test_an_overflow_leads_to_a_resync() -> None:
     publisher = make(queue_pages=10)
     publisher.publish([stored(*range(1, 9))])
     publisher.publish([stored(*range(20, 25))])
@@ -245,7 +245,7 @@ def test_the_bound_counts_what_was_taken_and_not_confirmed() -> None:
     assert publisher.stats().queue.is_broken
 
 
-def test_snapshots_after_overflows_are_rate_limited() -> None:
+def test_resyncs_after_overflows_are_rate_limited() -> None:
     publisher = make(queue_pages=2, resync_min_interval_s=5, heartbeat_s=100)
     publisher.publish([stored(1, 2, 3)])
     assert publisher.take_records(NOW + 4.9) == []
@@ -292,7 +292,7 @@ def test_a_heartbeat_never_runs_ahead_of_the_stream() -> None:
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
-def test_a_clock_that_was_set_holds_up_no_snapshot(step_s: float) -> None:
+def test_a_clock_that_was_set_holds_up_no_resync(step_s: float) -> None:
     publisher = make(queue_pages=2, resync_min_interval_s=5, heartbeat_s=100)
     publisher.publish([stored(1, 2, 3)])
     assert publisher.take_records(NOW + 1) == []
@@ -313,7 +313,7 @@ def test_a_clock_that_went_back_holds_up_no_batch_and_no_heartbeat() -> None:
     assert (heartbeat.steps, heartbeat.timestamp) == ([], NOW - 7197.9)
 
 
-def test_snapshots_that_are_made_while_the_engine_publishes_tell_the_truth() -> None:
+def test_resyncs_that_are_made_while_the_engine_publishes_tell_the_truth() -> None:
     publisher = make(queue_pages=2_000_000, ledger_pages=30_000, batch_pages=30_000, batch_bytes=900_000)
     publisher.publish([stored(*range(start, start + 1000)) for start in range(0, 20_000, 1000)])
     is_over = threading.Event()
@@ -365,7 +365,7 @@ def read(batch: DecodedBatch, pages: set[int]) -> set[int]:
     return pages
 
 
-def test_a_large_snapshot_is_split_and_says_the_whole_digest() -> None:
+def test_a_large_resync_is_split_and_says_the_whole_digest() -> None:
     publisher = make(batch_pages=3)
     publisher.publish([stored(*range(1, 9), medium=m) for m in StorageMedium])
     drain(publisher)
@@ -378,19 +378,19 @@ def test_a_large_snapshot_is_split_and_says_the_whole_digest() -> None:
     assert [batch.seq for batch in batches] == list(range(batches[0].seq, batches[0].seq + len(batches)))
 
 
-def test_a_snapshot_is_begun_until_its_last_part_is_out() -> None:
+def test_a_resync_is_begun_until_its_last_part_is_out() -> None:
     publisher = make(batch_pages=3)
     publisher.publish([stored(*range(1, 8))])
     publisher.request_resync("test")
     begun = []
     while records := publisher._builder.take_records(NOW, force=True, max_records=1):
-        begun.append((steps_of(records), publisher.stats().is_snapshot_begun))
+        begun.append((steps_of(records), publisher.stats().is_resyncing))
     marks = [is_begun for steps, is_begun in begun if not isinstance(steps[-1], SnapshotEnd)]
     assert marks == [True, True]
     assert [is_begun for _, is_begun in begun] == [True, True, False]
 
 
-def test_a_snapshot_of_shared_prefixes_has_one_chain_a_branch() -> None:
+def test_a_resync_of_shared_prefixes_has_one_chain_a_branch() -> None:
     publisher = make()
     publisher.publish([stored(1, 2, 3), stored(11, 12, parent=2), stored(21, 22, parent=2)])
     drain(publisher)
@@ -409,7 +409,7 @@ def test_requests_of_other_streams_and_incarnations_are_ignored() -> None:
     assert drain(publisher)[0] == SnapshotBegin("gap")
 
 
-def test_many_requests_lead_to_one_snapshot_in_an_interval() -> None:
+def test_many_requests_lead_to_one_resync_in_an_interval() -> None:
     publisher = make(resync_min_interval_s=5, heartbeat_s=100)
     request = ResyncRequest(publisher.stream.key, publisher.epoch, "gap")
     num_begun = 0
