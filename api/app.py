@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from api import openapi, problems
 from api.auth import BearerToken
+from api.docs_page import docs_routes
 from api.dump import dump_routes
 from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
@@ -32,7 +33,7 @@ class Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, which is built once."""
         if self.openapi_schema is None:
-            openapi.complete(super().openapi())
+            openapi.complete(super().openapi(), needs_token=self.state.needs_token)
         return super().openapi()
 
     def end_streams(self) -> None:
@@ -52,7 +53,8 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
         async with consumer.running(), registrations.running() if registrations is not None else nullcontext():
             yield
 
-    app = Application(title="kvsight", version=_version(), lifespan=lifespan)
+    app = Application(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.needs_token = settings.api_token is not None
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     endpoints = HotRoutes(consumer, settings.max_body_bytes).endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed)
@@ -64,6 +66,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app.include_router(worker_routes(consumer, registrations))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
+    app.include_router(docs_routes())
     problems.install(app)
     # the last middleware added is the outermost one, so that refused requests are counted, too
     if settings.api_token is not None:

@@ -6,10 +6,11 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.docs_page import DOCS_PATHS
 from api.problems import ProblemError
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Paths of probes and scrapers. Their answers contain no secrets."""
+OPEN_PATHS = DOCS_PATHS | {"/health", "/ready", "/metrics"}
+"""Paths of probes, scrapers and the documentation. Their answers contain no secrets."""
 
 
 class BearerToken:

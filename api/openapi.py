@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, structs
 
+from api.auth import OPEN_PATHS
 from api.decoding import CONTENT_TYPES
 from api.problems import MEDIA_TYPE
 from api.query_requests import IntList, PeerQuery, RfcQuery
@@ -104,8 +105,8 @@ def problem(status: int, description: str) -> dict[int | str, Json]:
     return {int(status): _problem(description)}
 
 
-def complete(document: Json) -> None:
-    """Add the component schemas and the hot routes to FastAPI's OpenAPI document."""
+def complete(document: Json, *, needs_token: bool) -> None:
+    """Add component schemas, the hot routes and, if there is one, the bearer token to the document of FastAPI."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, components = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template=_TEMPLATE)
     schemas.update(components)
@@ -126,6 +127,17 @@ def complete(document: Json) -> None:
     for path, (text, requests, replies, successes) in _REGISTRATIONS.items():
         found = {status: _json(said, _any_of(*replies)) for status, said in successes.items()}
         paths[path] = _post(path, "workers", text, _any_of(*requests), found, _REGISTRATION_PROBLEMS)
+    if needs_token:
+        _require_token(document)
+
+
+def _require_token(document: Json) -> None:
+    """Declare the bearer token, so that pages made from the document ask for it."""
+    document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"token": []}]
+    for path in OPEN_PATHS & document["paths"].keys():
+        for operation in document["paths"][path].values():
+            operation["security"] = []
 
 
 def _require_what_is_sent(kind: type[Struct], component: Json) -> None:

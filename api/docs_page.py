@@ -1,0 +1,52 @@
+"""The documentation page of the API: Swagger UI, with assets from an installed package instead of another server.
+
+All addresses in the page are relative, so it also works behind a proxy that adds a prefix.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import fastapi_offline
+from fastapi import APIRouter
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+
+_ASSETS = {name: f"docs/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")}
+_CACHE = {"Cache-Control": "max-age=3600"}
+
+DOCS_PATHS = frozenset({"/", "/docs", "/openapi.json", *(f"/{path}" for path in _ASSETS.values())})
+"""Paths of the documentation. They describe the API and contain nothing of this service's data."""
+
+
+def docs_routes() -> APIRouter:
+    """Return the page, its assets, and the redirect of `/` to the page. Like `/openapi.json`, they need no token."""
+    router = APIRouter(include_in_schema=False)
+    folder = Path(str(files(fastapi_offline) / "static"))
+    script, style, icon = _ASSETS.values()
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="kvsight: HTTP API",
+        swagger_js_url=script,
+        swagger_css_url=style,
+        swagger_favicon_url=icon,
+    )
+
+    @router.get("/")
+    async def root() -> Response:
+        return RedirectResponse("docs")
+
+    @router.get("/docs")
+    async def docs() -> HTMLResponse:
+        return page
+
+    def add_asset(name: str, path: str) -> None:
+        async def asset() -> Response:
+            return FileResponse(folder / name, headers=_CACHE)
+
+        router.add_api_route(f"/{path}", asset, response_class=Response)
+
+    for name, path in _ASSETS.items():
+        add_asset(name, path)
+    return router

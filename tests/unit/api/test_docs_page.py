@@ -1,0 +1,50 @@
+"""The documentation page, as a browser without a token and without other servers gets it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urljoin
+
+import pytest
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_token": "s3cret"}])
+async def test_the_root_leads_to_a_page_that_needs_no_token_and_no_other_server(
+    settings: dict[str, Any], serving: Any
+) -> None:
+    async with serving(**settings) as (client, _):
+        page = await client.get("/", follow_redirects=True)
+        assert page.url.path == "/docs"
+        named = re.findall(r"""(?:src|href)="([^"]+)"|url: '([^']+)'""", page.text)
+        addresses = ["".join(each) for each in named]
+        assert len(addresses) == 4, page.text
+        for address in addresses:
+            assert "://" not in address
+            found = await client.get(urljoin("/docs", address))
+            assert (found.status_code, len(found.content) > 1000) == (200, True), address
+
+
+async def test_the_page_works_behind_a_prefix(serving: Any) -> None:
+    async with serving() as (client, _):
+        assert (await client.get("/")).headers["location"] == "docs"
+        page = (await client.get("/docs")).text
+    assert not re.findall(r"""(?:src|href)="/|url: '/""", page)
+
+
+async def test_the_document_asks_for_the_token_where_one_is_needed(serving: Any) -> None:
+    async with serving(api_token="s3cret") as (client, _):
+        document = (await client.get("/openapi.json")).json()
+        for path, operations in document["paths"].items():
+            if "get" in operations and "{" not in path and path != "/events":
+                is_open = operations["get"].get("security", document["security"]) == []
+                assert ((await client.get(path)).status_code != 401) == is_open, path
+    assert document["components"]["securitySchemes"] == {"token": {"type": "http", "scheme": "bearer"}}
+    assert document["security"] == [{"token": []}]
+
+
+async def test_the_document_asks_for_no_token_where_none_is_needed(serving: Any) -> None:
+    async with serving() as (client, _):
+        document = (await client.get("/openapi.json")).json()
+    assert "security" not in document
+    assert "securitySchemes" not in document["components"]
