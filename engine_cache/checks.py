@@ -137,7 +137,6 @@ def check_component(
     on_device = {node.id for node, data in held if data.value is not None}
     on_host = {node.id for node in nodes if component.is_on_host_list(node)}
     for listed, expected in ((component.device_lru_list, on_device), (component.host_lru_list, on_host)):
-        listed.check()
         require({node.id for node in listed}, expected, f"{component.pool.value} list: nodes listed, in the tree")
     owned = request_slots
     if isinstance(component, SWAComponent):

@@ -15,13 +15,13 @@ from typing import Unpack
 
 from engine_cache.base import EvictParams, EvictResult
 from engine_cache.cache import CacheOptions, TreeCache
+from engine_cache.components.component import LruOrder
 from engine_cache.components.mamba import StatePool
 from engine_cache.mamba import node_states
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.rules import MAMBA
 from engine_cache.storage.base import PoolName
 from engine_cache.tiers.transfer import HybridCacheController
-from engine_cache.tree.lru import LruList
 from engine_cache.tree.node import TreeNode
 from kv_events.errors import InvalidValueError
 
@@ -69,12 +69,12 @@ class HiMambaRadixCache(TreeCache):
         self._add_host_tier(controller, write_policy, load_back_threshold)
 
     @property
-    def mamba_lru_list(self) -> LruList:
+    def mamba_lru_list(self) -> LruOrder:
         """Nodes with a state on the device, in order of use."""
         return self._states.device_lru_list
 
     @property
-    def host_mamba_lru_list(self) -> LruList:
+    def host_mamba_lru_list(self) -> LruOrder:
         """Nodes with a state on the host that no transfer uses, in order of use."""
         return self._states.host_lru_list
 

@@ -15,10 +15,10 @@ from typing import Unpack
 from engine_cache.base import DecLockRefParams, DecLockRefResult, EvictParams, EvictResult
 from engine_cache.cache import CacheOptions, TreeCache
 from engine_cache.checks import check_no_tombstone_leaf, check_order_of_states
+from engine_cache.components.component import LruOrder
 from engine_cache.components.mamba import NodeStates, StatePool
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.rules import MAMBA
-from engine_cache.tree.lru import LruList
 from engine_cache.tree.node import TreeNode
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
@@ -59,7 +59,7 @@ class MambaRadixCache(TreeCache):
         )
 
     @property
-    def mamba_lru_list(self) -> LruList:
+    def mamba_lru_list(self) -> LruOrder:
         """Nodes with a state, in order of use."""
         return self._states.device_lru_list
 

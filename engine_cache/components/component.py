@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
 from engine_cache.base import InsertParams, MatchResult, Request
@@ -19,7 +21,6 @@ from engine_cache.pools.entry import PoolEntry
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.storage.operations import PrefetchOperation
 from engine_cache.tree.events import ALL_PAGES, EventRecorder
-from engine_cache.tree.lru import LruList
 from engine_cache.tree.node import ComponentData, ComponentType, TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray
@@ -27,6 +28,10 @@ from kv_events.schema import StorageMedium
 
 LockTicket: TypeAlias = int
 """The value with which a component releases a lock."""
+LruOrder: TypeAlias = OrderedDict[TreeNode, None]
+"""Nodes in order of use, least recently used first."""
+
+_EVICTION_BATCH = 64
 
 
 class TreeComponent(ABC):
@@ -82,9 +87,8 @@ class AuxiliaryComponent(TreeComponent):
 
     def clear(self) -> None:
         """Drop all nodes."""
-        device_kind = 2 * (self.kind - 1)
-        self.device_lru_list = LruList(device_kind)
-        self.host_lru_list = LruList(device_kind + 1)
+        self.device_lru_list: LruOrder = OrderedDict()
+        self.host_lru_list: LruOrder = OrderedDict()
         self.evictable_size = 0
         """Device rows in unlocked nodes."""
         self.protected_size = 0
@@ -114,7 +118,7 @@ class AuxiliaryComponent(TreeComponent):
         data = self.data(node)
         assert data.value is None
         data.value = rows
-        self.device_lru_list.append(node)
+        self.device_lru_list[node] = None
         self.update_host_list(node)
         if data.lock_ref:
             self.protected_size += len(rows)
@@ -131,7 +135,7 @@ class AuxiliaryComponent(TreeComponent):
         self._free_device_rows(node, data.value)
         self.evictable_size -= len(data.value)
         data.value = None
-        self.device_lru_list.remove(node)
+        del self.device_lru_list[node]
         self.update_host_list(node)
         self.events.group_remove(self.event_group, node, StorageMedium.GPU, self.pages_told)
 
@@ -173,20 +177,18 @@ class AuxiliaryComponent(TreeComponent):
 
     def update_host_list(self, node: TreeNode) -> None:
         """Update `host_lru_list` after a change of the node."""
-        is_listed = node in self.host_lru_list
         if self.is_on_host_list(node):
-            if not is_listed:
-                self.host_lru_list.append(node)
-        elif is_listed:
-            self.host_lru_list.remove(node)
+            self.host_lru_list.setdefault(node)
+        else:
+            self.host_lru_list.pop(node, None)
 
     def touched(self, path: Sequence[TreeNode]) -> None:
         """Mark nodes, parents first, as used."""
         for listed in (self.device_lru_list, self.host_lru_list):
-            if len(listed):
+            if listed:
                 for node in path:
                     if node in listed:
-                        listed.move_to_newest(node)
+                        listed.move_to_end(node)
 
     def touched_on_insert(self, node: TreeNode) -> None:
         """Mark a node as used by an insert that passes it on the way down."""
@@ -304,3 +306,11 @@ class AuxiliaryComponent(TreeComponent):
     def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
         """Give the rows that were read to the last nodes of the fetched prefix, which ends at `end`, and free the
         others."""
+
+
+def oldest_first(listed: LruOrder) -> Iterator[TreeNode]:
+    """Yield the nodes of an LRU list. The caller may remove a node once it was yielded."""
+    num_kept = 0
+    while batch := list(islice(listed, num_kept, num_kept + _EVICTION_BATCH)):
+        yield from batch
+        num_kept += sum(node in listed for node in batch)

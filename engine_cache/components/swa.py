@@ -125,8 +125,9 @@ class SWAComponent(AuxiliaryComponent):
         above.host_value, below.host_value = split_rows(below.host_value, split_len)
         above.pending_id = below.pending_id
         for listed in (self.device_lru_list, self.host_lru_list):
-            if lower in listed:
-                listed.insert_below(upper, lower)
+            if lower in listed:  # as the newest, because a split counts as use
+                listed[upper] = None
+                listed.move_to_end(lower)
 
     # --- locks ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from engine_cache.base import DecLockRefResult, IncLockRefResult
-from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.components.component import AuxiliaryComponent, oldest_first
 from engine_cache.errors import CacheStateError
 from engine_cache.rules import Rules
 from engine_cache.tree.events import EventRecorder
@@ -116,15 +116,14 @@ class DeviceTier:
         used without it, which is not an event.
         """
         before = component.device_size
-        node = component.device_lru_list.oldest()
-        while node is not None and before - component.device_size < num_rows:
-            following = component.device_lru_list.newer_than(node)  # still valid later: no other node loses this kind
+        for node in oldest_first(component.device_lru_list):  # no other node loses this kind
+            if before - component.device_size >= num_rows:
+                break
             if node in self.tree.device_leaves and not (node.children and self.rules.keeps_kv_above_host_children):
                 evict_leaf(node)
             elif all(each.data(node).lock_ref == 0 for each in self.evicted_with(component)):
                 for each in self.evicted_with(component):
                     each.free_on_device(node)
-            node = following
 
     def evicted_with(self, component: AuxiliaryComponent) -> list[AuxiliaryComponent]:
         """Return the kinds that an inner node loses together with this one."""

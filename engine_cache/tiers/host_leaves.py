@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.components.component import AuxiliaryComponent, oldest_first
 from engine_cache.pools.entry import HostPool
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tree.node import TreeNode
@@ -99,14 +99,13 @@ class HostLeaves:
         """
         pool = component.entry.host_pool
         before = pool.available_size()
-        node = component.host_lru_list.oldest()
-        while node is not None and pool.available_size() - before < num_rows:
-            following = component.host_lru_list.newer_than(node)  # still valid later, as on the device
+        for node in oldest_first(component.host_lru_list):  # no other node loses this kind, as on the device
+            if pool.available_size() - before >= num_rows:
+                break
             if node in self._tree.host_leaves:
                 self.evict_leaf(node)
             else:
                 for each in self._device.evicted_with(component):
                     if node in each.host_lru_list:
                         each.free_on_host(node)
-            node = following
         return pool.available_size() - before

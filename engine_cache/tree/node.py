@@ -6,9 +6,8 @@ remove event of a page always contains the same hash as its store event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Any
 
 from engine_cache.errors import CacheStateError
 from engine_cache.tree.key import PageKey, RadixKey
@@ -75,8 +74,6 @@ class FullData:
 
 
 _NUM_AUXILIARIES = len(ComponentType) - 1
-_NUM_LRU_LISTS = 2 * _NUM_AUXILIARIES
-_NO_LINKS: list[Any] = []  # shared by all nodes that are in no list; never changed
 
 
 class TreeNode:
@@ -98,9 +95,7 @@ class TreeNode:
         "key",
         "last_access_time",
         "lock_ref",
-        "newer",
         "num_device_children",
-        "older",
         "parent",
         "priority",
         "sequence_hash",
@@ -147,14 +142,7 @@ class TreeNode:
         """Storage operations that need the host rows. Above 0 the rows cannot be evicted."""
         self.write_through_pending_id: int | None = None
         """Backup that has not been acknowledged. Until it is, no event reports the host copy."""
-        self._auxiliaries: Sequence[ComponentData] = ()
-        self.newer: list[Any] = _NO_LINKS
-        """Neighbours in each `LruList`, two lists per kind. None if the node is not in that list. The same holds for
-        `older`."""
-        self.older: list[Any] = _NO_LINKS
-        if has_states:
-            self._auxiliaries = [ComponentData() for _ in range(_NUM_AUXILIARIES)]
-            self.newer, self.older = [None] * _NUM_LRU_LISTS, [None] * _NUM_LRU_LISTS
+        self._auxiliaries = [ComponentData() for _ in range(_NUM_AUXILIARIES)] if has_states else ()
 
     def detach(self) -> None:
         """Mark the node as deleted. `former_parent` still leads to the tree."""

@@ -107,8 +107,8 @@ def test_a_host_leaf_that_loses_one_kind_goes_as_a_whole(kind):
     rig.cache.evict(EvictParams(100))
     component = next(each for each in rig.cache.auxiliaries if each.kind.name.lower() == kind)
     list_of = [node.id for node in component.host_lru_list]
-    component.host_lru_list.move_to_newest(rig.node_of(A))
-    component.host_lru_list.move_to_newest(rig.node_of(AB))
+    component.host_lru_list.move_to_end(rig.node_of(A))
+    component.host_lru_list.move_to_end(rig.node_of(AB))
     assert len(list_of) == 3
     rig.events()
     assert rig.cache.evict_component_on_host(component, 1) == (1 if kind == "mamba" else 2)
