@@ -35,7 +35,6 @@ from engine_cache.base import (
     MatchResult,
     Request,
 )
-from engine_cache.checks import check_component, check_host_rows, check_host_tier, check_tree
 from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import MambaComponent
 from engine_cache.components.match import MatchedPath, num_accepted
@@ -45,6 +44,7 @@ from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.requests import Requests
 from engine_cache.rules import Rules
+from engine_cache.sanity import check_tree
 from engine_cache.storage.base import HiCacheStorage, PoolName
 from engine_cache.storage.operations import ArchiveOperation, PrefetchOperation, StoragePolicy
 from engine_cache.tiers.backup import BackupOperation
@@ -218,22 +218,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """Host leaves that can be evicted."""
         return self.tree.host_leaves
 
-    def check(self, request_indices: IndexArray | None = None, request_slots: IndexArray | None = None) -> None:
-        """Recount every invariant of the tree, the components, the tiers and the pools.
-
-        The result is exact between two operations, except for prefetches that another thread is processing. Raises
-        CacheStateError with both figures at the first mismatch.
-
-        request_indices, request_slots: rows and state slots that running requests own in addition to the tree's. If
-        they are given, they and the tree's must add up to the figures of the allocators.
-        """
-        check_tree(self.tree, self.allocator, request_indices)
-        for component in self.auxiliaries:
-            check_component(component, self.tree, request_indices, request_slots)
-        if self.host is not None:
-            check_host_tier(self.host, self.store)
-            for component in self.auxiliaries:
-                check_host_rows(component, self.host, self.store)
+    def sanity_check(self) -> None:
+        """Recount sizes, locks, leaves and LRU lists. Raises CacheStateError with both figures at the first
+        mismatch."""
+        check_tree(self.tree, self.auxiliaries)
 
     # --- match and insert -------------------------------------------------------------------------------------------
 

@@ -14,13 +14,11 @@ from typing import Unpack
 
 from engine_cache.base import DecLockRefParams, DecLockRefResult, EvictParams, EvictResult
 from engine_cache.cache import CacheOptions, TreeCache
-from engine_cache.checks import check_no_tombstone_leaf, check_order_of_states
 from engine_cache.components.component import LruOrder
 from engine_cache.components.mamba import NodeStates, StatePool
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.rules import MAMBA
 from engine_cache.tree.node import TreeNode
-from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
 
@@ -62,11 +60,6 @@ class MambaRadixCache(TreeCache):
     def mamba_lru_list(self) -> LruOrder:
         """Nodes with a state, in order of use."""
         return self._states.device_lru_list
-
-    def check(self, request_indices: IndexArray | None = None, request_slots: IndexArray | None = None) -> None:
-        check_no_tombstone_leaf(self.tree, self._states)
-        super().check(request_indices, request_slots)
-        check_order_of_states(self._states)
 
     def evict_full(self, num_tokens: int) -> EvictResult:
         """Delete leaves, least recently used first, until `num_tokens` units of KV are free or no leaf is left."""

@@ -196,6 +196,6 @@ class Requests:
         when the load has ended."""
         assert self._states is not None
         for slot in (req.mamba_pool_idx, req.mamba_track_idx):
-            if slot is not None and slot is not given and not self._states.loading_slots.give_up(slot):
+            if slot is not None and slot is not given and not self._states.loading_slots.release(slot):
                 self._states.allocator.free(slot)
         req.mamba_pool_idx = req.mamba_track_idx = req.mamba_cow_src_index = req.mamba_last_track_seqlen = None

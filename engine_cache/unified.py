@@ -75,10 +75,6 @@ class UnifiedRadixCache(TreeCache):
                 return component
         raise InvalidValueError("kind", kind.name, f"one of {[component.kind.name for component in self.auxiliaries]}")
 
-    def sanity_check(self) -> None:
-        """Call `check` without the rows and slots of requests."""
-        self.check()
-
     def evict_component_on_host(self, component: AuxiliaryComponent, num_rows: int) -> int:
         """Free host rows of one kind, least recently used first. Returns their number."""
         return 0 if self.host is None else self.host.leaves.evict_component(component, num_rows)

@@ -66,15 +66,6 @@ class StorageIO:
         for queue in (self.release_queue, self.revoked, self.archived, self.prefetches):
             queue.clear()
 
-    def owned_rows(self) -> list[IndexArray]:
-        """Host rows owned by prefetches and the release queue; exact while no job runs."""
-        return [*self.release_queue, *(operation.rows() for operation in self.prefetches)]
-
-    def owned_extras(self, name: PoolName) -> list[IndexArray]:
-        """Host rows of a sidecar pool that prefetches own."""
-        extras = [extra for operation in self.prefetches for extra in operation.extras if extra.name is name]
-        return [extra.host_indices for extra in extras if extra.host_indices is not None]
-
     # --- storage to host --------------------------------------------------------------------------------------------
 
     def prefetch(self, operation: PrefetchOperation) -> None:

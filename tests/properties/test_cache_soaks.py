@@ -22,6 +22,7 @@ from engine_cache import (
 )
 from engine_cache.tree.node import iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation, soak
+from tests.support.caches.checks import check_cache
 
 OPERATIONS = 10_000
 POOL_PAGES, SLOTS = 20, 7
@@ -65,7 +66,7 @@ class RadixSoak(CacheMachine):
         return {prefix for _, prefixes in self.walk() for prefix in prefixes}
 
     def check(self):
-        self.cache.check(NOTHING)
+        check_cache(self.cache, NOTHING)
         for node, prefixes in self.walk():
             self.check_rows(node.value, prefixes)
 
@@ -200,7 +201,7 @@ class MambaSoak(RadixSoak):
 
     def check(self):
         super().check()
-        self.cache.check(NOTHING, NOTHING)
+        check_cache(self.cache, NOTHING, NOTHING)
         for node, prefixes in self.walk():
             if node.mamba_value is not None:
                 assert self.states[int(node.mamba_value[0])] == prefixes[-1]

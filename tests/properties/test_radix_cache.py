@@ -20,6 +20,7 @@ from engine_cache import (
 )
 from engine_cache.tree.node import iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation
+from tests.support.caches.checks import check_cache
 from tests.support.effort import num_examples
 
 POOL_PAGES = 20
@@ -130,7 +131,7 @@ class RadixCacheMachine(CacheMachine):
     # --- invariants --------------
 
     def check(self):
-        self.cache.check(np.empty(0, np.int64))
+        check_cache(self.cache, np.empty(0, np.int64))
         assert self.walk() == self.model
         assert self.cache.protected_size() == len(self.locked()) * self.page_size
         assert self.locked() <= self.model.keys()

@@ -32,6 +32,7 @@ from engine_cache.pools.mamba import MambaPool
 from engine_cache.pools.mamba_host import MambaPoolHost
 from engine_cache.storage.base import PoolName
 from kv_events.schema import StorageMedium
+from tests.support.caches.checks import check_cache
 from tests.support.caches.tier_rig import KVPools, Rig, page_content
 
 MAMBA_LAYERS = {0: 0, 2: 1}
@@ -295,7 +296,7 @@ class HybridRig(Rig):
                 self.check_state(self.states.mamba_cache, req.mamba_pool_idx, content)
 
     def _check_cache(self):
-        self.cache.check(NOTHING, np.concatenate([NOTHING, *(req.mamba_pool_idx for req in self.loaded)]))
+        check_cache(self.cache, NOTHING, np.concatenate([NOTHING, *(req.mamba_pool_idx for req in self.loaded)]))
 
 
 class _HostStates:

@@ -19,6 +19,7 @@ from engine_cache import (
     Request,
 )
 from engine_cache.tree.node import iter_nodes
+from tests.support.caches.checks import check_cache
 
 CHUNK = 4
 
@@ -125,7 +126,7 @@ class Hybrid:
         ]
         rows = [self.lines.read(r.req_pool_idx, len(r.token_ids))[r.cache_protected_len :] for r in self.requests]
         nothing = [np.empty(0, np.int64)]
-        self.cache.check(np.concatenate(rows + nothing), np.concatenate(slots + nothing))
+        check_cache(self.cache, np.concatenate(rows + nothing), np.concatenate(slots + nothing))
 
 
 def evicted_by_hand(cache, num_tokens, num_states):

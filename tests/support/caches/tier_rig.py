@@ -28,6 +28,7 @@ from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
+from tests.support.caches.checks import check_cache
 
 LAYERS = 2
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -283,7 +284,7 @@ class Rig:
                 self.kv.check_host(node.host_value, content)
 
     def _check_cache(self):
-        self.cache.check(np.empty(0, np.int64))
+        check_cache(self.cache, np.empty(0, np.int64))
 
     def events(self):
         """Return (kind, medium, tokens or None) of the events since the last call."""

@@ -36,6 +36,7 @@ from engine_cache.storage.base import PoolName
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
+from tests.support.caches.checks import check_cache
 from tests.support.caches.number_pools import NumberPools, content
 
 NOTHING = np.empty(0, np.int64)
@@ -283,7 +284,7 @@ class UnifiedRig:
         rows, slots = [], [req.mamba_pool_idx for req in self.requests]
         if self.served is not None:
             rows, slots = self.served.owned_rows(), slots + self.served.owned_slots()
-        self.cache.check(np.concatenate([NOTHING, *rows]), np.concatenate([NOTHING, *slots]))
+        check_cache(self.cache, np.concatenate([NOTHING, *rows]), np.concatenate([NOTHING, *slots]))
         self.check_bytes()
 
     def check_bytes(self):

@@ -3,6 +3,7 @@ import pytest
 
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixCache, RadixKey
 from engine_cache.tree.eviction import EVICTION_POLICIES, find_policy
+from tests.support.caches.checks import check_cache
 
 
 def evicted_order(policy):
@@ -22,7 +23,7 @@ def evicted_order(policy):
         assert cache.evict(EvictParams(1)).num_tokens_evicted == 1
         after = {int(node.value[0]) for node in cache.root_node.children.values()}
         order += before - after
-        cache.check()
+        check_cache(cache)
     return order
 
 

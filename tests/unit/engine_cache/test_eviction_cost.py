@@ -25,6 +25,7 @@ from engine_cache import (
     RadixKey,
 )
 from engine_cache.storage.base import PoolName
+from tests.support.caches.checks import check_cache
 
 SMALL, LARGE, TURNS = 1_000, 16_000, 500
 CASES = [(kind, policy) for kind in ("radix", "hiradix") for policy in ("lru", "mru", "slru")]
@@ -133,10 +134,10 @@ def test_leaves_that_find_no_room_on_the_host_are_looked_at_once_and_stay(monkey
         for leaf in cache.evictable_leaves:
             assert 1 <= looked_at.count(leaf) <= 2, "sorted in and taken out"
         assert len(cache.evictable_leaves) == 7
-        cache.check()
+        check_cache(cache)
     cache.host.leaves.release(held[0])
     assert cache.evict(EvictParams(5)).num_tokens_evicted > 0
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(monkeypatch):
@@ -162,7 +163,7 @@ def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(
     assert cache.evict(EvictParams(2)).num_tokens_evicted == 0
     assert cache.controller.kv.host_pool.available_size() == 1, "page 3 went, in vain"
     assert tried == list(cache.evictable_leaves) == [leaf]
-    cache.check()
+    check_cache(cache)
 
 
 def test_host_leaves_that_somebody_holds_are_passed_over_and_stay(monkeypatch):
@@ -178,7 +179,7 @@ def test_host_leaves_that_somebody_holds_are_passed_over_and_stay(monkeypatch):
     assert cache.evict_host(1) == 0, "somebody else holds it, too"
     cache.host.leaves.release(first)
     assert cache.evict_host(1) == 1
-    cache.check()
+    check_cache(cache)
 
 
 def test_leaves_that_somebody_holds_cost_an_eviction_nothing(monkeypatch):
@@ -196,7 +197,7 @@ def test_leaves_that_somebody_holds_cost_an_eviction_nothing(monkeypatch):
     cache.host.leaves.release(held[0])
     assert cache.evict_host(2) == 1
     assert len(looked_at) < 4
-    cache.check()
+    check_cache(cache)
 
 
 def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
@@ -205,7 +206,7 @@ def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
         patch.setattr(cache.controller, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.evict(EvictParams(2))
-    cache.check()
+    check_cache(cache)
     assert cache.evict(EvictParams(4)).num_tokens_evicted == 4
 
 
@@ -217,6 +218,6 @@ def test_use_counts_on_the_host_too():
     cache.evict(EvictParams(4))
     assert cache.evict_host(1) == 1
     cache.match_prefix(MatchPrefixParams(RadixKey([1])))
-    cache.check()
+    check_cache(cache)
     cache.evict_host(1)
     assert sorted(int(node.key.raw[0]) for node in cache.evictable_host_leaves) == [0, 2]

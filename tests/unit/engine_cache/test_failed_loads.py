@@ -15,6 +15,7 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
+from tests.support.caches.checks import check_cache
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.tier_rig import Rig
 from tests.support.caches.unified_rig import UnifiedRig
@@ -57,7 +58,7 @@ def test_everything_that_could_hand_out_its_rows_says_so_until_a_reset(rig, cons
         lambda: rig.cache.load_back(other),
         lambda: rig.cache.loading_check(),
         lambda: rig.cache.check_hicache_events(),
-        lambda: rig.cache.check(),
+        lambda: check_cache(rig.cache),
         lambda: rig.controller.wait_for_layer(consumer, rig.controller.transfer_layer_num - 1),
     ]
     for call in [*calls, *calls]:

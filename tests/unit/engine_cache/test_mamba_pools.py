@@ -13,6 +13,7 @@ from engine_cache import (
 )
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
+from tests.support.caches.checks import check_cache
 
 torch = pytest.importorskip("torch", reason="device pools need torch: pip install kvsight[engine]")
 device = pytest.importorskip("engine_cache.pools.device")
@@ -232,7 +233,7 @@ class Server:
     def check(self):
         """Check that pages and states in the tree match their tokens, and that the events announce these pages."""
         nothing = np.empty(0, np.int64)
-        self.cache.check(nothing, nothing)
+        check_cache(self.cache, nothing, nothing)
         tokens = {self.cache.root_node: []}
         k, v = self.kv.get_kv_buffer(2)
         for node in iter_nodes(self.cache.root_node):

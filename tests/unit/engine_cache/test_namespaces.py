@@ -5,6 +5,7 @@ import pytest
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, PagedTokenToKVPoolAllocator, RadixCache, RadixKey
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
+from tests.support.caches.checks import check_cache
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_pages_that_cannot_be_named_for_events_leave_the_tree_as_it_was():
     with pytest.raises(KeyError, match="tenant"):
         cache.insert(InsertParams(key, rows))
     assert (cache.root_node.children, cache.take_events(), cache.evictable_size()) == ({}, [], 0)
-    cache.check(rows)
+    check_cache(cache, rows)
     assert len(cache.match_prefix(MatchPrefixParams(key)).device_indices) == 0
     seeds["tenant"] = 7
     assert cache.insert(InsertParams(key, rows)).prefix_len == 0

@@ -12,6 +12,7 @@ from engine_cache.pools.host import HOST_LAYOUTS
 from engine_cache.storage import PageLayout, StorageIdentity
 from engine_cache.storage.base import PoolHitPolicy, PoolName, PoolTransfer
 from engine_cache.storage.directory import DirectoryStorage
+from tests.support.caches.checks import check_cache
 from tests.support.caches.nsa_rig import FlakyStore, NsaRig
 from tests.support.caches.tier_rig import Rig
 
@@ -53,7 +54,7 @@ def test_kv_and_index_come_back_bit_for_bit(layout, page_size):
     loaded = rig.content(rig.load_back([*tokens, *tokens]))
     assert torch.equal(loaded[:2], content)
     assert torch.equal(loaded[2:], longer[2:])
-    rig.cache.check(np.empty(0, np.int64))
+    check_cache(rig.cache, np.empty(0, np.int64))
 
 
 def test_the_index_uses_the_rows_of_kv_and_none_of_its_own():

@@ -10,6 +10,7 @@ from engine_cache import (
     RadixCache,
     RadixKey,
 )
+from tests.support.caches.checks import check_cache
 
 
 def insert(cache, tokens, rows=None, **params):
@@ -24,7 +25,7 @@ def match(cache, tokens, extra_key=None):
 def cache():
     cache = RadixCache(page_size=2)
     yield cache
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_new_cache_matches_nothing(cache):
@@ -120,7 +121,7 @@ def test_an_eagle_cache_counts_pairs():
     assert insert(cache, [1, 2, 3, 4, 5], [10, 11, 12, 13, 14]) == (0, 4)
     assert match(cache, [1, 2, 3, 9, 9]).device_indices.tolist() == [10, 11]
     assert match(cache, [1, 2]).device_indices.tolist() == []
-    cache.check()
+    check_cache(cache)
 
 
 def test_eviction_takes_leaves_first_and_then_their_parents(cache):
@@ -212,7 +213,7 @@ def test_evicted_rows_return_to_their_pool():
     pool = PagedTokenToKVPoolAllocator(16, 4)
     cache = RadixCache(page_size=4, allocator=pool)
     insert(cache, range(8), pool.alloc(8))
-    cache.check(np.empty(0, np.int64))
+    check_cache(cache, np.empty(0, np.int64))
     cache.evict(EvictParams(8))
     assert pool.available_size() == 16
 
@@ -242,7 +243,7 @@ def test_check_finds_damage_and_says_both_figures(damage, what):
     (node,) = cache.root_node.children.values()
     damage(cache, node)
     with pytest.raises(CacheStateError, match=what):
-        cache.check()
+        check_cache(cache)
 
 
 def test_check_finds_a_child_that_is_locked_under_an_unlocked_parent():
@@ -251,16 +252,16 @@ def test_check_finds_a_child_that_is_locked_under_an_unlocked_parent():
     insert(cache, [1, 2])
     match(cache, [1, 2, 3, 4]).last_device_node.lock_ref = 1
     with pytest.raises(CacheStateError, match="parent"):
-        cache.check()
+        check_cache(cache)
 
 
 def test_check_finds_pages_that_nobody_owns():
     pool = PagedTokenToKVPoolAllocator(16, 4)
     cache = RadixCache(page_size=4, allocator=pool)
     rows = pool.alloc(8)
-    cache.check(rows)
+    check_cache(cache, rows)
     with pytest.raises(CacheStateError, match=r"free 2 \+ tree 0 \+ requests 0, pages of the pool: 2 != 4"):
-        cache.check(rows[:0])
+        check_cache(cache, rows[:0])
     pool.free(rows)
     with pytest.raises(CacheStateError, match="distinct pages"):
-        cache.check(rows)
+        check_cache(cache, rows)

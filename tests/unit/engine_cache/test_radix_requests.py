@@ -11,6 +11,7 @@ from engine_cache import (
     ReqToTokenPool,
     Request,
 )
+from tests.support.caches.checks import check_cache
 
 PAGE = 4
 NOTHING = np.empty(0, np.int64)
@@ -58,7 +59,7 @@ def test_a_running_requests_whole_pages_go_to_the_tree_and_stay_locked():
     assert req.prefix_indices.tolist() == engine.rows(req).tolist()
     assert engine.cache.protected_size() == 8
     assert engine.cache.evict(EvictParams(100)).num_tokens_evicted == 0
-    engine.cache.check(engine.own(req))
+    check_cache(engine.cache, engine.own(req))
 
 
 def test_a_request_goes_over_to_rows_that_were_there_first():
@@ -68,7 +69,7 @@ def test_a_request_goes_over_to_rows_that_were_there_first():
     engine.cache.cache_unfinished_req(second)
     assert engine.rows(second).tolist() == engine.rows(first).tolist()
     assert engine.pool.available_size() == 64 - 8
-    engine.cache.check(NOTHING)
+    check_cache(engine.cache, NOTHING)
 
 
 def test_a_request_cached_chunk_by_chunk_ends_as_one_path():
@@ -76,10 +77,10 @@ def test_a_request_cached_chunk_by_chunk_ends_as_one_path():
     req = engine.start(list(range(6)))
     for step in (range(6, 9), range(9, 17)):
         engine.cache.cache_unfinished_req(req, chunked=True)
-        engine.cache.check(engine.own(req))
+        check_cache(engine.cache, engine.own(req))
         engine.grow(req, list(step))
     engine.cache.cache_finished_req(req)
-    engine.cache.check(NOTHING)
+    check_cache(engine.cache, NOTHING)
     assert engine.cache.evictable_size() == 16
     assert engine.pool.available_size() == 64 - 16
 
@@ -90,7 +91,7 @@ def test_a_finished_request_leaves_its_pages_unlocked_and_frees_its_tail():
     engine.cache.cache_finished_req(req)
     assert (engine.cache.evictable_size(), engine.cache.protected_size()) == (8, 0)
     assert req.last_node is None
-    engine.cache.check(NOTHING)
+    check_cache(engine.cache, NOTHING)
 
 
 def test_a_request_that_is_not_kept_frees_all_it_owns():
@@ -99,7 +100,7 @@ def test_a_request_that_is_not_kept_frees_all_it_owns():
     req = engine.start(list(range(14)))
     engine.cache.cache_finished_req(req, is_insert=False)
     assert engine.cache.evictable_size() == 8
-    engine.cache.check(NOTHING)
+    check_cache(engine.cache, NOTHING)
 
 
 def test_an_eagle_request_keeps_the_row_of_its_last_token():
@@ -107,9 +108,9 @@ def test_an_eagle_request_keeps_the_row_of_its_last_token():
     req = engine.start(list(range(9)))
     engine.cache.cache_unfinished_req(req)
     assert (req.cache_protected_len, len(req.prefix_indices)) == (8, 9)
-    engine.cache.check(engine.own(req))
+    check_cache(engine.cache, engine.own(req))
     engine.cache.cache_finished_req(req)
-    engine.cache.check(NOTHING)
+    check_cache(engine.cache, NOTHING)
 
 
 @pytest.mark.parametrize("is_insert", [False, True])
@@ -124,9 +125,9 @@ def test_an_eagle_request_that_has_computed_nothing_leaves_the_tree_its_rows(is_
     rows = engine.rows(req).tolist()
     engine.cache.cache_unfinished_req(req)
     assert (req.cache_protected_len, req.prefix_indices.tolist()) == (8, rows)
-    engine.cache.check(engine.own(req))
+    check_cache(engine.cache, engine.own(req))
     engine.cache.cache_finished_req(req, is_insert=is_insert)
-    engine.cache.check(NOTHING)
+    check_cache(engine.cache, NOTHING)
 
 
 def test_a_disabled_cache_gives_every_row_back():

@@ -12,6 +12,7 @@ from kv_events.hashing import sequence_hashes
 from kv_events.schema import StorageMedium
 from simulation import CACHES, Request, SimulatedWorker
 from simulation.direct import DirectFleet
+from tests.support.caches.checks import check_cache
 
 NO_ROWS = np.zeros(0, np.int64)
 TIERED = ["hiradix", "himamba"]
@@ -151,7 +152,7 @@ def test_cache_and_view_are_in_order_after_every_request(make_fleet, prompts, ca
         output = prompts.tokens(prompts.random.integers(200))
         worker.serve(Request(float(turn), talk, output, extra_key="tenant" if number == 1 else None))
         talks[number] = np.concatenate((talk, output, prompts.tokens(30)))
-        worker.cache.check(NO_ROWS)
+        check_cache(worker.cache, NO_ROWS)
         fleet.deliver(0)
         assert fleet.trial.report(0.0).divergent_pages == 0
 

@@ -10,6 +10,7 @@ from engine_cache import MatchPrefixParams, RadixKey
 from kv_events.schema import StorageMedium
 from simulation import Request, SimulatedWorker
 from simulation.direct import DirectFleet
+from tests.support.caches.checks import check_cache
 
 NO_ROWS = np.zeros(0, np.int64)
 
@@ -69,7 +70,7 @@ def test_every_page_is_free_or_in_the_tree_after_every_request(make_fleet, promp
     ]
     for i in prompts.random.integers(len(requests), size=40):
         worker.serve(requests[i])
-        worker.cache.check(NO_ROWS)
+        check_cache(worker.cache, NO_ROWS)
 
 
 def test_a_request_beyond_the_capacity_keeps_its_beginning(make_fleet, prompts) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from engine_cache import Lane
+from tests.support.caches.checks import check_cache
 from tests.support.caches.hybrid_rig import NOTHING
 from tests.support.caches.hybrid_steps import demoted
 
@@ -25,7 +26,7 @@ def test_no_late_copy_overwrites_the_state_of_the_next_owner(rig, is_started):
     rig.end_request()
     others = [rig.slots.alloc(1) for _ in range(rig.slots.available_size())]
     assert slot not in np.concatenate(others)
-    rig.cache.check(NOTHING, np.concatenate(others))
+    check_cache(rig.cache, NOTHING, np.concatenate(others))
     rig.cache.ready_to_load_host_cache()
     while rig.engine.step(Lane.LOAD):
         pass

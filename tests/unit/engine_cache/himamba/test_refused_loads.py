@@ -3,6 +3,7 @@
 import pytest
 
 from engine_cache import EvictParams, InitLoadBackParams, MatchPrefixParams, PoolExhaustedError, RadixKey, Request
+from tests.support.caches.checks import check_cache
 from tests.support.caches.hybrid_rig import NOTHING, HybridRig
 from tests.support.caches.hybrid_steps import node_of, two_turns
 
@@ -35,7 +36,7 @@ def test_the_request_gets_the_state_of_the_node_it_goes_on_from(has_slot):
     assert (rows.tolist(), node) == ([], node_of(rig, [1, 2]))
     assert req.mamba_cow_src_index.tolist() == node.mamba_value.tolist()
     assert own is None or req.mamba_pool_idx is own
-    rig.cache.check(NOTHING, req.mamba_pool_idx)
+    check_cache(rig.cache, NOTHING, req.mamba_pool_idx)
     rig.cache.cache_finished_req(req, is_insert=False)
     rig.check()
 

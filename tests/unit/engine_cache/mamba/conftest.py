@@ -1,5 +1,6 @@
 import pytest
 
+from tests.support.caches.checks import check_cache
 from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
@@ -8,4 +9,4 @@ def rig():
     rig = Rig(enable_kv_cache_events=True)
     rig.cache.take_events()
     yield rig
-    rig.cache.check(NOTHING, NOTHING)
+    check_cache(rig.cache, NOTHING, NOTHING)

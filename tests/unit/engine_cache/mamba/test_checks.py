@@ -2,6 +2,7 @@ import pytest
 
 from engine_cache import CacheStateError
 from kv_events.schema import AllBlocksCleared
+from tests.support.caches.checks import check_cache
 from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
@@ -19,8 +20,8 @@ def test_reset_forgets_states_too(rig):
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (lambda c, n: setattr(c.states, "evictable_size", 3), "evictable states.*3 != 1"),
-        (lambda c, n: setattr(c.states, "protected_size", 2), "protected states.*2 != 0"),
+        (lambda c, n: setattr(c.states, "evictable_size", 3), "evictable mamba rows.*3 != 1"),
+        (lambda c, n: setattr(c.states, "protected_size", 2), "protected mamba rows.*2 != 0"),
         (lambda c, n: setattr(c.states.data(n), "value", None), "a leaf without a state"),
         (lambda c, n: setattr(c.states.data(n), "lock_ref", 1), "0 <= mamba_lock_ref <= lock_ref"),
         (lambda c, n: c.mamba_lru_list.pop(n), "mamba list: nodes listed"),
@@ -32,7 +33,7 @@ def test_check_finds_damage_and_says_both_figures(damage, what):
     rig.insert([1, 2])
     damage(rig.cache, rig.node([1, 2]))
     with pytest.raises(CacheStateError, match=what):
-        rig.cache.check()
+        check_cache(rig.cache)
 
 
 def test_check_finds_a_list_out_of_order():
@@ -41,11 +42,11 @@ def test_check_finds_a_list_out_of_order():
     rig.insert([2])
     rig.cache.mamba_lru_list.move_to_end(rig.node([1]))
     with pytest.raises(CacheStateError, match="times of use"):
-        rig.cache.check()
+        check_cache(rig.cache)
 
 
 def test_check_finds_slots_that_nobody_owns():
     rig = Rig()
     rig.slots.alloc(1)
     with pytest.raises(CacheStateError, match="free 7"):
-        rig.cache.check(NOTHING, NOTHING)
+        check_cache(rig.cache, NOTHING, NOTHING)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from engine_cache import PoolExhaustedError, Request
+from tests.support.caches.checks import check_cache
 from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
@@ -11,7 +12,7 @@ def test_a_request_gets_a_slot_of_its_own_and_the_state_to_copy(rig):
     rig.match([1, 2, 3], cow_mamba=True, req=req)
     assert req.mamba_cow_src_index.tolist() == rig.node([1, 2]).mamba_value.tolist()
     assert req.mamba_pool_idx.tolist() != req.mamba_cow_src_index.tolist()
-    rig.cache.check(NOTHING, req.mamba_pool_idx)
+    check_cache(rig.cache, NOTHING, req.mamba_pool_idx)
     rig.slots.free(req.mamba_pool_idx)
 
 
@@ -38,7 +39,7 @@ def test_a_full_pool_gives_up_another_state_but_not_the_one_to_copy():
     rig.match([5], cow_mamba=True, req=req)
     assert len(rig.match([5]).device_indices) == 1
     assert rig.match([1, 2]).device_indices.tolist() == []
-    rig.cache.check(NOTHING, req.mamba_pool_idx)
+    check_cache(rig.cache, NOTHING, req.mamba_pool_idx)
 
 
 def test_a_request_that_no_slot_is_left_for_is_told_so_and_leaves_no_lock():
@@ -48,7 +49,7 @@ def test_a_request_that_no_slot_is_left_for_is_told_so_and_leaves_no_lock():
         rig.match([1, 2], cow_mamba=True, req=Request("r", [], 0))
     assert (rig.cache.protected_size(), rig.cache.mamba_protected_size()) == (0, 0)
     assert issubclass(PoolExhaustedError, RuntimeError)
-    rig.cache.check(NOTHING, NOTHING)
+    check_cache(rig.cache, NOTHING, NOTHING)
 
 
 def test_copying_a_state_needs_a_request(rig):
@@ -69,4 +70,4 @@ def test_an_eviction_that_fails_leaves_no_lock_behind():
         rig.match([1, 2], cow_mamba=True, req=req)
     assert (rig.cache.protected_size(), rig.cache.mamba_protected_size(), req.mamba_pool_idx) == (0, 0, None)
     rig.cache.evict_mamba = evict_mamba
-    rig.cache.check(NOTHING, NOTHING)
+    check_cache(rig.cache, NOTHING, NOTHING)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from engine_cache import InsertParams, MambaRadixCache, MambaSlotAllocator, RadixKey
+from tests.support.caches.checks import check_cache
 from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
@@ -111,7 +112,7 @@ def test_pages_and_pairs_need_the_extra_buffer(option):
     slots = MambaSlotAllocator(1)
     with pytest.raises(ValueError, match="enable_mamba_extra_buffer"):
         MambaRadixCache(**option, mamba_allocator=slots)
-    MambaRadixCache(**option, mamba_allocator=slots, enable_mamba_extra_buffer=True).check()
+    check_cache(MambaRadixCache(**option, mamba_allocator=slots, enable_mamba_extra_buffer=True))
 
 
 def test_a_chunk_has_a_token():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from engine_cache import Request
+from tests.support.caches.checks import check_cache
 from tests.support.caches.mamba_rig import NOTHING, Rig
 
 
@@ -35,7 +36,7 @@ def test_a_running_request_shares_a_copy_of_its_state(rig):
     rig.cache.cache_unfinished_req(req)
     assert (req.cache_protected_len, req.last_node) == (3, rig.node([1, 2, 3]))
     assert req.last_node.mamba_value.tolist() != req.mamba_pool_idx.tolist()
-    rig.cache.check(own(rig, req), req.mamba_pool_idx)
+    check_cache(rig.cache, own(rig, req), req.mamba_pool_idx)
     rig.cache.cache_finished_req(req)
 
 
@@ -86,7 +87,7 @@ def test_with_the_extra_buffer_what_was_tracked_is_shared_and_the_rest_stays():
     track(rig, req, 8)
     rig.cache.cache_unfinished_req(req)
     assert (req.cache_protected_len, len(req.prefix_indices), req.mamba_last_track_seqlen) == (8, 10, None)
-    rig.cache.check(own(rig, req), np.concatenate((req.mamba_pool_idx, req.mamba_track_idx)))
+    check_cache(rig.cache, own(rig, req), np.concatenate((req.mamba_pool_idx, req.mamba_track_idx)))
 
 
 def test_with_the_extra_buffer_the_tracked_slot_goes_to_the_tree_and_the_running_one_is_freed():
@@ -97,7 +98,7 @@ def test_with_the_extra_buffer_the_tracked_slot_goes_to_the_tree_and_the_running
     rig.cache.cache_finished_req(req)
     assert rig.node([*range(8)]).mamba_value.tolist() == slot.tolist()
     assert (rig.slots.available_size(), rig.pool.available_size()) == (7, 248)
-    rig.cache.check(NOTHING, NOTHING)
+    check_cache(rig.cache, NOTHING, NOTHING)
 
 
 def test_an_eagle_request_is_shared_once_the_token_behind_its_state_is_known():
@@ -111,7 +112,7 @@ def test_an_eagle_request_is_shared_once_the_token_behind_its_state_is_known():
     rig.cache.cache_unfinished_req(req)
     assert (req.cache_protected_len, len(req.prefix_indices)) == (8, 9)
     rig.cache.cache_finished_req(req)
-    rig.cache.check(NOTHING, NOTHING)
+    check_cache(rig.cache, NOTHING, NOTHING)
 
 
 @pytest.mark.parametrize("length", [6, 12])

@@ -6,6 +6,7 @@ from engine_cache import EvictParams, Lane, StoragePolicy
 from engine_cache.storage.base import PoolName
 from engine_cache.tree.node import iter_nodes
 from kv_events.schema import StorageMedium
+from tests.support.caches.checks import check_cache
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.tier_rig import MemoryStorage, Rig
 from tests.support.caches.unified_rig import UnifiedRig
@@ -63,7 +64,7 @@ def assert_nothing_is_held(rig, free_before):
     assert [node for node in iter_nodes(cache.root_node) if node.host_ref_counter] == []
     cache.release_aborted_request("r")
     assert cache.check_prefetch_progress("r")
-    cache.check()
+    check_cache(cache)
 
 
 def assert_the_next_one_works(rig):

@@ -24,6 +24,7 @@ from engine_cache import (
 from engine_cache.components.indexer import indexer_transfers
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
+from tests.support.caches.checks import check_cache
 from tests.support.caches.number_pools import HostPool
 from tests.support.caches.unified_rig import UnifiedRig
 
@@ -153,4 +154,7 @@ def test_sanity_check_finds_what_is_wrong():
     rig.cache.sanity_check()
     rig.data(rig.node_of([1, 1]), "mamba").value = np.array([3])
     with pytest.raises(CacheStateError, match="distinct pages of free"):
+        check_cache(rig.cache)
+    rig.cache.states.evictable_size = 2
+    with pytest.raises(CacheStateError, match="evictable mamba rows.*2 != 1"):
         rig.cache.sanity_check()

@@ -5,6 +5,7 @@ import pytest
 
 from engine_cache import EvictParams, InsertParams, RadixKey
 from kv_events.errors import InvalidValueError
+from tests.support.caches.checks import check_cache
 from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
@@ -165,7 +166,7 @@ def test_the_rows_of_a_page_that_is_not_whole_stay_the_callers():
     rig = UnifiedRig(tiers=1)
     rows = rig.pool.alloc(6)
     assert tuple(rig.cache.insert(InsertParams(RadixKey([1, 1, 2, 2, 3]), rows[:5]))) == (0, 4, False)
-    rig.cache.check(rows[4:])
+    check_cache(rig.cache, rows[4:])
 
 
 @pytest.mark.parametrize("disable", [True, False])

@@ -5,6 +5,7 @@ import pytest
 
 from engine_cache import Lane
 from engine_cache.storage.base import PoolName
+from tests.support.caches.checks import check_cache
 from tests.support.caches.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
@@ -38,7 +39,7 @@ def test_no_late_copy_overwrites_the_state_of_the_next_owner(rig, is_started):
     rig.end_requests()
     others = [rig.slots.alloc(1) for _ in range(rig.slots.available_size())]
     assert slot not in np.concatenate(others)
-    rig.cache.check(NOTHING, np.concatenate(others))
+    check_cache(rig.cache, NOTHING, np.concatenate(others))
     rig.cache.ready_to_load_host_cache()
     rig.engine.step(Lane.LOAD)
     assert rig.slots.available_size() == 0  # the cache does not know yet that the copy has ended

@@ -3,6 +3,7 @@
 import pytest
 
 from engine_cache import ComponentType, InitLoadBackParams, PoolExhaustedError, Request
+from tests.support.caches.checks import check_cache
 from tests.support.caches.unified_rig import NOTHING, UnifiedRig
 
 pytestmark = pytest.mark.torch
@@ -38,7 +39,7 @@ def test_the_request_gets_the_state_of_its_anchor(has_slot):
     assert (rows.tolist(), node) == ([], rig.node_of(A))
     assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
     assert own is None or req.mamba_pool_idx is own
-    rig.cache.check(NOTHING, req.mamba_pool_idx)
+    check_cache(rig.cache, NOTHING, req.mamba_pool_idx)
     rig.cache.cache_finished_req(req, is_insert=False)
     rig.check()
 

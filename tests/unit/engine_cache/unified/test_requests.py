@@ -5,6 +5,7 @@ import pytest
 
 from engine_cache import EvictParams, ReqToTokenPool, Request
 from engine_cache.storage.base import PoolName
+from tests.support.caches.checks import check_cache
 from tests.support.caches.number_pools import content
 from tests.support.caches.unified_rig import NOTHING, UnifiedRig
 
@@ -58,7 +59,7 @@ def check(rig, *requests):
         rig.cache.req_to_token_pool.read(r.req_pool_idx, len(r.token_ids))[r.cache_protected_len :] for r in requests
     ]
     slots = [slot for r in requests for slot in (r.mamba_pool_idx, r.mamba_track_idx) if slot is not None]
-    rig.cache.check(np.concatenate([NOTHING, *rows]), np.concatenate([NOTHING, *slots]))
+    check_cache(rig.cache, np.concatenate([NOTHING, *rows]), np.concatenate([NOTHING, *slots]))
     rig.check_bytes()
 
 
@@ -154,4 +155,4 @@ def test_a_request_starts_from_a_copy_of_the_state_of_its_match():
     assert match.best_match_node is rig.node_of(ABC)
     assert req.mamba_cow_src_index.tolist() == rig.data(rig.node_of(ABC), "mamba").value.tolist()
     assert rig.data(rig.node_of([1, 1]), "mamba").value is None
-    rig.cache.check(NOTHING, req.mamba_pool_idx)
+    check_cache(rig.cache, NOTHING, req.mamba_pool_idx)

@@ -1,4 +1,4 @@
-"""Checks that recount the invariants of a cache. Each raises CacheStateError with both figures."""
+"""A recount of a whole cache: its links, hashes and sizes, and the owner of every row of every pool."""
 
 from __future__ import annotations
 
@@ -6,49 +6,55 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine_cache import MambaRadixCache, TreeCache
 from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import MambaComponent
 from engine_cache.components.swa import SWAComponent
-from engine_cache.errors import CacheStateError
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.entry import HostPool
+from engine_cache.sanity import require
 from engine_cache.storage.base import PoolName
 from engine_cache.tiers.host import HostTier
 from engine_cache.tiers.storage import StorageTier
-from engine_cache.tree.node import ComponentData, TreeNode, iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray, no_indices
 
 
-def require(found: object, expected: object, what: str) -> None:
-    if found != expected:
-        raise CacheStateError(f"{what}: {found} != {expected}")
-
-
-# --- tree and device ------------------------------------------------------------------------------------------------
-
-
-def check_tree(
-    tree: RadixTree, allocator: PagedTokenToKVPoolAllocator | None, request_indices: IndexArray | None
+def check_cache(
+    cache: TreeCache, request_indices: IndexArray | None = None, request_slots: IndexArray | None = None
 ) -> None:
-    """Check links, shapes, locks, sizes, leaves and rows. request_indices: rows that requests own in addition to the
-    tree's."""
-    nodes = list(iter_nodes(tree.root))
+    """Recount every invariant of the tree, the components, the tiers and the pools.
+
+    The result is exact between two operations, except for prefetches that another thread is processing. Raises
+    CacheStateError with both figures at the first mismatch.
+
+    request_indices, request_slots: rows and state slots that running requests own in addition to the tree's. If they
+    are given, they and the tree's must add up to the figures of the allocators.
+    """
+    tree, nodes = cache.tree, list(iter_nodes(cache.tree.root))
+    if isinstance(cache, MambaRadixCache):
+        check_no_tombstone_leaf(tree, cache.states)
     for node in (tree.root, *nodes):
         _check_links(node, tree.page_size)
     for node in nodes:
         _check_shape(node, tree.page_size)
-        _check_locks(node, tree.root)
-    on_device = [node for node in nodes if node.value is not None]
-    _check_sizes(tree, on_device)
-    above = {node.parent for node in on_device}
-    leaves = {node.id for node in on_device if node.lock_ref == 0 and node not in above}
-    require({node.id for node in tree.device_leaves}, leaves, "evictable leaves kept, found")
-    tree.device_leaves.check()
+    cache.sanity_check()
     rows = _joined([node.value for node in nodes])
     require(len(np.unique(rows)), len(rows), "distinct rows in the tree, rows in the tree")
-    if allocator is not None:
-        check_pages(allocator, rows, request_indices)
+    if cache.allocator is not None:
+        check_pages(cache.allocator, rows, request_indices)
+    for component in cache.auxiliaries:
+        check_component(component, nodes, request_indices, request_slots)
+    if cache.host is not None:
+        check_host_tier(cache.host, cache.store)
+        for component in cache.auxiliaries:
+            check_host_rows(component, cache.host, cache.store)
+    if isinstance(cache, MambaRadixCache):
+        check_order_of_states(cache.states)
+
+
+# --- tree and device ------------------------------------------------------------------------------------------------
 
 
 def _check_links(node: TreeNode, page_size: int) -> None:
@@ -70,22 +76,6 @@ def _check_shape(node: TreeNode, page_size: int) -> None:
     for hashes in (node.hash_value, node.sequence_hash):
         if hashes is not None:
             require(len(hashes), length // page_size, f"node {node.id}: hashes, pages")
-
-
-def _check_locks(node: TreeNode, root: TreeNode) -> None:
-    require(node.lock_ref >= 0, True, f"node {node.id}: lock_ref {node.lock_ref} is not negative")
-    parent = node.parent
-    if parent is not None and parent is not root and parent.lock_ref < node.lock_ref:
-        raise CacheStateError(
-            f"node {node.id} has lock_ref {node.lock_ref}, its parent {parent.id} only {parent.lock_ref}"
-        )
-
-
-def _check_sizes(tree: RadixTree, nodes: list[TreeNode]) -> None:
-    evictable = sum(len(node.key) for node in nodes if node.lock_ref == 0)
-    protected = sum(len(node.key) for node in nodes if node.lock_ref > 0)
-    require(tree.evictable_size, evictable, "evictable size, units in unlocked nodes")
-    require(tree.protected_size, protected, "protected size, units in locked nodes")
 
 
 def check_pages(
@@ -121,52 +111,26 @@ def check_no_tombstone_leaf(tree: RadixTree, states: MambaComponent) -> None:
 
 def check_component(
     component: AuxiliaryComponent,
-    tree: RadixTree,
+    nodes: list[TreeNode],
     request_indices: IndexArray | None,
     request_slots: IndexArray | None,
 ) -> None:
-    """Check positions, locks, sizes, LRU lists and device rows of one kind of state.
+    """Check the device rows of one kind of state.
 
     request_indices, request_slots: KV rows and state slots that requests own in addition to the tree's.
     """
-    nodes = list(iter_nodes(tree.root))
-    held = [(node, component.data(node)) for node in nodes]
-    for node, data in held:
-        _check_residency(component.pool.value, node, data)
-    _check_component_sizes(component, [data for _, data in held])
-    on_device = {node.id for node, data in held if data.value is not None}
-    on_host = {node.id for node in nodes if component.is_on_host_list(node)}
-    for listed, expected in ((component.device_lru_list, on_device), (component.host_lru_list, on_host)):
-        require({node.id for node in listed}, expected, f"{component.pool.value} list: nodes listed, in the tree")
+    held = [component.data(node) for node in nodes]
+    for node, data in zip(nodes, held, strict=True):
+        what = f"node {node.id}, {component.pool.value}: what is copied to the host is locked there"
+        require(data.pending_id is None or data.host_lock_ref > 0, True, what)
     owned = request_slots
     if isinstance(component, SWAComponent):
         _check_mapping(component, nodes)
         mapped = None if request_indices is None else component.allocator.translate(request_indices)
         owned = None if mapped is None else mapped[mapped > 0]
     elif isinstance(component, MambaComponent) and owned is not None:
-        owned = np.concatenate((owned, component.loading_slots.given_up()))
-    check_pages(component.device_allocator, _joined([data.value for _, data in held]), owned)
-
-
-def _check_residency(name: str, node: TreeNode, data: ComponentData) -> None:
-    """Check that a node with data of a kind has KV on the same tier and, on the device, at least as many locks on
-    KV."""
-    what, locks = f"node {node.id}, {name}", (data.lock_ref, node.lock_ref)
-    require(data.value is None or node.value is not None, True, f"{what}: data on the device beside KV")
-    require(data.host_value is None or node.host_value is not None, True, f"{what}: data on the host beside KV")
-    require(0 <= locks[0] <= locks[1], True, f"node {node.id}: 0 <= {name}_lock_ref <= lock_ref, {locks}")
-    require(data.host_lock_ref >= 0, True, f"{what}: host_lock_ref {data.host_lock_ref} >= 0")
-    is_copied = data.pending_id is not None
-    require(not is_copied or data.host_lock_ref > 0, True, f"{what}: what is copied to the host is locked there")
-
-
-def _check_component_sizes(component: AuxiliaryComponent, held: list[ComponentData]) -> None:
-    sizes = [(data.lock_ref > 0, len(data.value)) for data in held if data.value is not None]
-    what = "states" if isinstance(component, MambaComponent) else f"{component.pool.value} rows"
-    protected = sum(size for is_locked, size in sizes if is_locked)
-    require(component.protected_size, protected, f"protected {what}, those of locked nodes")
-    total = sum(size for _, size in sizes)
-    require(component.evictable_size, total - protected, f"evictable {what}, those of unlocked nodes")
+        owned = np.concatenate((owned, component.loading_slots.released()))
+    check_pages(component.device_allocator, _joined([data.value for data in held]), owned)
 
 
 def _check_mapping(component: SWAComponent, nodes: list[TreeNode]) -> None:
@@ -188,18 +152,9 @@ def check_host_tier(host: HostTier, store: StorageTier | None) -> None:
     tree = host.device.tree
     nodes = list(iter_nodes(tree.root))
     for node in nodes:
-        _check_tiers(node, tree.root, host.backups.write_policy)
-    leaves = {
-        node.id
-        for node in nodes
-        if node.value is None
-        and node.host_ref_counter == 0
-        and all(child.host_value is None for child in node.children.values())
-    }
-    require({node.id for node in tree.host_leaves}, leaves, "evictable host leaves kept, found")
-    tree.host_leaves.check()
+        _check_host_prefix(node, tree.root, host.backups.write_policy)
     _check_pending(host, nodes)
-    prefetched = [] if store is None else store.io.owned_rows()
+    prefetched = [] if store is None else _prefetched_rows(store)
     _check_host_pages(PoolName.KV, host.controller.kv.host_pool, host, [node.host_value for node in nodes], prefetched)
     if store is not None:
         occupied = sum(len(operation.key) for operation in store.ongoing_prefetches.values())
@@ -209,17 +164,14 @@ def check_host_tier(host: HostTier, store: StorageTier | None) -> None:
 def check_host_rows(component: AuxiliaryComponent, host: HostTier, store: StorageTier | None) -> None:
     """Check that every host row of one kind has exactly one owner."""
     held = [component.data(node).host_value for node in iter_nodes(host.device.tree.root)]
-    prefetched = [] if store is None else store.io.owned_extras(component.pool)
+    prefetched = [] if store is None else _prefetched_extras(store, component.pool)
     _check_host_pages(component.pool, component.entry.host_pool, host, held, prefetched)
 
 
-def _check_tiers(node: TreeNode, root: TreeNode, write_policy: str) -> None:
+def _check_host_prefix(node: TreeNode, root: TreeNode, write_policy: str) -> None:
     parent = node.parent
     assert parent is not None
     require(node.host_ref_counter >= 0, True, f"node {node.id}: host_ref_counter {node.host_ref_counter} >= 0")
-    require(node.value is None and node.host_value is None, False, f"node {node.id} is on no tier")
-    if node.value is not None:
-        require(parent.value is not None, True, f"node {node.id} is on the device, its parent {parent.id}, too")
     if node.host_value is not None and write_policy != "write_back" and parent is not root:
         require(parent.host_value is not None, True, f"node {node.id} is on the host, its parent {parent.id}, too")
 
@@ -255,6 +207,17 @@ def _check_host_pages(
     what = f"{name.value} host pages of {owners}"
     require(len(np.unique(pages)), len(pages), f"{what}: distinct, all")
     require(len(pages), pool.size // pool.page_size, f"{what} and free pages, pages of the pool")
+
+
+def _prefetched_rows(store: StorageTier) -> list[IndexArray]:
+    """Return the host rows of KV that prefetches and the release queue own."""
+    return [*store.io.release_queue, *(operation.rows() for operation in store.io.prefetches)]
+
+
+def _prefetched_extras(store: StorageTier, name: PoolName) -> list[IndexArray]:
+    """Return the host rows of a sidecar pool that prefetches own."""
+    extras = [extra for operation in store.io.prefetches for extra in operation.extras if extra.name is name]
+    return [extra.host_indices for extra in extras if extra.host_indices is not None]
 
 
 def _joined(rows: Sequence[IndexArray | None]) -> IndexArray:
