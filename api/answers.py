@@ -16,7 +16,7 @@ from indexer.scores import WorkerScore
 from kv_events.errors import InvalidValueError
 from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 
 _encoder = msgspec.json.Encoder()
 
@@ -46,9 +46,9 @@ def _namespaces_of(question: Question, namespaces: Namespaces) -> list[Namespace
 
 def _unknown_model(question: Question, namespaces: Namespaces) -> ProblemError:
     group, model = ("routing_group", "model_name") if question.is_peer else ("tenant_id", "model")
-    asked_for = (n for n in namespaces if not namespaces.is_group(n))
-    known = sorted({f"{n.key.model} ({group}={n.key.tenant})" for n in asked_for})
-    names = ", ".join(known[:_MOST_NAMES]) + (f" and {len(known) - _MOST_NAMES} more" if known[_MOST_NAMES:] else "")
+    requested = (n for n in namespaces if not namespaces.is_group(n))
+    known = sorted({f"{n.key.model} ({group}={n.key.tenant})" for n in requested})
+    names = ", ".join(known[:_MAX_NAMES]) + (f" and {len(known) - _MAX_NAMES} more" if known[_MAX_NAMES:] else "")
     detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
     return ProblemError(404, "unknown-model", detail, model, question.model)
 

@@ -31,7 +31,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _MISTYPED = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\[(\d+)\]|(\w+)")
 _NOT_FOUND = object()
-_MOST_WEIGHTS_BYTES = 4096
+_MAX_WEIGHTS_BYTES = 4096
 
 
 class _Decoder(Protocol[T_co]):
@@ -111,8 +111,8 @@ def decode_query(data: bytes | Raw, codec: Codec) -> Query:
     """
     codec = codec.sized(data)
     probe = _decode(codec.probe, data, codec)
-    if isinstance(probe.tier_weights, Raw) and memoryview(probe.tier_weights).nbytes > _MOST_WEIGHTS_BYTES:
-        expected = f"at most {_MOST_WEIGHTS_BYTES} bytes"
+    if isinstance(probe.tier_weights, Raw) and memoryview(probe.tier_weights).nbytes > _MAX_WEIGHTS_BYTES:
+        expected = f"at most {_MAX_WEIGHTS_BYTES} bytes"
         raise ProblemError.of_value(InvalidValueError("tier_weights", "a value that is longer", expected))
     if probe.model_name is not UNSET:
         return _decode(codec.peer, data, codec)

@@ -24,24 +24,24 @@ from kv_events.schema import MEDIA, AllBlocksCleared
 from kv_events.streams import StreamId
 from kvsight.schemas.events import EVENT_NAMES, PING_S, BatchApplied, ClientDropped, FeedEvent, StateChanged
 
-MOST_WAITING = 4096
+MAX_QUEUED_EVENTS = 4096
 """Maximum number of events queued for one client."""
 
-_LOOK_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 _MEDIA_TYPE = "text/event-stream"
 _EXAMPLE = 'event: dropped\ndata: {"lost": 4097}\n\n'
 
 _encoder = msgspec.json.Encoder()
 
 
-class Wanted(NamedTuple):
+class StreamFilter(NamedTuple):
     """The streams that a client selects. None selects all."""
 
     worker: str | None = None
     model: str | None = None
     tenant: str | None = None
 
-    def takes(self, stream: StreamId) -> bool:
+    def matches(self, stream: StreamId) -> bool:
         """Return whether a stream is selected."""
         return (
             self.worker in (None, stream.worker)
@@ -53,16 +53,16 @@ class Wanted(NamedTuple):
 class _Client:
     """The queue of one client."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, stream_filter: StreamFilter) -> None:
+        self.stream_filter = stream_filter
         self.lost = 0
         """Number of dropped events. If it is not 0, the client is too slow and is disconnected."""
         self.woken = asyncio.Event()
         self._waiting: deque[bytes] = deque()
 
     def put(self, event: bytes) -> None:
-        if not self.lost and len(self._waiting) == MOST_WAITING:
-            self.lost = MOST_WAITING
+        if not self.lost and len(self._waiting) == MAX_QUEUED_EVENTS:
+            self.lost = MAX_QUEUED_EVENTS
             self._waiting.clear()
         if self.lost:
             self.lost += 1
@@ -84,8 +84,8 @@ class EventFeed:
         self._consumer = consumer
         self._max_clients = max_clients
         self._clients: set[_Client] = set()
-        self._told: dict[StreamId, str] = {}  # states; kept up to date while there are clients
-        self._next_look = 0.0
+        self._reported: dict[StreamId, str] = {}  # states; kept up to date while there are clients
+        self._next_check = 0.0
         self._is_closed = False
         consumer.applier.on_applied = self._on_applied
 
@@ -101,7 +101,7 @@ class EventFeed:
             client.woken.set()
 
     @asynccontextmanager
-    async def listening(self, wanted: Wanted) -> AsyncIterator[AsyncGenerator[bytes]]:
+    async def listening(self, stream_filter: StreamFilter) -> AsyncIterator[AsyncGenerator[bytes]]:
         """Connect a client for the duration of the block. Yields its events; the states come first.
 
         Raises ProblemError (429) if there are too many clients.
@@ -110,9 +110,9 @@ class EventFeed:
             detail = f"{self._max_clients} clients listen to events already (KVSIGHT_MAX_EVENT_CLIENTS)"
             raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "too-many-clients", detail)
         if not self._clients:
-            self._told = {view.stream: self._state(view) for view in self._views()}
-        client = _Client(wanted)
-        client.put(b": kvsight\n\n" + self._all_states(wanted))
+            self._reported = {view.stream: self._state(view) for view in self._views()}
+        client = _Client(stream_filter)
+        client.put(b": kvsight\n\n" + self._all_states(stream_filter))
         self._clients.add(client)
         try:
             async with aclosing(self._events(client)) as events:
@@ -121,25 +121,25 @@ class EventFeed:
             self._clients.discard(client)
 
     async def _events(self, client: _Client) -> AsyncGenerator[bytes]:
-        said_at = time.monotonic()
+        sent_at = time.monotonic()
         while True:
             events = client.take()
             if client.lost:
                 yield _event(ClientDropped(lost=client.lost))
                 return
-            if not events and time.monotonic() - said_at > PING_S:
+            if not events and time.monotonic() - sent_at > PING_S:
                 events = b": quiet\n\n"
             if events:
                 yield events
-                said_at = time.monotonic()
+                sent_at = time.monotonic()
             elif self._is_closed:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(client.woken.wait(), _LOOK_S)
-            self._look_around()
+                await asyncio.wait_for(client.woken.wait(), _CHECK_INTERVAL_S)
+            self._detect_silence()
 
-    def _all_states(self, wanted: Wanted) -> bytes:
-        views = [view for view in self._views() if wanted.takes(view.stream)]
+    def _all_states(self, stream_filter: StreamFilter) -> bytes:
+        views = [view for view in self._views() if stream_filter.matches(view.stream)]
         return b"".join(_event(_state_changed(view.stream, None, self._state(view), view)) for view in views)
 
     def _views(self) -> list[View]:
@@ -152,30 +152,30 @@ class EventFeed:
 
     def _on_applied(self, view: View, batch: DecodedBatch) -> None:
         if self._clients:
-            self._tell(view.stream, lambda: _batch_applied(view, batch, self._state(view)))
+            self._send(view.stream, lambda: _batch_applied(view, batch, self._state(view)))
             self._compare(view)
 
-    def _look_around(self) -> None:
+    def _detect_silence(self) -> None:
         """Detect state changes that are caused by silence."""
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + _LOOK_S
+        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
         for view in self._views():
             self._compare(view)
-        for stream in [stream for stream in self._told if self._consumer.namespaces.view(stream) is None]:
-            self._change(stream, self._told.pop(stream), "forgotten", None)
+        for stream in [stream for stream in self._reported if self._consumer.namespaces.view(stream) is None]:
+            self._change(stream, self._reported.pop(stream), "forgotten", None)
 
     def _compare(self, view: View) -> None:
-        before, state = self._told.get(view.stream), self._state(view)
+        before, state = self._reported.get(view.stream), self._state(view)
         if before != state:
-            self._told[view.stream] = state
+            self._reported[view.stream] = state
             self._change(view.stream, before, state, view)
 
     def _change(self, stream: StreamId, before: str | None, state: str, view: View | None) -> None:
-        self._tell(stream, lambda: _state_changed(stream, before, state, view))
+        self._send(stream, lambda: _state_changed(stream, before, state, view))
 
-    def _tell(self, stream: StreamId, make: Callable[[], FeedEvent]) -> None:
-        listening = [client for client in self._clients if client.wanted.takes(stream)]
+    def _send(self, stream: StreamId, make: Callable[[], FeedEvent]) -> None:
+        listening = [client for client in self._clients if client.stream_filter.matches(stream)]
         if listening:
             event = _event(make())
             for client in listening:
@@ -185,14 +185,14 @@ class EventFeed:
 class _FeedResponse(StreamingResponse):
     """An answer that keeps its client connected while it is sent, and disconnects it in all cases at the end."""
 
-    def __init__(self, feed: EventFeed, wanted: Wanted) -> None:
+    def __init__(self, feed: EventFeed, stream_filter: StreamFilter) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), headers=headers, media_type=_MEDIA_TYPE)
         self._feed = feed
-        self._wanted = wanted
+        self._filter = stream_filter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._feed.listening(self._wanted) as self.body_iterator:
+        async with self._feed.listening(self._filter) as self.body_iterator:
             await super().__call__(scope, receive, send)
 
 
@@ -207,7 +207,7 @@ def feed_routes(feed: EventFeed) -> APIRouter:
 
         The state of every view comes first. A client that reads too slowly gets `dropped`, and its connection ends.
         """
-        return _FeedResponse(feed, Wanted(worker, model, tenant))
+        return _FeedResponse(feed, StreamFilter(worker, model, tenant))
 
     return router
 

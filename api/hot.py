@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 Handler = Callable[[bytes, Codec], Awaitable[Response]]
 
 
-class _ClientGoneError(Exception):
+class _ClientDisconnectedError(Exception):
     """The caller disconnected before the whole body arrived."""
 
 
@@ -37,7 +37,7 @@ class HotRoutes:
     def __init__(self, consumer: Consumer, max_body_bytes: int) -> None:
         self._consumer = consumer
         self._max_body_bytes = max_body_bytes
-        self._one_large = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
+        self._large_decodes = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
 
     def endpoints(self) -> dict[str, HotEndpoint]:
         """Path -> ASGI application for POST."""
@@ -51,7 +51,7 @@ class HotRoutes:
         return json_response(await self._answer(body, codec, BY_HASH))
 
     async def _batch(self, body: bytes, codec: Codec) -> Response:
-        queries = await self._off_the_loop(body, decode_query_batch, body, codec)
+        queries = await self._in_thread(body, decode_query_batch, body, codec)
         results = []
         slice_began = time.perf_counter()
         for query in queries:
@@ -61,8 +61,8 @@ class HotRoutes:
                 slice_began = time.perf_counter()
         return json_response(b'{"results":[' + b",".join(results) + b"]}")
 
-    async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, wanted: Collection[str]) -> bytes:
-        question = await self._off_the_loop(data, decode_question, data, codec, wanted)
+    async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, fields: Collection[str]) -> bytes:
+        question = await self._in_thread(data, decode_question, data, codec, fields)
         return answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
 
     async def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
@@ -71,13 +71,13 @@ class HotRoutes:
         except ProblemError as problem:
             return msgspec.json.encode(problem.document())
 
-    async def _off_the_loop(
+    async def _in_thread(
         self, data: bytes | msgspec.Raw, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
         """Call `decode` directly for small data and in a thread for large data."""
         if not is_large(data):
             return decode(*args, **kwargs)
-        async with self._one_large:
+        async with self._large_decodes:
             return await asyncio.to_thread(decode, *args, **kwargs)
 
 
@@ -96,7 +96,7 @@ class HotEndpoint:
             response = await self._handler(body, codec)
         except ProblemError as problem:
             response = problem.response()
-        except _ClientGoneError:
+        except _ClientDisconnectedError:
             return
         await response(scope, receive, send)
 
@@ -114,7 +114,7 @@ async def read_body(receive: Receive, content_length: str | None, limit: int) ->
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _ClientGoneError
+            raise _ClientDisconnectedError
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:

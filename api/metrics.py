@@ -106,8 +106,8 @@ class ConsumerMetrics(Collector):
         for view in self._consumer.namespaces.views:
             now = Counter({name: getattr(view.counters, name) for name in _STREAM_COUNTERS})
             before = self._seen.get(view.stream, Counter())
-            began_anew = any(now[name] < before[name] for name in _STREAM_COUNTERS)
-            self._totals.update(now if began_anew else now - before)
+            has_restarted = any(now[name] < before[name] for name in _STREAM_COUNTERS)
+            self._totals.update(now if has_restarted else now - before)
             seen[view.stream] = now
         self._seen = seen
         for name in _STREAM_COUNTERS:

@@ -80,15 +80,15 @@ class Question(NamedTuple):
         return sequence_hashes(self.numbers, block_size, seed, is_bigram=self.is_bigram)
 
 
-def decode_question(data: bytes | Raw, codec: Codec, wanted: Collection[str]) -> Question:
-    """Decode one query in either dialect. wanted: see `question_of`. Raises ProblemError."""
-    return question_of(decode_query(data, codec), wanted)
+def decode_question(data: bytes | Raw, codec: Codec, fields: Collection[str]) -> Question:
+    """Decode one query in either dialect. fields: see `question_of`. Raises ProblemError."""
+    return question_of(decode_query(data, codec), fields)
 
 
-def question_of(query: Query, wanted: Collection[str]) -> Question:
-    """Check a request. wanted: the fields in which this route accepts a prompt. Raises ProblemError."""
+def question_of(query: Query, fields: Collection[str]) -> Question:
+    """Check a request. fields: the fields in which this route accepts a prompt. Raises ProblemError."""
     if isinstance(query, PeerQuery):
-        return _question(query, wanted, query.model_name, query.routing_group, query.cache_salt)
+        return _question(query, fields, query.model_name, query.routing_group, query.cache_salt)
     salt = query.cache_salt or query.additionalsalt or query.additional_salt
     model = query.modelname if query.model is UNSET else query.model
     assert isinstance(model, str)  # checked by the decoder
@@ -96,14 +96,14 @@ def question_of(query: Query, wanted: Collection[str]) -> Question:
     if lora_name is None and query.lora_id:  # the bridge uses the number as the name if the engine sends no name
         lora_name = str(query.lora_id)
     instance = None if query.instance_id is None else str(query.instance_id)
-    question = _question(query, wanted, model, query.tenant_id, salt)
+    question = _question(query, fields, model, query.tenant_id, salt)
     return question._replace(is_peer=False, block_size=query.block_size, instance=instance, lora_name=lora_name)
 
 
 def _question(
-    query: PeerQuery[Any] | RfcQuery[Any], wanted: Collection[str], model: str, tenant: str | None, salt: str | None
+    query: PeerQuery[Any] | RfcQuery[Any], fields: Collection[str], model: str, tenant: str | None, salt: str | None
 ) -> Question:
-    field = _prompt_field(query, wanted)
+    field = _prompt_field(query, fields)
     if field == "block_hashes" and salt:
         detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
         raise ProblemError(400, "salt-with-local-hashes", detail, "cache_salt")
@@ -127,8 +127,8 @@ def _question(
     )
 
 
-def _prompt_field(query: Query, wanted: Collection[str]) -> str:
-    known = [field for field in wanted if field in query.__struct_fields__]
+def _prompt_field(query: Query, fields: Collection[str]) -> str:
+    known = [field for field in fields if field in query.__struct_fields__]
     given = [field for field in known if getattr(query, field) is not UNSET]
     if not given:
         raise ProblemError(422, "missing-field", f"{' or '.join(known)}: missing", "|".join(known))

@@ -68,8 +68,8 @@ class RegisterRoutes:
             return _json(PeerRegistered())
         rfc = decode_as(RfcUnregistration, body, codec)
         model = _model(rfc.model, rfc.modelname)
-        gone = await registrations.remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
-        return _json(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in gone]))
+        removed = await registrations.remove(str(rfc.instance_id), model, rfc.tenant_id or DEFAULT_TENANT, rfc.dp_rank)
+        return _json(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed]))
 
 
 def _is_peer(body: bytes, codec: Codec) -> bool:

@@ -39,21 +39,21 @@ def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) 
 
     Raises ProblemError (409).
     """
-    wanted = stream_of(engine)
-    if wanted in engines:
+    stream = stream_of(engine)
+    if stream in engines:
         raise _conflict(f"instance {engine.worker} dp_rank {engine.dp_rank} already registered", engine)
     for held, settings in engines.items():
-        home = f"model={held.model} routing_group={held.tenant}"
-        is_same_worker = held.worker == wanted.worker and (is_peer or held.tenant == wanted.tenant)
-        if is_same_worker and (held.model, held.tenant) != (wanted.model, wanted.tenant):
-            raise _conflict(f"instance {engine.worker} is already registered for {home}", engine)
-        is_same_home = (held.model, held.tenant) == (wanted.model, wanted.tenant)
-        if is_peer and is_same_home and settings.block_size != engine.block_size:
+        served = f"model={held.model} routing_group={held.tenant}"
+        is_same_worker = held.worker == stream.worker and (is_peer or held.tenant == stream.tenant)
+        if is_same_worker and (held.model, held.tenant) != (stream.model, stream.tenant):
+            raise _conflict(f"instance {engine.worker} is already registered for {served}", engine)
+        is_same_namespace = (held.model, held.tenant) == (stream.model, stream.tenant)
+        if is_peer and is_same_namespace and settings.block_size != engine.block_size:
             sizes = f"existing={settings.block_size}, requested={engine.block_size}"
-            raise _conflict(f"block_size mismatch for {home}: {sizes}", engine)
+            raise _conflict(f"block_size mismatch for {served}: {sizes}", engine)
 
 
-def meant_by(
+def select_ranks(
     engines: Engines, worker: str, model: str, tenant: str | None, dp_rank: int | None
 ) -> dict[StreamId, EngineSettings]:
     """Return the ranks that a caller unregisters, at least one. Raises ProblemError (404)."""
@@ -64,10 +64,10 @@ def meant_by(
     if not of_model:
         other = next(iter(of_worker))
         raise _unknown(f"instance {worker} is registered for model={other.model} routing_group={other.tenant}", worker)
-    meant = {stream: engine for stream, engine in of_model.items() if dp_rank in (None, stream.dp_rank)}
-    if not meant:
+    selected = {stream: engine for stream, engine in of_model.items() if dp_rank in (None, stream.dp_rank)}
+    if not selected:
         raise _unknown(f"instance {worker} dp_rank {dp_rank} not found", worker)
-    return meant
+    return selected
 
 
 def no_room(detail: str, engine: EngineSettings) -> ProblemError:

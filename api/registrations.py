@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from api.kept_registrations import KeptRegistrations
 from api.problems import ProblemError
-from api.registration_rules import check_addresses, check_conflicts, meant_by, no_room, stream_of
+from api.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
+from api.saved_registrations import SavedRegistrations
 from api.settings import RegistrationSettings
 from bridge import BridgeSettings, ConnectionState, EngineSettings, EngineStatus, Fleet, StreamStatus
 from bridge.metrics import BridgeMetrics
@@ -31,13 +31,13 @@ from kv_events.streams import StreamId, split_group
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_LOADED_S = 2.0
-_FIRST_READ_S = 10.0
-_LOOK_S = 0.1
-_SEEN_S = 1.0
-_FORGOTTEN_S = 5.0
+_LOAD_TIMEOUT_S = 2.0
+_FIRST_READ_TIMEOUT_S = 10.0
+_CHECK_INTERVAL_S = 0.1
+_INDEX_TIMEOUT_S = 1.0
+_DROP_TIMEOUT_S = 5.0
 _POLL_S = 0.01
-_NOT_INDEXED = "the index has not taken any of its batches: see kvsight_records_rejected_total"
+_NOT_INDEXED = "the index has accepted none of its batches: see kvsight_records_rejected_total"
 
 
 class Registrations:
@@ -55,7 +55,7 @@ class Registrations:
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
-        self._kept = None if store is None else KeptRegistrations(store)
+        self._saved = None if store is None else SavedRegistrations(store)
         self._fleet = Fleet.embedded(bridge, memory_log)
         self._engines: dict[StreamId, EngineSettings] = {}
         self._added_at: dict[StreamId, float] = {}
@@ -67,15 +67,15 @@ class Registrations:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the saved and the new registrations inside the block."""
-        keeping = asyncio.create_task(self._keep(), name="registrations")
+        task = asyncio.create_task(self._maintain(), name="registrations")
         try:
             yield
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             await self._fleet.close()
-            if self._kept is not None:
-                await self._kept.close()
+            if self._saved is not None:
+                await self._saved.close()
 
     def metrics(self) -> Collector:
         """Return the collector of the metrics of the registrations and their engines."""
@@ -106,7 +106,7 @@ class Registrations:
             self._check_room(engine)
             await self._add(engine)
             await self._save()
-        await self._seen(stream_of(engine))
+        await self._wait_until_indexed(stream_of(engine))
         return True
 
     async def remove(self, worker: str, model: str, tenant: str | None, dp_rank: int | None) -> list[EngineSettings]:
@@ -116,15 +116,15 @@ class Registrations:
         """
         await self._wait_until_loaded()
         async with self._lock:
-            meant = meant_by(self._engines, worker, model, tenant, dp_rank)
-            for stream in meant:
+            selected = select_ranks(self._engines, worker, model, tenant, dp_rank)
+            for stream in selected:
                 await self._fleet.remove(
                     stream.worker, model=stream.model, tenant=stream.tenant, dp_rank=stream.dp_rank
                 )
                 del self._engines[stream], self._added_at[stream]
             await self._save()
-            await self._forget(self._unread({stream._replace(dp_rank=0) for stream in meant}))
-        return list(meant.values())
+            await self._forget(self._unread({stream._replace(dp_rank=0) for stream in selected}))
+        return list(selected.values())
 
     def _check_room(self, engine: EngineSettings) -> None:
         if len(self._engines) >= self._settings.max_registrations:
@@ -143,17 +143,17 @@ class Registrations:
         self._engines[stream_of(engine)] = engine
         self._added_at[stream_of(engine)] = time.monotonic()
 
-    async def _seen(self, stream: StreamId) -> None:
+    async def _wait_until_indexed(self, stream: StreamId) -> None:
         """Wait until the first record of the stream, which was sent already, has been applied."""
-        give_up = time.monotonic() + _SEEN_S
+        deadline = time.monotonic() + _INDEX_TIMEOUT_S
         while stream in self._engines and self._consumer.namespaces.view(stream) is None:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 logger.warning("%s was registered, but %s", stream.key, _NOT_INDEXED)
                 return
             await asyncio.sleep(_POLL_S)
 
     def _with_failure(self, stream: StreamId, status: EngineStatus) -> EngineStatus:
-        is_new = time.monotonic() <= self._added_at.get(stream, 0.0) + _SEEN_S
+        is_new = time.monotonic() <= self._added_at.get(stream, 0.0) + _INDEX_TIMEOUT_S
         if status.failure is not None or is_new or self._consumer.namespaces.view(stream) is not None:
             return status
         return status._replace(failure=_NOT_INDEXED)
@@ -163,11 +163,13 @@ class Registrations:
         if status.counters.failed_replays:
             return True
         view = self._consumer.namespaces.view(stream)
-        is_heard = status.engine.replay_endpoint is None or (
+        is_receiving = status.engine.replay_endpoint is None or (
             view is not None and view.degraded_reason != ENGINE_UNHEARD
         )
         return (
-            is_heard and status.state is not ConnectionState.CONNECTING and all(map(self._is_applied, status.streams))
+            is_receiving
+            and status.state is not ConnectionState.CONNECTING
+            and all(map(self._is_applied, status.streams))
         )
 
     def _is_applied(self, status: StreamStatus) -> bool:
@@ -182,7 +184,7 @@ class Registrations:
 
     async def _forget(self, streams: Collection[StreamId]) -> None:
         try:
-            await asyncio.wait_for(self._consumer.forget(streams), _FORGOTTEN_S)
+            await asyncio.wait_for(self._consumer.forget(streams), _DROP_TIMEOUT_S)
         except TimeoutError:
             logger.warning("unregistered pages are still to be dropped: the index is behind")
 
@@ -191,12 +193,12 @@ class Registrations:
     async def _wait_until_loaded(self) -> None:
         """Wait until the saved registrations are loaded, because they may conflict. Raises ProblemError (503)."""
         try:
-            await asyncio.wait_for(self._loaded.wait(), _LOADED_S)
+            await asyncio.wait_for(self._loaded.wait(), _LOAD_TIMEOUT_S)
         except TimeoutError:
             detail = "the saved registrations cannot be read at the moment"
             raise ProblemError(503, "registrations-away", detail, retry_after_s=1) from None
 
-    async def _keep(self) -> None:
+    async def _maintain(self) -> None:
         while True:
             try:
                 if not self._loaded.is_set():
@@ -214,7 +216,7 @@ class Registrations:
             await asyncio.sleep(_RETRY_S)
 
     async def _load(self) -> None:
-        engines = [] if self._kept is None else await self._kept.load()
+        engines = [] if self._saved is None else await self._saved.load()
         async with self._lock:
             for engine in engines:
                 await self._restore(engine)
@@ -222,14 +224,16 @@ class Registrations:
             self._loaded.set()
 
     async def _await_first_reads(self) -> None:
-        give_up = time.monotonic() + _FIRST_READ_S
+        deadline = time.monotonic() + _FIRST_READ_TIMEOUT_S
         try:
-            while self._waiting_for and time.monotonic() < give_up:
+            while self._waiting_for and time.monotonic() < deadline:
                 status = self.status()
                 self._waiting_for &= {stream for stream in status if not self._is_read(stream, status[stream])}
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_CHECK_INTERVAL_S)
             for stream in sorted(self._waiting_for):
-                logger.warning("%s is registered, but could not be read within %.0f s", stream.key, _FIRST_READ_S)
+                logger.warning(
+                    "%s is registered, but could not be read within %.0f s", stream.key, _FIRST_READ_TIMEOUT_S
+                )
         finally:
             self._waiting_for.clear()
 
@@ -240,15 +244,15 @@ class Registrations:
             self._check_room(engine)
             await self._add(engine)
         except KvsightError as error:
-            logger.warning("registration of %s is given up: %s", stream_of(engine).key, error)
+            logger.warning("registration of %s is dropped: %s", stream_of(engine).key, error)
 
     async def _save(self) -> None:
         """Save, with retries while the store is unavailable."""
-        if self._kept is None:
+        if self._saved is None:
             return
         self._unsaved.set()
         try:
-            await self._kept.save(list(self._engines.values()))
+            await self._saved.save(list(self._engines.values()))
         except SnapshotStoreError as error:
             self.save_failures += 1
             logger.warning("registrations are not saved: %s", error)

@@ -62,7 +62,7 @@ async def running_server(
 ) -> AsyncIterator[str]:
     """Serve in the background of a block, which gets the URL. Does not handle signals. See `run_server`."""
     with bound or listen(settings) as bound:
-        server = _GuestServer(app, settings)
+        server = _EmbeddedServer(app, settings)
         serving = asyncio.create_task(server.serve([bound]), name="http")
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event to wait for)
@@ -80,7 +80,7 @@ class _Server(uvicorn.Server):
         self._app = app
         super().__init__(
             uvicorn.Config(
-                _Bounded(app, settings.max_connections, lambda: self.server_state),
+                _ConnectionLimit(app, settings.max_connections, lambda: self.server_state),
                 lifespan="on",
                 access_log=False,
                 log_config=None,
@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class _GuestServer(_Server):
+class _EmbeddedServer(_Server):
     """A server inside another program."""
 
     @contextmanager
@@ -102,7 +102,7 @@ class _GuestServer(_Server):
         yield
 
 
-class _Bounded:
+class _ConnectionLimit:
     """Refuses requests while there are too many connections. uvicorn's own limit would answer in plain text."""
 
     def __init__(self, app: Starlette, most: int, state: Callable[[], ServerState]) -> None:

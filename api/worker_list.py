@@ -42,7 +42,7 @@ async def list_workers(
     readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
     slice_began = time.perf_counter()
     for namespace in list(consumer.namespaces):
-        if not _is_wanted(namespace.key, model, tenant) or consumer.namespaces.is_group(namespace):
+        if not _matches(namespace.key, model, tenant) or consumer.namespaces.is_group(namespace):
             continue
         for name, views in _by_worker(namespace).items():
             now = time.time()
@@ -56,11 +56,11 @@ async def list_workers(
                 await asyncio.sleep(0)
                 slice_began = time.perf_counter()
     for (key, name), listeners in unheard.items():
-        if _is_wanted(key, model, tenant):
+        if _matches(key, model, tenant):
             yield _encoder.encode(_worker(name, key, listeners, {}))
 
 
-def _is_wanted(key: NamespaceKey, model: str | None, tenant: str | None) -> bool:
+def _matches(key: NamespaceKey, model: str | None, tenant: str | None) -> bool:
     return model in (None, key.model) and tenant in (None, key.tenant)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from api.registrations import Registrations
 
 MAX_PAGES_PER_ANSWER = 10_000
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 
 
 _encoder = msgspec.json.Encoder()
@@ -76,8 +76,8 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         `model` may name a group stream: `m#mamba`.
         """
         views = _streams(consumer, worker, dp_rank, model, tenant)
-        meant = [view for view in views if view.stream.model in (model, _base_model(view))]
-        found = _one(meant or views, worker)
+        selected = [view for view in views if view.stream.model in (model, _base_model(view))]
+        found = _single(selected or views, worker)
         return json_response(_encoder.encode(await _radix_view(consumer, found, limit, cursor)))
 
     @router.post(
@@ -116,7 +116,7 @@ def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | 
     if found:
         return found
     known = [view.stream for view in consumer.namespaces.views]
-    detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_few(known)}"
+    detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_listed(known)}"
     raise ProblemError(404, "unknown-worker", detail, "worker", worker)
 
 
@@ -124,17 +124,17 @@ def _base_model(view: View) -> str:
     return split_group(view.stream.model)[0]
 
 
-def _one(views: list[View], worker: str) -> View:
+def _single(views: list[View], worker: str) -> View:
     if len(views) == 1:
         return views[0]
-    names = _few([view.stream for view in views])
+    names = _listed([view.stream for view in views])
     detail = f"worker {worker[:80]!r} has {len(views)} streams ({names}): say dp_rank, model or tenant"
     raise ProblemError(400, "ambiguous-worker", detail, "worker", worker)
 
 
-def _few(streams: list[StreamId]) -> str:
-    more = f" and {len(streams) - _MOST_NAMES} more" if len(streams) > _MOST_NAMES else ""
-    return (", ".join(stream.key for stream in nsmallest(_MOST_NAMES, streams)) or "none") + more
+def _listed(streams: list[StreamId]) -> str:
+    more = f" and {len(streams) - _MAX_NAMES} more" if len(streams) > _MAX_NAMES else ""
+    return (", ".join(stream.key for stream in nsmallest(_MAX_NAMES, streams)) or "none") + more
 
 
 async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -> RadixView:

@@ -96,7 +96,7 @@ class EngineReader:
             self.engine,
             ConnectionState.FAILED if self._failure is not None else self._subscriber.state,
             self._failure or self._subscriber.failure or self._stream_failure() or _publisher_failure(streams),
-            time.monotonic() - self._subscriber.heard_at,
+            time.monotonic() - self._subscriber.last_message_at,
             streams,
             self.counters.copy(),
         )
@@ -115,7 +115,7 @@ class EngineReader:
                 self._failure = repr(error)
                 logger.exception("bridge: reading %s failed; trying again", self.engine.endpoint)
             for engine_stream in self._engine_streams.values():
-                engine_stream.set_heard(False)
+                engine_stream.set_receiving(False)
             if time.monotonic() - began > _LAST_RETRY_S:
                 backoff.reset()
             await backoff.pause()
@@ -154,7 +154,7 @@ class EngineReader:
         if len(self._engine_streams) < settings.bridge_max_workers:
             return True
         topic, engine_stream = next(iter(self._engine_streams.items()))
-        if time.monotonic() - engine_stream.heard_at < settings.bridge_away_s:
+        if time.monotonic() - engine_stream.last_message_at < settings.bridge_away_s:
             return False
         del self._engine_streams[topic]
         self._leaving.append(engine_stream)

@@ -8,7 +8,7 @@ from bridge.counters import BridgeCounters
 from bridge.naming.identity import RegistrationDefaults
 from bridge.settings import BridgeSettings
 from bridge.shared_sink import SharedSink
-from bridge.worker_stream import StreamHome, WorkerStream
+from bridge.worker_stream import StreamContext, WorkerStream
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
 from publisher.publisher import EventPublisher
@@ -23,7 +23,9 @@ class StreamRegistry:
         self.settings = settings
         self._template = template.model_dump()
         self._sink = sink
-        self._home = StreamHome(self._new_publisher, self._release, template.ledger_pages, settings.bridge_name_pages)
+        self._home = StreamContext(
+            self._new_publisher, self._release, template.ledger_pages, settings.bridge_name_pages
+        )
         self._streams: dict[StreamId, WorkerStream] = {}
         self._registered: set[StreamId] = set()
         self._lock = threading.Lock()  # guards both

@@ -13,7 +13,7 @@ from publisher.sinks.base import OutRecord, Sink, SinkUnavailableError
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING_REQUESTS = 256
+_MAX_WAITING_REQUESTS = 256
 """Requests repeat, and a second one adds nothing to one that waits. More than these are dropped."""
 _RETRY_S = 1.0
 
@@ -55,7 +55,7 @@ class SharedSink:
         async with self._lock:
             if self._listener is None:
                 await self._sink.start()
-                self._listener = asyncio.create_task(self._pass_requests_on(), name="bridge-control")
+                self._listener = asyncio.create_task(self._forward_requests(), name="bridge-control")
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Send records. The first caller also sends for those that wait. Raises what the sink raises."""
@@ -92,7 +92,7 @@ class SharedSink:
         for part in parts:
             part.error = outcome
 
-    async def _pass_requests_on(self) -> None:
+    async def _forward_requests(self) -> None:
         while True:
             try:
                 async for request in self._sink.requests():
@@ -110,7 +110,7 @@ class SinkLane:
     def __init__(self, shared: SharedSink, key: str) -> None:
         self.key = key
         self._shared = shared
-        self._requests: asyncio.Queue[ResyncRequest] = asyncio.Queue(_MOST_WAITING_REQUESTS)
+        self._requests: asyncio.Queue[ResyncRequest] = asyncio.Queue(_MAX_WAITING_REQUESTS)
 
     async def start(self) -> None:
         """Start the real sink if needed."""

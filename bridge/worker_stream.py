@@ -36,7 +36,7 @@ class StreamStatus(NamedTuple):
         return 0 if self.publisher is None else self.publisher.pages["held"]
 
 
-class StreamHome(NamedTuple):
+class StreamContext(NamedTuple):
     """What a worker stream needs of the registry that opened it."""
 
     new_publisher: Callable[[StreamId, int], EventPublisher]
@@ -54,7 +54,7 @@ class WorkerStream:
 
     def __init__(
         self,
-        home: StreamHome,
+        home: StreamContext,
         stream: StreamId,
         defaults: RegistrationDefaults,
         counters: BridgeCounters,
@@ -70,7 +70,7 @@ class WorkerStream:
         self._unstarted: list[EventPublisher] = []
         self._retired: list[EventPublisher] = []
         self._spare: EventPublisher | None = None  # made before the block size of its incarnation was known
-        self._is_heard = False
+        self._is_receiving = False
         self._is_incomplete = False  # the engine may hold pages that its events since then did not name
         self._translator = self._new_translator()
         self._update_degraded_reason()
@@ -90,9 +90,9 @@ class WorkerStream:
             self._is_incomplete = False
         self._update_degraded_reason()
 
-    def set_heard(self, is_heard: bool) -> None:
+    def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first."""
-        self._is_heard = is_heard
+        self._is_receiving = is_receiving
         self._update_degraded_reason()
 
     def begin_late(self) -> None:
@@ -154,7 +154,7 @@ class WorkerStream:
     def _update_degraded_reason(self) -> None:
         reason = BATCHES_LOST if self._is_incomplete else self._translator.block_size_mismatch
         if self._translator.publisher is not None:
-            self._translator.publisher.set_degraded_reason(reason if self._is_heard else ENGINE_UNHEARD)
+            self._translator.publisher.set_degraded_reason(reason if self._is_receiving else ENGINE_UNHEARD)
 
     def _forget(self, block_size: int) -> None:
         """Begin with an empty translator, and with a publisher whose block size is not certain yet."""

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 _SMALL_BYTES = 16 * 1024
 """Less than this is processed faster than a thread can be woken."""
 _NICENESS = 10
@@ -28,7 +28,7 @@ class WorkerThreads:
     """A thread pool of at most four threads, which start on demand."""
 
     def __init__(self) -> None:
-        num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
+        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bridge", initializer=_lower_priority)
 
     async def run(self, num_bytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

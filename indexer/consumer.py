@@ -55,7 +55,7 @@ class Consumer:
         self.failure: BaseException | None = None
         """The error that ended the loop, if it ended by itself."""
         self._source = source
-        self._reader = SourceReader(source, on_alive=lambda: self.freshness.log_is_alive(time.monotonic()))
+        self._reader = SourceReader(source, on_read=lambda: self.freshness.note_log_read(time.monotonic()))
         self._clock = clock
         self._slices = Slices()
         self._planner = ResyncPlanner(settings)
@@ -181,7 +181,7 @@ class Consumer:
             logger.info("caught up after %d records", self.applier.records)
         ends = await self._reader.ends()
         if ends is not None:
-            self.progress.see_ends(ends)
+            self.progress.update_ends(ends)
 
     async def _copy(self) -> SnapshotParts:
         """Copy the views in slices. The loop waits for the copy, so nothing changes the views during this time."""

@@ -15,18 +15,18 @@ class Freshness:
 
     def __init__(self, ttl_s: float, now: float) -> None:
         self._ttl_s = ttl_s
-        self._alive_at = now
+        self._log_read_at = now
         self._resumed_at = now
 
-    def log_is_alive(self, now: float) -> None:
+    def note_log_read(self, now: float) -> None:
         """Record that the event log could be read at this time."""
-        if now - self._alive_at > self._ttl_s / 2:
+        if now - self._log_read_at > self._ttl_s / 2:
             self._resumed_at = now
-        self._alive_at = max(self._alive_at, now)
+        self._log_read_at = max(self._log_read_at, now)
 
     def silence_s(self, view: View) -> float:
         """Return the seconds during which the event log could be read but had no records from the worker."""
-        return self._alive_at - max(view.heard_tick, self._resumed_at)
+        return self._log_read_at - max(view.heard_tick, self._resumed_at)
 
     def state(self, view: View) -> ViewState:
         """Return the state to report and to act on."""

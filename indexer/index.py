@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from indexer.errors import IndexFullError
 from indexer.kernels import apply, holder_sets
-from indexer.kernels.find import Asked, find
+from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
 from kv_events import page_table
 from kv_events.bundles import resident
@@ -183,7 +183,7 @@ class OverlapIndex:
         """Find how far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from page 0."""
         streams = np.empty(64 * self._width, _INT32)
         pages = np.empty((64 * self._width, NUM_MEDIA), _UINT32)
-        found = find(self._asked, hashes, self._alive, streams, pages)
+        found = find(self._lookup, hashes, self._alive, streams, pages)
         return Matches(streams[:found], pages)
 
     def holders(self, hashes: U64Array) -> npt.NDArray[np.uint32]:
@@ -192,7 +192,7 @@ class OverlapIndex:
         hashes: uint64[n], C order, sequence hashes.
         """
         sets = np.empty(len(hashes), _UINT32)
-        sets_of_pages(self._asked, hashes, sets)
+        sets_of_pages(self._lookup, hashes, sets)
         return sets
 
     def trim_to_reusable(
@@ -329,4 +329,4 @@ class OverlapIndex:
     def _set_pages(self, pages: apply.Pages) -> None:
         self._pages = pages
         self._resident = resident(pages)
-        self._asked = resident(Asked(pages.table, pages.holders, pages.sets.words))
+        self._lookup = resident(PageLookup(pages.table, pages.holders, pages.sets.words))

@@ -50,7 +50,7 @@ class Progress:
         self.is_caught_up = True
         return True
 
-    def see_ends(self, ends: Mapping[int, int]) -> None:
+    def update_ends(self, ends: Mapping[int, int]) -> None:
         """Record the ends of the event log that a probe found."""
         if self.is_caught_up:
             self._goal = ends

@@ -55,7 +55,7 @@ class Replay:
     def apply(self, record: LogRecord) -> None:
         """Apply one record in the same way as the consumer."""
         self.now = max(self.now, record.timestamp_ms / 1000)
-        self.freshness.log_is_alive(self.now)
+        self.freshness.note_log_read(self.now)
         for _ in self.applier.apply(record, record.timestamp_ms / 1000):
             pass
 

@@ -81,7 +81,7 @@ class ResyncPlanner:
         """Return the requests to send now. now: monotonic seconds."""
         self._refill_budget(now)
         requests = self._demanded_requests(namespaces)
-        stale = {view.stream: view for view in namespaces.views if _can_be_mended(view)}
+        stale = {view.stream: view for view in namespaces.views if _is_repairable(view)}
         self._pending = {stream: pending for stream, pending in self._pending.items() if stream in stale}
         for stream, view in stale.items():
             pending = self._pending.setdefault(stream, self._first(now))
@@ -116,6 +116,6 @@ class ResyncPlanner:
         return _Pending(now + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
 
 
-def _can_be_mended(view: View) -> bool:
+def _is_repairable(view: View) -> bool:
     """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""
     return view.state is ViewState.STALE and (view.stale_reason != INDEX_FULL or view.index.has_room)

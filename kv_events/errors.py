@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import ClassVar
 
-_MOST_ELEMENTS = 16
+_MAX_ELEMENTS = 16
 """Largest container, in elements, and longest element, in characters, that a message shows."""
 
 
@@ -57,10 +57,10 @@ def shorten(value: object, limit: int = 80) -> str:
 
 
 def _is_small(values: Collection[object]) -> bool:
-    if len(values) > _MOST_ELEMENTS:
+    if len(values) > _MAX_ELEMENTS:
         return False
     elements = [*values, *values.values()] if isinstance(values, dict) else values
     return all(
-        len(element) <= _MOST_ELEMENTS if isinstance(element, str | bytes) else not isinstance(element, Iterable)
+        len(element) <= _MAX_ELEMENTS if isinstance(element, str | bytes) else not isinstance(element, Iterable)
         for element in elements
     )

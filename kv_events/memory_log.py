@@ -18,9 +18,9 @@ _T = TypeVar("_T")
 class LogTruncatedError(KvsightError):
     """Records from the requested offset are no longer kept."""
 
-    def __init__(self, wanted: int, first: int) -> None:
-        super().__init__(f"offset {wanted} is gone, the log begins at {first}")
-        self.wanted = wanted
+    def __init__(self, offset: int, first: int) -> None:
+        super().__init__(f"offset {offset} was dropped; the log begins at {first}")
+        self.offset = offset
         self.first = first
 
 

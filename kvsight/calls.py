@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvsight.choice import DEFAULT_TIER_WEIGHTS, NOBODY, WorkerChoice, check_load
+from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_load
 from kvsight.choice import best_worker as choose
 from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
@@ -110,7 +110,7 @@ def best_worker(
     def unknown_model(refusal: KvsightHttpError) -> WorkerChoice | None:
         if refusal.kind != _UNKNOWN_MODEL:
             raise refusal
-        return choose(NOBODY, load)
+        return choose(NO_WORKER, load)
 
     body = Prompt(model, token_ids, **options).body()
     call = _query(body, _MSGPACK, lambda data: choose(decode(PeerAnswer, data), load))
@@ -225,12 +225,12 @@ def ready() -> Call[bool]:
 def _probe(path: str) -> Call[bool]:
     """A 503 is an answer here, so the request is not retried."""
 
-    def not_well(refusal: KvsightHttpError) -> bool:
+    def not_healthy(refusal: KvsightHttpError) -> bool:
         if refusal.status != HTTPStatus.SERVICE_UNAVAILABLE:
             raise refusal
         return False
 
-    return Call("GET", path, lambda _data: True, may_repeat=False, refused=not_well)
+    return Call("GET", path, lambda _data: True, may_repeat=False, refused=not_healthy)
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvsight.schemas.queries import PeerAnswer, PeerInstance
 DEFAULT_TIER_WEIGHTS = (1.0, 0.75, 0.5, 0.25)
 """The worth of a token on gpu, cpu, disk and external. A guess: measure the time that each tier saves and use that."""
 
-NOBODY = PeerAnswer(scores={}, instances={})
+NO_WORKER = PeerAnswer(scores={}, instances={})
 """The answer if no worker holds anything."""
 
 

@@ -226,7 +226,9 @@ class EventPublisher:
         except Exception as error:
             self._thread.join()
             self._thread = None
-            raise PublisherStateError(f"publisher {self._settings.worker}: its thread did not start: {error}") from error
+            raise PublisherStateError(
+                f"publisher {self._settings.worker}: its thread did not start: {error}"
+            ) from error
 
     def close(self, deadline_s: float = 5.0) -> CloseReport:
         """Close a publisher that was started with `start_in_thread`, and wait for its thread. See `aclose`."""

@@ -61,7 +61,7 @@ class DirectFleet:
         for own in self._publishers:
             for publisher in own.values():
                 self._apply(publisher, force=False)
-        self._freshness.log_is_alive(self._now)
+        self._freshness.note_log_read(self._now)
 
     def deliver(self, worker: int) -> None:
         """Apply everything that a worker has published."""

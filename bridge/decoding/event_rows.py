@@ -15,8 +15,8 @@ MEDIUM, MEDIUM_LENGTH, LORA, LORA_LENGTH, SALT, SALT_LENGTH, SPEC, SPEC_LENGTH =
 LOCALITY, LOCALITY_LENGTH, EXTRA, EXTRA_LENGTH = range(24, 28)
 # only in the first row of a run: row of its first store (-1: none), number of its locations, and rows that name them
 STORE_ROW, NUM_LOCATIONS, LOCATION_ROWS = range(28, 31)
-MOST_LOCATIONS = 4
-NUM_COLUMNS = LOCATION_ROWS + MOST_LOCATIONS
+MAX_LOCATIONS = 4
+NUM_COLUMNS = LOCATION_ROWS + MAX_LOCATIONS
 
 # kinds of event; BAD_STORE: an invalid store, which at least removes nothing
 STORED, REMOVED, CLEARED, MOONCAKE_EVENT, UNREADABLE, BAD_STORE = range(6)

@@ -17,8 +17,8 @@ from bridge.decoding.event_rows import (
     LOCATION_ROWS,
     LORA,
     LORA_ID,
+    MAX_LOCATIONS,
     MEDIUM,
-    MOST_LOCATIONS,
     NUM_LOCATIONS,
     PAIRS,
     REMOVED,
@@ -80,7 +80,7 @@ def _location_index(data, rows, begin, number):
         named = rows[first[LOCATION_ROWS + index]]
         if _same_text(data, row, named, MEDIUM) and _same_text(data, row, named, LOCALITY):
             return index
-    if first[NUM_LOCATIONS] == MOST_LOCATIONS:
+    if first[NUM_LOCATIONS] == MAX_LOCATIONS:
         return -1
     first[LOCATION_ROWS + first[NUM_LOCATIONS]] = number
     first[NUM_LOCATIONS] += 1

@@ -8,7 +8,7 @@ from publisher.ledger import namespace_salt
 FULL_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of attention groups in which a page stands for its whole prefix."""
 
-_MOST_NAMESPACES = 4096
+_MAX_NAMESPACES = 4096
 
 
 class HashNamespaces:
@@ -21,7 +21,7 @@ class HashNamespaces:
     def get_or_add(self, key: str | int | None) -> HashNamespace | None:
         """The namespace of a group or owner. None if there are too many."""
         namespace = self._namespaces.get(key)
-        if namespace is None and len(self._namespaces) < _MOST_NAMESPACES:
+        if namespace is None and len(self._namespaces) < _MAX_NAMESPACES:
             label = f"group {key}" if isinstance(key, int) else key
             namespace = self._namespaces[key] = HashNamespace(label, len(self._namespaces), namespace_salt(label))
         return namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MOST_REFUSED = 64
+_MAX_REFUSED = 64
 
 
 class PageSize:
@@ -28,7 +28,7 @@ class PageSize:
         if self._is_registered or size == self.tokens:
             return False
         self._refused += num_stores * is_on_device
-        return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MOST_REFUSED))
+        return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MAX_REFUSED))
 
     def learn(self, size: int) -> None:
         """Assume this size."""

@@ -19,7 +19,7 @@ from publisher.change_kernels import REMOVAL
 from publisher.event_columns import EventColumns, StoredColumns
 from publisher.publisher import EventPublisher
 
-_MOST_MEDIA_NAMES = 64
+_MAX_MEDIA_NAMES = 64
 _NO_TIER = 128
 """Kind of an event on an unknown medium. The ledger skips it."""
 
@@ -130,7 +130,7 @@ class TierMapper:
         tier = tier_of(*location)
         if tier is None:
             unknown, medium = self._counters.unknown_media, location.medium
-            unknown[medium if medium in unknown or len(unknown) < _MOST_MEDIA_NAMES else "others"] += num_pages
+            unknown[medium if medium in unknown or len(unknown) < _MAX_MEDIA_NAMES else "others"] += num_pages
             self._limited_logger.warning("pages on medium %s left out: the medium is unknown", shorten(medium))
         return tier
 

@@ -35,7 +35,7 @@ class Connections:
         else:
             self._begun.append(descriptor)
 
-    def message_came(self, descriptor: int) -> bool:
+    def note_message(self, descriptor: int) -> bool:
         """Note a message's connection. False if the connection was lost since, or is not known yet."""
         if descriptor in self._begun:
             self._begun.remove(descriptor)

@@ -25,13 +25,13 @@ from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
 
-_MOST_RESTARTS = 3
+_MAX_RESTARTS = 3
 """Restarts within one recovery. Beyond, the engine's answers contradict each other; the next batch tries again."""
 _BATCHES_AT_A_TIME = 32
 _BYTES_AT_A_TIME = 2**18
 _REPLAY_PAUSE_S = 10.0
 _SETTLED_S = 1.0
-_MOST_CONTRADICTIONS = 5
+_MAX_CONTRADICTIONS = 5
 _DISTRUST_S = 60.0
 _HIGHEST_FIRST = 1
 """Engines count from 0, a Mooncake master from 1."""
@@ -51,7 +51,7 @@ class EngineStream:
         threads: WorkerThreads,
     ) -> None:
         """stream: as registered; batches may name other ranks. Nothing is published while it has another owner."""
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         """Time of the last batch, or of creation. By `time.monotonic()`."""
         self.connection: int | None = None
         """File descriptor of the connection that the last batch arrived over."""
@@ -84,18 +84,18 @@ class EngineStream:
         if not self._sequence.has_begun:
             return
         if await self._recover(may_be_new=True, attempts=1):
-            self.set_heard(True)
+            self.set_receiving(True)
         else:
             self._restart("the bridge was not listening for a while", is_certain=False)
 
-    def set_heard(self, is_heard: bool) -> None:
+    def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first, and after an outage until the next message."""
-        self._rank_streams.set_heard(is_heard and not self._restart_limit.is_exceeded())
+        self._rank_streams.set_receiving(is_receiving and not self._restart_limit.is_exceeded())
 
     async def take_live(self, messages: Sequence[LiveMessage]) -> None:
         """Apply the next messages of the live stream, in order."""
         taken = 0
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         while taken < len(messages) and not self._restart_limit.is_exceeded():
             taken += await self._threads.run(
                 sum(len(m.payload) for m in messages), self._take_in_order, messages, taken
@@ -134,7 +134,7 @@ class EngineStream:
 
     def _take(self, seq: int, payload: Payload, verdict: Verdict) -> None:
         self._contradictions = 0
-        self._sequence.came_live(seq, payload)
+        self._sequence.note_live(seq, payload)
         if verdict is Verdict.DUPLICATE:
             self._counters.duplicate_batches += 1
         else:
@@ -151,16 +151,16 @@ class EngineStream:
         live: the live stream's socket. A message on it ends the check, because it answers the question.
         """
         if await self._recover(may_be_new=False, attempts=1, live=live):
-            self.set_heard(True)
+            self.set_receiving(True)
 
     async def reconnected(self) -> None:
         """Find out whether the engine behind a new connection is the same incarnation as before."""
         self._counters.reconnects += 1
         self.lost_at = None
         self._no_replay_before = -math.inf
-        self.set_heard(False)
+        self.set_receiving(False)
         if await self._recover(may_be_new=True):
-            self.set_heard(True)
+            self.set_receiving(True)
         elif self._sequence.has_begun:
             self._restart(
                 "the connection was lost, and no replay shows whether it is the same engine", is_certain=False
@@ -200,7 +200,7 @@ class EngineStream:
             return True
         if is_complete:
             self._contradictions += 1
-            if self._contradictions <= _MOST_CONTRADICTIONS:
+            if self._contradictions <= _MAX_CONTRADICTIONS:
                 self._settled_until = time.monotonic() + _SETTLED_S  # the messages queued behind it are as old
                 return False
             self._no_replay_before = time.monotonic() + _DISTRUST_S  # it belongs to another engine
@@ -221,9 +221,9 @@ class EngineStream:
         if self._replay is None or time.monotonic() < self._no_replay_before or self._restart_limit.is_exceeded():
             return False
         deadline = time.monotonic() + self._deadline_s
-        fruitless = restarts = 0
-        is_there = True
-        while is_there and fruitless < (attempts or self._attempts) and restarts < _MOST_RESTARTS:
+        num_failed = restarts = 0
+        is_reachable = True
+        while is_reachable and num_failed < (attempts or self._attempts) and restarts < _MAX_RESTARTS:
             expected, before = self._sequence.expected, self._counters.restarts
             self._counters.replays += 1
             try:
@@ -233,14 +233,14 @@ class EngineStream:
                 await self._apply_waiting()
                 return False
             except ReplayError as error:
-                is_there = time.monotonic() < deadline and not isinstance(error, ReplayUnreachableError)
+                is_reachable = time.monotonic() < deadline and not isinstance(error, ReplayUnreachableError)
                 self._counters.failed_replays += 1
                 self._rank_streams.warn("replay: %s", error)
             await self._apply_waiting()
             num_restarts = self._counters.restarts - before
             may_be_new = may_be_new and not num_restarts
             restarts += num_restarts
-            fruitless = 0 if self._sequence.expected > expected else fruitless + (not num_restarts)
+            num_failed = 0 if self._sequence.expected > expected else num_failed + (not num_restarts)
         self._no_replay_before = time.monotonic() + _REPLAY_PAUSE_S
         return False
 
@@ -266,7 +266,7 @@ class EngineStream:
                     await self._apply_waiting()
                     await asyncio.sleep(0)
         if position == 0 and last is not None:
-            if may_be_new or await _keeps_batches(replay, deadline):
+            if may_be_new or await _has_batches(replay, deadline):
                 self._restart("its replay does not have the last batch")
             return False
         await self._apply_waiting()
@@ -302,7 +302,7 @@ class EngineStream:
         self._hole_at = -1
         if self._restart_limit.restarted():
             logger.warning("engine %s", self.failure)
-            self.set_heard(False)
+            self.set_receiving(False)
         self._rank_streams.restart(is_certain=is_certain)
 
     async def _apply_waiting(self) -> None:
@@ -318,7 +318,7 @@ class EngineStream:
         self._rank_streams.take(seq, payload)
 
 
-async def _keeps_batches(replay: ReplayClient, deadline: float) -> bool:
+async def _has_batches(replay: ReplayClient, deadline: float) -> bool:
     """Whether the engine keeps any batch."""
     async with aclosing(replay.batches(0, deadline)) as answer:
         async for _ in answer:

@@ -19,7 +19,7 @@ from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
 
-_MOST_GUEST_RANKS = 128
+_MAX_EXTRA_RANKS = 128
 _REPLACED_DEADLINE_S = 0.2
 
 
@@ -48,7 +48,7 @@ class RankStreams:
         self._waiting: list[tuple[int, Payload]] = []  # in order
         self.waiting_bytes = 0
         """Total size of the batches that wait."""
-        self._is_heard = False
+        self._is_receiving = False
         self._is_incomplete = False  # batches of this incarnation are missing
         self._streams: dict[int, WorkerStream] = {}
         self._open(registered.dp_rank)
@@ -80,12 +80,12 @@ class RankStreams:
             )
             self.lose(len(waiting))
 
-    def set_heard(self, is_heard: bool) -> None:
+    def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first."""
-        if is_heard != self._is_heard:
-            self._is_heard = is_heard
+        if is_receiving != self._is_receiving:
+            self._is_receiving = is_receiving
             for stream in self._streams.values():
-                stream.set_heard(is_heard)
+                stream.set_receiving(is_receiving)
 
     def begin_late(self) -> None:
         """Note that the first batches of this incarnation are missing."""
@@ -171,7 +171,7 @@ class RankStreams:
         """
         rank = self._registered.dp_rank if rank is None else rank
         stream = self._streams.get(rank)
-        if stream is None and 0 <= rank <= MAX_DP_RANK and len(self._streams) <= _MOST_GUEST_RANKS:
+        if stream is None and 0 <= rank <= MAX_DP_RANK and len(self._streams) <= _MAX_EXTRA_RANKS:
             stream = self._open(rank)
         if stream is not None and not stream.is_replaced:
             return stream
@@ -191,7 +191,7 @@ class RankStreams:
         )
         if stream is not None:
             self._streams[rank] = stream
-            stream.set_heard(self._is_heard)
+            stream.set_receiving(self._is_receiving)
             if self._is_incomplete:
                 stream.begin_late()
         return stream

@@ -17,7 +17,7 @@ MAX_MESSAGE_BYTES = 4 * MAX_PAYLOAD_BYTES
 """ZMQ drops the connection at a larger one. Above the payload limit, so that a payload too large is counted, not
 fatal."""
 
-_MOST_QUEUED = 100_000
+_MAX_QUEUED = 100_000
 _CONNECT_S = 1.0
 
 
@@ -76,7 +76,7 @@ class ReplayClient:
     def _set_options(self, socket: zmq.asyncio.Socket) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
-        socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
     async def _connect(self, socket: zmq.asyncio.Socket, deadline: float, live: zmq.asyncio.Socket | None) -> None:

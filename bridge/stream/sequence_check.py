@@ -15,7 +15,7 @@ import xxhash
 
 from kv_events.engine_wire import Payload
 
-_MOST_AHEAD = 100_000
+_MAX_AHEAD = 100_000
 _MANY_RESTARTS, _MANY_WITHIN_S, _QUIET_S = 10, 10.0, 30.0
 
 
@@ -62,7 +62,7 @@ class SequenceCheck:
             return Verdict.DUPLICATE if known is None or known == _content_hash(payload) else Verdict.RESTART
         return Verdict.APPLY if seq == self.expected else Verdict.GAP
 
-    def came_live(self, seq: int, payload: Payload) -> None:
+    def note_live(self, seq: int, payload: Payload) -> None:
         """Note a live batch of this incarnation."""
         self._last_live, self._last_live_payload = seq, payload
         while self._ahead and next(iter(self._ahead)) <= seq:
@@ -74,7 +74,7 @@ class SequenceCheck:
         self._last_applied = payload
         if seq > self._last_live:
             self._ahead[seq] = _content_hash(payload)
-            if len(self._ahead) > _MOST_AHEAD:
+            if len(self._ahead) > _MAX_AHEAD:
                 self._ahead.popitem(last=False)
 
     def is_last_applied(self, payload: Payload) -> bool:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MESSAGES_AT_A_TIME = 256
 _BYTES_AT_A_TIME = 2**22
-_MOST_QUEUED = 10_000
+_MAX_QUEUED = 10_000
 """Messages that wait during a replay. More than that leave a gap, which is then replayed, too."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
@@ -58,7 +58,7 @@ class Subscriber:
         that exist. tidy_up: called regularly, between messages.
         """
         self.state = ConnectionState.CONNECTING
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         """Time of the last message, or of creation. By `time.monotonic()`."""
         self._context = context
         self._engine = engine
@@ -100,7 +100,7 @@ class Subscriber:
                 if monitor in ready:
                     if self._engine.worker is not None and self._engine.replay_endpoint is None:
                         # messages of the old connection must not count for the new one
-                        await self._read(reader, at_most=_MOST_QUEUED)
+                        await self._read(reader, at_most=_MAX_QUEUED)
                     await self._watch(socket)
                 if socket in ready:
                     await self._read(reader)
@@ -120,7 +120,7 @@ class Subscriber:
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, is_ipv6(self._engine.endpoint))
-        socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -131,19 +131,19 @@ class Subscriber:
 
     async def _read(self, reader: zmq.Socket[bytes], at_most: int = _MESSAGES_AT_A_TIME) -> None:
         """Read waiting messages, up to a limit so that other engines get their turn."""
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         for engine_stream, connection, messages in self._received(reader, at_most):
-            is_connected = self._connections.message_came(connection)
+            is_connected = self._connections.note_message(connection)
             if not is_connected:  # lost, or the monitor has not reported it yet
                 self._take_events()
-                is_connected = self._connections.message_came(connection)
+                is_connected = self._connections.note_message(connection)
             if is_connected:
                 self._update_state()
                 if engine_stream.lost_at is not None:
                     await engine_stream.reconnected()
                 engine_stream.connection = connection
             if self._away_since is None and engine_stream.lost_at is None:
-                engine_stream.set_heard(True)
+                engine_stream.set_receiving(True)
             await engine_stream.take_live(messages)
 
     def _received(
@@ -200,7 +200,7 @@ class Subscriber:
                 for engine_stream in self._engine_streams():
                     if engine_stream.connection == descriptor and engine_stream.lost_at is None:
                         engine_stream.lost_at = time.monotonic()
-                        engine_stream.set_heard(False)
+                        engine_stream.set_receiving(False)
 
     def _update_state(self) -> None:
         """Update the state from the connections."""
@@ -210,7 +210,7 @@ class Subscriber:
             self.state, self._away_since = ConnectionState.AWAY, time.monotonic()
             logger.warning("bridge: %s", self.failure)
             for engine_stream in self._engine_streams():
-                engine_stream.set_heard(False)
+                engine_stream.set_receiving(False)
 
     async def _check_idle(self, live: zmq.asyncio.Socket) -> None:
         now = time.monotonic()
@@ -218,8 +218,8 @@ class Subscriber:
             if now - self._away_since >= self._settings.bridge_away_s:
                 for engine_stream in self._engine_streams():
                     await engine_stream.expire()
-        elif now - self.heard_at >= self._settings.bridge_idle_check_s:
-            self.heard_at = now
+        elif now - self.last_message_at >= self._settings.bridge_idle_check_s:
+            self.last_message_at = now
             for engine_stream in self._engine_streams():
                 await engine_stream.check(live)
 

@@ -15,7 +15,7 @@ from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
 
 
-class Asked(NamedTuple):
+class PageLookup(NamedTuple):
     """The part of `apply.Pages` that a query reads."""
 
     table: Table
@@ -71,7 +71,7 @@ def _begin(pages, held, alive, out_streams, out_pages):
     return found
 
 
-@array_kernel(types.int64, Asked, U64Input, U64Matrix, I32Vector, U32Matrix)
+@array_kernel(types.int64, PageLookup, U64Input, U64Matrix, I32Vector, U32Matrix)
 def find(pages, hashes, alive, out_streams, out_pages):
     """Find the longest held prefix of a prompt for each stream that holds the first page on any tier.
 

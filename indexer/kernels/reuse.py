@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 
 from indexer.kernels.apply import look_up
-from indexer.kernels.find import Asked
+from indexer.kernels.find import PageLookup
 from kv_events.bundles import I64Vector, U32Vector, U64Input, U64Matrix
 from kv_events.kernels import array_function, array_kernel
 from kv_events.schema import NUM_MEDIA
@@ -18,7 +18,7 @@ from kv_events.schema import NUM_MEDIA
 _EMPTY = np.uint64(0)
 
 
-@array_kernel(types.void, Asked, U64Input, U32Vector)
+@array_kernel(types.void, PageLookup, U64Input, U32Vector)
 def sets_of_pages(pages, hashes, out_sets):
     """Look up the holder set of each page of a prompt, once for all streams.
 

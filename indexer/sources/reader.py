@@ -29,12 +29,12 @@ class Opened(NamedTuple):
 class SourceReader:
     """A source that pauses instead of failing. An outage is logged once."""
 
-    def __init__(self, source: Source, on_alive: Callable[[], None] = lambda: None) -> None:
-        """on_alive: called after each successful access to the source."""
+    def __init__(self, source: Source, on_read: Callable[[], None] = lambda: None) -> None:
+        """on_read: called after each successful access to the source."""
         self.error: str | None = None
         """Why the source cannot be read now, or None if it can."""
         self._source = source
-        self._on_alive = on_alive
+        self._on_read = on_read
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
     async def start(self, positions: Mapping[int, int]) -> Opened | None:
@@ -53,7 +53,7 @@ class SourceReader:
             await self._pause(error)
             return []
         if records:
-            self._is_alive()
+            self._note_success()
         return records
 
     async def ends(self) -> Mapping[int, int] | None:
@@ -61,9 +61,9 @@ class SourceReader:
         try:
             ends = await self._source.ends()
         except SourceUnavailableError as error:
-            self._is_away(error)
+            self._note_failure(error)
             return None
-        self._is_alive()
+        self._note_success()
         return ends
 
     async def request(self, request: ResyncRequest) -> bool:
@@ -71,7 +71,7 @@ class SourceReader:
         try:
             await self._source.request(request)
         except SourceUnavailableError as error:
-            self._is_away(error)
+            self._note_failure(error)
             return False
         return True
 
@@ -80,15 +80,15 @@ class SourceReader:
         await self._source.stop()
 
     async def _pause(self, error: SourceUnavailableError) -> None:
-        self._is_away(error)
+        self._note_failure(error)
         await self._backoff.pause()
 
-    def _is_away(self, error: SourceUnavailableError) -> None:
+    def _note_failure(self, error: SourceUnavailableError) -> None:
         if self.error is None:
             logger.warning("source: %s", error)
         self.error = str(error)
 
-    def _is_alive(self) -> None:
+    def _note_success(self) -> None:
         self.error = None
         self._backoff.reset()
-        self._on_alive()
+        self._on_read()

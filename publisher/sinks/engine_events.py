@@ -34,7 +34,7 @@ Encoding: TypeAlias = Literal["array", "map"]
 _CLEARED = "AllBlocksCleared"
 
 
-class _Names(NamedTuple):
+class _Namespace(NamedTuple):
     """The information with which readers hash a page in the same way as a prompt."""
 
     lora_name: str | None
@@ -49,14 +49,14 @@ class EngineEvents:
     """The knowledge of the readers of one stream. `encode` must be called with every record, in order."""
 
     def __init__(self, encoding: Encoding) -> None:
-        self.num_untold = 0
+        self.num_omitted = 0
         """Number of omitted pages: pages without tokens, or whose hash does not follow from the tokens."""
         self._encoding = encoding
         self._batch_decoder = msgspec.msgpack.Decoder(EventBatch)
         self._event_decoder = msgspec.msgpack.Decoder(WireEvent)
         self._encoder = msgspec.msgpack.Encoder()
-        self._told: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
-        self._named: dict[StorageMedium, set[int]] | None = None  # since the beginning of a resync
+        self._sent: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
+        self._resent: dict[StorageMedium, set[int]] | None = None  # since the beginning of a resync
         self._has_begun = False
 
     def encode(self, record: bytes) -> bytes | None:
@@ -75,42 +75,44 @@ class EngineEvents:
 
     def _translated(self, event: WireEvent, block_size: int) -> list[Any]:
         match event:
-            case PackedStored() if self._named is not None:
-                self._name(event, self._named)
+            case PackedStored() if self._resent is not None:
+                self._note_resent(event, self._resent)
             case PackedStored():
                 return self._stored(event, block_size)
             case PackedRemoved():
-                gone = self._told[event.medium].intersection(_words(event.sequence_hashes).tolist())
-                return self._removed(event.medium, gone)
+                removed = self._sent[event.medium].intersection(_words(event.sequence_hashes).tolist())
+                return self._removed(event.medium, removed)
             case AllBlocksCleared():
-                for told in self._told.values():
-                    told.clear()
+                for sent in self._sent.values():
+                    sent.clear()
                 return [self._event(_CLEARED)]
             case SnapshotBegin():
-                self._named = {medium: set() for medium in MEDIA}
-            case SnapshotEnd() if self._named is not None:
-                named, self._named = self._named, None
+                self._resent = {medium: set() for medium in MEDIA}
+            case SnapshotEnd() if self._resent is not None:
+                resent, self._resent = self._resent, None
                 return [
-                    removed for medium in MEDIA for removed in self._removed(medium, self._told[medium] - named[medium])
+                    removed
+                    for medium in MEDIA
+                    for removed in self._removed(medium, self._sent[medium] - resent[medium])
                 ]
         return []
 
-    def _name(self, event: PackedStored, named: dict[StorageMedium, set[int]]) -> None:
+    def _note_resent(self, event: PackedStored, resent: dict[StorageMedium, set[int]]) -> None:
         hashes = set(_words(event.sequence_hashes).tolist())
-        self.num_untold += len(hashes - self._told[event.medium])
-        named[event.medium] |= hashes
+        self.num_omitted += len(hashes - self._sent[event.medium])
+        resent[event.medium] |= hashes
 
     def _removed(self, medium: StorageMedium, hashes: set[int]) -> list[Any]:
         if not hashes:
             return []
-        self._told[medium] -= hashes
+        self._sent[medium] -= hashes
         return [self._event("BlockRemoved", block_hashes=sorted(hashes), medium=medium.value)]
 
     def _stored(self, event: PackedStored, block_size: int) -> list[Any]:
         hashes, parents = _words(event.sequence_hashes), _words(event.parents).tolist()
         rows = _token_rows(event.token_ids, len(hashes))
         if rows.shape[1] not in (block_size, block_size + 1):
-            self.num_untold += len(hashes)
+            self.num_omitted += len(hashes)
             return []
         starts = np.unpackbits(np.frombuffer(event.chain_starts, np.uint8), count=len(hashes), bitorder="little")
         chains = pairwise([*np.flatnonzero(starts).tolist(), len(hashes)])
@@ -128,11 +130,11 @@ class EngineEvents:
         is_bigram = rows.shape[1] > block_size
         tokens = np.concatenate((rows[0, :is_bigram], rows[:, is_bigram:].reshape(-1)))
         names, num_agreed = _agreement(event.extra_key, tokens, hashes, parent, block_size, is_bigram)
-        self.num_untold += len(hashes) - num_agreed
+        self.num_omitted += len(hashes) - num_agreed
         if not num_agreed:
             return None
         block_hashes = hashes[:num_agreed].tolist()
-        self._told[event.medium].update(block_hashes)
+        self._sent[event.medium].update(block_hashes)
         plain = tokens[: num_agreed * block_size + is_bigram].tolist()
         return self._event(
             "BlockStored",
@@ -145,7 +147,7 @@ class EngineEvents:
             **self._name_fields(names),
         )
 
-    def _name_fields(self, names: _Names) -> dict[str, Any]:
+    def _name_fields(self, names: _Namespace) -> dict[str, Any]:
         """Return the fields of the namespace. An array has one field for the adapter (vLLM) or the salt (SGLang)."""
         if self._encoding == "map":
             return {"lora_name": names.lora_name} | ({"cache_salt": names.cache_salt} if names.cache_salt else {})
@@ -159,13 +161,13 @@ class EngineEvents:
 
 def _agreement(
     extra_key: str | None, tokens: U32Array, hashes: U64Array, parent: int | None, block_size: int, is_bigram: bool
-) -> tuple[_Names, int]:
+) -> tuple[_Namespace, int]:
     """Return the kind of the namespace, a salt or an adapter, and the number of pages whose hashes follow from it.
 
     The number is 0 if the preceding page is unknown, or if the hashes contain more than tokens.
     """
-    best = _Names(None, extra_key or None), 0
-    for names in {best[0], _Names(extra_key or None, None)}:
+    best = _Namespace(None, extra_key or None), 0
+    for names in {best[0], _Namespace(extra_key or None, None)}:
         expected = sequence_hashes(tokens, block_size, names.seed, parent, is_bigram=is_bigram)
         num_agreed = int(np.logical_and.accumulate(expected == hashes).sum())
         if num_agreed > best[1]:

@@ -49,7 +49,7 @@ class ZmqSink:
             self._replay = ReplaySocket(settings, endpoint, self._kept)
         self._topic = settings.zmq_topic.encode()
         self._events = EngineEvents(settings.zmq_encoding)
-        self._untold_logged = 0
+        self._omitted_logged = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._live: zmq.Socket[bytes] | None = None
 
@@ -86,7 +86,7 @@ class ZmqSink:
             if payload is not None:
                 seq = seq_frame(self._kept.keep(payload))
                 self._live.send_multipart([self._topic, seq, payload])
-        self._log_unsent()
+        self._log_omitted()
 
     async def stop(self) -> None:
         """Allow half a second to transmit what was sent, then close."""
@@ -103,8 +103,8 @@ class ZmqSink:
         await asyncio.Event().wait()
         yield ResyncRequest("", 0)  # never reached; makes this function a generator
 
-    def _log_unsent(self) -> None:
+    def _log_omitted(self) -> None:
         """Log a warning whenever the number of omitted pages has doubled."""
-        if self._events.num_untold > 2 * self._untold_logged:
-            self._untold_logged = self._events.num_untold
-            logger.warning("%s: %d pages so far could not be sent to readers", self._endpoint, self._untold_logged)
+        if self._events.num_omitted > 2 * self._omitted_logged:
+            self._omitted_logged = self._events.num_omitted
+            logger.warning("%s: %d pages so far could not be sent to readers", self._endpoint, self._omitted_logged)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _MAX_KEPT_BYTES = 256 * 2**20
 """Limit on the bytes kept, in addition to the number of batches."""
 _MAX_REQUEST_BYTES = 1024
-_MOST_READERS = 64
+_MAX_READERS = 64
 """Maximum number of concurrent answers."""
 _IN_FLIGHT_BYTES = 4 * 2**20
 """Queue of one reader, in batches of the largest size."""
@@ -63,8 +63,8 @@ class _Answer:
 
     position: int
     """Number of the next batch."""
-    moved_at: float
-    asked_again: int | None = None
+    last_progress_at: float
+    next_start: int | None = None
     """Start of the reader's newest later request, which is served after this one."""
 
 
@@ -113,12 +113,12 @@ class ReplaySocket:
         while True:
             await router.poll(wait_ms)
             self._take_requests(socket)
-            moves = [self._go_on(socket, reader) for reader in list(self._answers)]
-            wait_ms = 0 if any(moves) else _FULL_PAUSE_MS if self._answers else None
+            has_progress = [self._continue(socket, reader) for reader in list(self._answers)]
+            wait_ms = 0 if any(has_progress) else _FULL_PAUSE_MS if self._answers else None
             await asyncio.sleep(0)
 
     def _take_requests(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(_MOST_READERS):
+        for _ in range(_MAX_READERS):
             try:
                 reader, *frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -128,18 +128,18 @@ class ReplaySocket:
             except FrameError as error:
                 self._limited_logger.warning("a request is not answered: %s", error)
             else:
-                self._ask(reader, start)
+                self._begin(reader, start)
 
-    def _ask(self, reader: bytes, start: int) -> None:
+    def _begin(self, reader: bytes, start: int) -> None:
         running = self._answers.get(reader)
         if running is not None:
-            running.asked_again = start
-        elif len(self._answers) < _MOST_READERS:
+            running.next_start = start
+        elif len(self._answers) < _MAX_READERS:
             self._answers[reader] = _Answer(start, time.monotonic())
         else:
-            self._limited_logger.warning("a request is ignored: %d readers are being answered", _MOST_READERS)
+            self._limited_logger.warning("a request is ignored: %d readers are being answered", _MAX_READERS)
 
-    def _go_on(self, socket: zmq.Socket[bytes], reader: bytes) -> bool:
+    def _continue(self, socket: zmq.Socket[bytes], reader: bytes) -> bool:
         """Send a part of an answer. Returns False if the reader has no room for any of it."""
         answer = self._answers[reader]
         before = answer.position
@@ -148,7 +148,7 @@ class ReplaySocket:
         except zmq.Again:
             is_done = False
             if answer.position == before:
-                if time.monotonic() - answer.moved_at > _STUCK_S:
+                if time.monotonic() - answer.last_progress_at > _STUCK_S:
                     self._limited_logger.warning("an answer is dropped: its reader stalled for %.0f s", _STUCK_S)
                     del self._answers[reader]
                 return False
@@ -157,7 +157,7 @@ class ReplaySocket:
                 self._limited_logger.warning("an answer is dropped: %s", error)
             del self._answers[reader]
             return True
-        answer.moved_at = time.monotonic()
+        answer.last_progress_at = time.monotonic()
         if is_done:
             self._end(reader, answer)
         return True
@@ -174,8 +174,8 @@ class ReplaySocket:
 
     def _end(self, reader: bytes, answer: _Answer) -> None:
         del self._answers[reader]
-        if answer.asked_again is not None:
-            self._ask(reader, answer.asked_again)
+        if answer.next_start is not None:
+            self._begin(reader, answer.next_start)
 
     def _send(self, socket: zmq.Socket[bytes], reader: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
         head = [reader, b""] if self._settings.zmq_replay_layout == "old" else [reader, b"", topic]

@@ -11,10 +11,10 @@ import msgspec
 
 from api.decoding import CONTENT_TYPES, codec_of, decode_as
 from api.hot import HotRoutes
-from api.kept_registrations import engines_of
 from api.problems import ProblemError
 from api.register import engine_of_peer, engine_of_rfc
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
+from api.saved_registrations import engines_of
 from tests.fuzz.log_inputs import SMALL
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored

@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from api.app import create_app
-from api.feed import MOST_WAITING, EventFeed, Wanted
+from api.feed import MAX_QUEUED_EVENTS, EventFeed, StreamFilter
 from api.server import running_server
 from api.settings import ApiSettings
 from indexer.freshness import Freshness
@@ -43,7 +43,7 @@ async def next_events(stream: AsyncIterator[bytes]) -> list[tuple[str, dict[str,
 async def test_a_batch_is_told_with_its_counts_and_the_state_after_it() -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=1)
-    async with fed.consumer.running(), feed.listening(Wanted()) as stream:
+    async with fed.consumer.running(), feed.listening(StreamFilter()) as stream:
         assert events_of(await anext(stream)) == []
         worker = Stream("w", dp_rank=2)
         await fed.feed(worker.batch(stored((0, [1, 2, 3])), stored((0, [9]), tier=2), removed([9], tier=2)))
@@ -69,7 +69,7 @@ async def test_a_wrong_view_and_a_cleared_one_are_told() -> None:
     async with fed.consumer.running():
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1]))))
-        async with feed.listening(Wanted()) as stream:
+        async with feed.listening(StreamFilter()) as stream:
             assert [(kind, data["state"]) for kind, data in await next_events(stream)] == [("state", "live")]
             await fed.feed(worker.batch(AllBlocksCleared(), digest=b"\x01" * 64))
             (_, batch), (kind, change) = await next_events(stream)
@@ -83,7 +83,7 @@ async def test_silence_and_the_end_of_a_view_are_told_too() -> None:
     async with fed.consumer.running():
         worker = Stream("w")
         await fed.feed(worker.batch(stored((0, [1]))))
-        async with feed.listening(Wanted()) as stream:
+        async with feed.listening(StreamFilter()) as stream:
             assert [data["state"] for _, data in await next_events(stream)] == ["live"]
             fed.consumer.freshness = Freshness(ttl_s=-1.0, now=time.monotonic())
             ((kind, change),) = await next_events(stream)
@@ -96,19 +96,19 @@ async def test_silence_and_the_end_of_a_view_are_told_too() -> None:
 @pytest.mark.parametrize(
     ("wanted", "names"),
     [
-        (Wanted(), ["a", "b"]),
-        (Wanted(worker="a"), ["a"]),
-        (Wanted(tenant="t"), ["b"]),
-        (Wanted(model="m2"), ["b"]),
-        (Wanted(worker="a", tenant="t"), []),
+        (StreamFilter(), ["a", "b"]),
+        (StreamFilter(worker="a"), ["a"]),
+        (StreamFilter(tenant="t"), ["b"]),
+        (StreamFilter(model="m2"), ["b"]),
+        (StreamFilter(worker="a", tenant="t"), []),
     ],
 )
-async def test_only_what_was_asked_for_is_told(wanted: Wanted, names: list[str]) -> None:
+async def test_only_what_was_asked_for_is_told(wanted: StreamFilter, names: list[str]) -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
-        feed.listening(Wanted()) as everything,
+        feed.listening(StreamFilter()) as everything,
         feed.listening(wanted) as stream,
     ):
         await anext(everything)
@@ -125,19 +125,19 @@ async def test_a_slow_client_is_told_and_sent_away_and_the_others_go_on() -> Non
     feed = EventFeed(fed.consumer, max_clients=2)
     async with (
         fed.consumer.running(),
-        feed.listening(Wanted()) as slow,
-        feed.listening(Wanted()) as quick,
+        feed.listening(StreamFilter()) as slow,
+        feed.listening(StreamFilter()) as quick,
     ):
         await anext(slow)
         await anext(quick)
         worker, heard = Stream("w"), 0
         for _ in range(5):
-            await fed.feed(*(worker.batch() for _ in range(MOST_WAITING // 4)))
+            await fed.feed(*(worker.batch() for _ in range(MAX_QUEUED_EVENTS // 4)))
             heard += sum(kind == "batch" for kind, _ in await next_events(quick))
         ((kind, data),) = await next_events(slow)
-        assert (kind, data) == ("dropped", {"lost": 5 * (MOST_WAITING // 4) + 1})  # and one change of state
+        assert (kind, data) == ("dropped", {"lost": 5 * (MAX_QUEUED_EVENTS // 4) + 1})  # and one change of state
         assert [chunk async for chunk in slow] == []
-        assert heard == 5 * (MOST_WAITING // 4)
+        assert heard == 5 * (MAX_QUEUED_EVENTS // 4)
 
 
 async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() -> None:

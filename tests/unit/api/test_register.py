@@ -229,7 +229,7 @@ async def test_an_engine_that_the_index_does_not_take_shows_why(caplog: pytest.L
         engine = EngineSettings(endpoint=ENDPOINT, worker="1", model="m", block_size=4)
         assert await registrations.add(engine, is_peer=True)
         (status,) = registrations.status().values()
-    assert "the index has not taken any of its batches" in (status.failure or "")
+    assert "the index has accepted none of its batches" in (status.failure or "")
     assert "default/m/1/0 was registered, but the index has not taken any" in caplog.text
 
 

@@ -34,7 +34,7 @@ class Reader:
         for record in records:
             for _ in self.applier.apply(record, record.timestamp_ms / 1000):
                 pass
-            self.freshness.log_is_alive(record.timestamp_ms / 1000)
+            self.freshness.note_log_read(record.timestamp_ms / 1000)
 
     def view(self, stream: Stream) -> View:
         view = self.applier.namespaces.view(stream.id)
@@ -115,7 +115,7 @@ def test_a_publisher_that_is_silent_expires_whatever_its_degraded_reason(reader:
     stream = Stream()
     reader.read(stream.batch(now=100.0, degraded_reason=ENGINE_UNHEARD))
     for now in (104.0, 108.0, 112.0):
-        reader.freshness.log_is_alive(now)
+        reader.freshness.note_log_read(now)
     assert reader.shown(stream)[0] is ViewState.EXPIRED
 
 

@@ -127,7 +127,7 @@ def test_an_expired_group_stream_holds_nothing(views: Views) -> None:
         views.hold(Stream(worker), 1, 2)
     views.freshness = Freshness(10.0, 85.0)
     for tick in range(85, 101):
-        views.freshness.log_is_alive(float(tick))
+        views.freshness.note_log_read(float(tick))
     assert views.reusable() == {"w0": 0, "fresh": 4}
 
 

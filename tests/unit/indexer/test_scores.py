@@ -24,7 +24,7 @@ def scored(*batches: tuple[Stream, list[object]], now: float = 100.0) -> dict[st
         for _ in applier.apply(stream.batch(*events, now=now), now):  # type: ignore[arg-type]
             pass
     for moment in np.arange(91.0, now + 1):
-        freshness.log_is_alive(moment)
+        freshness.note_log_read(moment)
     (namespace,) = applier.namespaces
     return {found.worker: found for found in score(namespace, PROMPT, freshness)}
 
@@ -79,7 +79,7 @@ def test_expired_workers_are_left_out() -> None:
             pass
     freshness = Freshness(10.0, 100.0)
     for moment in np.arange(100.0, 121.0):
-        freshness.log_is_alive(moment)
+        freshness.note_log_read(moment)
     (namespace,) = applier.namespaces
     assert [found.worker for found in score(namespace, PROMPT, freshness)] == ["new"]
 

@@ -228,10 +228,10 @@ def test_silence_expires_a_worker_only_while_the_log_is_alive(applier: Applier) 
     stream = Stream()
     apply(applier, stream.batch(now=100.0))
     view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0)
-    freshness.log_is_alive(104.0)
+    freshness.note_log_read(104.0)
     assert freshness.state(view) is ViewState.LIVE
     for now in (108.0, 111.0):
-        freshness.log_is_alive(now)
+        freshness.note_log_read(now)
     assert freshness.state(view) is ViewState.EXPIRED
     apply(applier, stream.batch(now=112.0))
     assert freshness.state(view) is ViewState.LIVE
@@ -241,10 +241,10 @@ def test_an_outage_of_the_log_expires_nobody_and_leaves_time_to_be_heard_again(a
     stream = Stream()
     apply(applier, stream.batch(now=100.0))
     view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0)
-    freshness.log_is_alive(500.0)  # back after 400 s
+    freshness.note_log_read(500.0)  # back after 400 s
     assert freshness.state(view) is ViewState.LIVE
     for now in (504.0, 508.0, 511.0):
-        freshness.log_is_alive(now)
+        freshness.note_log_read(now)
     assert freshness.state(view) is ViewState.EXPIRED
 
 

@@ -217,7 +217,7 @@ def test_deleted_old_segments_leave_a_log_that_begins_later(tmp_path: Path) -> N
     reader = EventLogReader(tmp_path)
     assert reader.first_index == 7
     assert list(reader.read(7)) == expected(range(7, 21))
-    with pytest.raises(LogTruncatedError, match="offset 0 is gone, the log begins at 7"):
+    with pytest.raises(LogTruncatedError, match="offset 0 was dropped; the log begins at 7"):
         list(reader.read())
 
 

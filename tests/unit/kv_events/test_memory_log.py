@@ -24,7 +24,7 @@ def test_beyond_its_capacity_the_oldest_records_go_and_readers_are_told() -> Non
     for _ in range(20):
         log.append(b"k", bytes(10), 0)
     assert (log.first_offset, log.next_offset) == (10, 20)
-    with pytest.raises(LogTruncatedError, match="offset 3 is gone, the log begins at 10"):
+    with pytest.raises(LogTruncatedError, match="offset 3 was dropped; the log begins at 10"):
         log.read(3)
 
 
@@ -74,5 +74,5 @@ def test_a_log_that_is_read_once_keeps_only_what_was_not_read() -> None:
     assert list(log.read(5)) == []
     assert (log.first_offset, log.next_offset) == (5, 5)
     assert log.append(b"k", b"v", 0) == 5
-    with pytest.raises(LogTruncatedError, match="offset 4 is gone, the log begins at 5"):
+    with pytest.raises(LogTruncatedError, match="offset 4 was dropped; the log begins at 5"):
         log.read(4)

@@ -75,11 +75,11 @@ async def test_a_slow_server_is_not_asked_again() -> None:
 class SlowTransport(httpx.AsyncBaseTransport):
     """Simulates a slow network: it fails immediately, and on a second request with another error."""
 
-    _asked = 0
+    _num_requests = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self._asked += 1
-        raise httpx.ReadTimeout("too slow" if self._asked == 1 else "asked again")
+        self._num_requests += 1
+        raise httpx.ReadTimeout("too slow" if self._num_requests == 1 else "asked again")
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"scores": 1}', b"\xff", LATIN_1, DEEP])

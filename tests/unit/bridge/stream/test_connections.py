@@ -31,11 +31,11 @@ def test_losing_what_never_shook_hands_changes_nothing() -> None:
 
 def test_a_message_shows_which_connection_shook_hands() -> None:
     connections = after((BEGUN, 5), (BEGUN, 6), (MADE, 0))
-    assert connections.message_came(5)
+    assert connections.note_message(5)
     connections.take(LOST, 6)
     assert connections
-    assert not connections.message_came(6)
-    assert not connections.message_came(-1)
+    assert not connections.note_message(6)
+    assert not connections.note_message(-1)
 
 
 def test_a_handshake_of_a_connection_that_nobody_saw_begin_is_none() -> None:

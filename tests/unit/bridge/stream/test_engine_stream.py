@@ -37,7 +37,7 @@ async def test_a_connection_that_was_back_before_anybody_saw_it_go_is_not_taken_
             view.read(record.payload)
         return view.pages, view.degraded_reason
 
-    engine_stream.set_heard(True)
+    engine_stream.set_receiving(True)
     await engine_stream.take_live([LiveMessage("", 0, payload(stored([1], [1, 2, 3, 4])))])
     await async_wait_until(lambda: shown() == (PAGE, ""))
     await engine_stream.reconnected()

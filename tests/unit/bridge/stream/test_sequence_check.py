@@ -10,7 +10,7 @@ def live(sequence: SequenceCheck, seq: int, payload: bytes) -> Verdict:
     if verdict is Verdict.APPLY:
         sequence.applied(seq, payload)
     if verdict in (Verdict.APPLY, Verdict.DUPLICATE):
-        sequence.came_live(seq, payload)
+        sequence.note_live(seq, payload)
     return verdict
 
 

@@ -32,7 +32,7 @@ class _Kept(msgspec.Struct):
     """Process that saved the list. "" if there is none, or if it cannot be decoded."""
 
 
-class KeptRegistrations:
+class SavedRegistrations:
     """The saved list. Belongs to one event loop."""
 
     def __init__(self, store: SnapshotStore) -> None:
