@@ -230,7 +230,7 @@ async def test_an_engine_that_the_index_does_not_take_shows_why(caplog: pytest.L
         assert await registrations.add(engine, is_peer=True)
         (status,) = registrations.status().values()
     assert "the index has accepted none of its batches" in (status.failure or "")
-    assert "default/m/1/0 was registered, but the index has not taken any" in caplog.text
+    assert "default/m/1/0 was registered, but the index has accepted none" in caplog.text
 
 
 @pytest.mark.parametrize(

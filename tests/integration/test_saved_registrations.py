@@ -221,5 +221,5 @@ async def test_what_cannot_be_registered_together_is_not_read_back_together(
             return found == [("a", "m")]
 
         await async_wait_until(names, what="the first is read")
-    assert "default/other/a/0 is given up: instance a is already registered for model=m" in caplog.text
-    assert "default/third/b/0 is given up: index full: at most 1 namespaces (KVSIGHT_MAX_NAMESPACES)" in caplog.text
+    assert "default/other/a/0 is dropped: instance a is already registered for model=m" in caplog.text
+    assert "default/third/b/0 is dropped: index full: at most 1 namespaces (KVSIGHT_MAX_NAMESPACES)" in caplog.text
