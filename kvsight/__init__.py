@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine_cache import RadixCache
-    from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvsightError, StorageMedium
+    from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, InvalidValueError, KvsightError, StorageMedium
     from kv_events.hashing import sequence_hashes
     from kvsight.choice import WorkerChoice, best_worker
     from kvsight.client import AsyncClient, Client
-    from kvsight.errors import KvsightConnectionError, KvsightHttpError
+    from kvsight.errors import KvsightConnectionError, KvsightHttpError, UnexpectedAnswerError
     from kvsight.prompts import Prompt
     from kvsight.retrying import RetryPolicy
+    from kvsight.schemas.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
+    from kvsight.schemas.queries import PeerAnswer, PeerInstance
+    from kvsight.schemas.workers import Listener, RadixView, ViewPage, Worker
     from publisher import EventPublisher, PublisherSettings
     from publisher.sinks.file import FileSink
     from publisher.sinks.kafka import KafkaSink
@@ -29,20 +32,32 @@ if TYPE_CHECKING:
 _HOMES = {
     "AllBlocksCleared": "kv_events",
     "AsyncClient": "kvsight.client",
+    "BatchApplied": "kvsight.schemas.events",
     "BlockRemoved": "kv_events",
     "BlockStored": "kv_events",
     "Client": "kvsight.client",
+    "ClientDropped": "kvsight.schemas.events",
     "EventPublisher": "publisher",
+    "FeedEvent": "kvsight.schemas.events",
     "FileSink": "publisher.sinks.file",
+    "InvalidValueError": "kv_events",
     "KafkaSink": "publisher.sinks.kafka",
     "KvsightConnectionError": "kvsight.errors",
     "KvsightError": "kv_events",
     "KvsightHttpError": "kvsight.errors",
+    "Listener": "kvsight.schemas.workers",
+    "PeerAnswer": "kvsight.schemas.queries",
+    "PeerInstance": "kvsight.schemas.queries",
     "Prompt": "kvsight.prompts",
     "PublisherSettings": "publisher",
     "RadixCache": "engine_cache",
+    "RadixView": "kvsight.schemas.workers",
     "RetryPolicy": "kvsight.retrying",
+    "StateChanged": "kvsight.schemas.events",
     "StorageMedium": "kv_events",
+    "UnexpectedAnswerError": "kvsight.errors",
+    "ViewPage": "kvsight.schemas.workers",
+    "Worker": "kvsight.schemas.workers",
     "WorkerChoice": "kvsight.choice",
     "ZmqSink": "publisher.sinks.zmq",
     "best_worker": "kvsight.choice",
@@ -52,20 +67,32 @@ _HOMES = {
 __all__ = [
     "AllBlocksCleared",
     "AsyncClient",
+    "BatchApplied",
     "BlockRemoved",
     "BlockStored",
     "Client",
+    "ClientDropped",
     "EventPublisher",
+    "FeedEvent",
     "FileSink",
+    "InvalidValueError",
     "KafkaSink",
     "KvsightConnectionError",
     "KvsightError",
     "KvsightHttpError",
+    "Listener",
+    "PeerAnswer",
+    "PeerInstance",
     "Prompt",
     "PublisherSettings",
     "RadixCache",
+    "RadixView",
     "RetryPolicy",
+    "StateChanged",
     "StorageMedium",
+    "UnexpectedAnswerError",
+    "ViewPage",
+    "Worker",
     "WorkerChoice",
     "ZmqSink",
     "best_worker",

@@ -1,6 +1,6 @@
 """The API's calls without any transport: the request to send, and how to read the answer.
 
-Each function is a method of both clients, which share its docstring.
+Each function has a method of the same name in both clients.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def best_worker(
 
     tier_weights: default to `DEFAULT_TIER_WEIGHTS`.
     """
-    check_load(load or {})
+    if load is not None:
+        check_load(load)
     if options.get("tier_weights") is None:
         options["tier_weights"] = DEFAULT_TIER_WEIGHTS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -43,7 +44,7 @@ def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> 
     equal choices. Among equally valuable ranks of a worker, the longer match wins, then more tokens on the device, then
     the lowest number.
 
-    Raises InvalidValueError for a load that is not a number.
+    Raises InvalidValueError for a load that is not a number; the message names its key.
     """
     loads = dict.fromkeys(answer.instances, 0.0) if load is None else load
     check_load(loads)
@@ -56,9 +57,13 @@ def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> 
 
 
 def check_load(load: Mapping[str, float]) -> None:
-    """Raises InvalidValueError naming the worker if a load is not a number."""
+    """Raises InvalidValueError if `load` does not map names to numbers. Names the key of the wrong value."""
+    if not isinstance(load, Mapping):
+        raise InvalidValueError("load", load, "a mapping of workers to numbers")
     for worker, waiting in load.items():
-        if math.isnan(waiting):
+        if not isinstance(worker, str):
+            raise InvalidValueError("load", worker, "names of workers as keys")
+        if not isinstance(waiting, Real) or math.isnan(waiting):
             raise InvalidValueError(f"load[{shorten(worker)}]", waiting, "a number")
 
 

@@ -7,126 +7,31 @@ after a broken connection, a 429 and a 503 (`RetryPolicy`). `calls` defines the 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from functools import wraps
-from itertools import count
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import Any, Self, TypeVar
 
 import httpx
 
-from kv_events.errors import InvalidValueError
 from kvsight import calls
+from kvsight.base_client import BaseClient, Outcome
 from kvsight.calls import Call
-from kvsight.errors import KvsightConnectionError
-from kvsight.feed import FeedReader, feed_request
+from kvsight.choice import WorkerChoice
+from kvsight.errors import KvsightHttpError
+from kvsight.feed import feed_request
+from kvsight.prompts import Numbers, Prompt
 from kvsight.retrying import RetryPolicy
 from kvsight.schemas.events import FeedEvent
+from kvsight.schemas.queries import PeerAnswer, TierWeights
+from kvsight.schemas.workers import RadixView, Worker
 
-P = ParamSpec("P")
 T = TypeVar("T")
-Outcome: TypeAlias = httpx.Response | httpx.HTTPError
-"""The outcome of one attempt."""
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-_KEEPALIVE_S = 4.0  # the server closes idle connections after 5
-_CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
-_TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
 
-
-class _Attempt(NamedTuple):
-    """One attempt: wait, then send."""
-
-    pause_s: float
-    request: dict[str, Any]
-    """Arguments for httpx."""
-
-
-class _Method(Generic[P, T]):
-    """A call of `kvsight.calls` as a method: it blocks in `Client` and is a coroutine in `AsyncClient`."""
-
-    def __init__(self, make: Callable[P, Call[T]]) -> None:
-        self._make = make
-        self.__doc__ = make.__doc__
-
-    @overload
-    def __get__(self, client: None, owner: type) -> Callable[P, Call[T]]: ...
-    @overload
-    def __get__(self, client: Client, owner: type) -> Callable[P, T]: ...
-    @overload
-    def __get__(self, client: AsyncClient, owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
-    def __get__(self, client: Client | AsyncClient | None, owner: type) -> Callable[P, Any]:
-        if client is None:
-            return self._make
-
-        @wraps(self._make)
-        def method(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return client._call(self._make, args, kwargs)
-
-        return method
-
-
-class _BaseClient:
-    """Everything but the I/O: the methods, the address, the headers, the verdict on each attempt."""
-
-    query = _Method(calls.query)
-    query_by_hash = _Method(calls.query_by_hash)
-    query_batch = _Method(calls.query_batch)
-    query_raw = _Method(calls.query_raw)
-    best_worker = _Method(calls.best_worker)
-    workers = _Method(calls.workers)
-    view = _Method(calls.view)
-    resync = _Method(calls.resync)
-    dump = _Method(calls.dump)
-    register = _Method(calls.register)
-    unregister = _Method(calls.unregister)
-    health = _Method(calls.health)
-    ready = _Method(calls.ready)
-
-    def __init__(self, url: str, token: str | None, timeout_s: float, retry: RetryPolicy | None) -> None:
-        self._shown_url = _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
-        self._retry = retry or RetryPolicy()
-        self._timeout_s = timeout_s
-        base_url = _checked(url, self._shown_url)
-        self._options: dict[str, Any] = {
-            "base_url": base_url.copy_with(userinfo=b""),  # httpx logs addresses
-            **_authorization(base_url, token),
-            "timeout": timeout_s,
-            "limits": httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_KEEPALIVE_S),
-        }
-
-    def _attempts(self, call: Call[T]) -> Generator[_Attempt, Outcome, T]:
-        """Yield each attempt, receive its outcome, and return the result of the last one, or raise its error."""
-        request = _request(call)
-        outcome = yield _Attempt(0.0, request)
-        for attempt in count():
-            pause_s = self._retry.pause(attempt, outcome) if call.may_repeat else None
-            if pause_s is None:
-                break
-            outcome = yield _Attempt(pause_s, request)
-        return self._result(call, outcome)
-
-    def _result(self, call: Call[T], outcome: Outcome) -> T:
-        if isinstance(outcome, httpx.HTTPError):
-            raise self._broken(call.path, outcome) from outcome
-        return call.result(self._shown_url, outcome.status_code, outcome.content)
-
-    def _broken(self, path: str, error: httpx.HTTPError) -> KvsightConnectionError:
-        return KvsightConnectionError(f"{self._shown_url}{path}: {str(error) or type(error).__name__}")
-
-    def _feed(self) -> FeedReader:
-        return FeedReader(f"{self._shown_url}/events")
-
-    def _check_feed(self, response: httpx.Response) -> None:
-        """Raise the error of a refused event stream. The body of a refusal has been read."""
-        if not response.is_success:
-            self._result(calls.events(), response)
-
-
-class Client(_BaseClient):
+class Client(BaseClient):
     """A blocking client of one API address. Threads may share it.
 
     Every method raises KvsightHttpError if the API refuses the request, KvsightConnectionError if the server does not
@@ -161,6 +66,170 @@ class Client(_BaseClient):
             result: T = end.value
             return result
 
+    def query(
+        self,
+        model: str,
+        token_ids: Numbers,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        is_eagle: bool = False,
+        tenant: str | None = None,
+        tier_weights: TierWeights | None = None,
+    ) -> PeerAnswer:
+        """How much of a prompt each worker holds. The prompt is given by its tokens.
+
+        is_eagle: the workers' pages consist of token pairs (EAGLE-type models). tenant: None selects the default
+        tenant. tier_weights: of gpu, cpu, disk and external, in this order or by name; requests the `weighted` fields.
+        """
+        return self.send(
+            calls.query(
+                model,
+                token_ids,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                is_eagle=is_eagle,
+                tenant=tenant,
+                tier_weights=tier_weights,
+            )
+        )
+
+    def query_by_hash(
+        self,
+        model: str,
+        *,
+        seq_hashes: Numbers | None = None,
+        block_hashes: Numbers | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        is_eagle: bool = False,
+        tenant: str | None = None,
+        tier_weights: TierWeights | None = None,
+    ) -> PeerAnswer:
+        """How much of a prompt each worker holds. Its pages are given as rolling unsigned or local signed hashes."""
+        return self.send(
+            calls.query_by_hash(
+                model,
+                seq_hashes=seq_hashes,
+                block_hashes=block_hashes,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                is_eagle=is_eagle,
+                tenant=tenant,
+                tier_weights=tier_weights,
+            )
+        )
+
+    def query_batch(self, prompts: Sequence[Prompt]) -> list[PeerAnswer | KvsightHttpError]:
+        """An answer for each prompt, in order. For a refused prompt, the error takes its place and is not raised."""
+        return self.send(calls.query_batch(prompts))
+
+    def query_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send the fields of a query in either dialect as they are, and return the answer undecoded."""
+        return self.send(calls.query_raw(body))
+
+    def best_worker(
+        self,
+        model: str,
+        token_ids: Numbers,
+        *,
+        load: Mapping[str, float] | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        is_eagle: bool = False,
+        tenant: str | None = None,
+        tier_weights: TierWeights | None = None,
+    ) -> WorkerChoice | None:
+        """Query, and choose a worker by the rule of `kvsight.best_worker`. No worker holds pages of an unknown model.
+
+        tier_weights: default to 1, 0.75, 0.5 and 0.25.
+        """
+        return self.send(
+            calls.best_worker(
+                model,
+                token_ids,
+                load=load,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                is_eagle=is_eagle,
+                tenant=tenant,
+                tier_weights=tier_weights,
+            )
+        )
+
+    def workers(self, model: str | None = None, tenant: str | None = None) -> list[Worker]:
+        """All workers with the state of their views."""
+        return self.send(calls.workers(model, tenant))
+
+    def view(
+        self,
+        worker: str,
+        *,
+        dp_rank: int | None = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        limit: int = 1000,
+        cursor: int = 0,
+    ) -> RadixView:
+        """Up to `limit` pages of a worker stream. cursor: `next_cursor` of the previous part."""
+        return self.send(calls.view(worker, dp_rank=dp_rank, model=model, tenant=tenant, limit=limit, cursor=cursor))
+
+    def resync(
+        self, worker: str, *, dp_rank: int | None = None, model: str | None = None, tenant: str | None = None
+    ) -> list[str]:
+        """Request a resync from the publishers of a worker. Returns the keys of the streams that will be asked."""
+        return self.send(calls.resync(worker, dp_rank=dp_rank, model=model, tenant=tenant))
+
+    def dump(self) -> dict[str, Any]:
+        """The contents of all views, in Dynamo's format. The answer can be large."""
+        return self.send(calls.dump())
+
+    def register(
+        self,
+        instance_id: str | int,
+        endpoint: str,
+        model: str,
+        block_size: int,
+        *,
+        dp_rank: int = 0,
+        replay_endpoint: str | None = None,
+        tenant: str | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Let the service read an engine's ZMQ events. endpoint: such as tcp://HOST:5557.
+
+        lora_name, cache_salt: defaults for pages whose events contain none. A service that reads a log refuses with
+        404.
+        """
+        self.send(
+            calls.register(
+                instance_id,
+                endpoint,
+                model,
+                block_size,
+                dp_rank=dp_rank,
+                replay_endpoint=replay_endpoint,
+                tenant=tenant,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+            )
+        )
+
+    def unregister(
+        self, instance_id: str | int, model: str, *, dp_rank: int | None = None, tenant: str | None = None
+    ) -> None:
+        """Undo `register`, for one rank or for all."""
+        self.send(calls.unregister(instance_id, model, dp_rank=dp_rank, tenant=tenant))
+
+    def health(self) -> bool:
+        """Whether the service is healthy."""
+        return self.send(calls.health())
+
+    def ready(self) -> bool:
+        """Whether the service has caught up with its log."""
+        return self.send(calls.ready())
+
     def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
     ) -> Generator[FeedEvent]:
@@ -184,9 +253,6 @@ class Client(_BaseClient):
         """Close the connections."""
         self._http.close()
 
-    def _call(self, make: Callable[..., Call[T]], args: Any, kwargs: Any) -> T:
-        return self.send(make(*args, **kwargs))
-
     def _outcome(self, request: dict[str, Any]) -> Outcome:
         try:
             return self._http.request(**request)
@@ -202,7 +268,7 @@ class Client(_BaseClient):
         self.close()
 
 
-class AsyncClient(_BaseClient):
+class AsyncClient(BaseClient):
     """`Client` for asyncio: the same methods, as coroutines."""
 
     def __init__(
@@ -230,6 +296,161 @@ class AsyncClient(_BaseClient):
             result: T = end.value
             return result
 
+    async def query(
+        self,
+        model: str,
+        token_ids: Numbers,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        is_eagle: bool = False,
+        tenant: str | None = None,
+        tier_weights: TierWeights | None = None,
+    ) -> PeerAnswer:
+        """See `Client.query`."""
+        return await self.send(
+            calls.query(
+                model,
+                token_ids,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                is_eagle=is_eagle,
+                tenant=tenant,
+                tier_weights=tier_weights,
+            )
+        )
+
+    async def query_by_hash(
+        self,
+        model: str,
+        *,
+        seq_hashes: Numbers | None = None,
+        block_hashes: Numbers | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        is_eagle: bool = False,
+        tenant: str | None = None,
+        tier_weights: TierWeights | None = None,
+    ) -> PeerAnswer:
+        """See `Client.query_by_hash`."""
+        return await self.send(
+            calls.query_by_hash(
+                model,
+                seq_hashes=seq_hashes,
+                block_hashes=block_hashes,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                is_eagle=is_eagle,
+                tenant=tenant,
+                tier_weights=tier_weights,
+            )
+        )
+
+    async def query_batch(self, prompts: Sequence[Prompt]) -> list[PeerAnswer | KvsightHttpError]:
+        """See `Client.query_batch`."""
+        return await self.send(calls.query_batch(prompts))
+
+    async def query_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Client.query_raw`."""
+        return await self.send(calls.query_raw(body))
+
+    async def best_worker(
+        self,
+        model: str,
+        token_ids: Numbers,
+        *,
+        load: Mapping[str, float] | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        is_eagle: bool = False,
+        tenant: str | None = None,
+        tier_weights: TierWeights | None = None,
+    ) -> WorkerChoice | None:
+        """See `Client.best_worker`."""
+        return await self.send(
+            calls.best_worker(
+                model,
+                token_ids,
+                load=load,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                is_eagle=is_eagle,
+                tenant=tenant,
+                tier_weights=tier_weights,
+            )
+        )
+
+    async def workers(self, model: str | None = None, tenant: str | None = None) -> list[Worker]:
+        """See `Client.workers`."""
+        return await self.send(calls.workers(model, tenant))
+
+    async def view(
+        self,
+        worker: str,
+        *,
+        dp_rank: int | None = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        limit: int = 1000,
+        cursor: int = 0,
+    ) -> RadixView:
+        """See `Client.view`."""
+        return await self.send(
+            calls.view(worker, dp_rank=dp_rank, model=model, tenant=tenant, limit=limit, cursor=cursor)
+        )
+
+    async def resync(
+        self, worker: str, *, dp_rank: int | None = None, model: str | None = None, tenant: str | None = None
+    ) -> list[str]:
+        """See `Client.resync`."""
+        return await self.send(calls.resync(worker, dp_rank=dp_rank, model=model, tenant=tenant))
+
+    async def dump(self) -> dict[str, Any]:
+        """See `Client.dump`."""
+        return await self.send(calls.dump())
+
+    async def register(
+        self,
+        instance_id: str | int,
+        endpoint: str,
+        model: str,
+        block_size: int,
+        *,
+        dp_rank: int = 0,
+        replay_endpoint: str | None = None,
+        tenant: str | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """See `Client.register`."""
+        await self.send(
+            calls.register(
+                instance_id,
+                endpoint,
+                model,
+                block_size,
+                dp_rank=dp_rank,
+                replay_endpoint=replay_endpoint,
+                tenant=tenant,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+            )
+        )
+
+    async def unregister(
+        self, instance_id: str | int, model: str, *, dp_rank: int | None = None, tenant: str | None = None
+    ) -> None:
+        """See `Client.unregister`."""
+        await self.send(calls.unregister(instance_id, model, dp_rank=dp_rank, tenant=tenant))
+
+    async def health(self) -> bool:
+        """See `Client.health`."""
+        return await self.send(calls.health())
+
+    async def ready(self) -> bool:
+        """See `Client.ready`."""
+        return await self.send(calls.ready())
+
     async def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
     ) -> AsyncGenerator[FeedEvent]:
@@ -250,9 +471,6 @@ class AsyncClient(_BaseClient):
         """Close the connections."""
         await self._http.aclose()
 
-    async def _call(self, make: Callable[..., Call[T]], args: Any, kwargs: Any) -> T:
-        return await self.send(make(*args, **kwargs))
-
     async def _outcome(self, request: dict[str, Any]) -> Outcome:
         try:
             return await self._http.request(**request)
@@ -266,36 +484,3 @@ class AsyncClient(_BaseClient):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
-
-
-def _request(call: Call[T]) -> dict[str, Any]:
-    """Arguments for httpx."""
-    return {
-        "method": call.method,
-        "url": call.path,
-        "params": {name: value for name, value in (call.params or {}).items() if value is not None},
-        "content": call.content,
-        "headers": {"Content-Type": call.content_type} if call.content_type else {},
-    }
-
-
-def _checked(url: str, shown: str) -> httpx.URL:
-    expected = "an address such as http://HOST:PORT"
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL:
-        raise InvalidValueError("url", shown, expected) from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidValueError("url", shown, expected)
-    return parsed
-
-
-def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
-    """Arguments for httpx. Errors do not contain the credentials."""
-    if token and not _TOKEN.fullmatch(token):
-        raise InvalidValueError("token", f"{len(token)} characters", "printable ASCII without spaces or line ends")
-    if token and url.userinfo:
-        raise InvalidValueError("token", f"{len(token)} characters", "no user in `url` besides: both are credentials")
-    if token:
-        return {"headers": {"Authorization": f"Bearer {token}"}}
-    return {"auth": (url.username, url.password)} if url.userinfo else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import UNSET
 
@@ -110,7 +111,19 @@ def test_no_rank_is_named_where_the_answer_does_not_tell_which_it_is(silent: Pee
     assert best_worker(answer(a=silent)) == WorkerChoice("a", None, 64, 64.0)
 
 
-def test_a_load_that_is_no_number_is_refused_by_name() -> None:
-    with pytest.raises(InvalidValueError, match=r"load\['a'\]: got nan, expected a number"):
-        best_worker(answer(), {"b": 0.0, "a": float("nan")})
-    assert best_worker(answer(), {"a": float("inf"), "b": 1.0}) == WorkerChoice("b", None, 0, -1.0)
+@pytest.mark.parametrize("wrong", [float("nan"), "12", None, [1], {"a": 1}, 1j])
+def test_a_load_that_is_no_number_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r"load\['a'\]: got .*, expected a number"):
+        best_worker(answer(), {"b": 0.0, "a": wrong})
+
+
+def test_an_infinite_load_excludes_a_worker() -> None:
+    assert best_worker(answer(), {"a": float("inf"), "b": np.float64(1)}) == WorkerChoice("b", None, 0, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"), [(["a"], r"\['a'\]"), ("a", "'a'"), (5, "5"), ({7: 1.0}, "7"), ({None: 1.0}, "None")]
+)
+def test_a_load_that_maps_no_names_is_refused(wrong: Any, named: str) -> None:
+    with pytest.raises(InvalidValueError, match=rf"load: got {named}, expected"):
+        best_worker(answer(), wrong)

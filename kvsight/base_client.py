@@ -1,0 +1,109 @@
+"""What both clients share, without any I/O: the address, the headers, the verdict on each attempt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import httpx
+
+from kv_events.errors import InvalidValueError
+from kvsight import calls
+from kvsight.calls import Call
+from kvsight.errors import KvsightConnectionError
+from kvsight.feed import FeedReader
+from kvsight.retrying import RetryPolicy
+
+T = TypeVar("T")
+Outcome: TypeAlias = httpx.Response | httpx.HTTPError
+"""The outcome of one attempt."""
+
+_KEEPALIVE_S = 4.0  # the server closes idle connections after 5
+_CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
+_TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
+
+
+class Attempt(NamedTuple):
+    """One attempt: wait, then send."""
+
+    pause_s: float
+    request: dict[str, Any]
+    """Arguments for httpx."""
+
+
+class BaseClient:
+    """Everything but the I/O: the address, the headers, the verdict on each attempt."""
+
+    def __init__(self, url: str, token: str | None, timeout_s: float, retry: RetryPolicy | None) -> None:
+        self._shown_url = _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
+        self._retry = retry or RetryPolicy()
+        self._timeout_s = timeout_s
+        base_url = _checked(url, self._shown_url)
+        self._options: dict[str, Any] = {
+            "base_url": base_url.copy_with(userinfo=b""),  # httpx logs addresses
+            **_authorization(base_url, token),
+            "timeout": timeout_s,
+            "limits": httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_KEEPALIVE_S),
+        }
+
+    def _attempts(self, call: Call[T]) -> Generator[Attempt, Outcome, T]:
+        """Yield each attempt, receive its outcome, and return the result of the last one, or raise its error."""
+        request = _request(call)
+        outcome = yield Attempt(0.0, request)
+        for attempt in count():
+            pause_s = self._retry.pause(attempt, outcome) if call.may_repeat else None
+            if pause_s is None:
+                break
+            outcome = yield Attempt(pause_s, request)
+        return self._result(call, outcome)
+
+    def _result(self, call: Call[T], outcome: Outcome) -> T:
+        if isinstance(outcome, httpx.HTTPError):
+            raise self._broken(call.path, outcome) from outcome
+        return call.result(self._shown_url, outcome.status_code, outcome.content)
+
+    def _broken(self, path: str, error: httpx.HTTPError) -> KvsightConnectionError:
+        return KvsightConnectionError(f"{self._shown_url}{path}: {str(error) or type(error).__name__}")
+
+    def _feed(self) -> FeedReader:
+        return FeedReader(f"{self._shown_url}/events")
+
+    def _check_feed(self, response: httpx.Response) -> None:
+        """Raise the error of a refused event stream. The body of a refusal has been read."""
+        if not response.is_success:
+            self._result(calls.events(), response)
+
+
+def _request(call: Call[T]) -> dict[str, Any]:
+    """Arguments for httpx."""
+    return {
+        "method": call.method,
+        "url": call.path,
+        "params": {name: value for name, value in (call.params or {}).items() if value is not None},
+        "content": call.content,
+        "headers": {"Content-Type": call.content_type} if call.content_type else {},
+    }
+
+
+def _checked(url: str, shown: str) -> httpx.URL:
+    expected = "an address such as http://HOST:PORT"
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        raise InvalidValueError("url", shown, expected) from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidValueError("url", shown, expected)
+    return parsed
+
+
+def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
+    """Arguments for httpx. Errors do not contain the credentials."""
+    if token and not _TOKEN.fullmatch(token):
+        raise InvalidValueError("token", f"{len(token)} characters", "printable ASCII without spaces or line ends")
+    if token and url.userinfo:
+        raise InvalidValueError("token", f"{len(token)} characters", "no user in `url` besides: both are credentials")
+    if token:
+        return {"headers": {"Authorization": f"Bearer {token}"}}
+    return {"auth": (url.username, url.password)} if url.userinfo else {}
