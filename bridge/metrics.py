@@ -66,6 +66,9 @@ def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
     )
     reach = GaugeMetricFamily("kvsight_bridge_sink_available", "1: the sink takes records", labels=_LABELS)
     refused = CounterMetricFamily("kvsight_bridge_rejected_records", "Records that the sink refused", labels=_LABELS)
+    skipped = CounterMetricFamily(
+        "kvsight_bridge_skipped_requests", "Messages of the control topic that are no requests", labels=_LABELS
+    )
     for status in (stream for engine in engines for stream in engine.streams):
         model, tenant, worker, rank = status.stream
         labels = [worker, model, tenant, str(rank)]
@@ -75,7 +78,8 @@ def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
             queued.add_metric(labels, queue.queued + queue.in_flight)
             reach.add_metric(labels, float(status.publisher.is_sink_available))
             refused.add_metric(labels, status.publisher.rejected_records)
-    yield from (pages, queued, reach, refused)
+            skipped.add_metric(labels, status.publisher.skipped_requests)
+    yield from (pages, queued, reach, refused, skipped)
 
 
 def _labels(engine: EngineStatus) -> list[str]:

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
+from kv_events.supervised import keep_running
 from publisher.sinks.base import OutRecord, Sink, SinkUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING_REQUESTS = 256
 """Requests repeat, and a second one adds nothing to one that waits. More than these are dropped."""
-_RETRY_S = 1.0
 
 
 class _Part:
@@ -55,7 +55,8 @@ class SharedSink:
         async with self._lock:
             if self._listener is None:
                 await self._sink.start()
-                self._listener = asyncio.create_task(self._forward_requests(), name="bridge-control")
+                listening = keep_running(self._forward_requests, "bridge-control", logger)
+                self._listener = asyncio.create_task(listening, name="bridge-control")
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Send records. The first caller also sends for those that wait. Raises what the sink raises."""
@@ -93,15 +94,12 @@ class SharedSink:
             part.error = outcome
 
     async def _forward_requests(self) -> None:
-        while True:
-            try:
-                async for request in self._sink.requests():
-                    lane = self._lanes.get(request.stream)
-                    if lane is not None:
-                        lane.take(request)
-            except Exception:
-                logger.exception("resync requests cannot be read; trying again")
-            await asyncio.sleep(_RETRY_S)
+        async for request in self._sink.requests():
+            if request is None:
+                for lane in self._lanes.values():
+                    lane.take(None)
+            elif (wanted := self._lanes.get(request.stream)) is not None:
+                wanted.take(request)
 
 
 class SinkLane:
@@ -110,7 +108,7 @@ class SinkLane:
     def __init__(self, shared: SharedSink, key: str) -> None:
         self.key = key
         self._shared = shared
-        self._requests: asyncio.Queue[ResyncRequest] = asyncio.Queue(_MAX_WAITING_REQUESTS)
+        self._requests: asyncio.Queue[ResyncRequest | None] = asyncio.Queue(_MAX_WAITING_REQUESTS)
 
     async def start(self) -> None:
         """Start the real sink if needed."""
@@ -124,12 +122,12 @@ class SinkLane:
         """Leave the real sink running for the other lanes."""
         self._shared.forget(self)
 
-    async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Yield resync requests for this stream."""
+    async def requests(self) -> AsyncIterator[ResyncRequest | None]:
+        """Yield resync requests for this stream, and None for each message that is not a request."""
         while True:
             yield await self._requests.get()
 
-    def take(self, request: ResyncRequest) -> None:
-        """Queue a request."""
+    def take(self, request: ResyncRequest | None) -> None:
+        """Queue a request, or None for a message that is not one."""
         with contextlib.suppress(asyncio.QueueFull):
             self._requests.put_nowait(request)

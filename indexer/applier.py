@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 from indexer.dead_letters import DeadLetters
@@ -10,7 +11,10 @@ from indexer.namespaces import Namespaces
 from indexer.views import View
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
+from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.records import LogRecord
+
+logger = logging.getLogger(__name__)
 
 
 class Applier:
@@ -25,6 +29,7 @@ class Applier:
         self.is_expired = is_expired
         self.on_applied: Callable[[View, DecodedBatch], None] = lambda _view, _batch: None
         """Called after each batch that was applied; must not raise."""
+        self._limited_logger = RateLimitedLogger(logger, "a record is skipped")
         self.records = 0
         """Records seen."""
 
@@ -42,6 +47,9 @@ class Applier:
             self.dead_letters.put(record, error)
         except IndexFullError as error:
             self.dead_letters.put(record, RecordRejectedError("index_full", str(error)))
+        except Exception as error:  # noqa: BLE001  (whatever is wrong with it, one record must not stop all workers)
+            self._limited_logger.warning("an error that kvsight should not have: %r", error, error=error)
+            self.dead_letters.put(record, RecordRejectedError("internal", repr(error)))
 
     def _apply(self, batch: DecodedBatch, heard_at: float, heard_tick: float) -> Iterator[None]:
         view = self.namespaces.view(batch.stream)
@@ -56,7 +64,11 @@ class Applier:
             view = self.namespaces.add_view(batch.stream, batch.block_size)
         if view.admit(batch, self.is_expired(view)):
             view.hear(batch, heard_at, heard_tick)
-            yield from view.apply(batch)
+            try:
+                yield from view.apply(batch)
+            except Exception:
+                view.mark_stale("internal error")
+                raise
             view.confirm(batch)
             self.on_applied(view, batch)
 

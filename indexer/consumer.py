@@ -24,6 +24,7 @@ from indexer.sources.reader import SourceReader
 from indexer.views import View, ViewState
 from kv_events.records import LogRecord
 from kv_events.streams import StreamId
+from kv_events.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ class Consumer:
         """Counts of records and dead letters."""
         self.freshness = Freshness(settings.worker_ttl_s, now)
         self.progress = Progress()
-        self.failure: BaseException | None = None
-        """The error that ended the loop, if it ended by itself."""
+        self.failure: Exception | None = None
+        """The newest error of the loop, which starts again. None after records are read again."""
         self._source = source
         self._reader = SourceReader(source, on_read=lambda: self.freshness.note_log_read(time.monotonic()))
         self._clock = clock
@@ -119,8 +120,7 @@ class Consumer:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run in the background of a block. Leaving it writes a last snapshot and stops."""
-        task = asyncio.create_task(self._run(), name="consumer")
-        task.add_done_callback(self._note_end)
+        task = asyncio.create_task(keep_running(self._run, "consumer", logger, self._note_failure), name="consumer")
         try:
             yield
         finally:
@@ -135,7 +135,8 @@ class Consumer:
             self.applier.dead_letters.close()
 
     async def _run(self) -> None:
-        await self._load_snapshot()
+        if not self.progress.is_started:
+            await self._load_snapshot()
         await self._start_reading()
         while not self._stopping:
             for record in await self._reader.fetch():
@@ -143,6 +144,7 @@ class Consumer:
                 if self._stopping:
                     return
             await self._between_records(time.monotonic())
+            self.failure = None
 
     async def _load_snapshot(self) -> None:
         snapshot = await self._snapshots.load()
@@ -152,6 +154,7 @@ class Consumer:
             logger.info("snapshot of %d views loaded", len(snapshot.namespaces.views))
 
     async def _start_reading(self) -> None:
+        await self._reader.stop()  # of a run that failed
         while not self._stopping:
             opened = await self._reader.start(self.progress.positions)
             if opened is not None:
@@ -188,7 +191,5 @@ class Consumer:
         parts: SnapshotParts = await self._slices.run(take(self.namespaces, self.progress.positions, self._clock()))
         return parts
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.failure = error
-            logger.error("the consumer has ended", exc_info=error)
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = error

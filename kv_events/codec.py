@@ -17,6 +17,7 @@ from kv_events.digest import DIGEST_BYTES, Digest
 from kv_events.errors import RecordRejectedError
 from kv_events.limits import (
     MAX_BLOCK_SIZE,
+    MAX_CONTROL_BYTES,
     MAX_DEGRADED_REASON_BYTES,
     MAX_DP_RANK,
     MAX_EVENTS_PER_BATCH,
@@ -126,6 +127,8 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     """Decode and check one record. Raises RecordRejectedError; never returns part of a record."""
     if len(payload) > MAX_RECORD_BYTES:
         raise RecordRejectedError("record_size", f"{len(payload)} bytes, at most {MAX_RECORD_BYTES}")
+    if not payload:
+        raise RecordRejectedError("empty", "0 bytes, such as a record without a value")
     try:
         batch = _batch_decoder.decode(payload)
     except msgspec.ValidationError as error:
@@ -155,6 +158,8 @@ def encode_resync(request: ResyncRequest) -> bytes:
 
 def decode_resync(payload: bytes) -> ResyncRequest:
     """Decode a message of the control topic. Raises RecordRejectedError."""
+    if not 0 < len(payload) <= MAX_CONTROL_BYTES:
+        raise RecordRejectedError("control", f"{len(payload)} bytes, expected 1 .. {MAX_CONTROL_BYTES}")
     try:
         return _control_decoder.decode(payload)
     except _UNREADABLE as error:

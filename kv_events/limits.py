@@ -19,6 +19,9 @@ MAX_NAME_BYTES = 256
 MAX_DEGRADED_REASON_BYTES = 256
 """Largest UTF-8 length of a degraded reason."""
 
+MAX_CONTROL_BYTES = 4096
+"""Largest message on the control topic, in bytes."""
+
 MAX_EXTRA_KEY_BYTES = 1024
 """Largest UTF-8 length of an extra key, which separates the pages of a namespace."""
 

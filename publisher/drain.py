@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from kv_events.backoff import Backoff
+from kv_events.supervised import keep_running
 from publisher.record_builder import RecordBuilder
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
 
@@ -24,17 +24,19 @@ class Drain:
     """Owns the drain task and the control task of one publisher, in one event loop.
 
     The drain task waits for new events (the engine's thread wakes it), the end of a linger time, a heartbeat, a due
-    resync, or the close. Errors other than `SinkUnavailableError` and `SinkRejectedError` end the task and are stored
-    in `failure`.
+    resync, or the close. After errors other than `SinkUnavailableError` and `SinkRejectedError`, a task starts again.
     """
 
     def __init__(self, worker: str, builder: RecordBuilder, sink: Sink, max_records: int) -> None:
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
+        """The newest error of a task, until records are sent again."""
         self.is_sink_available = True
         self.in_flight: Sequence[OutRecord] = ()
         """Records that the sink has not confirmed."""
         self.num_rejected = 0
         """Records that the sink refused."""
+        self.num_skipped_requests = 0
+        """Messages of the control channel that are not resync requests."""
         self._worker = worker
         self._builder = builder
         self._sink = sink
@@ -43,12 +45,13 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
         self._is_signalled = False  # whether the event is set or about to be set
+        self._is_sink_started = False
         self._is_closing = False
 
     def start(self) -> None:
         """Start the tasks in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._task = self._spawn(self._run(), f"publisher-drain:{self._worker}")
+        self._task = self._supervised(self._run, "publisher-drain", self._note_lost_records)
 
     def wake(self) -> None:
         """Wake the drain task. Thread-safe. Costs almost nothing while the task is awake."""
@@ -74,21 +77,25 @@ class Drain:
         except TimeoutError:
             logger.warning("publisher %s: the sink did not stop within %.0f s", self._worker, _STOP_GRACE_S)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._on_done)
-        return task
+    def _supervised(
+        self, work: Callable[[], Awaitable[None]], kind: str, on_error: Callable[[Exception], None]
+    ) -> asyncio.Task[None]:
+        name = f"{kind}:{self._worker}"
+        return asyncio.create_task(keep_running(work, name, logger, on_error), name=name)
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Store and log the error of a task that failed."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
+    def _note_failure(self, error: Exception) -> None:
         self.failure = error
-        logger.error("%s died", task.get_name(), exc_info=error)
+
+    def _note_lost_records(self, error: Exception) -> None:
+        """Send everything again, because the records that the drain task held may be lost."""
+        self._note_failure(error)
+        self._builder.request_resync("internal error")
 
     async def _run(self) -> None:
-        await self._until_available(self._sink.start)
-        control = self._spawn(self._answer_requests(), f"publisher-control:{self._worker}")
+        if not self._is_sink_started:
+            await self._until_available(self._sink.start)
+            self._is_sink_started = True
+        control = self._supervised(self._answer_requests, "publisher-control", self._note_failure)
         try:
             while True:
                 if self._builder.is_resync_due(time.time(), force=self._is_closing):
@@ -132,6 +139,8 @@ class Drain:
             logger.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
             self._builder.request_resync("rejected")
             await asyncio.sleep(_FIRST_RETRY_S)
+        else:
+            self.failure = None
         self.in_flight = ()
         await asyncio.sleep(0)  # a sink that never waits must not block the loop
 
@@ -154,5 +163,7 @@ class Drain:
 
     async def _answer_requests(self) -> None:
         async for request in self._sink.requests():
-            if self._builder.answer(request):
+            if request is None:
+                self.num_skipped_requests += 1
+            elif self._builder.answer(request):
                 self._awake.set()

@@ -54,9 +54,11 @@ class PublisherStats(NamedTuple):
     """Whether the last resync is not sent completely yet."""
     rejected_records: int
     """Records that the sink refused for good."""
+    skipped_requests: int
+    """Messages of the control channel that are not resync requests."""
     is_sink_available: bool
     failure: str | None
-    """The error that ended a task. None if all tasks run."""
+    """The newest error of a task, which starts again. None after records were sent again."""
 
 
 class CloseReport(NamedTuple):
@@ -163,6 +165,7 @@ class EventPublisher:
             resyncs=self._builder.num_resyncs,
             is_resyncing=self._builder.is_resyncing,
             rejected_records=self._drain.num_rejected,
+            skipped_requests=self._drain.num_skipped_requests,
             is_sink_available=self._drain.is_sink_available,
             failure=None if failure is None else repr(failure),
         )

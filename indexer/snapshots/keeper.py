@@ -60,5 +60,8 @@ class SnapshotKeeper:
         except SnapshotStoreError as error:
             self.failures += 1
             logger.warning("snapshot not written: %s", error)
+        except Exception:
+            self.failures += 1
+            logger.exception("snapshot not written")
         else:
             self.written += 1

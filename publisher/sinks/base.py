@@ -49,6 +49,9 @@ class Sink(Protocol):
     async def stop(self) -> None:
         """Release all resources. Does not raise if the other side is unavailable. Stopping twice is harmless."""
 
-    def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Yield resync requests of all streams after `start`. A sink without a control channel waits forever."""
+    def requests(self) -> AsyncIterator[ResyncRequest | None]:
+        """Yield resync requests of all streams after `start`. None stands for a message that is not a request.
+
+        A sink without a control channel waits forever.
+        """
         ...

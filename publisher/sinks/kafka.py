@@ -27,9 +27,10 @@ from aiokafka.errors import (
 )
 
 from kv_events.codec import decode_resync
-from kv_events.errors import InvalidValueError, RecordRejectedError
+from kv_events.errors import InvalidValueError, RecordRejectedError, shorten
 from kv_events.kafka_clients import stop_consumer, stop_producer
 from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
@@ -51,6 +52,7 @@ class KafkaSink:
             raise InvalidValueError("KVSIGHT_COMPRESSION", settings.compression, expected)
         self._settings = settings
         self._bootstrap = settings.kafka
+        self._limited_logger = RateLimitedLogger(logger, f"control topic {settings.control_topic}")
         self._producer: Any = None
         self._consumer: Any = None
         self._records: Sequence[OutRecord] = ()  # records of the current or interrupted call
@@ -94,20 +96,25 @@ class KafkaSink:
             await stop_consumer(consumer)
         await self._stop_producer()
 
-    async def requests(self) -> AsyncIterator[ResyncRequest]:
-        """Yield the requests of the control topic. Invalid messages are skipped."""
+    async def requests(self) -> AsyncIterator[ResyncRequest | None]:
+        """Yield the requests of the control topic, and None for any other message."""
         while self._consumer is not None:
             try:
                 message = await self._consumer.getone()
             except ConsumerStoppedError:
                 return
             except KafkaError as error:
-                logger.warning("control topic %s: %s; listening again", self._settings.control_topic, error)
+                self._limited_logger.warning("%s; listening again", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            request = _decoded(message.value)
-            if request is not None:
-                yield request
+            yield self._decoded(message.value)
+
+    def _decoded(self, value: bytes | None) -> ResyncRequest | None:
+        try:
+            return decode_resync(value or b"")  # None: a record without a value
+        except RecordRejectedError as error:
+            self._limited_logger.warning("a message is skipped: %s", shorten(error.detail, 200))
+            return None
 
     async def _enqueue(self, record: OutRecord) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = await self._producer.send(
@@ -170,11 +177,3 @@ class KafkaSink:
         for topic, code, *_ in response.topic_errors:
             if code not in (0, TopicAlreadyExistsError.errno):
                 raise KafkaConnectionError(f"topic {topic}: {for_code(code).__name__}")
-
-
-def _decoded(value: bytes) -> ResyncRequest | None:
-    try:
-        return decode_resync(value)
-    except RecordRejectedError as error:
-        logger.warning("control message skipped: %s", error)
-        return None

@@ -13,6 +13,7 @@ import zmq.asyncio
 from kv_events.endpoints import is_ipv6
 from kv_events.engine_wire import END, FrameError, parse_replay_request, seq_frame
 from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.supervised import keep_running
 from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,8 @@ class ReplaySocket:
         router.setsockopt(zmq.SNDHWM, max(2, _IN_FLIGHT_BYTES // self._settings.batch_bytes))
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         router.bind(self.endpoint)
-        self._task = asyncio.create_task(self._run(router), name=f"zmq-replay:{self._settings.worker}")
-        self._task.add_done_callback(_note_end)
+        name = f"zmq-replay:{self._settings.worker}"
+        self._task = asyncio.create_task(keep_running(lambda: self._run(router), name, logger), name=name)
 
     async def stop(self) -> None:
         """Allow half a second to transmit what was sent, then close. A second call does nothing."""
@@ -180,9 +181,3 @@ class ReplaySocket:
     def _send(self, socket: zmq.Socket[bytes], reader: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
         head = [reader, b""] if self._settings.zmq_replay_layout == "old" else [reader, b"", topic]
         socket.send_multipart([*head, seq, payload], zmq.NOBLOCK)
-
-
-def _note_end(task: asyncio.Task[None]) -> None:
-    """Log the failure of the task."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s failed: replays are no longer answered", task.get_name(), exc_info=error)

@@ -230,15 +230,17 @@ async def test_a_broker_that_is_not_there_is_unavailable() -> None:
     await sink.stop()
 
 
-async def test_control_messages_that_are_none_are_skipped(kafka_bootstrap: str) -> None:
+async def test_control_messages_that_are_no_requests_are_none(kafka_bootstrap: str) -> None:
     place = kafka_place(kafka_bootstrap)
     sink = place.sink()
     await sink.start()
-    waiting = asyncio.ensure_future(anext(sink.requests()))
+    requests = sink.requests()
+    waiting = asyncio.ensure_future(anext(requests))
     message = ResyncRequest("t/m/w/0", 7)
     await place.send_control(b"\xc1 not msgpack")
     await place.request(message)
-    assert await asyncio.wait_for(waiting, 10) == message
+    assert await asyncio.wait_for(waiting, 10) is None
+    assert await asyncio.wait_for(anext(requests), 10) == message
     await sink.stop()
 
 

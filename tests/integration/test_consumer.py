@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -223,15 +224,54 @@ async def test_queries_get_through_while_a_large_backlog_is_applied() -> None:
     assert longest < 0.25
 
 
-async def test_a_loop_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = MemoryLog()
-    consumer = new_consumer(log)
-    monkeypatch.setattr(consumer.applier, "apply", lambda *_: 1 / 0)
+class BrokenSource(MemorySource):
+    """A source with a bug that can be repaired."""
+
+    is_broken = False
+
+    async def fetch(self) -> Sequence[LogRecord]:
+        if self.is_broken:
+            raise ZeroDivisionError
+        return await super().fetch()
+
+
+async def test_a_loop_that_fails_says_so_and_starts_again() -> None:
+    log, stream, settings = MemoryLog(), Stream(), SETTINGS
+    source = BrokenSource(log)
+    consumer = Consumer(source, Applier(Namespaces(settings), DeadLetters()), settings)
     async with consumer.running():
-        put(log, Stream().batch())
+        put(log, stream.batch(stored((0, [1]))))
+        await caught_up(consumer, log)
+        source.is_broken = True
         await async_wait_until(lambda: consumer.failure is not None, what="the failure")
         assert isinstance(consumer.failure, ZeroDivisionError)
         assert not consumer.ready
+        put(log, stream.batch(stored((1, [2]))))
+        source.is_broken = False
+        await caught_up(consumer, log)
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+        assert (view.state, view.num_pages[0], consumer.applier.records) == (ViewState.LIVE, 2, 2)
+
+
+async def test_a_record_that_causes_an_error_is_a_dead_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, stream, other = MemoryLog(), Stream("w0"), Stream("w1")
+    consumer = new_consumer(log)
+    async with consumer.running():
+        put(log, stream.batch(stored((0, [1]))))
+        await caught_up(consumer, log)
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(view.index, "store", lambda *_: 1 / 0)
+            put(log, stream.batch(stored((0, [2]))))
+            await caught_up(consumer, log)
+        assert (view.state, view.stale_reason) == (ViewState.STALE, "internal error")
+        assert consumer.applier.dead_letters.counts == {"internal": 1}
+        put(log, other.batch(stored((0, [1]))))
+        put(log, stream.resync())
+        await caught_up(consumer, log)
+        assert {view.state for view in consumer.namespaces.views} == {ViewState.LIVE}
 
 
 # --- regressions ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,9 +43,13 @@ async def test_a_consumer_that_is_not_ready_says_why(serving: Any) -> None:
         assert "log" in check_problem(await client.get("/ready"), 503)["detail"]
 
 
-async def test_a_failed_consumer_fails_both_probes_and_nothing_of_it_leaks(serving: Any) -> None:
+async def test_a_failed_consumer_fails_both_probes_and_nothing_of_it_leaks(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving() as (client, fed):
-        fed.consumer.failure = RuntimeError("password=secret")
+        await async_wait_until(lambda: fed.consumer.ready, what="ready")
+        monkeypatch.setattr(fed.log, "read", Mock(side_effect=RuntimeError("password=secret")))
+        await async_wait_until(lambda: fed.consumer.failure is not None, what="the failure")
         for path in ("/health", "/ready"):
             problem = check_problem(await client.get(path), 503)
             assert "RuntimeError" in problem["detail"]

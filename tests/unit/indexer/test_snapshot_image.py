@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 
 import msgspec
 import pytest
 
+from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
-from indexer.snapshots.image import SnapshotParts, unpack
+from indexer.snapshots.image import SnapshotParts, take, unpack
+from kv_events.streams import StreamId
 
 SETTINGS = IndexerSettings.ignoring_environment()
 MAGIC = SnapshotParts(0.0, {}, []).pack()[:8]
@@ -21,6 +24,15 @@ def sealed(body: bytes) -> bytes:
 
 def test_a_body_of_ours_is_read() -> None:
     assert unpack(sealed(msgspec.msgpack.encode([1.5, {0: 7}, []])), SETTINGS).positions == {0: 7}
+
+
+def test_a_copy_of_many_namespaces_does_not_delay_records() -> None:
+    namespaces = Namespaces(SETTINGS)
+    for number in range(SETTINGS.max_namespaces):
+        namespaces.add_view(StreamId(f"m{number}", "default", "w", 0), 16)
+    began = time.thread_time()
+    assert sum(1 for _ in take(namespaces, {}, 0.0)) == SETTINGS.max_namespaces
+    assert time.thread_time() - began < 0.2
 
 
 @pytest.mark.parametrize(

@@ -182,17 +182,33 @@ async def test_records_refused_for_good_lead_to_a_resync(
     assert last.digest.tolist()[0] == 1
 
 
-async def test_a_dead_task_is_seen_and_the_engine_goes_on(sink: FaultySink, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_task_is_seen_and_the_engine_goes_on(sink: FaultySink, caplog: pytest.LogCaptureFixture) -> None:
     publisher = make(sink, queue_pages=10)
     sink.error = RuntimeError("a mistake in a sink")
     await publisher.start()
     await async_wait_until(lambda: publisher.stats().failure is not None)
     assert publisher.stats().failure == "RuntimeError('a mistake in a sink')"
-    assert "publisher-drain:w died" in caplog.text
+    assert "publisher-drain:w: failed and starts again" in caplog.text
     for i in range(100):
         publisher.publish([stored(i)])
-    report = await publisher.aclose(1)
+    report = await publisher.aclose(0.1)
     assert report.unflushed_pages == 100
+
+
+async def test_a_failed_task_starts_again_and_everything_is_sent(sink: FaultySink, log: MemoryLog) -> None:
+    async with make(sink) as publisher:
+        await async_wait_until(lambda: log.next_offset == 1)
+        sink.error = RuntimeError("a mistake in a sink")
+        publisher.publish([stored(1)])
+        await async_wait_until(lambda: publisher.stats().failure is not None)
+        sink.error = None
+        await async_wait_until(lambda: log.next_offset >= 2)
+        resync = decode_batch(log.read(0)[1].payload)
+        assert resync.steps[0] == SnapshotBegin("internal error")
+        assert resync.steps[1].hashes.tolist() == [101]  # type: ignore[union-attr]
+        await async_wait_until(lambda: publisher.stats().failure is None)
+        log.request(ResyncRequest(publisher.stream.key, publisher.epoch, "gap"))
+        await async_wait_until(lambda: publisher.stats().resyncs == 3)
 
 
 async def test_requests_on_the_control_channel_lead_to_a_resync(publisher: EventPublisher, log: MemoryLog) -> None:

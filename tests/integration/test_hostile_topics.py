@@ -1,0 +1,97 @@
+"""Records on the topics that kvsight did not write: they are skipped and counted, and stop nothing."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from indexer.views import ViewState
+from kv_events.codec import encode_resync
+from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
+from publisher import EventPublisher, PublisherSettings
+from publisher.sinks import create_sink
+from tests.support.log.records import Stream
+from tests.support.waiting import async_wait_until
+
+
+class Topics(NamedTuple):
+    """Two topics of a test, and a producer of any records."""
+
+    bootstrap: str
+    events: str
+    control: str
+    producer: AIOKafkaProducer
+
+
+@pytest.fixture
+async def topics(kafka_bootstrap: str) -> AsyncIterator[Topics]:
+    name = uuid.uuid4().hex
+    producer = AIOKafkaProducer(bootstrap_servers=kafka_bootstrap)
+    await producer.start()
+    yield Topics(kafka_bootstrap, f"events-{name}", f"control-{name}", producer)
+    await producer.stop()
+
+
+def publisher_of(topics: Topics) -> EventPublisher:
+    settings = PublisherSettings(
+        model="m",
+        worker="w",
+        block_size=4,
+        kafka=topics.bootstrap,
+        events_topic=topics.events,
+        control_topic=topics.control,
+        resync_jitter_s=0,
+        resync_min_interval_s=0,
+        ledger_pages=10_000,
+    )
+    return EventPublisher(settings, create_sink(settings))
+
+
+NOT_REQUESTS = {
+    "tombstone": None,
+    "empty": b"",
+    "garbage": b"\xc1garbage",
+    "other msgpack": b"\x81\xa1a\x01",
+    "batch": Stream().batch().payload,
+    "large": encode_resync(ResyncRequest("m" * 900_000, 1)),
+    "request of another type": encode_resync(ResyncRequest("w", 1)).replace(b"\xa1w", b"\xc3"),
+}
+
+
+async def test_a_publisher_answers_requests_after_anything_else_on_the_control_topic(topics: Topics) -> None:
+    async with publisher_of(topics) as publisher:
+        publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
+        await async_wait_until(lambda: publisher.stats().next_seq, 30, "the first record")
+        for value in NOT_REQUESTS.values():
+            await topics.producer.send_and_wait(topics.control, value, b"\xff")
+        await topics.producer.send_and_wait(topics.control, b"no key")
+        request = ResyncRequest(publisher.stream.key, publisher.epoch, "after all of that")
+        await topics.producer.send_and_wait(topics.control, encode_resync(request))
+        await async_wait_until(lambda: publisher.stats().resyncs == 2, 30, "the resync")
+        assert publisher.stats().skipped_requests == len(NOT_REQUESTS) + 1
+        assert publisher.stats().failure is None
+
+
+async def test_an_indexer_skips_and_counts_records_that_are_no_batches(topics: Topics) -> None:
+    settings = IndexerSettings(kafka=topics.bootstrap, events_topic=topics.events, control_topic=topics.control)
+    consumer = create_consumer(settings)
+    async with publisher_of(topics) as publisher, consumer.running():
+        await async_wait_until(lambda: consumer.namespaces.view(publisher.stream), 30, "the view")
+        others = {name: value for name, value in NOT_REQUESTS.items() if name != "batch"}
+        for value in others.values():
+            await topics.producer.send_and_wait(topics.events, value, b"\xff")
+        await topics.producer.send_and_wait(topics.events, b"no key")
+        publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
+        view = consumer.namespaces.view(publisher.stream)
+        assert view is not None
+        await async_wait_until(lambda: view.num_pages[0] == 1 and view.state is ViewState.LIVE, 30, "the page")
+        counts = consumer.applier.dead_letters.counts
+        await async_wait_until(lambda: counts.total() == len(others) + 1, 30, "all of them")
+        assert counts["empty"] == 2
+        assert consumer.failure is None
