@@ -17,7 +17,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONUNBUFFERED=1 \
     NUMBA_CACHE_DIR=/opt/kernels
 RUN useradd --system --uid 10001 --create-home kvsight \
-    && install --directory --owner=kvsight /opt/kernels
+    && install --directory --owner=kvsight /opt/kernels /var/lib/kvsight/records
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     wheel=$(echo /wheels/*.whl) \
     && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve]"

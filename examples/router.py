@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -28,11 +28,14 @@ def pairs(text: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split(",") if pair)
 
 
+FIRST_AWAY_S, LONGEST_AWAY_S = 1.0, 30.0
 engines = pairs(os.environ["ENGINES"])
 adapters = pairs(os.environ.get("ADAPTERS", ""))
 kvsight = AsyncClient(os.environ["KVSIGHT_URL"], token=os.environ.get("KVSIGHT_API_TOKEN"), timeout_s=1.0)
 http = httpx.AsyncClient(timeout=httpx.Timeout(600, connect=5), limits=httpx.Limits(max_connections=None))
 waiting = dict.fromkeys(engines, 0.0)  # prompt tokens that each engine still has to compute
+away_s: dict[str, float] = {}  # engine that could not be reached -> how long it gets no requests
+away_until: dict[str, float] = {}
 
 
 @asynccontextmanager
@@ -45,25 +48,67 @@ app = FastAPI(lifespan=lifespan)
 app.state.next_warning_at = 0.0
 
 
+@app.get("/v1/models")
+async def models(request: Request) -> StreamingResponse:
+    """Return the models of the least busy engine that answers."""
+    failures = []
+    for worker in by_load():
+        try:
+            return Relayed(await send(worker, request, None), worker)
+        except HTTPException as error:
+            failures.append(error.detail)
+    raise HTTPException(502, "; ".join(failures))
+
+
 @app.post("/v1/completions")
 @app.post("/v1/chat/completions")
 async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
     """Choose a worker, forward the request, and stream the answer back."""
+    if not isinstance(body.get("model"), str):
+        raise HTTPException(400, "model: missing, or not a string")
     tokens = await tokens_of(body)
     chosen = await choose(body, tokens)
     work = len(tokens) - chosen.tokens
     waiting[chosen.worker] += work  # before the next await, so that concurrent requests see it
     try:
-        url = engines[chosen.worker] + request.url.path
-        headers = {name: value for name, value in request.headers.items() if name == "authorization"}
-        if chosen.dp_rank is not None:
-            headers["x-data-parallel-rank"] = str(chosen.dp_rank)
-        answer = await http.send(http.build_request("POST", url, json=body, headers=headers), stream=True)
-    except httpx.TransportError as error:
-        raise HTTPException(502, f"{chosen.worker} does not answer: {error!r}") from error
+        return Relayed(await send(chosen.worker, request, body, chosen.dp_rank), chosen.worker)
     finally:
         waiting[chosen.worker] -= work  # the prompt is computed, or the request has failed
-    return Relayed(answer, chosen.worker)
+
+
+async def send(
+    worker: str, request: Request, body: dict[str, Any] | None, dp_rank: int | None = None
+) -> httpx.Response:
+    """Forward a request to an engine. Raises HTTPException (502) if it cannot be reached."""
+    headers = {name: value for name, value in request.headers.items() if name == "authorization"}
+    if dp_rank is not None:
+        headers["x-data-parallel-rank"] = str(dp_rank)
+    built = http.build_request(request.method, engines[worker] + request.url.path, json=body, headers=headers)
+    with reaching(worker):
+        return await http.send(built, stream=True)
+
+
+@contextmanager
+def reaching(worker: str) -> Iterator[None]:
+    """Leave an engine alone for a while if it cannot be reached: a second, then two, four, at most 30."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        away_s[worker] = min(2 * away_s.get(worker, FIRST_AWAY_S / 2), LONGEST_AWAY_S)
+        away_until[worker] = time.monotonic() + away_s[worker]
+        raise HTTPException(502, f"{worker} does not answer: {error!r}") from error
+    away_s.pop(worker, None)
+
+
+def load() -> dict[str, float]:
+    """Return the queued work of the engines that can be reached, or of all if none can."""
+    now = time.monotonic()
+    return {name: work for name, work in waiting.items() if away_until.get(name, now) <= now} or waiting
+
+
+def by_load() -> list[str]:
+    """Return the engines of `load`, the least busy one first."""
+    return sorted(load(), key=waiting.__getitem__)
 
 
 class Relayed(StreamingResponse):
@@ -92,14 +137,16 @@ async def tokenized(body: dict[str, Any]) -> httpx.Response:
     """Tokenize on the least busy engine that answers."""
     asked = {name: body[name] for name in ("model", "prompt", "messages", "tools") if name in body}
     failures = []
-    for worker in sorted(engines, key=waiting.__getitem__):
+    for worker in by_load():
         try:
-            answer = await http.post(f"{engines[worker]}/tokenize", json=asked, timeout=10)
-            if not answer.is_server_error:
-                return answer
-            failures.append(f"{worker} answers {answer.status_code}")
-        except httpx.TransportError as error:
-            failures.append(f"{worker} does not answer: {error!r}")
+            with reaching(worker):
+                answer = await http.post(f"{engines[worker]}/tokenize", json=asked, timeout=10)
+        except HTTPException as error:
+            failures.append(error.detail)
+            continue
+        if not answer.is_server_error:
+            return answer
+        failures.append(f"{worker} answers {answer.status_code}")
     raise HTTPException(502, f"no engine tokenizes: {'; '.join(failures)}")
 
 
@@ -108,11 +155,11 @@ async def choose(body: dict[str, Any], tokens: list[int]) -> WorkerChoice:
     name, salt = body["model"], body.get("cache_salt")
     model, lora_name = (adapters[name], name) if name in adapters else (name, None)
     try:
-        chosen = await kvsight.best_worker(model, tokens, load=waiting, lora_name=lora_name, cache_salt=salt)
+        chosen = await kvsight.best_worker(model, tokens, load=load(), lora_name=lora_name, cache_salt=salt)
     except KvsightError as error:
         chosen = None
         warn(error)
-    return chosen or WorkerChoice(min(waiting, key=waiting.__getitem__), None, 0, 0.0)
+    return chosen or WorkerChoice(by_load()[0], None, 0, 0.0)
 
 
 def warn(error: KvsightError) -> None:

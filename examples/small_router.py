@@ -5,6 +5,7 @@ ENGINES="engine-0=http://10.0.0.1:8000,engine-1=http://10.0.0.2:8000" KVSIGHT_UR
 """
 
 import os
+import time
 from typing import Any
 
 import httpx
@@ -14,36 +15,57 @@ from starlette.background import BackgroundTask
 
 from kvsight import AsyncClient, KvsightError
 
+AWAY_S = 5.0
 engines = dict(pair.split("=", 1) for pair in os.environ["ENGINES"].split(","))  # worker name -> address
 waiting = dict.fromkeys(engines, 0.0)  # prompt tokens that each engine still has to compute
+away_until = dict.fromkeys(engines, 0.0)  # an engine that could not be reached gets no requests for AWAY_S seconds
 kvsight = AsyncClient(os.environ["KVSIGHT_URL"], token=os.environ.get("KVSIGHT_API_TOKEN"), timeout_s=1.0)
 http = httpx.AsyncClient(timeout=httpx.Timeout(600, connect=5), limits=httpx.Limits(max_connections=None))
 app = FastAPI()
+
+
+@app.get("/v1/models")
+async def models(request: Request) -> StreamingResponse:
+    """Return the models of the least busy engine."""
+    return await forward(least_busy(), request, None)
 
 
 @app.post("/v1/completions")
 @app.post("/v1/chat/completions")
 async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
     """Choose a worker, forward the request, and stream the answer back."""
-    worker, work = min(waiting, key=waiting.__getitem__), 0
+    if not isinstance(body.get("model"), str):
+        raise HTTPException(400, "model: missing, or not a string")
+    tokens = body["prompt"] if isinstance(body.get("prompt"), list) else await tokenize(least_busy(), body)
+    worker, work = await choose(body, tokens)
+    waiting[worker] += work  # before the next await, so that concurrent requests see it
     try:
-        tokens = body["prompt"] if isinstance(body.get("prompt"), list) else await tokenize(worker, body)
-        worker, work = await choose(body, tokens)
-        waiting[worker] += work  # before the next await, so that concurrent requests see it
-        forwarded = http.build_request("POST", engines[worker] + request.url.path, json=body)
-        answer = await http.send(forwarded, stream=True)
-    except httpx.TransportError as error:
-        raise HTTPException(502, f"{worker} does not answer: {error!r}") from error
+        return await forward(worker, request, body)
     finally:
         waiting[worker] -= work  # the prompt is computed, or the request has failed
+
+
+async def forward(worker: str, request: Request, body: dict[str, Any] | None) -> StreamingResponse:
+    """Send a request to an engine and stream the answer back."""
+    answer = await send(worker, http.build_request(request.method, engines[worker] + request.url.path, json=body))
     kind, hang_up = answer.headers.get("content-type"), BackgroundTask(answer.aclose)
     return StreamingResponse(answer.aiter_bytes(), answer.status_code, {"x-worker": worker}, kind, hang_up)
+
+
+async def send(worker: str, request: httpx.Request) -> httpx.Response:
+    """Send a request to an engine. An engine that cannot be reached is left alone for a while."""
+    try:
+        return await http.send(request, stream=True)
+    except httpx.TransportError as error:
+        away_until[worker] = time.monotonic() + AWAY_S
+        raise HTTPException(502, f"{worker} does not answer: {error!r}") from error
 
 
 async def tokenize(worker: str, body: dict[str, Any]) -> list[int]:
     """Return the prompt's tokens as the engine sees them, or none if it refuses the prompt."""
     asked = {name: body[name] for name in ("model", "prompt", "messages", "tools") if name in body}
-    answer = await http.post(f"{engines[worker]}/tokenize", json=asked)
+    answer = await send(worker, http.build_request("POST", f"{engines[worker]}/tokenize", json=asked))
+    await answer.aread()
     tokens: list[int] = answer.json()["tokens"] if answer.is_success else []
     return tokens
 
@@ -51,7 +73,18 @@ async def tokenize(worker: str, body: dict[str, Any]) -> list[int]:
 async def choose(body: dict[str, Any], tokens: list[int]) -> tuple[str, int]:
     """Return a worker and the number of tokens it has to compute. Without kvsight, choose by queued work alone."""
     try:
-        best = await kvsight.best_worker(body["model"], tokens, load=waiting, cache_salt=body.get("cache_salt"))
+        best = await kvsight.best_worker(body["model"], tokens, load=load(), cache_salt=body.get("cache_salt"))
     except KvsightError:
         best = None
-    return (best.worker, len(tokens) - best.tokens) if best else (min(waiting, key=waiting.__getitem__), len(tokens))
+    return (best.worker, len(tokens) - best.tokens) if best else (least_busy(), len(tokens))
+
+
+def load() -> dict[str, float]:
+    """Return the queued work of the engines that can be reached, or of all if none can."""
+    now = time.monotonic()
+    return {name: work for name, work in waiting.items() if away_until[name] <= now} or waiting
+
+
+def least_busy() -> str:
+    """Return the engine with the least queued work."""
+    return min(load(), key=waiting.__getitem__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,11 +21,12 @@ def engine(
     capacity: Annotated[int, typer.Option(help="Tokens that the cache holds.")] = 2**20,
     block_size: Annotated[int, typer.Option(help="Tokens per page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
     rate: Annotated[float, typer.Option(help="Requests per second.", min=0.01, max=1000)] = 2.0,
-    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the workload. Give each engine another one.")] = 0,
 ) -> None:
     """Run one simulated worker: a real radix cache under a generated workload that publishes to Kafka.
 
-    For trying out a deployment without GPUs. Runs until Ctrl-C, then flushes and reports undelivered pages.
+    For trying out a deployment without GPUs. It also holds a part of the prompt that `kvsight demo-prompt` prints.
+    Runs until Ctrl-C, then flushes and reports undelivered pages.
     """
     compile_kernels()
     from publisher import PublisherSettings
@@ -38,7 +38,8 @@ def engine(
 async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
     from publisher import EventPublisher
     from publisher.sinks.kafka import KafkaSink
-    from simulation import SimulatedWorker, SimulationSettings, WorkloadSettings, create_cache, generate
+    from simulation import SimulatedWorker, SimulationSettings, create_cache
+    from simulation.demo_prompt import engine_requests
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,13 +49,12 @@ async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: 
     worker = SimulatedWorker(publisher, cache)
     await publisher.start()
     err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
-    for part in count(seed):
-        for request in generate(WorkloadSettings(seed=part)):
-            worker.serve(request)
-            try:
-                await asyncio.wait_for(stop.wait(), 1 / rate)
-            except TimeoutError:
-                continue
-            report = await publisher.aclose()
-            err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
-            return
+    for request in engine_requests(seed):
+        worker.serve(request)
+        try:
+            await asyncio.wait_for(stop.wait(), 1 / rate)
+        except TimeoutError:
+            continue
+        report = await publisher.aclose()
+        err.print(f"stopped; {report.unflushed_pages} pages were not delivered")
+        return

@@ -68,7 +68,11 @@ class Engine:
             ("/v1/completions", self._complete),
             ("/v1/chat/completions", self._chat),
         ]
-        return Starlette(routes=[Route(path, handler, methods=["POST"]) for path, handler in routes])
+        posted = [Route(path, handler, methods=["POST"]) for path, handler in routes]
+        return Starlette(routes=[*posted, Route("/v1/models", self._models)])
+
+    async def _models(self, _request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "m"}]})
 
     async def _tokenize(self, request: Request) -> Response:
         body = await request.json()
@@ -116,6 +120,8 @@ class Rig:
     engines: dict[str, Engine]
     client: httpx.AsyncClient
     """Of the router."""
+    module: Any
+    """The router."""
 
     async def complete(self, tokens: list[int] | str, **more: Any) -> httpx.Response:
         return await self.client.post("/v1/completions", json={"model": "m", "prompt": tokens, **more})
@@ -141,7 +147,7 @@ async def routed(
         address = await stack.enter_async_context(running_server(example.app, settings))
         unlimited = httpx.Limits(max_connections=None)
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, limits=unlimited, timeout=30))
-        yield Rig(fed, engines, client)
+        yield Rig(fed, engines, client, example)
 
 
 @both
@@ -288,14 +294,66 @@ async def test_requests_are_served_without_kvsight_and_before_any_engine_was_hea
 
 
 @both
-async def test_an_engine_that_is_down_is_named_and_its_work_forgotten(router: str) -> None:
+async def test_an_engine_that_is_down_is_named_and_gets_nothing_for_a_while(router: str) -> None:
     async with routed(router, down={"engine-1"}) as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS)
-        for prompt in ([*TOKENS, *range(1000, 1020)], TOKENS):  # a leftover count of 20 would choose engine-0
-            answer = await rig.complete(prompt)
-            assert (answer.status_code, "engine-1 does not answer" in answer.text) == (502, True)
-            assert "engine-0" not in answer.text
-        assert (await rig.complete(OTHER)).headers["x-worker"] == "engine-0"
+        failed = await rig.complete([*TOKENS, *range(1000, 1020)])
+        assert (failed.status_code, "engine-1 does not answer" in failed.text) == (502, True)
+        assert "engine-0" not in failed.text
+        for _ in range(3):
+            assert (await rig.complete(TOKENS)).headers["x-worker"] == "engine-0"
+
+
+@both
+async def test_an_engine_that_was_down_gets_requests_again_and_its_lost_work_is_forgotten(router: str) -> None:
+    async with routed(router, down={"engine-1"}) as rig:
+        await rig.fed.hold(Stream("engine-1"), TOKENS)
+        rig.module.AWAY_S = rig.module.FIRST_AWAY_S = 0.0
+        for _ in range(2):  # leftover work of 20 tokens would choose engine-0
+            assert (await rig.complete([*TOKENS, *range(1000, 1020)])).status_code == 502
+        rig.module.engines["engine-1"] = rig.module.engines["engine-0"]  # another engine at its name
+        assert (await rig.complete(TOKENS)).headers["x-worker"] == "engine-1"
+
+
+async def test_an_engine_that_stays_away_is_left_alone_for_longer_and_longer() -> None:
+    async with routed(down={"engine-1"}) as rig:
+        away: dict[str, float] = rig.module.away_s
+        for expected in (1, 2, 4, 8, 16, 30, 30):
+            rig.module.away_until.clear()
+            await rig.fed.hold(Stream("engine-1"), TOKENS)
+            assert (await rig.complete(TOKENS)).status_code == 502
+            assert away == {"engine-1": expected}
+        rig.module.away_until.clear()
+        rig.module.engines["engine-1"] = rig.module.engines["engine-0"]
+        assert (await rig.complete(TOKENS)).headers["x-worker"] == "engine-1"
+        assert away == {}
+
+
+@both
+@pytest.mark.parametrize("body", [{"prompt": TOKENS}, {"model": None, "prompt": TOKENS}, {"model": 7, "messages": []}])
+async def test_a_body_without_a_model_is_the_callers_mistake(router: str, body: dict[str, Any]) -> None:
+    async with routed(router) as rig:
+        answer = await rig.client.post("/v1/completions", json=body)
+        assert (answer.status_code, "model" in answer.text) == (400, True)
+        assert all(not engine.asked for engine in rig.engines.values())
+
+
+@both
+async def test_the_models_are_those_of_an_engine(router: str) -> None:
+    async with routed(router) as rig:
+        answer = await rig.client.get("/v1/models")
+    assert (answer.status_code, answer.json()) == (200, {"data": [{"id": "m"}]})
+
+
+@both
+async def test_where_no_engine_lists_models_the_caller_is_told(router: str) -> None:
+    async with routed(router, down={"engine-0", "engine-1"}) as rig:
+        assert (await rig.client.get("/v1/models")).status_code == 502
+
+
+async def test_the_models_are_those_of_any_engine_that_answers() -> None:
+    async with routed(down={"engine-0"}) as rig:
+        assert (await rig.client.get("/v1/models")).headers["x-worker"] == "engine-1"
 
 
 @both

@@ -6,16 +6,14 @@ import ast
 import json
 import re
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.compose import COMPOSE, ROOT, SERVICES, command, documented
+from tests.support.engines.released_modules import SGLANG_MAPS, VLLM
+
 DEPLOY = ROOT / "deploy"
-COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 
 
@@ -26,15 +24,19 @@ def instructions(keyword: str) -> list[str]:
 
 def command_lines() -> dict[str, list[str]]:
     """Return the words of every kvsight command in the container files and the Makefile, by location."""
-    ours = {name: service["command"] for name, service in SERVICES.items() if "build" in service}
+    ours = {name: command(name) for name, service in SERVICES.items() if "build" in service}
+    on_host = [line.split() for line in documented("Programs on the host")]
     in_image = [json.loads(instructions("CMD")[-1])]
     in_image += [shlex.split(line) for line in instructions("RUN") if line.startswith("kvsight ")]
     in_makefile = {"make demo": ["kvsight", "demo", "--exit"]}
-    return ours | {f"Dockerfile {words[1]}": words for words in in_image} | in_makefile
+    in_docs = {f"docs {words[1]}": words for words in on_host}
+    return ours | {f"Dockerfile {words[1]}": words for words in in_image} | in_makefile | in_docs
 
 
 def option(words: list[str], name: str) -> str:
-    return words[words.index(name) + 1]
+    """Return the value of an option that is given as `--name value` or `--name=value`."""
+    joined = [word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")]
+    return joined[0] if joined else words[words.index(name) + 1]
 
 
 def literals(*packages: str) -> set[str]:
@@ -57,9 +59,10 @@ def test_every_command_line_is_one_the_command_accepts(where: str) -> None:
     commands[name].make_context(name, arguments, resilient_parsing=False)
 
 
-def test_the_two_engines_are_told_apart_by_their_names() -> None:
+def test_every_simulated_engine_has_a_name_and_a_seed_of_its_own() -> None:
     engines = [service["command"] for name, service in SERVICES.items() if name.startswith("engine-")]
     assert sorted(option(words, "--worker") for words in engines) == ["engine-0", "engine-1"]
+    assert len({option(words, "--seed") for words in engines}) == len(engines)
 
 
 def test_every_setting_is_one_the_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,46 +87,122 @@ def test_the_api_is_published_exposed_checked_and_scraped_on_the_port_it_listens
     assert instructions("EXPOSE") == [port]
     assert option(json.loads(instructions("CMD")[-1]), "--port") == port
     assert f"http://127.0.0.1:{port}/health" in instructions("HEALTHCHECK")[0]
-    scrape = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]
+    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
     assert scrape["static_configs"] == [{"targets": [f"indexer:{port}"]}]
 
 
 def test_the_paths_that_are_checked_and_scraped_are_routes_of_the_api() -> None:
-    scrape = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]
+    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
     assert {"/health", scrape["metrics_path"]} <= literals("api")
 
 
 def test_clients_name_the_ports_that_kafka_and_redis_listen_on() -> None:
     kafka, redis = SERVICES["kafka"], SERVICES["redis"]
-    bootstrap = kafka["environment"]["KAFKA_ADVERTISED_LISTENERS"].removeprefix("PLAINTEXT://")
+    bootstrap = listeners("KAFKA_ADVERTISED_LISTENERS")["PLAINTEXT"]
     port = bootstrap.partition(":")[2]
-    assert f"PLAINTEXT://:{port}," in kafka["environment"]["KAFKA_LISTENERS"]
+    assert listeners("KAFKA_LISTENERS")["PLAINTEXT"] == f":{port}"
     assert kafka["healthcheck"]["test"][-1] == bootstrap
-    for name in ("indexer", "engine-0", "engine-1"):
-        assert option(SERVICES[name]["command"], "--kafka") == bootstrap
+    users = [name for name, service in SERVICES.items() if "build" in service]
+    assert {option(SERVICES[name]["command"], "--kafka") for name in users} == {bootstrap}
     redis_port = option(redis["command"], "--port")
     assert option(redis["healthcheck"]["test"], "-p") == redis_port
     assert option(SERVICES["indexer"]["command"], "--redis") == f"redis://redis:{redis_port}/0"
 
 
+def listeners(variable: str) -> dict[str, str]:
+    """Return listener -> address, from a variable of the broker."""
+    return dict(each.split("://") for each in SERVICES["kafka"]["environment"][variable].split(","))
+
+
+def test_programs_on_the_host_reach_the_broker_through_a_listener_that_sends_them_back_there() -> None:
+    address = listeners("KAFKA_ADVERTISED_LISTENERS")["HOST"]
+    host, _, port = address.partition(":")
+    assert host == "localhost"
+    assert listeners("KAFKA_LISTENERS")["HOST"] == f":{port}"
+    assert SERVICES["kafka"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert "HOST:PLAINTEXT" in SERVICES["kafka"]["environment"]["KAFKA_LISTENER_SECURITY_PROTOCOL_MAP"].split(",")
+    assert {option(line.split(), "--kafka") for line in documented("Programs on the host")} == {address}
+
+
 def test_the_broker_is_the_version_that_the_tests_run_against() -> None:
     from tests.support.servers.kafka_broker import KAFKA_VERSION
 
-    assert SERVICES["kafka"]["image"] == f"apache/kafka:{KAFKA_VERSION}"
+    assert SERVICES["kafka"]["image"].partition("@")[0] == f"apache/kafka:{KAFKA_VERSION}"
+
+
+def test_every_foreign_image_is_pinned() -> None:
+    for name, service in SERVICES.items():
+        if "build" not in service:
+            image, _, digest = service["image"].partition("@")
+            assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+\S*", image), name
+            # no digests of the engines' images are known
+            assert re.fullmatch("sha256:[0-9a-f]{64}", digest) or name in ("vllm", "sglang")
+
+
+@pytest.mark.parametrize(("engine", "release"), [("vllm", VLLM), ("sglang", SGLANG_MAPS)])
+def test_an_engine_has_the_release_of_the_tests_and_the_options_of_its_page(
+    engine: str, release: tuple[str, str]
+) -> None:
+    service, page = SERVICES[engine], (ROOT / f"docs/engines/{engine}.md").read_text()
+    assert service["image"].endswith(f":v{release[1]}")
+    (documented_config,) = re.findall(r"\n    (?:[^\n]*)--kv-events-config '(\{.*?\})'\n```", page, re.DOTALL)[:1]
+    assert json.loads(option(command(engine), "--kv-events-config")) == json.loads(documented_config)
+    own = {word.split("=")[0] for word in command(engine) if word.startswith("--")}
+    assert own <= set(re.findall(r"--[a-z-]+", page)) | {"--host"}
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_bridge_reads_the_ports_that_its_engine_publishes_on(engine: str) -> None:
+    from bridge import parse_engine
+
+    config = json.loads(option(command(engine), "--kv-events-config"))
+    read = parse_engine(option(command(f"{engine}-bridge"), "--engine"))
+    ports = [config[key].rpartition(":")[2] for key in ("endpoint", "replay_endpoint")]
+    assert [read.endpoint, read.replay_endpoint] == [f"tcp://{engine}:{port}" for port in ports]
+    assert read.model is not None
+    assert read.model in command(engine)[0]
+    metrics = option(command(f"{engine}-bridge"), "--metrics-port")
+    assert f"127.0.0.1:{metrics}/metrics" in SERVICES[f"{engine}-bridge"]["healthcheck"]["test"][-1]
+    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][1]["dns_sd_configs"][
+        0
+    ]
+    assert f"{engine}-bridge" in scrape["names"]
+    assert str(scrape["port"]) == metrics
 
 
 def test_whoever_is_waited_for_has_a_health_check() -> None:
     for name, service in SERVICES.items():
         for needed, how in service.get("depends_on", {}).items():
+            if name == f"{needed}-bridge":  # reads from the engine's first moment
+                assert how == {"condition": "service_started"}
+                continue
             assert how == {"condition": "service_healthy"}, name
             in_image = SERVICES[needed].get("image") == "kvsight:latest" and instructions("HEALTHCHECK")
             assert "test" in SERVICES[needed].get("healthcheck", {}) or in_image, f"{name} waits for {needed}"
 
 
-def test_what_watches_runs_only_under_its_profile() -> None:
-    watching = {name for name, service in SERVICES.items() if service.get("profiles") == ["observability"]}
-    assert watching == {"prometheus", "grafana"}
-    assert all("profiles" not in service for name, service in SERVICES.items() if name not in watching)
+def test_every_service_restarts_and_is_limited() -> None:
+    for name, service in SERVICES.items():
+        assert service["restart"] == "unless-stopped", name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+        if name not in ("vllm", "sglang"):  # a GPU is reserved; memory depends on the model
+            assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"}, name
+
+
+def test_without_a_profile_only_what_a_first_query_needs_runs() -> None:
+    profiles = {name: tuple(service.get("profiles", ())) for name, service in SERVICES.items()}
+    always = {name for name, own in profiles.items() if not own}
+    assert always == {"kafka", "redis", "indexer", "engine-0", "engine-1"}
+    members = {own: {name for name in profiles if profiles[name] == own} for own in set(profiles.values()) if own}
+    assert members == {
+        ("observability",): {"prometheus", "grafana"},
+        ("record",): {"record"},
+        ("vllm",): {"vllm", "vllm-bridge"},
+        ("sglang",): {"sglang", "sglang-bridge"},
+    }
+    page = (ROOT / "docs/deployment.md").read_text()
+    assert {f"| `{profile}` |" in page for (profile,) in members} == {True}
 
 
 def test_every_mounted_file_and_volume_is_there() -> None:
@@ -133,13 +212,15 @@ def test_every_mounted_file_and_volume_is_there() -> None:
             assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], volume
 
 
-def test_the_image_runs_as_an_ordinary_user_who_may_write_the_kernel_cache() -> None:
+def test_the_image_runs_as_an_ordinary_user_who_may_write_the_kernel_cache_and_the_records() -> None:
     lines = DOCKERFILE.splitlines()
     assert instructions("USER") == ["kvsight"]
     assert lines.index("USER kvsight") < lines.index("RUN kvsight compile-kernels")
     cache = re.search(r"NUMBA_CACHE_DIR=(\S+)", DOCKERFILE)
     assert cache is not None
-    assert f"--owner=kvsight {cache[1]}" in DOCKERFILE
+    owned = re.search(r"--owner=kvsight (.*)", DOCKERFILE)
+    assert owned is not None
+    assert {cache[1], command("record")[2]} <= set(owned[1].split())
 
 
 def test_the_image_gets_every_package_of_the_wheel() -> None:

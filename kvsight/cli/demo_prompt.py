@@ -1,0 +1,21 @@
+"""`kvsight demo-prompt`"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+
+def demo_prompt(
+    model: Annotated[str, typer.Option(help="Model to name in the query.", envvar="KVSIGHT_MODEL")] = "demo-model",
+) -> None:
+    """Print a query whose prompt every `kvsight engine` holds in part.
+
+    How much depends on the engine's `--seed`: 0 holds all 2048 tokens, 1 a half, 2 a quarter, 3 an eighth. The output
+    is the body of POST /query: `kvsight demo-prompt | kvsight query -`.
+    """
+    from simulation.demo_prompt import demo_prompt as prompt
+
+    typer.echo(msgspec.json.encode({"model_name": model, "token_ids": prompt().tolist()}))

@@ -1,0 +1,32 @@
+"""The container files and the commands of docs/deployment.md, as they are in the repository."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+_DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
+
+
+def command(service: str) -> list[str]:
+    """Return the words of a service's command. Variables have their defaults."""
+    return [_DEFAULT.sub(r"\1", word) for word in SERVICES[service]["command"]]
+
+
+def documented(section: str) -> list[str]:
+    """Return the commands in one section of the deployment page. A section ends at the next heading of any level."""
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    text = re.split(r"^#{1,6} ", page.partition(f"# {section}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    assert text, f"no section {section}"
+    return [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in _commands(block)]
+
+
+def _commands(block: str) -> list[str]:
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
