@@ -21,12 +21,15 @@ class Applier:
     """Turns records into views."""
 
     def __init__(
-        self, namespaces: Namespaces, dead_letters: DeadLetters, is_expired: Callable[[View], bool] = lambda _: False
+        self,
+        namespaces: Namespaces,
+        dead_letters: DeadLetters,
+        is_silent: Callable[[View, float], bool] = lambda _view, _tick: False,
     ) -> None:
-        """is_expired: whether a view has been silent for its time-to-live."""
+        """is_silent: see `Freshness.is_silent`."""
         self.namespaces = namespaces
         self.dead_letters = dead_letters
-        self.is_expired = is_expired
+        self.is_silent = is_silent
         self.on_applied: Callable[[View, DecodedBatch], None] = lambda _view, _batch: None
         """Called after each batch that was applied; must not raise."""
         self._limited_logger = RateLimitedLogger(logger, "a record is skipped")
@@ -53,8 +56,9 @@ class Applier:
 
     def _apply(self, batch: DecodedBatch, heard_at: float, heard_tick: float) -> Iterator[None]:
         view = self.namespaces.view(batch.stream)
+        is_silent = view is not None and self.is_silent(view, heard_tick)
         if view is not None and self.namespaces.block_size(batch.stream) != batch.block_size:
-            if batch.epoch <= view.epoch:
+            if batch.epoch <= view.epoch and not is_silent:
                 raise RecordRejectedError("block_size", _other_block_size(batch, self.namespaces))
             yield from self.namespaces.forget(batch.stream)  # a new incarnation with another page size
             view = self.namespaces.view(batch.stream)
@@ -62,7 +66,7 @@ class Applier:
                 raise IndexFullError("holder sets, so that the old pages stay", 0)
         if view is None:
             view = self.namespaces.add_view(batch.stream, batch.block_size)
-        if view.admit(batch, self.is_expired(view)):
+        if view.admit(batch, is_silent=is_silent):
             view.hear(batch, heard_at, heard_tick)
             try:
                 yield from view.apply(batch)

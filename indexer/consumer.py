@@ -21,7 +21,7 @@ from indexer.snapshots.image import SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotKeeper
 from indexer.sources.base import Source
 from indexer.sources.reader import SourceReader
-from indexer.views import View, ViewState
+from indexer.views import View
 from kv_events.records import LogRecord
 from kv_events.streams import StreamId
 from kv_events.supervised import keep_running
@@ -65,7 +65,7 @@ class Consumer:
         self._snapshots = SnapshotKeeper(store, settings, now)
         self._probe_interval = Interval(_PROBE_S)
         self._stopping = False
-        applier.is_expired = lambda view: self.freshness.state(view) is ViewState.EXPIRED
+        applier.is_silent = self.freshness.is_silent
 
     @property
     def namespaces(self) -> Namespaces:

@@ -28,6 +28,13 @@ class Freshness:
         """Return the seconds during which the event log could be read but had no records from the worker."""
         return self._log_read_at - max(view.heard_tick, self._resumed_at)
 
+    def is_silent(self, view: View, tick: float) -> bool:
+        """Return whether the worker had been silent for the time-to-live when a record arrived. tick: the arrival.
+
+        Never true during an outage of the event log, and never while the records of the past are read at the start.
+        """
+        return tick - max(view.heard_tick, self._resumed_at) > self._ttl_s
+
     def state(self, view: View) -> ViewState:
         """Return the state to report and to act on."""
         if self.silence_s(view) > self._ttl_s:

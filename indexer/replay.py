@@ -42,8 +42,8 @@ class Replay:
     settings: IndexerSettings = field(default_factory=lambda: IndexerSettings())
 
     def __post_init__(self) -> None:
-        self.applier = Applier(Namespaces(self.settings), DeadLetters())
         self.freshness = Freshness(self.settings.worker_ttl_s, 0.0)
+        self.applier = Applier(Namespaces(self.settings), DeadLetters(), self.freshness.is_silent)
         self.now = 0.0
         """Time of the newest record applied, in seconds since 1970."""
 

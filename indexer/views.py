@@ -10,6 +10,7 @@ from enum import Enum
 import numpy as np
 
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex
+from indexer.position import START, Admission, Position
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import page_counts
 from kv_events.schema import ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -17,6 +18,11 @@ from kv_events.streams import StreamId
 
 INDEX_FULL = "index full"
 """Stale reason of a view whose pages did not all fit. A resync helps only after room has become available."""
+RESYNC_CUT_OFF = "resync cut off"
+"""Stale reason of a view whose resync did not end."""
+
+_LONGEST_RESYNC_S = 60.0
+"""Seconds after which a resync without an end is requested again."""
 
 
 class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the storage media)
@@ -67,8 +73,7 @@ class View:
     index: OverlapIndex
     number: int
     """The stream's number in the index."""
-    epoch: int = -1
-    next_seq: int = 0
+    position: Position = START
     heard_at: float = 0.0
     """Seconds since 1970, by the reader's clock: the newest batch whose publisher was in contact with its engine."""
     heard_tick: float = -math.inf
@@ -80,8 +85,20 @@ class View:
     """Why the publisher called its stream incomplete with the newest batch. A resync would not help."""
     counters: ViewCounters = field(default_factory=ViewCounters)
     _marks: Marks | None = None
+    _resync_began: float = 0.0
+    """`heard_tick` at the beginning of the resync in progress."""
     _refused_now: int = 0
     """Pages refused since the last resync or clear. The digest cannot match before the next one."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the publisher that is followed. -1 until the first batch."""
+        return self.position.epoch
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next batch."""
+        return self.position.next_seq
 
     @property
     def reason(self) -> str:
@@ -93,25 +110,20 @@ class View:
         """Pages held per medium, in the order of `schema.MEDIA`."""
         return page_counts(self.index.digest(self.number))
 
-    def admit(self, batch: DecodedBatch, is_expired: bool = False) -> bool:
-        """Return whether a batch is to be applied. (epoch, seq) decide, so applying a batch twice changes nothing.
-
-        A publisher whose clock was set back starts with a smaller epoch. This epoch is accepted when no batch of the
-        larger one has arrived for the time-to-live.
-        """
-        if batch.epoch < self.epoch and not (is_expired and batch.seq == 0):
+    def admit(self, batch: DecodedBatch, *, is_silent: bool) -> bool:
+        """Return whether a batch is to be applied, see `Position`. is_silent: see `Freshness`."""
+        before = self.position
+        admission, self.position = before.after(batch.epoch, batch.seq, is_silent=is_silent)
+        if admission is Admission.OLD_EPOCH:
             self.counters.old_epoch_batches += 1
-            return False
-        if batch.epoch != self.epoch:
-            self._begin_epoch(batch)
-        elif batch.seq < self.next_seq:
+        elif admission is Admission.DUPLICATE:
             self.counters.duplicate_batches += 1
-            return False
-        if batch.seq > self.next_seq:
+        elif admission.begins_epoch:
+            self._begin_epoch(batch, is_restart=before.epoch >= 0)
+        if admission.misses_batches:
             self.counters.gaps += 1
             self.mark_stale("gap")
-        self.next_seq = batch.seq + 1
-        return True
+        return admission.is_applied
 
     def hear(self, batch: DecodedBatch, at: float, tick: float) -> None:
         """Record the arrival of an admitted batch. If its publisher has no contact with its engine, the age of the view
@@ -131,9 +143,13 @@ class View:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
         self.degraded_reason = batch.degraded_reason
         if self._marks is not None:
+            if self.heard_tick - self._resync_began > _LONGEST_RESYNC_S:
+                self.mark_stale(RESYNC_CUT_OFF)
             return
         if np.array_equal(self.index.digest(self.number), batch.digest):
             self.state, self.stale_reason = ViewState.LIVE, ""
+            if batch.steps and isinstance(batch.steps[-1], SnapshotEnd):
+                self.position = self.position.without_gap()
             return
         self.counters.digest_mismatches += 1
         if self._refused_now:
@@ -152,11 +168,10 @@ class View:
         self._marks = None
         self.state, self.stale_reason = ViewState.STALE, reason
 
-    def _begin_epoch(self, batch: DecodedBatch) -> None:
-        if self.epoch >= 0:
+    def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
+        if is_restart:
             self.counters.restarts += 1
             self.mark_stale("restart")
-        self.epoch, self.next_seq = batch.epoch, 0
         if batch.seq == 0 and not (batch.steps and isinstance(batch.steps[0], SnapshotBegin)):
             batch.steps.insert(0, AllBlocksCleared())  # a new incarnation without a resync holds nothing
 
@@ -173,6 +188,7 @@ class View:
             case SnapshotBegin():
                 self._refused_now = 0
                 self._marks = self.index.new_marks()
+                self._resync_began = self.heard_tick
                 self.state = ViewState.SYNCING
             case SnapshotEnd():
                 yield from self._end_snapshot()

@@ -16,9 +16,10 @@ import numpy as np
 
 from indexer.index import IndexImage
 from indexer.namespaces import NamespaceKey, Namespaces
+from indexer.position import Position
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
-from indexer.views import View, ViewCounters, ViewState
+from indexer.views import RESYNC_CUT_OFF, View, ViewCounters, ViewState
 from kv_events.digest import DIGEST_WORDS, digest_bytes
 from kv_events.errors import KvsightError
 from kv_events.schema import NUM_MEDIA
@@ -132,7 +133,7 @@ def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
 def _view_image(view: View) -> _ViewImage:
     state, reason = view.state, view.stale_reason
     if state is ViewState.SYNCING:
-        state, reason = ViewState.STALE, "resync cut off"
+        state, reason = ViewState.STALE, RESYNC_CUT_OFF
     return _ViewImage(
         view.stream.worker,
         view.stream.dp_rank,
@@ -167,8 +168,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             stream,
             namespace.index,
             v.number,
-            epoch=v.epoch,
-            next_seq=v.next_seq,
+            position=Position(v.epoch, v.next_seq),
             heard_at=v.heard_at,
             state=v.state,
             stale_reason=v.stale_reason,

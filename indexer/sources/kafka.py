@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -30,6 +31,7 @@ class KafkaSource:
         self._events_topic = events_topic
         self._control_topic = control_topic
         self._assigned: set[TopicPartition] = set()
+        self._times_ms: dict[int, int] = {}  # partition -> time of its newest record
         self._clients = AsyncExitStack()
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
@@ -50,10 +52,16 @@ class KafkaSource:
         except KafkaError as error:
             raise SourceUnavailableError(f"Kafka: {error}") from error
         return [
-            LogRecord(r.partition, r.offset, r.timestamp, r.key or b"", r.value or b"")
+            LogRecord(r.partition, r.offset, self._time_ms(r), r.key or b"", r.value or b"")
             for records in fetched.values()
             for r in records
         ]
+
+    def _time_ms(self, record: Any) -> int:
+        """Return the time of a record, or that of the record before it if a publisher could send none."""
+        if record.timestamp >= 0:
+            self._times_ms[record.partition] = record.timestamp
+        return self._times_ms.get(record.partition, 0)
 
     async def ends(self) -> Mapping[int, int]:
         try:

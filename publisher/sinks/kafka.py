@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import (
     ConsumerStoppedError,
+    InvalidTimestampError,
     InvalidTopicError,
     KafkaConnectionError,
     KafkaError,
@@ -39,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError, TopicAuthorizationFailedError)
 _RETRY_S = 1.0
+_NO_TIME = -1
+_TIME_MARGIN_MS = 60_000
+"""Well above the pauses between attempts to send the same record."""
 
 
 class KafkaSink:
@@ -55,6 +61,7 @@ class KafkaSink:
         self._limited_logger = RateLimitedLogger(logger, f"control topic {settings.control_topic}")
         self._producer: Any = None
         self._consumer: Any = None
+        self._times = _RecordTimes()
         self._records: Sequence[OutRecord] = ()  # records of the current or interrupted call
         self._acknowledged: list[asyncio.Future[Any]] = []  # for each record passed to the producer
 
@@ -84,6 +91,11 @@ class KafkaSink:
             await asyncio.gather(*self._acknowledged)
         except _FOR_GOOD as error:
             raise SinkRejectedError(f"Kafka at {self._bootstrap}: {error}") from error
+        except InvalidTimestampError as error:
+            self._times.refuse(records)
+            await self._stop_producer()
+            detail = "it refuses the time of records, so they are sent without; is the clock of this machine right?"
+            raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {detail}") from error
         except (KafkaError, OSError) as error:
             await self._stop_producer()  # its idempotent session may be lost; the retry starts a new one
             raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {error!r}") from error
@@ -121,7 +133,7 @@ class KafkaSink:
             self._settings.events_topic,
             value=record.payload,
             key=record.key,
-            timestamp_ms=record.timestamp_ms,
+            timestamp_ms=self._times.of(record),
         )
         return future
 
@@ -177,3 +189,22 @@ class KafkaSink:
         for topic, code, *_ in response.topic_errors:
             if code not in (0, TopicAlreadyExistsError.errno):
                 raise KafkaConnectionError(f"topic {topic}: {for_code(code).__name__}")
+
+
+class _RecordTimes:
+    """Times that the broker accepts: it refuses those of a clock that is an hour ahead (its setting)."""
+
+    def __init__(self) -> None:
+        self._refused_lead_ms = math.inf  # over the monotonic clock, so a clock that is set right is trusted again
+
+    def of(self, record: OutRecord) -> int:
+        """Return the time to send, or `_NO_TIME` if the clock is as far ahead as when a record was refused."""
+        return record.timestamp_ms if _lead_ms(record) < self._refused_lead_ms else _NO_TIME
+
+    def refuse(self, records: Sequence[OutRecord]) -> None:
+        """Note that the time of one of these records was refused."""
+        self._refused_lead_ms = max(map(_lead_ms, records)) - _TIME_MARGIN_MS
+
+
+def _lead_ms(record: OutRecord) -> float:
+    return record.timestamp_ms - time.monotonic() * 1000

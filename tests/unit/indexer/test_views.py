@@ -209,7 +209,7 @@ def test_a_publisher_whose_clock_was_set_back_is_believed_once_the_old_one_is_ex
     apply(applier, late.batch(stored((0, [1]))), early.batch(stored((0, [2]))))
     view = view_of(applier, late)
     assert held(view) == {(1, 0)}
-    applier.is_expired = lambda _: True
+    applier.is_silent = lambda _view, _tick: True
     early.seq = 0
     early.held = set()
     apply(applier, early.batch(stored((0, [3]))))
@@ -224,7 +224,7 @@ def test_forgetting_the_last_view_frees_the_namespace(applier: Applier) -> None:
     assert (list(applier.namespaces), applier.namespaces.views) == ([], [])
 
 
-def test_silence_expires_a_worker_only_while_the_log_is_alive(applier: Applier) -> None:
+def test_silence_expires_a_worker_only_while_the_note_log_read(applier: Applier) -> None:
     stream = Stream()
     apply(applier, stream.batch(now=100.0))
     view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0)

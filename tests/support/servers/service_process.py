@@ -1,0 +1,88 @@
+"""A real `kvsight serve` process that a test may stop, kill and restart."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from tests.support.servers.child_process import ChildProcess, free_port
+from tests.support.waiting import wait_until
+
+
+class ServiceProcess:
+    """`with ServiceProcess(folder, KVSIGHT_KAFKA=...) as service:`. It keeps its port over restarts."""
+
+    def __init__(self, folder: Path, **variables: object) -> None:
+        """folder: for its log lines. variables: its `KVSIGHT_*` environment."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / f"service-{port}.log"
+        self._port = port
+        self._variables = {name: str(value) for name, value in variables.items()}
+        self._process: ChildProcess | None = None
+        self._http = httpx.Client(base_url=self.url, timeout=10)
+
+    def start(self) -> None:
+        """Start, and return once the service listens. It may not be ready yet."""
+        command = [sys.executable, "-m", "kvsight", "serve", "--port", str(self._port)]
+        self._process = ChildProcess(command, self.log, self._variables)
+        wait_until(self._answers, deadline_s=120, what="kvsight serve to listen")
+
+    def kill(self) -> None:
+        """Send SIGKILL. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+
+    def terminate(self) -> None:
+        """Send SIGTERM and wait for the end."""
+        assert self._process is not None
+        self._process.send(signal.SIGTERM)
+        wait_until(lambda: not self._running, deadline_s=20, what="the service to end")
+
+    def wait_until_ready(self) -> None:
+        """Return once `GET /ready` succeeds."""
+        wait_until(lambda: self.get("/ready").status_code == 200, deadline_s=60, what="the service to be ready")
+
+    def get(self, path: str, **parameters: Any) -> httpx.Response:
+        """Send a GET request."""
+        return self._http.get(path, params=parameters)
+
+    def query(self, model: str, hashes: list[int]) -> httpx.Response:
+        """Ask who holds a prompt, by sequence hashes."""
+        return self._http.post("/query_by_hash", json={"model_name": model, "seq_hashes": hashes})
+
+    def listener(self, worker: str) -> dict[str, Any]:
+        """Return the stream of a worker's rank 0 from `GET /workers`, or {} if it is unknown."""
+        workers = [each for each in self.get("/workers").json() if each["instance_id"] == worker]
+        return workers[0]["listeners"]["0"] if workers else {}
+
+    def pages(self, worker: str) -> set[int]:
+        """Return the sequence hashes of the pages in a worker's view."""
+        answer = self.get(f"/workers/{worker}/view")
+        return {page["sequence_hash"] for page in answer.json()["pages"]} if answer.is_success else set()
+
+    @property
+    def _running(self) -> bool:
+        return self._process is not None and self._process.running
+
+    def _answers(self) -> bool:
+        assert self._running, self.log.read_text()
+        try:
+            return self.get("/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._http.close()
