@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,29 +22,42 @@ import xxhash
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
 from kv_events.tokens import U32Array as U32Array
+from kv_events.tokens import U64Array as U64Array
+from kv_events.tokens import hash_array, hash_word
 from kv_events.tokens import token_array as token_array
 from kv_events.xxh3 import hash_windows, roll
-
-U64Array: TypeAlias = npt.NDArray[np.uint64]
 
 _SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
 _MASK64 = 2**64 - 1
 
 
+def _utf8(name: str, field: str) -> bytes:
+    try:
+        return name.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InvalidValueError(field, name, "text that UTF-8 can hold") from None
+
+
 # --- block hash -----------------------------------------------------------------------------------------------------
 
 
-def block_hash_chain(tokens: U32Array, page_size: int, prior_hash: str | None, *, is_bigram: bool) -> list[str]:
+def block_hash_chain(
+    tokens: Sequence[int] | npt.NDArray[np.integer], page_size: int, prior_hash: str | None, *, is_bigram: bool
+) -> list[str]:
     """Return the SHA-256 hashes of the complete pages of a key, each chained to the one before it, in lower-case hex.
 
-    tokens: uint32[n], the key's raw tokens. page_size: logical units a page. prior_hash: hex hash of the page before
-    the first one, or None. In bigram mode, unit j is the pair (tokens[j], tokens[j + 1]), and both tokens are hashed.
+    tokens: the key's raw tokens, integers in 0 .. 2**32 - 1. page_size: logical units a page. prior_hash: hex hash of
+    the page before the first one, or None. In bigram mode, unit j is the pair (tokens[j], tokens[j + 1]), and both
+    tokens are hashed. Raises InvalidValueError.
     """
+    if page_size < 1:
+        raise InvalidValueError("page_size", page_size, "a positive integer")
+    tokens = token_array(tokens, "tokens")
     if is_bigram:
         tokens = np.stack((tokens[:-1], tokens[1:]), axis=1).reshape(-1) if len(tokens) > 1 else tokens[:0]
     data = memoryview(tokens.astype("<u4", copy=False).tobytes())
     page_bytes = page_size * (8 if is_bigram else 4)
-    digest = bytes.fromhex(prior_hash) if prior_hash else b""
+    digest = _hex(prior_hash, "prior_hash") if prior_hash else b""
     hashes = []
     for start in range(0, len(data) - page_bytes + 1, page_bytes):
         page = sha256(digest)
@@ -58,24 +70,27 @@ def block_hash_chain(tokens: U32Array, page_size: int, prior_hash: str | None, *
 def get_hash_str(token_ids: Sequence[int] | Sequence[tuple[int, int]], prior_hash: str | None = None) -> str:
     """Return SGLang's hash of one page: hex SHA-256 of the prior hash's bytes and the units as u32, little-endian."""
     flat = token_array(np.asarray(token_ids, dtype=object).reshape(-1).tolist())
-    page = sha256(bytes.fromhex(prior_hash) if prior_hash else b"")
+    page = sha256(_hex(prior_hash, "prior_hash") if prior_hash else b"")
     page.update(flat.astype("<u4", copy=False).tobytes())
     return page.hexdigest()
 
 
 def hash_str_to_int64(hash_str: str) -> int:
-    """Return the first 16 hex digits as a signed 64-bit integer."""
-    value = int(hash_str[:16], 16)
+    """Return the first 16 hex digits as a signed 64-bit integer. Raises InvalidValueError."""
+    value = int.from_bytes(_hex(hash_str[:16], "hash_str"), "big")
     return value - 2**64 if value >= 2**63 else value
 
 
 def hash_strs_to_int64(hash_strs: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return int64[n]: `hash_str_to_int64` of many 64-digit hashes at once."""
-    return np.frombuffer(bytes.fromhex("".join(hash_strs)), dtype=">i8")[::4].astype(np.int64)
+    """Return int64[n]: `hash_str_to_int64` of many 64-digit hashes at once. Raises InvalidValueError."""
+    digests = _hex("".join(hash_strs), "hash_strs")
+    if len(digests) != 32 * len(hash_strs):
+        raise InvalidValueError("hash_strs", hash_strs, "hashes of 64 hex digits")
+    return np.frombuffer(digests, dtype=">i8")[::4].astype(np.int64)
 
 
 def namespaced_block_hashes(
-    hashes: npt.NDArray[np.int64], extra_key: str | None, cache_salt: str | None
+    hashes: Sequence[int] | npt.NDArray[np.int64], extra_key: str | None, cache_salt: str | None
 ) -> npt.NDArray[np.int64]:
     """Return int64[n]: the hashes with which SGLang publishes the pages of a namespace.
 
@@ -83,16 +98,23 @@ def namespaced_block_hashes(
     default format only for pages of a named LoRA adapter, and without the salt.
     """
     seed = sha256(_SGLANG_NAMESPACE + _tagged(extra_key) + _tagged(cache_salt)).digest()
-    words = hashes.astype(">i8").tobytes()
+    words = np.asarray(hashes, np.int64).astype(">i8").tobytes()
     digests = [sha256(seed + words[start : start + 8]).digest()[:8] for start in range(0, len(words), 8)]
     return np.frombuffer(b"".join(digests), ">i8").astype(np.int64)
+
+
+def _hex(digits: str, field: str) -> bytes:
+    try:
+        return bytes.fromhex(digits)
+    except (TypeError, ValueError):
+        raise InvalidValueError(field, digits, "hex digits") from None
 
 
 def _tagged(name: str | None) -> bytes:
     """Return bytes that distinguish an absent name from an empty one and delimit each name."""
     if name is None:
         return b"\0"
-    data = name.encode()
+    data = _utf8(name, "name")
     return b"\1" + len(data).to_bytes(8, "little") + data
 
 
@@ -105,46 +127,58 @@ def namespace_seed(lora_name: str | None = None, cache_salt: str | None = None, 
     A name of "" counts as absent. base: None means `process_seed()`, here and below.
 
     The terms are XXH3-64 of the UTF-8 name with seed 0 (LoRA) and 1 (salt), added modulo 2**64, as in Dynamo 1.6. A
-    salt "x" and an adapter "x" therefore give different seeds.
+    salt "x" and an adapter "x" therefore give different seeds. Raises InvalidValueError.
     """
-    seed = process_seed() if base is None else base
+    seed = int(_seed_word(base, "base"))
     if lora_name:
-        seed += xxhash.xxh3_64_intdigest(lora_name.encode(), seed=0)
+        seed += xxhash.xxh3_64_intdigest(_utf8(lora_name, "lora_name"), seed=0)
     if cache_salt:
-        seed += xxhash.xxh3_64_intdigest(cache_salt.encode(), seed=1)
+        seed += xxhash.xxh3_64_intdigest(_utf8(cache_salt, "cache_salt"), seed=1)
     return seed & _MASK64
 
 
 def num_whole_pages(num_tokens: int, block_size: int, *, is_bigram: bool = False) -> int:
     """Return the number of complete pages. A partial last page has no hash."""
+    if not isinstance(block_size, int) or block_size < 1:
+        raise InvalidValueError("block_size", block_size, "a positive integer")
     return max(0, num_tokens - is_bigram) // block_size
 
 
-def local_hashes(tokens: U32Array, block_size: int, seed: int | None = None, *, is_bigram: bool = False) -> U64Array:
+def local_hashes(
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    block_size: int,
+    seed: int | None = None,
+    *,
+    is_bigram: bool = False,
+) -> U64Array:
     """Return uint64[pages]: XXH3-64 of the tokens of each complete page as little-endian u32, without its prefix.
 
-    tokens: uint32[n]. seed: the `namespace_seed`. In bigram mode a page of block_size pairs spans block_size + 1 tokens
-    and shares its last one with the next page.
+    tokens: integers in 0 .. 2**32 - 1; a uint32 array is not copied. seed: the `namespace_seed`. In bigram mode a page
+    of block_size pairs spans block_size + 1 tokens and shares its last one with the next page. Raises
+    InvalidValueError.
     """
-    if block_size < 1:
-        raise InvalidValueError("block_size", block_size, "a positive integer")
+    tokens = token_array(tokens, "tokens")
     out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), dtype=np.uint64)
-    hash_windows(tokens, block_size + is_bigram, block_size, _seed_word(seed), out)
+    hash_windows(tokens, block_size + is_bigram, block_size, _seed_word(seed, "seed"), out)
     return out
 
 
-def rolling_hashes(local: U64Array, *, parent: int | None = None, base: int | None = None) -> U64Array:
+def rolling_hashes(
+    local: Sequence[int] | npt.NDArray[np.integer], *, parent: int | None = None, base: int | None = None
+) -> U64Array:
     """Return uint64[pages]: the sequence hashes of local hashes of any namespace.
 
-    parent: sequence hash of the page before the first one.
+    local: integers in 0 .. 2**64 - 1; a uint64 array is not copied. parent: sequence hash of the page before the first
+    one. Raises InvalidValueError.
     """
+    local = hash_array(local, "local")
     out = np.empty(len(local), dtype=np.uint64)
-    roll(local, _seed_word(base), np.uint64(parent or 0), parent is not None, out)
+    roll(local, _seed_word(base, "base"), hash_word(parent or 0, "parent"), parent is not None, out)
     return out
 
 
 def sequence_hashes(
-    tokens: U32Array,
+    tokens: Sequence[int] | npt.NDArray[np.integer],
     block_size: int,
     seed: int | None = None,
     parent: int | None = None,
@@ -154,11 +188,12 @@ def sequence_hashes(
 ) -> U64Array:
     """Return uint64[pages]: the sequence hashes of a prompt's complete pages. See `local_hashes` and `rolling_hashes`.
 
-    seed: the `namespace_seed`, used for local hashes only. None means the base.
+    tokens: integers in 0 .. 2**32 - 1; a uint32 array is not copied. seed: the `namespace_seed`, used for local hashes
+    only. None means the base. Raises InvalidValueError.
     """
     local = local_hashes(tokens, block_size, base if seed is None else seed, is_bigram=is_bigram)
     return rolling_hashes(local, parent=parent, base=base)
 
 
-def _seed_word(seed: int | None) -> np.uint64:
-    return np.uint64(process_seed() if seed is None else seed)
+def _seed_word(seed: int | None, field: str) -> np.uint64:
+    return hash_word(process_seed() if seed is None else seed, field)

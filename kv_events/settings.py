@@ -69,9 +69,11 @@ class KvsightSettings(BaseSettings):
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, InvalidValueError):
             return cause
-        value = None if first["type"] == "missing" else first["input"]
+        is_missing = first["type"] == "missing"
+        value = None if is_missing else first["input"]
+        expected = "a value" if is_missing else first["msg"].removeprefix("Input should be ").partition(", unable")[0]
         name = str(first["loc"][0])
-        return InvalidValueError(name if _is_argument(cls.model_fields[name]) else variable(name), value, first["msg"])
+        return InvalidValueError(name if _is_argument(cls.model_fields[name]) else variable(name), value, expected)
 
 
 class KafkaSettings(KvsightSettings):

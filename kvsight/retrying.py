@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import httpx
 
 from kv_events import backoff
+from kv_events.errors import InvalidValueError
 
 _RETRY_LATER = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
@@ -23,6 +25,14 @@ class RetryPolicy:
     first_pause_s: float = 0.05
     longest_pause_s: float = 2.0
     """Also the longest Retry-After of a server that is honoured. A longer one ends the attempts."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidValueError."""
+        if self.attempts < 1:
+            raise InvalidValueError("attempts", self.attempts, "a positive integer")
+        for field in ("first_pause_s", "longest_pause_s"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise InvalidValueError(field, getattr(self, field), "seconds, not negative")
 
     def pause(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> float | None:
         """Seconds to wait before the next attempt; None if there is none. attempt: 0, 1, ..."""

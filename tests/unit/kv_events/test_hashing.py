@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 
@@ -268,3 +269,42 @@ def test_a_token_outside_u32_is_refused_with_its_position(bad: object) -> None:
 def test_a_block_size_below_one_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="block_size: got 0"):
         local_hashes(token_array([1]), 0)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, 2, 3, 4], (1, 2, 3, 4), np.arange(1, 5), np.arange(1, 9, dtype=np.uint32)[::2] // 2 + 1, range(1, 5)],
+    ids=["list", "tuple", "int64", "strided", "range"],
+)
+def test_a_prompt_may_be_any_sequence_of_integers(prompt: Sequence[int]) -> None:
+    expected = sequence_hashes(np.array(list(prompt), np.uint32), 2)
+    assert sequence_hashes(prompt, 2).tolist() == expected.tolist()
+    local = local_hashes(prompt, 2)
+    assert rolling_hashes(local.tolist()).tolist() == rolling_hashes(tuple(local)).tolist() == expected.tolist()
+    assert block_hash_chain(prompt, 2, None, is_bigram=False) == chain(list(prompt), 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sequence_hashes([1, -2], 2), r"tokens\[1\]: got -2, expected an integer in 0 .. 4294967295"),
+        (lambda: sequence_hashes(np.zeros(4), 2), "tokens: got .*, expected a flat list of integers"),  # type: ignore[arg-type]
+        (lambda: sequence_hashes("12", 2), "tokens: got '12', expected a flat list of integers"),  # type: ignore[arg-type]
+        (lambda: sequence_hashes(b"12345678", 2), "tokens: got b'12345678', expected a flat list of integers"),
+        (lambda: sequence_hashes(None, 2), "tokens: got None, expected a flat list of integers"),  # type: ignore[arg-type]
+        (lambda: sequence_hashes([1], "2"), "block_size: got '2', expected a positive integer"),  # type: ignore[arg-type]
+        (lambda: sequence_hashes([1], 2, -1), "seed: got -1, expected an integer in 0"),
+        (lambda: sequence_hashes([1], 2, parent=2**64), "parent: got 18446744073709551616, expected an integer in 0"),
+        (lambda: rolling_hashes([1, -1]), r"local\[1\]: got -1, expected an integer in 0"),
+        (lambda: rolling_hashes(np.array([1, -1])), r"local\[1\]: got -1, expected an integer in 0"),
+        (lambda: namespace_seed("\ud800"), r"lora_name: got '\\ud800', expected text that UTF-8 can hold"),
+        (lambda: namespace_seed(base=-1), "base: got -1, expected an integer in 0"),
+        (lambda: block_hash_chain([1], 0, None, is_bigram=False), "page_size: got 0, expected a positive integer"),
+        (lambda: get_hash_str([1], "zz"), "prior_hash: got 'zz', expected hex digits"),
+        (lambda: hash_str_to_int64("zz"), "hash_str: got 'zz', expected hex digits"),
+        (lambda: hash_strs_to_int64(["ab"]), "hash_strs: got .*, expected hashes of 64 hex digits"),
+    ],
+)
+def test_a_bad_argument_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kv_events.errors import InvalidValueError
@@ -55,3 +57,15 @@ def test_a_flag_that_is_not_given_leaves_the_variable(monkeypatch: pytest.Monkey
 def test_topics_that_cannot_work_are_refused(topics: dict[str, str], variable: str) -> None:
     with pytest.raises(InvalidValueError, match=variable):
         KafkaSettings(**topics)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({}, "SIZE: got None, expected a value"), ({"size": "x"}, "SIZE: got 'x', expected a valid integer")],
+)
+def test_a_bad_value_is_named_in_one_phrase(values: dict[str, Any], message: str) -> None:
+    class Sized(KvsightSettings):
+        size: int
+
+    with pytest.raises(InvalidValueError, match=f"^KVSIGHT_{message}$"):
+        Sized(**values)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import httpx
 import pytest
 
+from kv_events.errors import InvalidValueError
 from kvsight import AsyncClient, KvsightConnectionError, KvsightHttpError, RetryPolicy
 from kvsight.errors import UnexpectedAnswerError
 from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
@@ -129,3 +131,9 @@ async def test_the_client_waits_between_attempts() -> None:
         began = time.monotonic()
         await client.query("m", [1])
     assert time.monotonic() - began >= 0.05
+
+
+@pytest.mark.parametrize("policy", [{"attempts": 0}, {"first_pause_s": -1.0}, {"longest_pause_s": float("nan")}])
+def test_an_impossible_policy_is_refused(policy: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValueError, match=next(iter(policy))):
+        RetryPolicy(**policy)
