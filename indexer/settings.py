@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.settings import KafkaSettings, argument
+from kv_events.kafka_settings import KafkaSettings
+from kv_events.settings import argument
 from kv_events.variables import variable
 
 _CREDENTIALS = re.compile("//.*@")

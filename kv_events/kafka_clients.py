@@ -1,19 +1,226 @@
-"""Stops aiokafka's clients in bounded time, whether the broker answers or not.
+"""Opens and closes clients of Kafka, and says in one line why a broker cannot be used.
+
+`KafkaConnection` is the only place that creates aiokafka's clients: with TLS, login and client id of the settings. None
+of them creates a topic by asking about it, as a client would by default: `kv_events.kafka_topics` creates topics.
 
 aiokafka's own `stop` waits for the broker to accept pending records, and a consumer's `stop` can end half-way, in the
 cancellation of its own fetch. Only this module uses private parts of aiokafka. The tests in
-`tests/unit/kv_events/test_kafka_clients.py` fail when these parts change. The module does not import aiokafka, so that
-the contract loads without it.
+`tests/unit/kv_events/test_kafka_clients.py` fail when these parts change. The module imports aiokafka when a connection
+is used, so that the contract loads without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
+import errno
+import logging
+import shlex
+import socket
+import ssl
+import subprocess
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from kv_events.errors import InvalidValueError, KvsightError, shorten
+from kv_events.kafka_settings import KafkaSettings
+from kv_events.settings import read_secret
+from kv_events.tls import TlsFiles, tls_reason
+from kv_events.variables import variable
 
 _STOP_S = 1.0
 """Time for a client to stop by itself."""
+_CHECK_S = 5.0
+"""Time for one connection of a check."""
+_TOKEN_COMMAND_S = 4.0
+_MAX_TOKEN_BYTES = 64 * 2**10
+_REFUSED_LOGIN = "it refuses the token"
+
+
+class KafkaUnreachableError(KvsightError):
+    """No broker can be used now. The message names the addresses and the reason."""
+
+    retriable: ClassVar[bool] = True
+
+
+class KafkaConnection:
+    """The way to one Kafka cluster, for every client of a process. Holds no open connection.
+
+    Files of certificates, passwords and tokens are read again for each client, so that rotated ones count.
+    """
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        """Raises InvalidValueError for settings without a broker, or for a file that cannot be used."""
+        if settings.kafka is None:
+            raise InvalidValueError(variable("kafka"), None, "host:port of a broker")
+        self.bootstrap = settings.kafka
+        self._settings = settings
+        self._options()
+        if settings.kafka_sasl_mechanism is not None:
+            logging.getLogger("aiokafka.conn").setLevel(logging.INFO)  # its DEBUG lines contain passwords and tokens
+
+    def consumer(self, **options: Any) -> Any:
+        """Create an AIOKafkaConsumer that is not started. Raises KafkaUnreachableError, as `producer` and `admin`."""
+        from aiokafka import AIOKafkaConsumer
+
+        consumer = AIOKafkaConsumer(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
+        _never_creates_topics(consumer._client)
+        return consumer
+
+    def producer(self, **options: Any) -> Any:
+        """Create an AIOKafkaProducer that is not started."""
+        from aiokafka import AIOKafkaProducer
+
+        producer = AIOKafkaProducer(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
+        _never_creates_topics(producer.client)
+        return producer
+
+    def admin(self, **options: Any) -> Any:
+        """Create an AIOKafkaAdminClient that is not started."""
+        from aiokafka.admin import AIOKafkaAdminClient
+
+        return AIOKafkaAdminClient(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
+
+    async def check(self) -> None:
+        """Return if a broker lets this client in. Raises KafkaUnreachableError with the reason, within seconds.
+
+        aiokafka's clients only log the reason. Their own error does not contain it.
+        """
+        from aiokafka.conn import collect_hosts
+
+        hosts = collect_hosts(self.bootstrap)
+        await _first_success([partial(self._bootstrap_from, host, port) for host, port, _ in hosts])
+
+    async def _bootstrap_from(self, host: str, port: int) -> None:
+        """Log in to one broker, and to one of the addresses that it gives to clients."""
+        brokers = await self._login(host, port)
+        if brokers and (host, port) not in brokers:
+            try:
+                await _first_success([partial(self._login, *broker) for broker in brokers])
+            except KafkaUnreachableError as error:
+                raise KafkaUnreachableError(f"Kafka at {host}:{port} advertises other addresses. {error}") from None
+
+    async def _login(self, host: str, port: int) -> list[tuple[str, int]]:
+        """Return the addresses of all brokers, as one broker gives them. Raises KafkaUnreachableError."""
+        from aiokafka.conn import create_conn
+        from aiokafka.errors import KafkaError
+        from aiokafka.protocol.metadata import MetadataRequest
+
+        options = self._current_options()
+        connection = None
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                connection = await create_conn(host, port, **options)
+                metadata = await connection.send(MetadataRequest([]))
+        except (KafkaError, OSError, EOFError) as error:
+            reason = self._reason(error, is_connected=connection is not None)
+            raise KafkaUnreachableError(f"Kafka at {host}:{port}: {reason}") from error
+        finally:
+            if connection is not None:
+                await asyncio.wait({connection.close()}, timeout=_STOP_S)
+        if not metadata.brokers and self._settings.kafka_sasl_mechanism == "OAUTHBEARER":
+            raise KafkaUnreachableError(f"Kafka at {host}:{port}: {_REFUSED_LOGIN}")  # aiokafka does not notice
+        return [(broker_host, broker_port) for _, broker_host, broker_port, *_ in metadata.brokers]
+
+    def _reason(self, error: BaseException, *, is_connected: bool) -> str:
+        """Return in words why a broker cannot be used. is_connected: whether the login was complete before."""
+        from aiokafka.errors import (
+            IllegalSaslStateError,
+            KafkaError,
+            SaslAuthenticationFailed,
+            UnsupportedSaslMechanismError,
+        )
+
+        mechanism = self._settings.kafka_sasl_mechanism
+        cause = error.__cause__ if isinstance(error.__cause__, ssl.SSLError) else error
+        match cause:
+            case ssl.SSLError():
+                return tls_reason(cause)
+            case socket.gaierror():
+                return "the host name is unknown"
+            case ConnectionRefusedError():
+                return "connection refused"
+            case TimeoutError():
+                return f"no answer within {_CHECK_S:.0f} s"
+            case SaslAuthenticationFailed() if self._settings.is_kafka_password_used:
+                return f"wrong user or password (user {shorten(self._settings.kafka_username)}, {mechanism})"
+            case SaslAuthenticationFailed():
+                return _REFUSED_LOGIN
+            case UnsupportedSaslMechanismError():
+                return f"it does not offer the SASL mechanism {mechanism}"
+            case IllegalSaslStateError():
+                return f"this port has no login; unset {variable('kafka_sasl_mechanism')}"
+            case EOFError() | ConnectionError() if self._settings.kafka_tls and not is_connected:
+                return f"it closed the connection; the port may not use TLS: unset {variable('kafka_tls')}"
+            case KafkaError() | EOFError() | ConnectionError():
+                return self._reason_of_a_closed_connection(is_connected)
+            case OSError() if f"[Errno {errno.ECONNREFUSED}]" in str(cause):  # at each address of the host
+                return "connection refused"
+            case OSError(strerror=str(text)):
+                return text
+            case _:
+                return str(cause)
+
+    def _reason_of_a_closed_connection(self, is_connected: bool) -> str:
+        closed = "it closed the connection"
+        if not self._settings.kafka_tls and not is_connected:
+            return f"{closed}; the port may require TLS: set {variable('kafka_tls')}"
+        if self._settings.kafka_sasl_mechanism is None:
+            return f"{closed}; the port may require a login: set {variable('kafka_sasl_mechanism')}"
+        return closed
+
+    def _current_options(self) -> dict[str, Any]:
+        """Options of any client. Raises KafkaUnreachableError: a file that was right at the start is not now."""
+        try:
+            return self._options()
+        except InvalidValueError as error:
+            raise KafkaUnreachableError(f"Kafka at {self.bootstrap}: {error}") from error
+
+    def _options(self) -> dict[str, Any]:
+        settings = self._settings
+        names = {
+            (False, False): "PLAINTEXT",
+            (True, False): "SSL",
+            (False, True): "SASL_PLAINTEXT",
+            (True, True): "SASL_SSL",
+        }
+        options: dict[str, Any] = {
+            "client_id": settings.kafka_client_id,
+            "security_protocol": names[settings.kafka_tls, settings.kafka_sasl_mechanism is not None],
+        }
+        if settings.kafka_tls:
+            files = (settings.kafka_ca_file, settings.kafka_cert_file, settings.kafka_key_file)
+            options["ssl_context"] = TlsFiles("kafka", *files, settings.kafka_key_password_file).context()
+        if settings.kafka_sasl_mechanism is not None:
+            options["sasl_mechanism"] = settings.kafka_sasl_mechanism
+        if settings.is_kafka_password_used:
+            options["sasl_plain_username"] = settings.kafka_username
+            options["sasl_plain_password"] = settings.secret("kafka_password")
+        elif settings.kafka_sasl_mechanism is not None:
+            options["sasl_oauth_token_provider"] = _token_provider(settings)
+        return options
+
+
+async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[list[int]]]:
+    """Topic -> the replicas of each of its partitions, in order. Topics that do not exist are missing.
+
+    client: a started client of `KafkaConnection`. Raises KafkaError. aiokafka's own method would create the topics.
+    """
+    from aiokafka.errors import LeaderNotAvailableError, NoError, UnknownTopicOrPartitionError, for_code
+    from aiokafka.protocol.metadata import MetadataRequest
+
+    inner = client.client if hasattr(client, "client") else client._client
+    request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
+    answer = await inner.send(inner.get_random_node(), request)
+    described = {}
+    for found in answer.to_object()["topics"]:
+        error = for_code(found["error_code"])
+        if error in (NoError, LeaderNotAvailableError):
+            parts = sorted(found["partitions"], key=lambda part: part["partition"])
+            described[found["topic"]] = [part["replicas"] for part in parts]
+        elif error is not UnknownTopicOrPartitionError:
+            raise error(found["topic"])
+    return described
 
 
 async def stop_consumer(consumer: Any) -> None:
@@ -38,3 +245,92 @@ async def _stops(stop: Awaitable[None]) -> bool:
     stopping.cancel()
     await asyncio.gather(stopping, return_exceptions=True)
     return False
+
+
+async def _first_success(attempts: Sequence[Callable[[], Awaitable[Any]]]) -> None:
+    """Try one after the other until one succeeds. Raises KafkaUnreachableError with all reasons."""
+    reasons = []
+    for attempt in attempts:
+        try:
+            await attempt()
+        except KafkaUnreachableError as error:
+            reasons.append(str(error))
+        else:
+            return
+    raise KafkaUnreachableError("; ".join(reasons))
+
+
+class _MetadataConnection:
+    """A connection that asks about topics without creating them."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def send(self, request: Any) -> Awaitable[Any]:
+        request._allow_auto_topic_creation = False
+        answer: Awaitable[Any] = self._connection.send(request)
+        return answer
+
+
+def _never_creates_topics(client: Any) -> None:
+    """Change one AIOKafkaClient: a broker creates every topic that it is asked about, unless the request forbids it.
+
+    aiokafka sends its requests for metadata, and only these, to what `_get_conn` returns.
+    """
+    get_connection = client._get_conn
+
+    async def get_metadata_connection(*args: Any, **options: Any) -> _MetadataConnection | None:
+        connection = await get_connection(*args, **options)
+        return None if connection is None else _MetadataConnection(connection)
+
+    client._get_conn = get_metadata_connection
+
+
+class _TokenProvider:
+    """Gets a token of OAUTHBEARER for each connection. Errors are OSError, which aiokafka expects there."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._file = settings.kafka_token_file
+        self._command = settings.kafka_token_command
+
+    async def token(self) -> str:
+        """Return a token. A hook of aiokafka."""
+        return (await asyncio.to_thread(self._read if self._file is not None else self._run)).strip()
+
+    def extensions(self) -> dict[str, str]:
+        """Return no extensions. A hook of aiokafka."""
+        return {}
+
+    def _read(self) -> str:
+        assert self._file is not None
+        try:
+            return read_secret("kafka_token_file", self._file)
+        except InvalidValueError as error:
+            raise OSError(str(error)) from None
+
+    def _run(self) -> str:
+        name = variable("kafka_token_command")
+        try:
+            done = subprocess.run(  # noqa: S603  (the operator's own command)
+                shlex.split(self._command or ""),
+                stdout=subprocess.PIPE,
+                timeout=_TOKEN_COMMAND_S,
+                check=True,
+                text=True,
+            )
+        except subprocess.CalledProcessError as error:
+            raise OSError(f"{name} ended with exit code {error.returncode}") from None
+        except subprocess.TimeoutExpired:
+            raise OSError(f"{name} did not end within {_TOKEN_COMMAND_S:.0f} s") from None
+        except (OSError, ValueError) as error:
+            raise OSError(f"{name} cannot be run: {error}") from None
+        if not done.stdout.strip() or len(done.stdout) > _MAX_TOKEN_BYTES:
+            raise OSError(f"{name} printed {len(done.stdout)} characters, expected a token")
+        return done.stdout
+
+
+def _token_provider(settings: KafkaSettings) -> _TokenProvider:
+    from aiokafka.abc import AbstractTokenProvider
+
+    AbstractTokenProvider.register(_TokenProvider)
+    return _TokenProvider(settings)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import process_seed
-from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
 from kv_events.variables import PREFIX, report_unknown_variables, variable
 
+_MAX_SECRET_BYTES = 64 * 2**10
 _ARGUMENT_ONLY: dict[str, JsonValue] = {"environment": False}
-_TOPIC_NAME = r"^[a-zA-Z0-9._-]{1,249}$"
-"""Names that Kafka accepts."""
 
 
 def argument(default: Any, **constraints: Any) -> Any:
@@ -63,6 +62,17 @@ class KvsightSettings(BaseSettings):
         """Environment variable -> field."""
         return {variable(name): field for name, field in cls.model_fields.items() if not _is_argument(field)}
 
+    def secret(self, field: str) -> str | None:
+        """Return a secret: the value of a field, or the content of the file that `<field>_file` names, else None.
+
+        The file is read at each call, so that a rotated secret counts. Raises InvalidValueError, without the secret.
+        """
+        value: SecretStr | None = getattr(self, field, None)
+        if value is not None:
+            return value.get_secret_value()
+        path: Path | None = getattr(self, f"{field}_file")
+        return None if path is None else read_secret(f"{field}_file", path)
+
     @classmethod
     def _first_error(cls, error: ValidationError) -> InvalidValueError:
         first = error.errors(include_url=False)[0]
@@ -76,21 +86,19 @@ class KvsightSettings(BaseSettings):
         return InvalidValueError(name if _is_argument(cls.model_fields[name]) else variable(name), value, expected)
 
 
-class KafkaSettings(KvsightSettings):
-    """The broker and the topics that writers and readers share. All processes of a deployment name the same ones."""
-
-    kafka: str | None = None
-    """Bootstrap servers, `host:port[,host:port]`. None: no Kafka."""
-    events_topic: str = Field(EVENTS_TOPIC, pattern=_TOPIC_NAME)
-    """Topic of the event batches."""
-    control_topic: str = Field(CONTROL_TOPIC, pattern=_TOPIC_NAME)
-    """Topic of the resync requests."""
-
-    @model_validator(mode="after")
-    def _topics_differ(self) -> Self:
-        if self.events_topic == self.control_topic:
-            raise InvalidValueError(variable("control_topic"), self.control_topic, "another topic than the events'")
-        return self
+def read_secret(field: str, path: Path) -> str:
+    """Return the content of a file, without the line break at its end. Raises InvalidValueError naming the field."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_SECRET_BYTES + 1)
+        secret = content.decode().rstrip("\r\n")
+    except OSError as error:
+        raise InvalidValueError(variable(field), str(path), f"a file that can be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InvalidValueError(variable(field), str(path), "a text file in UTF-8") from None
+    if not secret or len(content) > _MAX_SECRET_BYTES:
+        raise InvalidValueError(variable(field), str(path), f"a file with 1 .. {_MAX_SECRET_BYTES} bytes")
+    return secret
 
 
 class _Variables(EnvSettingsSource):

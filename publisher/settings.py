@@ -8,8 +8,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from kv_events.errors import InvalidValueError
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
-from kv_events.settings import KafkaSettings, argument
+from kv_events.settings import argument
 from kv_events.streams import DEFAULT_TENANT, StreamId
 from kv_events.variables import variable
 
@@ -29,10 +30,6 @@ class PublisherSettings(KafkaSettings):
 
     event_log_dir: Path | None = None
     """Folder of an event log to write. None: no event log."""
-    topic_partitions: int = Field(default=8, ge=1)
-    """Partitions of the events topic, if the publisher creates it."""
-    topic_replication: int = Field(default=1, ge=1)
-    """Replicas of both topics, if the publisher creates them."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of records. Packed hashes hardly compress; tokens do."""
 

@@ -19,6 +19,7 @@ from indexer.settings import IndexerSettings
 from indexer.sources.base import Source
 from indexer.sources.memory import MemorySource
 from indexer.views import ViewState
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings, Sink
 from publisher.sinks.memory import MemorySink
@@ -62,23 +63,20 @@ class MemoryTransport:
 class KafkaTransport:
     """Topics of a Kafka broker."""
 
-    def __init__(self, bootstrap: str, events_topic: str, control_topic: str) -> None:
-        self._bootstrap = bootstrap
-        self._events_topic = events_topic
-        self._control_topic = control_topic
+    def __init__(self, kafka: KafkaSettings) -> None:
+        self._kafka = kafka
 
     def sink(self, settings: PublisherSettings) -> Sink:
         """See `Transport`."""
         from publisher.sinks.kafka import KafkaSink
 
-        topics = {"events_topic": self._events_topic, "control_topic": self._control_topic}
-        return KafkaSink(settings.model_copy(update={"kafka": self._bootstrap, **topics}))
+        return KafkaSink(settings.model_copy(update=dict(self._kafka)))
 
     def source(self) -> Source:
         """See `Transport`."""
         from indexer.sources.kafka import KafkaSource
 
-        return KafkaSource(self._bootstrap, self._events_topic, self._control_topic)
+        return KafkaSource(self._kafka)
 
 
 class LiveFleet:

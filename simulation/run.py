@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from kv_events.kafka_clients import KafkaConnection
 from simulation.direct import run_direct
 from simulation.live import KafkaTransport, run_live
 from simulation.policies import create_policy
@@ -24,12 +25,13 @@ def simulate(
     """Run the workload once for each policy, each time with a fresh fleet.
 
     With `settings.kafka` the events pass through a broker, in a new event loop; inside a running loop, use
-    `live.run_live`. Raises InvalidValueError before anything runs for a policy that is not in `POLICIES`. Also raises
-    SimulationError and EventLogError.
+    `live.run_live`. Before anything runs, raises InvalidValueError for a policy that is not in `POLICIES`, and
+    KafkaUnreachableError for a broker that cannot be used. Also raises SimulationError and EventLogError.
     """
     for policy in policies:
         create_policy(policy, settings.workers, settings.seed)
     if settings.kafka is None:
         return [run_direct(requests, settings, policy, progress) for policy in policies]
-    transport = KafkaTransport(settings.kafka, settings.events_topic, settings.control_topic)
+    uvloop.run(KafkaConnection(settings.kafka).check())
+    transport = KafkaTransport(settings.kafka)
     return [uvloop.run(run_live(requests, settings, policy, transport, progress)) for policy in policies]

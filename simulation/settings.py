@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_events.errors import InvalidValueError
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.limits import MAX_BLOCK_SIZE
-from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC, MAMBA_GROUP
+from kv_events.streams import MAMBA_GROUP
 
 MAX_WORKERS = 4096
 MAX_RATIO = 1000
@@ -39,11 +40,8 @@ class SimulationSettings:
     """Record every policy's run as an event log in `<event_log_dir>/<policy>`."""
     groups: bool = False
     """Whether workers with recurrent states publish them in group streams (see `kv_events.streams`)."""
-    kafka: str | None = None
-    """Bootstrap servers of a broker for the events. None: events are applied directly, which is deterministic."""
-    events_topic: str = EVENTS_TOPIC
-    control_topic: str = CONTROL_TOPIC
-    """Topics of that broker."""
+    kafka: KafkaSettings | None = None
+    """A broker and topics for the events. None: events are applied directly, which is deterministic."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:

@@ -19,6 +19,7 @@ from tests.support.servers.child_process import PartMissingError
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.mooncake_master import MooncakeAccess, MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.secure_kafka import SecureKafka
 from tests.support.servers.shared import RemoteServers, Servers, SharedServers
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,7 @@ _TRACE = _ROOT.parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl
 _MARK_OF_FIXTURE = {
     "kafka_bootstrap": "kafka",
     "kafka_broker": "kafka",
+    "secure_kafka": "kafka",
     "mooncake_master": "mooncake",
     "own_mooncake_master": "mooncake",
     "redis_url": "redis",
@@ -111,6 +113,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def kafka_bootstrap(request: pytest.FixtureRequest) -> str:
     """`host:port` of a broker that all tests share: use topics of your own."""
     return os.environ.get("KVSIGHT_KAFKA") or _shared(request, "kafka")
+
+
+@pytest.fixture(scope="session")
+def secure_kafka(request: pytest.FixtureRequest) -> SecureKafka:
+    """A broker with TLS and logins that all tests share: use topics of your own."""
+    return SecureKafka(Path(_shared(request, "secure-kafka")))
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from indexer.sources.base import SourceUnavailableError
 from kv_events.codec import encode_resync
-from kv_events.kafka_clients import stop_consumer, stop_producer
+from kv_events.kafka_clients import (
+    KafkaConnection,
+    KafkaUnreachableError,
+    describe_topics,
+    stop_consumer,
+    stop_producer,
+)
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
+
+logger = logging.getLogger(__name__)
 
 _FETCH_WAIT_MS = 100
 _PROBE_TIMEOUT_S = 3.0
@@ -26,10 +35,12 @@ _PARTITION_BYTES = 4 * 2**20
 class KafkaSource:
     """See `Source`. Partitions that are added later are read from their beginning."""
 
-    def __init__(self, bootstrap: str, events_topic: str, control_topic: str) -> None:
-        self._bootstrap = bootstrap
-        self._events_topic = events_topic
-        self._control_topic = control_topic
+    def __init__(self, settings: KafkaSettings) -> None:
+        """Raises InvalidValueError for settings without a broker, or for a file that cannot be used."""
+        self._connection = KafkaConnection(settings)
+        self._events_topic = settings.events_topic
+        self._control_topic = settings.control_topic
+        self._is_waiting = False
         self._assigned: set[TopicPartition] = set()
         self._times_ms: dict[int, int] = {}  # partition -> time of its newest record
         self._clients = AsyncExitStack()
@@ -37,11 +48,14 @@ class KafkaSource:
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         self._assigned = set()
         try:
+            await self._connection.check()
             await self._open_clients()
             return await self._assign_new(positions)
+        except KafkaUnreachableError as error:
+            raise SourceUnavailableError(str(error)) from error
         except KafkaError as error:
             await self._clients.aclose()
-            raise SourceUnavailableError(f"Kafka at {self._bootstrap}: {error}") from error
+            raise SourceUnavailableError(f"Kafka at {self._connection.bootstrap}: {error}") from error
 
     async def fetch(self) -> Sequence[LogRecord]:
         if not self._assigned:
@@ -86,8 +100,7 @@ class KafkaSource:
 
     async def _open_clients(self) -> None:
         """Create and start the clients. Each belongs to the event loop that runs when it is created."""
-        self._consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._bootstrap,
+        self._consumer = self._connection.consumer(
             group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
@@ -96,20 +109,15 @@ class KafkaSource:
         )
         self._clients.push_async_callback(stop_consumer, self._consumer)
         await self._consumer.start()
-        self._producer = AIOKafkaProducer(bootstrap_servers=self._bootstrap, acks="all", enable_idempotence=True)
+        self._producer = self._connection.producer(acks="all", enable_idempotence=True)
         self._clients.push_async_callback(stop_producer, self._producer)
         await self._producer.start()
-        self._admin = AIOKafkaAdminClient(bootstrap_servers=self._bootstrap)
-        self._clients.push_async_callback(self._admin.close)
-        await self._admin.start()
 
     async def _assign_new(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        """Begin to read new partitions. A topic is created by its first publisher.
-
-        Returns the offset at which each new partition begins.
-        """
-        described = await self._admin.describe_topics([self._events_topic])
-        found = {TopicPartition(self._events_topic, p["partition"]) for topic in described for p in topic["partitions"]}
+        """Begin to read new partitions, and return the offset at which each begins."""
+        described = await describe_topics(self._consumer, [self._events_topic])
+        self._tell_whether_waiting(self._events_topic not in described)
+        found = {TopicPartition(self._events_topic, part) for part in range(len(described.get(self._events_topic, ())))}
         new = found - self._assigned
         if not new:
             return {}
@@ -124,3 +132,13 @@ class KafkaSource:
         for tp, offset in kept.items():
             self._consumer.seek(tp, offset)
         return {tp.partition: kept[tp] for tp in new}
+
+    def _tell_whether_waiting(self, is_waiting: bool) -> None:
+        """Log once that the topic is missing, and once that it exists."""
+        if is_waiting and not self._is_waiting:
+            logger.warning(
+                "waiting for topic %s: create it with `kvsight topics create`, or start a publisher", self._events_topic
+            )
+        elif self._is_waiting and not is_waiting:
+            logger.warning("topic %s exists now and is read", self._events_topic)
+        self._is_waiting = is_waiting

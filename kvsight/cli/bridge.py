@@ -6,12 +6,13 @@ import asyncio
 import gc
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import UsageError, compile_kernels, err
+from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from publisher import PublisherSettings
 
 
+@with_kafka_flags
 def bridge(
     engine: Annotated[
         list[str] | None,
@@ -42,6 +44,8 @@ def bridge(
         int | None,
         typer.Option(help="Serve Prometheus metrics on this port.", min=1, max=65_535),
     ] = None,
+    *,
+    connection: dict[str, Any],
 ) -> None:
     """Read the KV events of running vLLM, SGLang or Mooncake engines, and publish them.
 
@@ -64,7 +68,13 @@ def bridge(
         raise UsageError("no engine to read: give --engine or --config")
     # every stream has a name and a block size of its own
     template = PublisherSettings.from_flags(
-        model="bridge", worker="bridge", dp_rank=0, block_size=1, kafka=kafka, event_log_dir=event_log_dir
+        model="bridge",
+        worker="bridge",
+        dp_rank=0,
+        block_size=1,
+        kafka=kafka,
+        **connection,
+        event_log_dir=event_log_dir,
     )
     gc.freeze()  # as `kvsight serve` does
     uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsight.cli.console import compile_kernels, err
+from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
     from publisher import PublisherSettings
 
 
+@with_kafka_flags
 def engine(
     worker: Annotated[str, typer.Option(help="Name of the worker.", envvar="KVSIGHT_WORKER")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
@@ -22,6 +24,8 @@ def engine(
     block_size: Annotated[int, typer.Option(help="Tokens per page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
     rate: Annotated[float, typer.Option(help="Requests per second.", min=0.01, max=1000)] = 2.0,
     seed: Annotated[int, typer.Option(help="Seed of the workload. Give each engine another one.")] = 0,
+    *,
+    connection: dict[str, Any],
 ) -> None:
     """Run one simulated worker: a real radix cache under a generated workload that publishes to Kafka.
 
@@ -31,7 +35,9 @@ def engine(
     compile_kernels()
     from publisher import PublisherSettings
 
-    settings = PublisherSettings(worker=worker, kafka=kafka, model=model, block_size=block_size)
+    settings = PublisherSettings.from_flags(
+        worker=worker, kafka=kafka, **connection, model=model, block_size=block_size
+    )
     asyncio.run(_serve(settings, capacity, rate, seed))
 
 

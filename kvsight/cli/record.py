@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,23 +14,25 @@ from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
 from kvsight.cli.console import err
+from kvsight.cli.kafka_flags import with_kafka_flags
 
 
+@with_kafka_flags
 def record(
     folder: Annotated[Path, typer.Argument(help="Folder of the event log. An existing log is continued.")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
-    events_topic: Annotated[str | None, typer.Option(help="Topic to read.", envvar="KVSIGHT_EVENTS_TOPIC")] = None,
     once: Annotated[bool, typer.Option("--once", help="Stop at the current end of the topic.")] = False,
+    *,
+    connection: dict[str, Any],
 ) -> None:
     """Copy the events of a Kafka topic into an event log, for `kvsight replay`.
 
     Runs until Ctrl-C. Records keep their partition, offset and timestamp.
     """
     from indexer.sources.kafka import KafkaSource
-    from kv_events.settings import KafkaSettings
+    from kv_events.kafka_settings import KafkaSettings
 
-    settings = KafkaSettings.from_flags(kafka=kafka, events_topic=events_topic)
-    source = KafkaSource(kafka, settings.events_topic, settings.control_topic)
+    source = KafkaSource(KafkaSettings.from_flags(kafka=kafka, **connection))
     with EventLogWriter(folder) as writer:
         positions = next_offsets(folder)
         try:

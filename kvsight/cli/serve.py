@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import compile_kernels, err
+from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
 
 
+@with_kafka_flags
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
@@ -34,6 +36,8 @@ def serve(
     snapshot_dir: Annotated[
         Path | None, typer.Option(help="Save snapshots and registrations in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
     ] = None,
+    *,
+    connection: dict[str, Any],
 ) -> None:
     """Run the indexer and its HTTP API.
 
@@ -53,7 +57,7 @@ def serve(
     from indexer.settings import IndexerSettings
 
     indexer = IndexerSettings.from_flags(
-        kafka=kafka, event_log_dir=event_log_dir, redis=redis, snapshot_dir=snapshot_dir
+        kafka=kafka, **connection, event_log_dir=event_log_dir, redis=redis, snapshot_dir=snapshot_dir
     )
     settings = ApiSettings.from_flags(host=host, port=port)
     app = _embedded(indexer, settings) if indexer.is_embedded else create_app(create_consumer(indexer), settings)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsight.cli.console import compile_kernels, out, print_json, progress_bar
+from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
     from simulation import Requests
 
 
+@with_kafka_flags
 def simulate(
     *,
     trace: Annotated[
@@ -33,6 +35,7 @@ def simulate(
     kafka: Annotated[str | None, typer.Option(help="Send events through a Kafka broker: HOST:PORT.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the events of each policy to PATH/POLICY.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    connection: dict[str, Any],
 ) -> None:
     """Compare routing policies on a fleet of simulated workers with real caches and real events.
 
@@ -43,11 +46,10 @@ def simulate(
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
     compile_kernels()
-    from kv_events.settings import KafkaSettings
+    from kv_events.kafka_settings import KafkaSettings
     from simulation import POLICIES, SimulationSettings, reports_table
     from simulation import simulate as run
 
-    topics = KafkaSettings()
     settings = SimulationSettings(
         workers=workers,
         capacity_tokens=capacity,
@@ -57,9 +59,7 @@ def simulate(
         disk_ratio=disk_ratio,
         groups=groups,
         seed=seed,
-        kafka=kafka,
-        events_topic=topics.events_topic,
-        control_topic=topics.control_topic,
+        kafka=None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **connection),
         event_log_dir=record,
     )
     with policy_progress() as progress:

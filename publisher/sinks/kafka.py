@@ -7,6 +7,7 @@ unavailable. `send` therefore waits instead of failing, while events accumulate 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import math
@@ -14,24 +15,27 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka import TopicPartition
 from aiokafka.errors import (
     ConsumerStoppedError,
     InvalidTimestampError,
     InvalidTopicError,
-    KafkaConnectionError,
     KafkaError,
     MessageSizeTooLargeError,
     RecordTooLargeError,
-    TopicAlreadyExistsError,
     TopicAuthorizationFailedError,
-    for_code,
 )
 
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, shorten
-from kv_events.kafka_clients import stop_consumer, stop_producer
+from kv_events.kafka_clients import (
+    KafkaConnection,
+    KafkaUnreachableError,
+    describe_topics,
+    stop_consumer,
+    stop_producer,
+)
+from kv_events.kafka_topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import ResyncRequest
@@ -45,19 +49,20 @@ _RETRY_S = 1.0
 _NO_TIME = -1
 _TIME_MARGIN_MS = 60_000
 """Well above the pauses between attempts to send the same record."""
+_PATIENCE_S = 5.0
+"""Time without acknowledgements after which the topics are looked for."""
 
 
 class KafkaSink:
     """Sends to `events_topic` and reads `control_topic` from its end. Creates missing topics."""
 
     def __init__(self, settings: PublisherSettings) -> None:
-        if settings.kafka is None:
-            raise InvalidValueError("KVSIGHT_KAFKA", None, "host:port of a broker")
         if settings.compression != "none" and importlib.util.find_spec("cramjam") is None:
             expected = "none, or the package cramjam installed (pip install 'kvsight[compression]')"
             raise InvalidValueError("KVSIGHT_COMPRESSION", settings.compression, expected)
         self._settings = settings
-        self._bootstrap = settings.kafka
+        self._connection = KafkaConnection(settings)
+        self._is_compared = False  # whether differences between topics and settings have been logged
         self._limited_logger = RateLimitedLogger(logger, f"control topic {settings.control_topic}")
         self._producer: Any = None
         self._consumer: Any = None
@@ -68,12 +73,14 @@ class KafkaSink:
     async def start(self) -> None:
         """Create missing topics and connect the producer and the consumer. Raises SinkUnavailableError."""
         try:
-            await self._make_topics()
             await self._start_producer()
             await self._start_consumer()
+        except KafkaUnreachableError as error:
+            await self.stop()
+            raise SinkUnavailableError(str(error)) from error
         except (KafkaError, OSError) as error:
             await self.stop()
-            raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {error}") from error
+            raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {error}") from error
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Send records concurrently and wait for all acknowledgements.
@@ -84,21 +91,19 @@ class KafkaSink:
         if records is not self._records:
             self._records, self._acknowledged = records, []
         try:
-            if self._producer is None:
-                await self._start_producer()
-            for record in records[len(self._acknowledged) :]:
-                self._acknowledged.append(await self._enqueue(record))
-            await asyncio.gather(*self._acknowledged)
+            await self._deliver(records)
         except _FOR_GOOD as error:
-            raise SinkRejectedError(f"Kafka at {self._bootstrap}: {error}") from error
+            raise SinkRejectedError(f"Kafka at {self._connection.bootstrap}: {error}") from error
+        except KafkaUnreachableError as error:
+            raise SinkUnavailableError(str(error)) from error
         except InvalidTimestampError as error:
             self._times.refuse(records)
             await self._stop_producer()
             detail = "it refuses the time of records, so they are sent without; is the clock of this machine right?"
-            raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {detail}") from error
+            raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {detail}") from error
         except (KafkaError, OSError) as error:
             await self._stop_producer()  # its idempotent session may be lost; the retry starts a new one
-            raise SinkUnavailableError(f"Kafka at {self._bootstrap}: {error!r}") from error
+            raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {error!r}") from error
         self._records, self._acknowledged = (), []
 
     async def stop(self) -> None:
@@ -128,6 +133,24 @@ class KafkaSink:
             self._limited_logger.warning("a message is skipped: %s", shorten(error.detail, 200))
             return None
 
+    async def _deliver(self, records: Sequence[OutRecord]) -> None:
+        """Send records. While they are not acknowledged, topics that were deleted are created again."""
+        if self._producer is None:
+            await self._start_producer()
+        sending = asyncio.ensure_future(self._send_all(records))
+        try:
+            while not (await asyncio.wait({sending}, timeout=_PATIENCE_S))[0]:
+                with contextlib.suppress(KafkaError, KafkaUnreachableError, OSError):
+                    await self._restore_topics()
+            await sending
+        finally:
+            sending.cancel()
+
+    async def _send_all(self, records: Sequence[OutRecord]) -> None:
+        for record in records[len(self._acknowledged) :]:
+            self._acknowledged.append(await self._enqueue(record))
+        await asyncio.gather(*self._acknowledged)
+
     async def _enqueue(self, record: OutRecord) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = await self._producer.send(
             self._settings.events_topic,
@@ -138,9 +161,10 @@ class KafkaSink:
         return future
 
     async def _start_producer(self) -> None:
+        """Create missing topics, then connect the producer."""
+        await self._create_missing_topics()
         compression = self._settings.compression
-        producer = AIOKafkaProducer(
-            bootstrap_servers=self._bootstrap,
+        producer = self._connection.producer(
             enable_idempotence=True,
             acks="all",
             compression_type=None if compression == "none" else compression,
@@ -154,6 +178,21 @@ class KafkaSink:
         self._producer = producer
         self._acknowledged = []
 
+    async def _create_missing_topics(self) -> None:
+        topics = await inspect_topics(self._connection, self._settings, create=True)
+        if topics.created:
+            logger.info("created topics: %s", ", ".join(topics.created))
+        if not self._is_compared:
+            for topic in topics.found.values():
+                for mismatch in mismatches(topic, self._settings):
+                    logger.warning("topic %s: %s", topic.name, mismatch)
+        self._is_compared = True
+
+    async def _restore_topics(self) -> None:
+        names = {self._settings.events_topic, self._settings.control_topic}
+        if names - set(await describe_topics(self._producer, names)):
+            await self._create_missing_topics()
+
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
@@ -162,8 +201,7 @@ class KafkaSink:
     async def _start_consumer(self) -> None:
         topic = self._settings.control_topic
         partitions = await self._producer.partitions_for(topic)
-        consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._bootstrap,
+        consumer = self._connection.consumer(
             group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="latest",
@@ -172,23 +210,6 @@ class KafkaSink:
         await consumer.start()
         consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
         await consumer.seek_to_end()
-
-    async def _make_topics(self) -> None:
-        admin = AIOKafkaAdminClient(bootstrap_servers=self._bootstrap)
-        try:
-            await admin.start()
-            replication = self._settings.topic_replication
-            response = await admin.create_topics(
-                [
-                    NewTopic(self._settings.events_topic, self._settings.topic_partitions, replication),
-                    NewTopic(self._settings.control_topic, 1, replication),
-                ]
-            )
-        finally:
-            await admin.close()
-        for topic, code, *_ in response.topic_errors:
-            if code not in (0, TopicAlreadyExistsError.errno):
-                raise KafkaConnectionError(f"topic {topic}: {for_code(code).__name__}")
 
 
 class _RecordTimes:

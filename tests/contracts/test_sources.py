@@ -16,6 +16,7 @@ from indexer.sources.file import FileSource
 from indexer.sources.kafka import KafkaSource
 from indexer.sources.memory import MemorySource
 from kv_events.event_log import EventLogWriter
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
 from tests.support.log.records import Stream
@@ -31,6 +32,10 @@ class Log(NamedTuple):
     new_source: Callable[[], Source]
 
 
+def kafka_settings(bootstrap: str, topic: str) -> KafkaSettings:
+    return KafkaSettings(kafka=bootstrap, events_topic=topic, control_topic=f"{topic}-control")
+
+
 async def _kafka_log(bootstrap: str) -> AsyncIterator[Log]:
     topic = f"events-{uuid.uuid4().hex}"
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
@@ -42,7 +47,7 @@ async def _kafka_log(bootstrap: str) -> AsyncIterator[Log]:
     async def append(record: LogRecord) -> None:
         await producer.send_and_wait(topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
 
-    yield Log(append, lambda: KafkaSource(bootstrap, topic, f"{topic}-control"))
+    yield Log(append, lambda: KafkaSource(kafka_settings(bootstrap, topic)))
     await producer.stop()
     await admin.close()
 
@@ -167,7 +172,7 @@ async def test_a_folder_that_is_not_there_is_unavailable(tmp_path: Path) -> None
 
 
 async def test_a_broker_that_is_not_there_is_unavailable() -> None:
-    source = KafkaSource("127.0.0.1:1", "events", "control")
+    source = KafkaSource(kafka_settings("127.0.0.1:1", "events"))
     with pytest.raises(SourceUnavailableError, match="Kafka"):
         await source.start({})
     await source.stop()
@@ -175,7 +180,7 @@ async def test_a_broker_that_is_not_there_is_unavailable() -> None:
 
 async def test_a_topic_that_appears_later_is_read_from_its_beginning(kafka_bootstrap: str) -> None:
     topic = f"late-{uuid.uuid4().hex}"
-    source = KafkaSource(kafka_bootstrap, topic, f"{topic}-control")
+    source = KafkaSource(kafka_settings(kafka_bootstrap, topic))
     await source.start({})
     producer = AIOKafkaProducer(bootstrap_servers=kafka_bootstrap)
     await producer.start()

@@ -10,6 +10,7 @@ import pytest
 from indexer.replay import Replay, Until, log_records
 from indexer.sources.base import Source
 from indexer.views import View
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.streams import StreamId
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from simulation.live import KafkaTransport, live_fleet
@@ -54,7 +55,9 @@ async def replay_of(source: Source, until: Until) -> Replay:
 
 async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafka_bootstrap: str) -> None:
     name = uuid.uuid4().hex
-    transport = KafkaTransport(kafka_bootstrap, f"events-{name}", f"control-{name}")
+    transport = KafkaTransport(
+        KafkaSettings(kafka=kafka_bootstrap, events_topic=f"events-{name}", control_topic=f"control-{name}")
+    )
     requests = generate(WorkloadSettings(num_requests=120))
     settings = SimulationSettings(workers=3, capacity_tokens=16_384, page_size=16)
     async with live_fleet(settings, "round-robin", transport) as fleet:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
 from simulation.direct import DirectFleet
@@ -44,7 +45,9 @@ async def test_no_answer_diverges_over_a_running_log(cache: str, requests: list[
 
 
 async def test_no_answer_diverges_over_a_broker(kafka_bootstrap: str, requests: list[Request]) -> None:
-    transport: Transport = KafkaTransport(kafka_bootstrap, "reuse-events", "reuse-control")
+    transport: Transport = KafkaTransport(
+        KafkaSettings(kafka=kafka_bootstrap, events_topic="reuse-events", control_topic="reuse-control")
+    )
     report = await run_live(requests[:60], SMALL, "round-robin", transport)
     assert (report.divergent_pages, report.divergent_answers) == (0, 0)
 

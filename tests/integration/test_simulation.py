@@ -15,6 +15,7 @@ from indexer.replay import Replay, Until, log_records
 from indexer.scores import score
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.hashing import namespace_seed, sequence_hashes
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, StorageMedium
@@ -222,7 +223,9 @@ async def test_a_publisher_that_dies_ends_a_live_run_with_its_name() -> None:
 
 async def test_a_run_through_kafka_does_not_diverge(kafka_bootstrap: str, requests: list[Request]) -> None:
     suffix = uuid.uuid4().hex
-    transport = KafkaTransport(kafka_bootstrap, f"events-{suffix}", f"control-{suffix}")
+    transport = KafkaTransport(
+        KafkaSettings(kafka=kafka_bootstrap, events_topic=f"events-{suffix}", control_topic=f"control-{suffix}")
+    )
     for policy in POLICIES:
         report = await run_live(requests, SMALL, policy, transport)
         assert report.divergent_pages == 0

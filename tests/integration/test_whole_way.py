@@ -23,6 +23,7 @@ from indexer.settings import IndexerSettings
 from indexer.snapshots.redis import RedisStore
 from indexer.sources.kafka import KafkaSource
 from indexer.views import ViewState
+from kv_events.kafka_settings import KafkaSettings
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
@@ -43,10 +44,16 @@ def topics() -> tuple[str, str]:
     return f"events-{name}", f"control-{name}"
 
 
+def kafka_settings(bootstrap: str, names: tuple[str, str]) -> KafkaSettings:
+    return KafkaSettings(kafka=bootstrap, events_topic=names[0], control_topic=names[1])
+
+
 def new_consumer(bootstrap: str, names: tuple[str, str], redis_url: str | None = None) -> Consumer:
     settings = IndexerSettings(max_pages=100_000, resync_retry_s=0.3)
     store = RedisStore(redis_url, prefix=f"test:{names[0]}") if redis_url else None
-    return Consumer(KafkaSource(bootstrap, *names), Applier(Namespaces(settings), DeadLetters()), settings, store)
+    return Consumer(
+        KafkaSource(kafka_settings(bootstrap, names)), Applier(Namespaces(settings), DeadLetters()), settings, store
+    )
 
 
 def publisher_settings(bootstrap: str, names: tuple[str, str], **more: Any) -> PublisherSettings:
@@ -94,7 +101,7 @@ async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: s
 async def test_a_broker_killed_in_mid_stream_loses_and_doubles_nothing(
     kafka_broker: KafkaBroker, requests: list[Request]
 ) -> None:
-    transport = KafkaTransport(kafka_broker.bootstrap, *topics())
+    transport = KafkaTransport(kafka_settings(kafka_broker.bootstrap, topics()))
     async with live_fleet(SMALL, "round-robin", transport) as fleet:
         for number, request in enumerate(requests):
             if number == 100:

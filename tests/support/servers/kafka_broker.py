@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
@@ -26,8 +26,8 @@ _SETTINGS = """\
 process.roles=broker,controller
 node.id=1
 controller.quorum.bootstrap.servers=127.0.0.1:{controller_port}
-listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}
-advertised.listeners=PLAINTEXT://127.0.0.1:{port}
+listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}{listeners}
+advertised.listeners=PLAINTEXT://127.0.0.1:{port}{listeners}
 controller.listener.names=CONTROLLER
 log.dirs={folder}/data
 offsets.topic.num.partitions=1
@@ -40,22 +40,29 @@ share.coordinator.state.topic.min.isr=1
 group.initial.rebalance.delay.ms=0
 broker.session.timeout.ms=2000
 broker.heartbeat.interval.ms=500
+{more}
 """
 
 
 class KafkaBroker:
     """A broker that a test may kill and restart. It keeps its data in `folder`, and its ports."""
 
-    def __init__(self, folder: Path) -> None:
-        """Format the storage. `restart()` starts the broker. Raises PartMissingError."""
+    def __init__(self, folder: Path, *, listeners: str = "", more: str = "", users: Sequence[str] = ()) -> None:
+        """Format the storage. `restart()` starts the broker. Raises PartMissingError.
+
+        listeners: further ones, each after a comma. more: further lines of settings. users: for SCRAM, as the arguments
+        of `--add-scram`.
+        """
         self._port = free_port()
         self._log = folder / "broker.log"
         self._java = [str(_java()), *_JVM, "-cp", f"{kafka_jars()}/*"]
         self._settings = folder / "server.properties"
-        text = _SETTINGS.format(port=self._port, controller_port=free_port(), folder=folder)
+        text = _SETTINGS.format(
+            port=self._port, controller_port=free_port(), folder=folder, listeners=listeners, more=more
+        )
         self._settings.write_text(text)
         self._process: ChildProcess | None = None
-        self._format_storage()
+        self._format_storage(users)
 
     @property
     def bootstrap(self) -> str:
@@ -78,7 +85,7 @@ class KafkaBroker:
         if self._process is not None:
             self._process.kill()
 
-    def _format_storage(self) -> None:
+    def _format_storage(self, users: Sequence[str]) -> None:
         cluster = str(uuid.uuid4())
         arguments = [
             "kafka.tools.StorageTool",
@@ -88,6 +95,7 @@ class KafkaBroker:
             cluster,
             "-c",
             str(self._settings),
+            *(argument for user in users for argument in ("--add-scram", user)),
         ]
         done = subprocess.run([*self._java, *arguments], capture_output=True, text=True, timeout=60)
         if done.returncode != 0:

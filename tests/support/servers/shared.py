@@ -20,6 +20,7 @@ from tests.support.servers.child_process import ChildProcess, PartMissingError
 from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.mooncake_master import MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.secure_kafka import SecureKafka
 from tests.support.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -29,7 +30,10 @@ class Servers(Protocol):
     """The interface of the shared servers in a test process."""
 
     def address(self, name: str) -> str:
-        """Return the address of the server `kafka`, `redis` or `mooncake`. Raises PartMissingError."""
+        """Return the address of a server: `kafka`, `redis`, `mooncake`. That of `secure-kafka` is a folder.
+
+        Raises PartMissingError.
+        """
 
 
 class SharedServers:
@@ -107,6 +111,13 @@ def _start_kafka(folder: Path) -> tuple[str, Callable[[], None]]:
     return broker.bootstrap, broker.kill
 
 
+def _start_secure_kafka(folder: Path) -> tuple[str, Callable[[], None]]:
+    own = _made(folder / "secure-kafka")
+    broker = SecureKafka.create(own)
+    broker.restart()
+    return str(own), broker.kill
+
+
 def _start_redis(folder: Path) -> tuple[str, Callable[[], None]]:
     server = RedisServer(_made(folder / "redis"))
     server.restart()
@@ -136,6 +147,7 @@ def _made(folder: Path) -> Path:
 
 _STARTS: dict[str, Callable[[Path], tuple[str, Callable[[], None]]]] = {
     "kafka": _start_kafka,
+    "secure-kafka": _start_secure_kafka,
     "redis": _start_redis,
     "mooncake": _start_mooncake,
 }

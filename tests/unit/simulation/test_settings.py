@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kv_events.errors import InvalidValueError
+from kv_events.kafka_settings import KafkaSettings
 from simulation import SimulationSettings, simulate
 
 
@@ -21,7 +22,7 @@ from simulation import SimulationSettings, simulate
         ("host_ratio", {"cache": "hiradix", "host_ratio": 0.9}),
         ("disk_ratio", {"cache": "hiradix", "disk_ratio": 0.0}),
         ("groups", {"cache": "hiradix", "groups": True}),
-        ("event_log_dir", {"kafka": "localhost:9092", "event_log_dir": Path("log")}),
+        ("event_log_dir", {"kafka": KafkaSettings(kafka="localhost:9092"), "event_log_dir": Path("log")}),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(field: str, values: dict[str, object]) -> None:

@@ -1,0 +1,135 @@
+"""Creates the two topics, and compares existing ones with the settings.
+
+Only publishers and `kvsight topics create` create topics. All other clients wait for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kv_events.kafka_clients import KafkaConnection, KafkaUnreachableError, describe_topics
+from kv_events.kafka_settings import KafkaSettings
+from kv_events.variables import variable
+
+_CONFIGS = ("retention.ms", "cleanup.policy")
+_TIMEOUT_MS = 10_000
+_SEGMENTS = 4
+
+
+class Topic(NamedTuple):
+    """A topic as it exists."""
+
+    name: str
+    num_partitions: int
+    num_replicas: int
+    """Smallest number of replicas of a partition."""
+    configs: dict[str, str]
+    """Some settings of the topic. Empty if this user may not read them."""
+
+
+class Topics(NamedTuple):
+    """The two topics, by name, as far as they exist."""
+
+    found: dict[str, Topic]
+    created: list[str]
+    """Names of those that were created just now."""
+
+
+async def inspect_topics(connection: KafkaConnection, settings: KafkaSettings, *, create: bool) -> Topics:
+    """Return the topics as they are. create: first create missing ones. Existing ones are never changed.
+
+    Raises KafkaUnreachableError, also if the broker refuses to create a topic.
+    """
+    from aiokafka.errors import KafkaError
+
+    names = list(_partitions(settings))
+    await connection.check()
+    admin = connection.admin(request_timeout_ms=_TIMEOUT_MS)
+    try:
+        await admin.start()
+        found = await describe_topics(admin, names)
+        missing = [name for name in names if name not in found] if create else []
+        if missing:
+            await _create(admin, settings, missing)
+            found |= await describe_topics(admin, missing)
+        configs = await _configs(admin, list(found))
+    except (KafkaError, OSError) as error:
+        raise KafkaUnreachableError(f"Kafka at {connection.bootstrap}: {error}") from error
+    finally:
+        await admin.close()
+    topics = {
+        name: Topic(name, len(parts), min(map(len, parts), default=0), configs.get(name, {}))
+        for name, parts in found.items()
+    }
+    return Topics(topics, missing)
+
+
+def mismatches(topic: Topic, settings: KafkaSettings, snapshot_interval_s: float | None = None) -> list[str]:
+    """Differences between a topic and the settings, each with what to do.
+
+    A number of partitions or replicas that is left at its default is a lower bound. snapshot_interval_s: seconds
+    between the indexer's snapshots, if they are known.
+    """
+    found = []
+    is_events = topic.name == settings.events_topic
+    numbers = [("topic_replication", topic.num_replicas, "replicas: reassign its partitions")]
+    if is_events:
+        numbers.append(("topic_partitions", topic.num_partitions, "partitions: add some with kafka-topics.sh --alter"))
+    for field, actual, what in numbers:
+        wanted, default = getattr(settings, field), type(settings).model_fields[field].default
+        if actual < wanted or (is_events and actual != wanted != default):
+            noun, _, remedy = what.partition(": ")
+            correct = f"set {variable(field)}={actual}"
+            advice = f"{remedy}, or {correct}" if actual < wanted else correct
+            found.append(f"it has {actual} {noun}, and {variable(field)} is {wanted}; {advice}")
+    retention_ms = int(topic.configs.get("retention.ms", -1))
+    if snapshot_interval_s is not None and 0 <= retention_ms < snapshot_interval_s * 1000:
+        found.append(
+            f"retention.ms={retention_ms} is shorter than {variable('snapshot_interval_s')}={snapshot_interval_s:g}; "
+            "raise retention.ms, so that an indexer that restarts finds the records after its snapshot"
+        )
+    if "compact" in topic.configs.get("cleanup.policy", ""):
+        found.append(
+            f"cleanup.policy={topic.configs['cleanup.policy']} removes all but a worker's newest batch; "
+            "set cleanup.policy=delete"
+        )
+    return found
+
+
+async def _create(admin: Any, settings: KafkaSettings, names: list[str]) -> None:
+    from aiokafka.admin import NewTopic
+    from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+
+    retention_ms = settings.topic_retention_s * 1000
+    configs = {
+        "cleanup.policy": "delete",
+        "retention.ms": str(retention_ms),
+        "segment.ms": str(retention_ms // _SEGMENTS),  # Kafka deletes whole segments, and never the newest one
+    }
+    partitions, replicas = _partitions(settings), settings.topic_replication
+    topics = [NewTopic(name, partitions[name], replicas, topic_configs=configs) for name in names]
+    answer = await admin.create_topics(topics, timeout_ms=_TIMEOUT_MS)
+    for name, code, *message in answer.topic_errors:
+        if code not in (0, TopicAlreadyExistsError.errno):
+            reason = " ".join(filter(None, message)) or for_code(code).description
+            raise KafkaError(f"topic {name} cannot be created: {reason}")
+
+
+async def _configs(admin: Any, names: list[str]) -> dict[str, dict[str, str]]:
+    """Topic -> those of `_CONFIGS` that this user may read."""
+    from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+    if not names:
+        return {}
+    wanted = [ConfigResource(ConfigResourceType.TOPIC, name, configs=dict.fromkeys(_CONFIGS, "")) for name in names]
+    return {
+        name: {entry[0]: entry[1] for entry in entries}
+        for answer in await admin.describe_configs(wanted)
+        for code, _, _, name, entries in answer.resources
+        if code == 0
+    }
+
+
+def _partitions(settings: KafkaSettings) -> dict[str, int]:
+    """Topic -> its partitions, when it is created."""
+    return {settings.events_topic: settings.topic_partitions, settings.control_topic: 1}

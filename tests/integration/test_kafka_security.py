@@ -1,0 +1,231 @@
+"""Kafka with TLS and logins: a real broker with a listener of each kind, and every way in which it refuses a client."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from indexer.views import View, ViewState
+from kv_events.errors import InvalidValueError
+from kv_events.event_log import EventLogReader
+from kv_events.kafka_clients import KafkaConnection, KafkaUnreachableError
+from kv_events.kafka_settings import KafkaSettings
+from kv_events.schema import BlockStored, StorageMedium
+from publisher import EventPublisher, PublisherSettings
+from publisher.sinks import create_sink
+from tests.support.servers.certificates import Certificates
+from tests.support.servers.secure_kafka import PASSWORD, USER, SecureKafka, unsecured_token
+from tests.support.waiting import async_wait_until
+
+
+@pytest.fixture
+def kafka(secure_kafka: SecureKafka) -> SecureKafka:
+    return secure_kafka
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with passwords and tokens."""
+    contents = {"right": f"{PASSWORD}\n", "wrong": "another-secret", "token": unsecured_token(), "no-token": "x.y.z"}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def tls(kafka: SecureKafka, listener: str = "LOGIN", **more: Any) -> dict[str, Any]:
+    """Settings of a connection with TLS."""
+    return {"kafka": kafka.address(listener), "kafka_tls": True, "kafka_ca_file": kafka.certificates.ca, **more}
+
+
+def login(password: Path, mechanism: str = "SCRAM-SHA-512") -> dict[str, Any]:
+    """Settings of a login."""
+    return {"kafka_sasl_mechanism": mechanism, "kafka_username": USER, "kafka_password_file": password}
+
+
+async def refusal(**settings: Any) -> str:
+    """Return the one line that a connection is refused with, which must come within seconds."""
+    connection, began = KafkaConnection(KafkaSettings(**settings)), time.monotonic()
+    with pytest.raises(KafkaUnreachableError) as caught:
+        await connection.check()
+    assert time.monotonic() - began < 8
+    said = str(caught.value)
+    assert said.startswith(f"Kafka at {settings['kafka']}: ")
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
+async def test_a_user_with_the_right_password_is_let_in_and_another_is_not(
+    kafka: SecureKafka, files: Path, mechanism: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    await KafkaConnection(KafkaSettings(**tls(kafka, **login(files / "right", mechanism)))).check()
+    said = await refusal(**tls(kafka, **login(files / "wrong", mechanism)))
+    assert said.endswith(f"wrong user or password (user '{USER}', {mechanism})")
+    assert PASSWORD not in caplog.text
+    assert "another-secret" not in caplog.text + said
+
+
+async def test_a_token_of_a_file_or_a_command_is_accepted_by_the_unsecured_validator_of_kafka(
+    kafka: SecureKafka, files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    token = {"kafka_sasl_mechanism": "OAUTHBEARER"}
+    await KafkaConnection(KafkaSettings(**tls(kafka, **token, kafka_token_file=files / "token"))).check()
+    await KafkaConnection(KafkaSettings(**tls(kafka, **token, kafka_token_command=f"cat {files / 'token'}"))).check()
+    assert (await refusal(**tls(kafka, **token, kafka_token_file=files / "no-token"))).endswith("it refuses the token")
+    said = await refusal(**tls(kafka, **token, kafka_token_command="false"))
+    assert said.endswith("KVSIGHT_KAFKA_TOKEN_COMMAND ended with exit code 1")
+    assert (files / "token").read_text() not in caplog.text
+
+
+async def test_a_client_certificate_is_accepted(kafka: SecureKafka, files: Path, tmp_path: Path) -> None:
+    ours = kafka.certificates.issue("ours", password=PASSWORD)
+    password = {"kafka_key_password_file": files / "right"}
+    for own in ({"kafka_cert_file": ours.cert, "kafka_key_file": ours.key}, {"kafka_cert_file": ours.store}):
+        await KafkaConnection(KafkaSettings(**tls(kafka, "MUTUAL", **own, **password))).check()
+    assert (await refusal(**tls(kafka, "MUTUAL"))).endswith("it requires a client certificate")
+    strange = Certificates(tmp_path / "strange").issue("strange")
+    assert "it refuses the client certificate" in await refusal(**tls(kafka, "MUTUAL", kafka_cert_file=strange.store))
+
+
+async def test_a_certificate_of_the_broker_that_is_not_right_is_refused(kafka: SecureKafka, tmp_path: Path) -> None:
+    other = Certificates(tmp_path / "other").ca
+    said = await refusal(**{**tls(kafka), "kafka_ca_file": other})
+    assert said.endswith("its certificate is refused: it is signed by a CA that is not trusted")
+    assert (await refusal(**tls(kafka, "EXPIRED"))).endswith("its certificate is refused: it has expired")
+    assert (await refusal(**tls(kafka, "ELSEWHERE"))).endswith(
+        "its certificate is refused: it is for another IP address"
+    )
+
+
+async def test_a_port_of_another_kind_is_named(kafka: SecureKafka, files: Path) -> None:
+    secure, plain = kafka.address("LOGIN"), kafka.address("PLAINTEXT")
+    assert (await refusal(kafka=secure)).endswith("may require TLS: set KVSIGHT_KAFKA_TLS")
+    assert (await refusal(**tls(kafka))).endswith("may require a login: set KVSIGHT_KAFKA_SASL_MECHANISM")
+    assert (await refusal(**{**tls(kafka), "kafka": plain})).endswith("may not use TLS: unset KVSIGHT_KAFKA_TLS")
+    assert (await refusal(kafka=plain, **login(files / "right"))).endswith("unset KVSIGHT_KAFKA_SASL_MECHANISM")
+
+
+async def test_a_broker_that_is_not_there_is_named() -> None:
+    assert (await refusal(kafka="127.0.0.1:1")).endswith("connection refused")
+    assert (await refusal(kafka="kafka.invalid:9092")).endswith("the host name is unknown")
+
+
+@pytest.mark.parametrize(
+    ("field", "content", "expected"),
+    [
+        ("kafka_ca_file", None, "No such file"),
+        ("kafka_ca_file", "text", "CA certificates in PEM"),
+        ("kafka_cert_file", "text", "certificate in PEM"),
+        ("kafka_cert_file", "(cert)", "private key"),
+        ("kafka_key_file", "(key)", "private key of the certificate"),
+        ("kafka_key_password_file", "wrong", "password of the key"),
+        ("kafka_key_password_file", "", "1 .. 65536 bytes"),
+    ],
+)
+def test_a_file_that_cannot_be_used_stops_the_start_and_is_named(
+    tmp_path: Path, field: str, content: str | None, expected: str
+) -> None:
+    issued = Certificates(tmp_path / "certificates")
+    ours, other = issued.issue("ours", password="secret-of-the-key"), issued.issue("other")
+    password, path = tmp_path / "password", tmp_path / "given"
+    password.write_text("secret-of-the-key")
+    if content is not None:
+        path.write_text({"(cert)": other.cert.read_text(), "(key)": other.key.read_text()}.get(content, content))
+    settings: dict[str, Any] = {
+        "kafka_cert_file": ours.cert,
+        "kafka_key_file": ours.key,
+        "kafka_key_password_file": password,
+    }
+    if content == "(cert)":
+        settings = {}  # a certificate without its key
+    with pytest.raises(InvalidValueError) as caught:
+        KafkaConnection(KafkaSettings(**{**settings, field: path}, kafka="h:1", kafka_tls=True))
+    assert str(caught.value).startswith(f"KVSIGHT_{field.upper()}: got '{path}'")
+    assert expected in str(caught.value)
+    assert "secret-of-the-key" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "variable"),
+    [
+        ({"kafka_ca_file": "ca.pem"}, "KVSIGHT_KAFKA_CA_FILE"),
+        ({"kafka_tls": True, "kafka_key_file": "key.pem"}, "KVSIGHT_KAFKA_KEY_FILE"),
+        ({"kafka_password": "hidden"}, "KVSIGHT_KAFKA_PASSWORD"),
+        ({"kafka_sasl_mechanism": "PLAIN", "kafka_username": "u"}, "KVSIGHT_KAFKA_PASSWORD_FILE"),
+        ({"kafka_sasl_mechanism": "PLAIN", "kafka_password": "hidden"}, "KVSIGHT_KAFKA_USERNAME"),
+        ({"kafka_sasl_mechanism": "OAUTHBEARER"}, "KVSIGHT_KAFKA_TOKEN_FILE"),
+        ({"kafka_sasl_mechanism": "GSSAPI"}, "KVSIGHT_KAFKA_SASL_MECHANISM"),
+        ({"kafka_token_command": "true"}, "KVSIGHT_KAFKA_TOKEN_COMMAND"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_without_secrets(settings: Any, variable: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{variable}: ") as caught:
+        KafkaSettings(kafka="h:1", **settings)
+    assert "hidden" not in str(caught.value)
+
+
+def test_secrets_are_not_shown_by_settings() -> None:
+    settings = PublisherSettings(
+        model="m",
+        worker="w",
+        block_size=4,
+        kafka_sasl_mechanism="PLAIN",
+        kafka_username="u",
+        kafka_password=SecretStr("hidden"),
+    )
+    assert "hidden" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+
+
+async def test_a_page_goes_from_a_publisher_to_an_index_over_tls_with_a_login(kafka: SecureKafka, files: Path) -> None:
+    name = uuid.uuid4().hex
+    secure = tls(kafka, **login(files / "right"), events_topic=f"e-{name}", control_topic=f"c-{name}")
+    settings = PublisherSettings(model="m", worker="w", block_size=4, **secure)
+    consumer = create_consumer(IndexerSettings(**secure))
+    async with EventPublisher(settings, create_sink(settings)) as publisher, consumer.running():
+        publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
+
+        def live_view() -> View | None:
+            view = consumer.namespaces.view(publisher.stream)
+            return view if view is not None and view.state is ViewState.LIVE and view.num_pages[0] == 1 else None
+
+        await async_wait_until(live_view, deadline_s=30, what="the page in the index")
+        resyncs = publisher.stats().resyncs
+        consumer.demand_resync(consumer.namespaces.views[0])
+        await async_wait_until(lambda: publisher.stats().resyncs > resyncs, deadline_s=30, what="a resync")
+
+
+def test_commands_log_in_with_the_same_flags(kafka: SecureKafka, files: Path, tmp_path: Path) -> None:
+    name = uuid.uuid4().hex
+    settings = tls(kafka, **login(files / "right"), events_topic=f"e-{name}", control_topic=f"c-{name}")
+    flags = [part for field, value in settings.items() for part in flag(field, value)]
+    simulate = ["simulate", "--requests", "20", "--workers", "2", "--policy", "random", "--json"]
+    assert kvsight(*simulate, *flags).returncode == 0
+    assert kvsight("record", tmp_path / "log", "--once", *flags).returncode == 0
+    assert EventLogReader(tmp_path / "log").next_index > 0
+    wrong = kvsight(*simulate, *flags, "--kafka-password-file", files / "wrong")
+    assert wrong.returncode == 2
+    assert [line for line in wrong.stderr.splitlines() if "wrong user or password" in line] == wrong.stderr.splitlines()
+
+
+def flag(field: str, value: object) -> list[str]:
+    name = "--" + field.replace("_", "-")
+    return [name] if value is True else [name, str(value)]
+
+
+def kvsight(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvsight", *map(str, arguments)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=env)

@@ -1,0 +1,88 @@
+"""A real broker whose listeners require TLS, logins or client certificates."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from pathlib import Path
+
+from tests.support.servers.certificates import Certificates
+from tests.support.servers.child_process import free_port
+from tests.support.servers.kafka_broker import KafkaBroker
+
+USER, PASSWORD = "kvsight-user", "a-secret-of-the-tests"
+_MODULES = "org.apache.kafka.common.security"
+_PROTOCOLS = {
+    "LOGIN": "SASL_SSL",  # PLAIN, SCRAM and OAUTHBEARER over TLS
+    "OPEN": "SASL_PLAINTEXT",  # the same without TLS
+    "MUTUAL": "SSL",  # TLS with client certificates
+    "EXPIRED": "SSL",  # a certificate that has expired
+    "ELSEWHERE": "SSL",  # a certificate for another host
+}
+
+
+class SecureKafka:
+    """One broker with a listener of each kind, in a folder. Its tokens are unsecured JSON Web Tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.certificates = Certificates(folder / "certificates")
+        self._ports: dict[str, int] = json.loads((folder / "ports.json").read_text())
+
+    @staticmethod
+    def create(folder: Path) -> KafkaBroker:
+        """Create one. `restart()` starts it. Raises PartMissingError."""
+        ports = {name: free_port() for name in _PROTOCOLS}
+        listeners = "".join(f",{name}://127.0.0.1:{port}" for name, port in ports.items())
+        users = [f"{m}=[name={USER},password={PASSWORD}]" for m in ("SCRAM-SHA-256", "SCRAM-SHA-512")]
+        more = "\n".join(_settings(Certificates(folder / "certificates")))
+        broker = KafkaBroker(folder, listeners=listeners, more=more, users=users)
+        ports["PLAINTEXT"] = int(broker.bootstrap.rpartition(":")[2])
+        (folder / "ports.json").write_text(json.dumps(ports))
+        return broker
+
+    def address(self, listener: str) -> str:
+        """The address of a listener, `host:port`."""
+        return f"127.0.0.1:{self._ports[listener]}"
+
+
+def _settings(certificates: Certificates) -> list[str]:
+    protocols = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", **_PROTOCOLS}
+    lines = [
+        "inter.broker.listener.name=PLAINTEXT",
+        "listener.security.protocol.map=" + ",".join(f"{name}:{p}" for name, p in protocols.items()),
+        "sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",
+    ]
+    stores = {
+        "login": certificates.issue("login"),
+        "mutual": certificates.issue("mutual"),
+        "expired": certificates.issue("expired", expired=True),
+        "elsewhere": certificates.issue("elsewhere", "kafka.invalid"),
+    }
+    for name, files in stores.items():
+        lines += [
+            f"listener.name.{name}.ssl.keystore.type=PEM",
+            f"listener.name.{name}.ssl.keystore.location={files.store}",
+        ]
+    lines += [
+        "listener.name.mutual.ssl.client.auth=required",
+        "listener.name.mutual.ssl.truststore.type=PEM",
+        f"listener.name.mutual.ssl.truststore.location={certificates.ca}",
+    ]
+    token_login = f'{_MODULES}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'
+    for name in ("login", "open"):
+        where = f"listener.name.{name}"
+        lines += [
+            f'{where}.plain.sasl.jaas.config={_MODULES}.plain.PlainLoginModule required user_{USER}="{PASSWORD}";',
+            f"{where}.scram-sha-256.sasl.jaas.config={_MODULES}.scram.ScramLoginModule required;",
+            f"{where}.scram-sha-512.sasl.jaas.config={_MODULES}.scram.ScramLoginModule required;",
+            f"{where}.oauthbearer.sasl.jaas.config={token_login}",
+        ]
+    return lines
+
+
+def unsecured_token(valid_s: float = 3600) -> str:
+    """A token that Kafka's unsecured validator accepts. valid_s: seconds from now, negative for an expired one."""
+    claims = {"sub": USER, "iat": time.time() - 7200, "exp": time.time() + valid_s}
+    parts = [json.dumps(part).encode() for part in ({"alg": "none"}, claims)]
+    return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts) + "."
