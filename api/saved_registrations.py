@@ -26,7 +26,7 @@ class OtherWriterError(SnapshotStoreError):
         )
 
 
-class _Kept(msgspec.Struct):
+class _SavedList(msgspec.Struct):
     engines: list[msgspec.Raw]
     writer: str = ""
     """Process that saved the list. "" if there is none, or if it cannot be decoded."""
@@ -42,9 +42,9 @@ class SavedRegistrations:
 
     async def load(self) -> list[EngineSettings]:
         """Return the saved registrations. Raises SnapshotStoreError."""
-        kept = _decoded(await self._store.load())
-        self._writer_before = kept.writer
-        return _readable(kept.engines)
+        saved = _decoded(await self._store.load())
+        self._writer_before = saved.writer
+        return _readable(saved.engines)
 
     async def save(self, engines: Iterable[EngineSettings]) -> None:
         """Replace the list. Raises SnapshotStoreError; if it is OtherWriterError, nothing was overwritten."""
@@ -58,17 +58,12 @@ class SavedRegistrations:
         await self._store.close()
 
 
-def engines_of(data: bytes | None) -> list[EngineSettings]:
-    """Decode the saved registrations. Invalid entries are skipped and logged."""
-    return _readable(_decoded(data).engines)
-
-
-def _decoded(data: bytes | None) -> _Kept:
+def _decoded(data: bytes | None) -> _SavedList:
     try:
-        return msgspec.json.decode(data, type=_Kept) if data else _Kept([])
+        return msgspec.json.decode(data, type=_SavedList) if data else _SavedList([])
     except _UNREADABLE as error:
-        logger.warning("registrations do not read back: %s", error)
-        return _Kept([])
+        logger.warning("the saved registrations cannot be decoded: %s", error)
+        return _SavedList([])
 
 
 def _readable(entries: Iterable[msgspec.Raw]) -> list[EngineSettings]:
@@ -77,5 +72,5 @@ def _readable(entries: Iterable[msgspec.Raw]) -> list[EngineSettings]:
         try:
             engines.append(msgspec.json.decode(entry, type=EngineSettings))
         except _UNREADABLE as error:
-            logger.warning("a registration does not read back: %s", error)
+            logger.warning("a saved registration cannot be decoded: %s", error)
     return engines

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from kv_events.errors import InvalidValueError
 
@@ -74,12 +74,3 @@ class StreamId(NamedTuple):
     def key(self) -> str:
         """`tenant/model/worker/dp_rank`, each part percent-encoded, so that no name can imitate another stream."""
         return "/".join((quote(self.tenant, ""), quote(self.model, ""), quote(self.worker, ""), str(self.dp_rank)))
-
-    @classmethod
-    def parse(cls, key: str) -> StreamId:
-        """Inverse of `key`. Raises InvalidValueError."""
-        parts = key.split("/")
-        if len(parts) != 4 or not parts[3].isdecimal():
-            raise InvalidValueError("stream", key, "tenant/model/worker/dp_rank")
-        tenant, model, worker = (unquote(part) for part in parts[:3])
-        return cls(model, tenant, worker, int(parts[3]))

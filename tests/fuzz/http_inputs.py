@@ -14,7 +14,7 @@ from api.hot import HotRoutes
 from api.problems import ProblemError
 from api.register import engine_of_peer, engine_of_rfc
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
-from api.saved_registrations import engines_of
+from api.saved_registrations import SavedRegistrations
 from tests.fuzz.log_inputs import SMALL
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
@@ -67,9 +67,25 @@ class HttpTarget:
         assert max(statuses) < 500, statuses
 
 
+class _OneImage:
+    """A snapshot store that holds these bytes."""
+
+    def __init__(self, image: bytes) -> None:
+        self._image = image
+
+    async def save(self, image: bytes) -> None:
+        self._image = image
+
+    async def load(self) -> bytes:
+        return self._image
+
+    async def close(self) -> None:
+        pass
+
+
 def run_registration(data: bytes) -> None:
     """Use the bytes as a saved list and as the body of every registration request."""
-    engines_of(data)
+    asyncio.run(SavedRegistrations(_OneImage(data)).load())
     for content_type in CONTENT_TYPES:
         codec = codec_of(content_type)
         for kind in (PeerRegistration, RfcRegistration, PeerUnregistration, RfcUnregistration):

@@ -66,8 +66,7 @@ def test_a_batch_comes_back_as_it_went() -> None:
 
 def test_the_record_key_cannot_imitate_another_stream() -> None:
     assert Stream("a/b").id.key != Stream("b", model="m/a").id.key
-    for stream in (Stream("a/b%", model="x/y", tenant="ü", dp_rank=2),):
-        assert type(stream.id).parse(stream.id.key) == stream.id
+    assert Stream("a/b%", model="x/y", tenant="ü", dp_rank=2).id.key == "%C3%BC/x%2Fy/a%2Fb%25/2"
 
 
 def test_a_page_costs_at_most_24_bytes_in_chains_of_four_and_a_batch_200_more() -> None:
