@@ -160,7 +160,7 @@ async def test_wrong_methods_and_paths_are_problems(serving: Any) -> None:
     async with serving() as (client, _):
         assert check_problem(await client.get("/query"), 405)["detail"] == "GET is not supported here"
         check_problem(await client.post("/workers"), 405)
-        check_problem(await client.get("/"), 404)
+        check_problem(await client.get("/no/such"), 404)
         assert "/no/such" in check_problem(await client.post("/no/such"), 404)["detail"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvsight.extras import SERVE
 
-NEEDED = "fastapi, httptools, prometheus_client, redis, uvicorn: pip install 'kvsight[serve]'\n"
+NEEDED = "fastapi, fastapi_offline, httptools, prometheus_client, redis, uvicorn: pip install 'kvsight[serve]'\n"
 
 
 def run_without(modules: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
