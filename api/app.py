@@ -57,7 +57,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app.state.needs_token = settings.api_token is not None
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     endpoints = HotRoutes(consumer, settings.max_body_bytes).endpoints()
-    metrics = HttpMetrics(consumer, endpoints, feed)
+    metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
     for path, endpoint in {**endpoints, **RegisterRoutes(registrations).endpoints()}.items():

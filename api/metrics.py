@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import fields
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,23 +16,24 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.feed import EventFeed
+from api.worker_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from indexer.consumer import Consumer
-from indexer.views import ViewCounters, ViewState
+from indexer.views import ViewState
 from kv_events.schema import MEDIA
-from kv_events.streams import StreamId
 
 _BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
-_STREAM_COUNTERS = tuple(f.name for f in fields(ViewCounters))
+_SLICE_SAMPLES = 500
 
 
 class HttpMetrics:
     """Metrics of one application, in their own registry."""
 
-    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventFeed) -> None:
+    def __init__(self, consumer: Consumer, timed_paths: Collection[str], feed: EventFeed, max_workers: int) -> None:
+        """max_workers: workers that have series of their own."""
         self.registry = CollectorRegistry()
         listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
         listening.set_function(lambda: feed.num_clients)
-        self.registry.register(ConsumerMetrics(consumer))
+        self.registry.register(ConsumerMetrics(consumer, max_workers))
         queries = PrometheusCounter("kvsight_queries", "Queries answered", ["route"], registry=self.registry)
         seconds = Histogram(
             "kvsight_query_seconds", "Time of a query", ["route"], buckets=_BUCKETS_S, registry=self.registry
@@ -41,9 +43,28 @@ class HttpMetrics:
         )
         self.timed = {path: (queries.labels(path), seconds.labels(path)) for path in timed_paths}
 
-    def text(self) -> bytes:
-        """Return the metrics in text format 0.0.4."""
-        return generate_latest(self.registry)
+    async def text(self) -> bytes:
+        """Return the metrics in text format 0.0.4. Queries can run between two slices of it."""
+        parts = []
+        for family in self.registry.collect():
+            for start in range(0, len(family.samples) or 1, _SLICE_SAMPLES):
+                part = Metric(family.name, family.documentation, family.type)
+                part.samples = family.samples[start : start + _SLICE_SAMPLES]
+                text = generate_latest(_Collected(part))
+                parts.append(text if start == 0 else text.split(b"\n", 2)[2])  # one header for each family
+                await asyncio.sleep(0)
+        return b"".join(parts)
+
+
+class _Collected(CollectorRegistry):
+    """One metric that has been collected before."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
 
 
 class MeasureRequests:
@@ -74,10 +95,11 @@ class MeasureRequests:
 class ConsumerMetrics(Collector):
     """Metrics of the views and the consumer, read at each scrape."""
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(self, consumer: Consumer, max_workers: int) -> None:
         self._consumer = consumer
-        self._seen: dict[StreamId, Counter[str]] = {}
-        self._totals: Counter[str] = Counter()
+        self._growth = CounterGrowth()
+        self._totals = np.zeros(len(COUNTER_NAMES), np.int64)
+        self._workers = WorkerMetrics(max_workers)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
@@ -101,18 +123,15 @@ class ConsumerMetrics(Collector):
         yield rejected
 
     def _stream_counters(self) -> Iterator[Metric]:
-        """Yield sums over all streams. They never decrease, even if a stream is forgotten with its counters."""
-        seen = {}
-        for view in self._consumer.namespaces.views:
-            now = Counter({name: getattr(view.counters, name) for name in _STREAM_COUNTERS})
-            before = self._seen.get(view.stream, Counter())
-            has_restarted = any(now[name] < before[name] for name in _STREAM_COUNTERS)
-            self._totals.update(now if has_restarted else now - before)
-            seen[view.stream] = now
-        self._seen = seen
-        for name in _STREAM_COUNTERS:
+        """Yield sums over all streams, which never decrease, then those of each worker."""
+        views = self._consumer.namespaces.views
+        growth = self._growth.take(views)
+        self._totals += growth.sum(axis=0)
+        self._workers.update(views, growth, self._consumer.freshness)
+        for name, total in zip(COUNTER_NAMES, self._totals.tolist(), strict=True):
             metric = "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}"
-            yield _counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), self._totals[name])
+            yield _counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), total)
+        yield from self._workers.families()
 
     def _view_families(self) -> Iterator[Metric]:
         consumer = self._consumer

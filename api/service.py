@@ -55,7 +55,7 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Regi
     @router.get("/metrics", response_class=Response)
     async def metrics_text() -> Response:
         """Return the metrics in Prometheus' text format."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router
 

@@ -18,11 +18,13 @@ class ApiSettings(KvsightSettings):
     port: int = Field(8000, ge=0, le=65_535)
     """TCP port. 0 selects any free port."""
     api_token: SecretStr | None = Field(None, min_length=1)
-    """Token that callers must send as `Authorization: Bearer`, except to /health, /ready and /metrics. If None, no
-    token is required.
+    """Token that callers must send as `Authorization: Bearer`, except to `api.auth.OPEN_PATHS`. If None, no token is
+    required.
     """
     max_connections: int = Field(1024, ge=1)
     """Maximum number of concurrent connections and requests. Further callers receive a 503 immediately."""
+    metrics_max_workers: int = Field(200, ge=0)
+    """Workers that have series of their own in `GET /metrics`. All further ones share the labels `other`."""
 
     max_body_bytes: int = argument(32 * 2**20, ge=1024)
     """Maximum size of a request body. The default fits eight million packed tokens."""

@@ -68,6 +68,7 @@ SETTINGS = frozenset(
         "port",
         "api_token",
         "max_connections",
+        "metrics_max_workers",
         "register_allow",
         "max_registrations",
         "url",
