@@ -56,7 +56,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app = Application(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.needs_token = settings.api_token is not None
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
-    endpoints = HotRoutes(consumer, settings.max_body_bytes).endpoints()
+    endpoints = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=not settings.answer_before_ready).endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
     if registrations is not None:
         metrics.registry.register(registrations.metrics())

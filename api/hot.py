@@ -34,9 +34,11 @@ class _ClientDisconnectedError(Exception):
 class HotRoutes:
     """The shared part of the three routes."""
 
-    def __init__(self, consumer: Consumer, max_body_bytes: int) -> None:
+    def __init__(self, consumer: Consumer, max_body_bytes: int, *, must_be_ready: bool = False) -> None:
+        """must_be_ready: refuse queries until the consumer is ready."""
         self._consumer = consumer
         self._max_body_bytes = max_body_bytes
+        self._must_be_ready = must_be_ready
         self._large_decodes = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
 
     def endpoints(self) -> dict[str, HotEndpoint]:
@@ -45,12 +47,15 @@ class HotRoutes:
         return {path: HotEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
 
     async def _query(self, body: bytes, codec: Codec) -> Response:
+        self._check_ready()
         return json_response(await self._answer(body, codec, BY_TOKENS))
 
     async def _query_by_hash(self, body: bytes, codec: Codec) -> Response:
+        self._check_ready()
         return json_response(await self._answer(body, codec, BY_HASH))
 
     async def _batch(self, body: bytes, codec: Codec) -> Response:
+        self._check_ready()
         queries = await self._in_thread(body, decode_query_batch, body, codec)
         results = []
         slice_began = time.perf_counter()
@@ -60,6 +65,10 @@ class HotRoutes:
                 await asyncio.sleep(0)  # lets events and other callers run
                 slice_began = time.perf_counter()
         return json_response(b'{"results":[' + b",".join(results) + b"]}")
+
+    def _check_ready(self) -> None:
+        if self._must_be_ready and not self._consumer.ready:
+            raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, fields: Collection[str]) -> bytes:
         question = await self._in_thread(data, decode_question, data, codec, fields)

@@ -21,6 +21,10 @@ class ApiSettings(KvsightSettings):
     """Token that callers must send as `Authorization: Bearer`, except to `api.auth.OPEN_PATHS`. If None, no token is
     required.
     """
+    answer_before_ready: bool = True
+    """Whether queries are answered before the service is ready. Views are then `syncing`. If false, queries receive a
+    503 with Retry-After until it is ready.
+    """
     max_connections: int = Field(1024, ge=1)
     """Maximum number of concurrent connections and requests. Further callers receive a 503 immediately."""
     metrics_max_workers: int = Field(200, ge=0)

@@ -65,6 +65,7 @@ class Consumer:
         self._snapshots = SnapshotKeeper(store, settings, now)
         self._probe_interval = Interval(_PROBE_S)
         self._stopping = False
+        self.freshness.is_catching_up = True
         applier.is_silent = self.freshness.is_silent
 
     @property
@@ -181,6 +182,7 @@ class Consumer:
 
     async def _probe(self) -> None:
         if self.progress.catches_up():
+            self.freshness.is_catching_up = False
             logger.info("caught up after %d records", self.applier.records)
         ends = await self._reader.ends()
         if ends is not None:

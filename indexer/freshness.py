@@ -14,6 +14,8 @@ class Freshness:
     """
 
     def __init__(self, ttl_s: float, now: float) -> None:
+        self.is_catching_up = False
+        """Whether the event log has records from before the start that are not applied yet. No view is live then."""
         self._ttl_s = ttl_s
         self._log_read_at = now
         self._resumed_at = now
@@ -39,4 +41,6 @@ class Freshness:
         """Return the state to report and to act on."""
         if self.silence_s(view) > self._ttl_s:
             return ViewState.EXPIRED
+        if self.is_catching_up and view.state is ViewState.LIVE:
+            return ViewState.SYNCING
         return ViewState.STALE if view.degraded_reason and view.state is ViewState.LIVE else view.state

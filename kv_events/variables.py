@@ -67,6 +67,7 @@ SETTINGS = frozenset(
         "host",
         "port",
         "api_token",
+        "answer_before_ready",
         "max_connections",
         "metrics_max_workers",
         "register_allow",
