@@ -44,7 +44,7 @@ def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
     if settings.kafka is not None:
         from indexer.sources.kafka import KafkaSource
 
-        return KafkaSource(settings)
+        return KafkaSource(settings, None if create_store(settings) is None else settings.snapshot_interval_s)
     if settings.event_log_dir is not None:
         return FileSource(settings.event_log_dir)
     return MemorySource(log or MemoryLog())

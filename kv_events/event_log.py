@@ -63,9 +63,10 @@ class EventLogWriter:
         if segment_bytes < 1:
             raise InvalidValueError("segment_bytes", segment_bytes, "a positive integer")
         self._folder = folder
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = segment_bytes
         self._fd = -1  # the last segment
         self._next_index = 0
+        self._segment_index = 0
         self._pending = bytearray()  # complete records that readers do not see yet
         self._written = 0  # bytes of the segment in the file, all of them valid
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +81,11 @@ class EventLogWriter:
         """Index of the next record to be appended."""
         return self._next_index
 
+    @property
+    def segment_index(self) -> int:
+        """Index of the first record of the newest segment."""
+        return self._segment_index
+
     def append(self, record: LogRecord) -> int:
         """Add one record and return its index in the log. Readers see it after `flush()`, or earlier.
 
@@ -88,7 +94,7 @@ class EventLogWriter:
         self._check_open()
         encoded = encode_record(record)
         size = self._written + len(self._pending)
-        if size > HEADER_BYTES and size + len(encoded) > self._segment_bytes:
+        if size > HEADER_BYTES and size + len(encoded) > self.segment_bytes:
             self._roll()
         elif len(self._pending) >= _BUFFER_BYTES:
             self._write_out()
@@ -105,6 +111,12 @@ class EventLogWriter:
         self._write_out()
         if sync:
             os.fsync(self._fd)
+
+    def start_segment(self) -> None:
+        """Complete the newest segment and start another one, unless it is empty. Raises OSError."""
+        self._check_open()
+        if self._next_index > self._segment_index:
+            self._roll()
 
     def close(self) -> None:
         """Flush and release the log. Closing twice is harmless."""
@@ -132,6 +144,7 @@ class EventLogWriter:
             return
         last = segments[-1]
         self._written, self._next_index = HEADER_BYTES, last.first_index
+        self._segment_index = last.first_index
         for located in scan(last, HEADER_BYTES, last.first_index):
             self._written, self._next_index = located.end, located.record_index + 1
         num_torn = last.path.stat().st_size - self._written
@@ -159,6 +172,7 @@ class EventLogWriter:
             path.unlink(missing_ok=True)  # a smaller record may still fit into the segment before it
             raise
         self._fd, self._written, self._next_index = fd, HEADER_BYTES, first_index
+        self._segment_index = first_index
 
     def _write_out(self) -> None:
         try:

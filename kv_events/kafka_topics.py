@@ -64,35 +64,45 @@ async def inspect_topics(connection: KafkaConnection, settings: KafkaSettings, *
     return Topics(topics, missing)
 
 
-def mismatches(topic: Topic, settings: KafkaSettings, snapshot_interval_s: float | None = None) -> list[str]:
-    """Differences between a topic and the settings, each with what to do.
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
-    A number of partitions or replicas that is left at its default is a lower bound. snapshot_interval_s: seconds
-    between the indexer's snapshots, if they are known.
+
+def mismatches(topic: Topic, settings: KafkaSettings) -> list[str]:
+    """Differences between a topic and the settings of writers, each with what to do.
+
+    A number of partitions or replicas that is left at its default is a lower bound.
     """
     found = []
     is_events = topic.name == settings.events_topic
-    numbers = [("topic_replication", topic.num_replicas, "replicas: reassign its partitions")]
+    numbers = [("topic_replication", topic.num_replicas, "replica", "reassign its partitions")]
     if is_events:
-        numbers.append(("topic_partitions", topic.num_partitions, "partitions: add some with kafka-topics.sh --alter"))
-    for field, actual, what in numbers:
+        numbers.append(("topic_partitions", topic.num_partitions, "partition", "add some with kafka-topics.sh --alter"))
+    for field, actual, noun, remedy in numbers:
         wanted, default = getattr(settings, field), type(settings).model_fields[field].default
         if actual < wanted or (is_events and actual != wanted != default):
-            noun, _, remedy = what.partition(": ")
             correct = f"set {variable(field)}={actual}"
             advice = f"{remedy}, or {correct}" if actual < wanted else correct
-            found.append(f"it has {actual} {noun}, and {variable(field)} is {wanted}; {advice}")
+            found.append(f"it has {counted(actual, noun)}, and {variable(field)} is {wanted}; {advice}")
+    return found
+
+
+def retention_mismatches(topic: Topic, snapshot_interval_s: float) -> list[str]:
+    """Reasons why a topic may lose records that a reader needs, each with what to do.
+
+    snapshot_interval_s: seconds between the indexer's snapshots.
+    """
+    found = []
     retention_ms = int(topic.configs.get("retention.ms", -1))
-    if snapshot_interval_s is not None and 0 <= retention_ms < snapshot_interval_s * 1000:
+    if 0 <= retention_ms < snapshot_interval_s * 1000:
         found.append(
-            f"retention.ms={retention_ms} is shorter than {variable('snapshot_interval_s')}={snapshot_interval_s:g}; "
-            "raise retention.ms, so that an indexer that restarts finds the records after its snapshot"
+            f"retention.ms={retention_ms} is shorter than {variable('snapshot_interval_s')}={snapshot_interval_s:g}, "
+            "so an indexer that restarts may miss records; raise retention.ms"
         )
-    if "compact" in topic.configs.get("cleanup.policy", ""):
-        found.append(
-            f"cleanup.policy={topic.configs['cleanup.policy']} removes all but a worker's newest batch; "
-            "set cleanup.policy=delete"
-        )
+    policy = topic.configs.get("cleanup.policy", "")
+    if "compact" in policy:
+        found.append(f"cleanup.policy={policy} keeps only a worker's newest batch; set cleanup.policy=delete")
     return found
 
 

@@ -21,6 +21,7 @@ from kv_events.kafka_clients import (
     stop_producer,
 )
 from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka_topics import inspect_topics, retention_mismatches
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 
@@ -35,12 +36,18 @@ _PARTITION_BYTES = 4 * 2**20
 class KafkaSource:
     """See `Source`. Partitions that are added later are read from their beginning."""
 
-    def __init__(self, settings: KafkaSettings) -> None:
-        """Raises InvalidValueError for settings without a broker, or for a file that cannot be used."""
+    def __init__(self, settings: KafkaSettings, snapshot_interval_s: float | None = None) -> None:
+        """snapshot_interval_s: seconds between the indexer's snapshots, to compare with the topic's retention.
+
+        Raises InvalidValueError for settings without a broker, or for a file that cannot be used.
+        """
+        self._settings = settings
+        self._snapshot_interval_s = snapshot_interval_s
         self._connection = KafkaConnection(settings)
         self._events_topic = settings.events_topic
         self._control_topic = settings.control_topic
-        self._is_waiting = False
+        self._awaited: set[str] = set()  # topics that do not exist
+        self._producer: Any = None
         self._assigned: set[TopicPartition] = set()
         self._times_ms: dict[int, int] = {}  # partition -> time of its newest record
         self._clients = AsyncExitStack()
@@ -50,6 +57,7 @@ class KafkaSource:
         try:
             await self._connection.check()
             await self._open_clients()
+            await self._compare_retention()
             return await self._assign_new(positions)
         except KafkaUnreachableError as error:
             raise SourceUnavailableError(str(error)) from error
@@ -89,13 +97,22 @@ class KafkaSource:
     async def request(self, request: ResyncRequest) -> None:
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                if self._producer is None:
+                    await self._open_producer()
+                if not await describe_topics(self._producer, [self._control_topic]):
+                    self._tell_whether_waiting(self._control_topic, is_waiting=True)
+                    return
+                self._tell_whether_waiting(self._control_topic, is_waiting=False)
                 await self._producer.send_and_wait(
                     self._control_topic, encode_resync(request), key=request.stream.encode()
                 )
+        except KafkaUnreachableError as error:
+            raise SourceUnavailableError(str(error)) from error
         except (KafkaError, TimeoutError) as error:
             raise SourceUnavailableError(f"Kafka does not take a request: {error!r}") from error
 
     async def stop(self) -> None:
+        self._producer = None
         await self._clients.aclose()
 
     async def _open_clients(self) -> None:
@@ -109,14 +126,27 @@ class KafkaSource:
         )
         self._clients.push_async_callback(stop_consumer, self._consumer)
         await self._consumer.start()
-        self._producer = self._connection.producer(acks="all", enable_idempotence=True)
-        self._clients.push_async_callback(stop_producer, self._producer)
-        await self._producer.start()
+
+    async def _open_producer(self) -> None:
+        """Connect the writer of requests. A reader that sends none needs no right to write."""
+        producer = self._connection.producer(acks="all", enable_idempotence=True)
+        self._clients.push_async_callback(stop_producer, producer)
+        await producer.start()
+        self._producer = producer
+
+    async def _compare_retention(self) -> None:
+        """Log once what the topic's settings would lose."""
+        interval_s, self._snapshot_interval_s = self._snapshot_interval_s, None
+        if interval_s is not None:
+            topics = await inspect_topics(self._connection, self._settings, create=False)
+            if self._events_topic in topics.found:
+                for mismatch in retention_mismatches(topics.found[self._events_topic], interval_s):
+                    logger.warning("topic %s: %s", self._events_topic, mismatch)
 
     async def _assign_new(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         """Begin to read new partitions, and return the offset at which each begins."""
         described = await describe_topics(self._consumer, [self._events_topic])
-        self._tell_whether_waiting(self._events_topic not in described)
+        self._tell_whether_waiting(self._events_topic, is_waiting=self._events_topic not in described)
         found = {TopicPartition(self._events_topic, part) for part in range(len(described.get(self._events_topic, ())))}
         new = found - self._assigned
         if not new:
@@ -133,12 +163,11 @@ class KafkaSource:
             self._consumer.seek(tp, offset)
         return {tp.partition: kept[tp] for tp in new}
 
-    def _tell_whether_waiting(self, is_waiting: bool) -> None:
-        """Log once that the topic is missing, and once that it exists."""
-        if is_waiting and not self._is_waiting:
-            logger.warning(
-                "waiting for topic %s: create it with `kvsight topics create`, or start a publisher", self._events_topic
-            )
-        elif self._is_waiting and not is_waiting:
-            logger.warning("topic %s exists now and is read", self._events_topic)
-        self._is_waiting = is_waiting
+    def _tell_whether_waiting(self, topic: str, *, is_waiting: bool) -> None:
+        """Log once that a topic is missing, and once that it exists."""
+        if is_waiting and topic not in self._awaited:
+            logger.warning("waiting for topic %s: create it with `kvsight topics create` or start a publisher", topic)
+            self._awaited.add(topic)
+        elif not is_waiting and topic in self._awaited:
+            logger.warning("topic %s exists now", topic)
+            self._awaited.remove(topic)

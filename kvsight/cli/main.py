@@ -11,7 +11,7 @@ import typer
 
 from kv_events.errors import KvsightError
 from kv_events.variables import report_unknown_variables
-from kvsight.cli import bridge, demo, demo_prompt, engine, query, record, replay, serve, simulate, version
+from kvsight.cli import bridge, demo, demo_prompt, engine, query, record, replay, serve, simulate, topics, version
 from kvsight.cli.console import compile_kernels
 from kvsight.cli.hash import hash_prompt
 from kvsight.extras import MissingExtraError
@@ -40,6 +40,7 @@ app.command("demo-prompt")(demo_prompt.demo_prompt)
 app.command("bridge")(bridge.bridge)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
+app.add_typer(topics.app, name="topics")
 app.command("version")(version.version)
 
 

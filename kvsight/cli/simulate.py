@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +46,13 @@ def simulate(
 
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
-    compile_kernels()
+    from kv_events.kafka_clients import KafkaConnection
     from kv_events.kafka_settings import KafkaSettings
+
+    broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **connection)
+    if broker is not None:
+        asyncio.run(KafkaConnection(broker).check())  # before a minute of compiling
+    compile_kernels()
     from simulation import POLICIES, SimulationSettings, reports_table
     from simulation import simulate as run
 
@@ -59,7 +65,7 @@ def simulate(
         disk_ratio=disk_ratio,
         groups=groups,
         seed=seed,
-        kafka=None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **connection),
+        kafka=broker,
         event_log_dir=record,
     )
     with policy_progress() as progress:

@@ -63,7 +63,8 @@ def documented(cell: str) -> Any:
 
 def options() -> list[tuple[str, str]]:
     """Return the longest flag and the variable of every option that has a variable."""
-    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
+    commands += [nested for group in commands for nested in getattr(group, "commands", {}).values()]
     found = [option for command in commands for option in command.params if option.envvar]
     return [(max(option.opts, key=len), str(option.envvar)) for option in found]
 
