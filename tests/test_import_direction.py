@@ -129,7 +129,7 @@ def test_every_sub_package_has_a_rule(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
+def test_a_package_imports_only_what_is_below_it(package: str) -> None:
     forbidden = OURS - MAY_IMPORT[package] - {package}
     offences = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"

@@ -58,7 +58,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
         yield Rig(fed, ask)
 
 
-async def test_a_query_tells_what_every_worker_holds(rig: Rig) -> None:
+async def test_a_query_reports_what_every_worker_holds(rig: Rig) -> None:
     await rig.fed.hold(Stream("one"), TOKENS)
     await rig.fed.hold(Stream("two"), TOKENS, {0: range(1), 1: range(1, 3)})
     answer = await rig.ask("query", "m", TOKENS)
@@ -113,7 +113,7 @@ async def test_a_question_may_be_asked_in_the_other_dialect(rig: Rig) -> None:
     assert answer["default"]["one"]["GPU"] == 16
 
 
-async def test_a_refusal_says_what_was_wrong(rig: Rig) -> None:
+async def test_a_refusal_reports_what_was_wrong(rig: Rig) -> None:
     with pytest.raises(KvsightHttpError, match=r"/query: no indexer for model=other .*\(status 404\)") as caught:
         await rig.ask("query", "other", TOKENS)
     assert (caught.value.status, caught.value.title) == (404, "No worker serves this model")
@@ -146,7 +146,7 @@ async def test_the_best_worker_is_chosen_from_the_answer(rig: Rig) -> None:
     assert (chosen.worker, chosen.dp_rank) == ("idle", None)
 
 
-async def test_the_best_rank_is_told_apart_on_every_tier(rig: Rig) -> None:
+async def test_the_best_rank_is_distinguished_on_every_tier(rig: Rig) -> None:
     await rig.fed.hold(Stream("w"), TOKENS, {1: range(2)})
     await rig.fed.hold(Stream("w", dp_rank=1), TOKENS, {1: range(4)})
     assert (await rig.ask("best_worker", "m", TOKENS))[:4] == ("w", 1, 16, 12.0)
@@ -155,7 +155,7 @@ async def test_the_best_rank_is_told_apart_on_every_tier(rig: Rig) -> None:
     assert best_worker(await rig.ask("query", "m", TOKENS)) == ("w", 1, 16, 16.0)
 
 
-async def test_a_model_that_nobody_was_seen_with_is_held_by_nobody(rig: Rig) -> None:
+async def test_a_model_without_workers_is_held_by_no_worker(rig: Rig) -> None:
     assert await rig.ask("best_worker", "new", TOKENS) is None
     assert (await rig.ask("best_worker", "new", TOKENS, load={"a": 2, "b": 1})).worker == "b"
     with pytest.raises(KvsightHttpError, match="tier_weights"):
@@ -213,7 +213,7 @@ async def test_probes_answer_yes_or_no(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_client_without_the_token_is_told_so(kind: str) -> None:
+async def test_a_client_without_the_token_gets_an_error(kind: str) -> None:
     settings = ApiSettings(port=0, api_token="secret")
     async with (
         running_server(create_app(HandFed().consumer, settings), settings) as url,
@@ -226,7 +226,7 @@ async def test_a_client_without_the_token_is_told_so(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nobody_at_the_address_is_an_error_that_may_pass(kind: str) -> None:
+async def test_an_address_without_a_server_is_an_error_that_may_pass(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://user:pass@127.0.0.1:{free.getsockname()[1]}"
     async with asking(kind, url, retry=RetryPolicy(attempts=2, first_pause_s=0)) as ask:

@@ -190,7 +190,7 @@ async def test_a_log_that_another_writer_holds_is_unavailable(tmp_path: Path) ->
     await second.stop()
 
 
-async def test_stopping_waits_for_a_write_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_waits_for_a_write_that_was_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_syncs, may_go_on, sync = 0, threading.Event(), os.fsync
 
     def slow(fd: int) -> None:
@@ -213,7 +213,7 @@ async def test_stopping_waits_for_a_write_that_was_given_up(tmp_path: Path, monk
     assert await FilePlace(tmp_path).read() == as_seen(records(3))
 
 
-async def test_a_log_whose_opening_was_given_up_is_closed_by_stop(tmp_path: Path) -> None:
+async def test_a_log_whose_opening_was_abandoned_is_closed_by_stop(tmp_path: Path) -> None:
     sink = FileSink(tmp_path)
     starting = asyncio.ensure_future(sink.start())
     await asyncio.sleep(0)
@@ -244,7 +244,7 @@ async def test_control_messages_that_are_no_requests_are_none(kafka_bootstrap: s
     await sink.stop()
 
 
-async def test_a_record_beyond_the_brokers_limit_is_rejected_for_good(kafka_bootstrap: str) -> None:
+async def test_a_record_beyond_the_brokers_limit_is_rejected_permanently(kafka_bootstrap: str) -> None:
     sink = kafka_place(kafka_bootstrap).sink()
     await sink.start()
     with pytest.raises(SinkRejectedError):

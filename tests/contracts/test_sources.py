@@ -100,7 +100,7 @@ async def test_records_come_whole_and_in_the_order_of_their_stream(log: Log) -> 
     await source.stop()
 
 
-async def test_a_second_reader_goes_on_where_the_first_one_stopped(log: Log) -> None:
+async def test_a_second_reader_continues_where_the_first_one_stopped(log: Log) -> None:
     stream = Stream()
     for _ in range(10):
         await log.append(stream.batch())
@@ -116,7 +116,7 @@ async def test_a_second_reader_goes_on_where_the_first_one_stopped(log: Log) -> 
     await second.stop()
 
 
-async def test_the_ends_say_what_there_is_to_catch_up_with(log: Log) -> None:
+async def test_the_ends_state_what_there_is_to_catch_up_with(log: Log) -> None:
     stream = Stream()
     for _ in range(3):
         await log.append(stream.batch())
@@ -153,7 +153,7 @@ async def test_records_that_come_later_are_seen(log: Log) -> None:
     await source.stop()
 
 
-async def test_an_offset_that_is_gone_begins_at_the_oldest_record() -> None:
+async def test_a_dropped_offset_begins_at_the_oldest_record() -> None:
     memory = MemoryLog(capacity_bytes=1000)
     stream = Stream()
     for _ in range(30):

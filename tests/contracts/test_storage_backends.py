@@ -323,7 +323,7 @@ def test_what_was_written_or_found_is_held(open_store):
     assert other.is_held(KEYS[1])
 
 
-def test_a_page_that_vanished_is_told_once(open_store):
+def test_a_page_that_vanished_is_reported_once(open_store):
     store, other = open_store(), open_store()
     put(store, 0)
     other.clear()
@@ -333,7 +333,7 @@ def test_a_page_that_vanished_is_told_once(open_store):
     assert not store.is_held(KEYS[0])
 
 
-def test_a_page_that_vanished_and_was_written_again_is_not_told(open_store):
+def test_a_page_that_vanished_and_was_written_again_is_not_reported(open_store):
     store, other = open_store(), open_store()
     put(store, 0)
     other.clear()
@@ -342,7 +342,7 @@ def test_a_page_that_vanished_and_was_written_again_is_not_told(open_store):
     assert store.is_held(KEYS[0])
 
 
-def test_clearing_is_not_told_and_leaves_an_empty_store_that_works(store):
+def test_clearing_is_not_reported_and_leaves_an_empty_store_that_works(store):
     put(store, 0, 1)
     store.batch_set_v2([transfer(store, PoolName.MAMBA, [1])])
     store.clear()

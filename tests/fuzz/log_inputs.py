@@ -56,7 +56,7 @@ class RecordTarget:
             pass
 
 
-def told_records() -> list[bytes]:
+def published_records() -> list[bytes]:
     """Records of one stream with tokens, including a resync."""
     settings = PublisherSettings.ignoring_environment(
         model="m", worker="w", block_size=4, ledger_pages=4096, queue_pages=4096, with_tokens=True
@@ -69,7 +69,7 @@ def told_records() -> list[bytes]:
     return taken + records()
 
 
-def run_told(data: bytes) -> None:
+def run_published(data: bytes) -> None:
     """Decode as the ZMQ sink does. Its output must be readable."""
     for encoding in ENCODINGS:
         told = EngineEvents(encoding)

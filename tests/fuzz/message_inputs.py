@@ -111,10 +111,10 @@ FRAMES = [_joined(b"", bytes(8), PAYLOADS[0]), _joined(b"\0" * 5, b"", b"\xff" *
 def run_messages(data: bytes) -> None:
     """Send the bytes to a bridge on an address where topics identify the workers."""
     frames = _frames(data)
-    asyncio.run(_hear([part for part in (frames[:3], frames[3:6], frames[6:]) if part]))
+    asyncio.run(_receive([part for part in (frames[:3], frames[3:6], frames[6:]) if part]))
 
 
-async def _hear(messages: list[list[bytes]]) -> None:
+async def _receive(messages: list[list[bytes]]) -> None:
     """Send a valid message after them, which shows whether the bridge still works."""
     settings = BridgeSettings.ignoring_environment(bridge_name_pages=4096, bridge_max_workers=2, bridge_away_s=1e-6)
     template = PublisherSettings.ignoring_environment(

@@ -11,12 +11,12 @@ from tests.fuzz.http_inputs import QUERIES, REGISTRATIONS, HttpTarget, run_regis
 from tests.fuzz.log_inputs import (
     SNAPSHOT_BODY,
     RecordTarget,
+    published_records,
     records,
+    run_published,
     run_segment,
     run_snapshot,
-    run_told,
     segment,
-    told_records,
 )
 from tests.fuzz.message_inputs import (
     FRAMES,
@@ -49,7 +49,7 @@ def targets() -> dict[str, Target]:
         "replay": Target(NUMBERED, ReplayTarget()),
         "replay request": Target(REQUESTS, run_request),
         "record": Target(records(), RecordTarget()),
-        "told record": Target(told_records(), run_told),
+        "published record": Target(published_records(), run_published),
         "segment": Target([segment()], run_segment),
         "snapshot": Target([SNAPSHOT_BODY], run_snapshot),
         "query": Target(QUERIES, HttpTarget()),

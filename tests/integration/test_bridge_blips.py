@@ -29,14 +29,14 @@ async def after_a_blip() -> AsyncIterator[tuple[ZmqEngine, LiveBridge]]:
             yield engine, bridge
 
 
-async def test_its_pages_are_given_up_and_their_names_are_not() -> None:
+async def test_its_pages_are_dropped_and_their_hashes_are_not() -> None:
     async with after_a_blip() as (engine, bridge):
         engine.seq = 7
         engine.send(CHILD)
         await bridge.shows(on(GPU, names_of(TOKENS)[2:]))
 
 
-async def test_names_are_given_up_when_it_is_sure_that_the_engine_is_another() -> None:
+async def test_hashes_are_dropped_when_it_is_certain_that_the_engine_is_another() -> None:
     async with after_a_blip() as (engine, bridge):
         engine.seq = 7
         engine.send(payload(stored([5], TOKENS[:4])))

@@ -109,7 +109,7 @@ async def test_an_engine_that_counts_from_one_is_joined_at_its_beginning() -> No
             await bridge.degrades("")
 
 
-async def test_an_engine_that_is_gone_is_degraded_at_once_and_its_pages_stay() -> None:
+async def test_a_disconnected_engine_is_degraded_at_once_and_its_pages_stay() -> None:
     with ZmqEngine() as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
@@ -121,7 +121,7 @@ async def test_an_engine_that_is_gone_is_degraded_at_once_and_its_pages_stay() -
             assert "connection is lost" in (bridge.status().failure or "")
 
 
-async def test_an_engine_that_is_back_is_heard_once_its_replay_or_a_batch_says_what_happened() -> None:
+async def test_an_engine_that_is_back_is_heard_once_its_replay_or_a_batch_reports_what_happened() -> None:
     with ZmqEngine() as engine, ZmqEngine(replay=False) as other:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine)
@@ -196,7 +196,7 @@ async def test_ranks_that_only_batches_name_share_the_degraded_reason_of_their_e
             await bridge.degrades(ENGINE_UNHEARD, rank=3)
 
 
-async def test_another_block_size_than_registered_is_said_in_the_log_and_to_routers(
+async def test_another_block_size_than_registered_is_logged_and_shown_to_routers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with ZmqEngine() as engine, caplog.at_level(logging.WARNING):

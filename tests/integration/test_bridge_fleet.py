@@ -113,7 +113,7 @@ async def test_adding_and_removing_twice_change_nothing() -> None:
             assert bridge.fleet.status() == []
 
 
-async def test_who_is_removed_holds_nothing_any_more_and_may_come_back() -> None:
+async def test_a_removed_engine_holds_nothing_and_may_come_back() -> None:
     with ZmqEngine() as engine:
         async with LiveBridge() as bridge:
             await bridge.read(engine)
@@ -158,7 +158,7 @@ async def test_the_routers_view_of_a_bridged_engine_is_live() -> None:
             await async_wait_until(view_is_right)
 
 
-def test_a_bridge_passes_no_tokens_on_and_says_so() -> None:
+def test_a_bridge_passes_no_tokens_on_and_reports_it() -> None:
     template = PublisherSettings(model="-", worker="-", block_size=1, with_tokens=True)
     with pytest.raises(InvalidValueError, match="KVSIGHT_WITH_TOKENS"):
         Fleet(BridgeSettings(), template, MemorySink(HandFed().log))

@@ -86,7 +86,7 @@ async def test_a_worker_that_named_itself_is_forgotten_when_its_connection_is_lo
             await bridge.shows(pages(2), "gone")
 
 
-async def test_a_worker_that_named_itself_is_degraded_while_its_connection_is_lost_and_begins_anew_after() -> None:
+async def test_a_worker_that_named_itself_is_degraded_while_its_connection_is_lost_and_starts_again_after() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         pod, other = (
@@ -109,7 +109,7 @@ async def test_a_worker_that_named_itself_is_degraded_while_its_connection_is_lo
             assert bridge.fleet.status()[0].counters.restarts == 1
 
 
-async def test_the_worker_that_was_silent_for_longest_makes_room_for_one_that_speaks() -> None:
+async def test_the_worker_that_was_silent_for_longest_makes_room_for_an_active_one() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         pods = [stack.enter_context(ZmqEngine(replay=False, topic=f"kv@p{i}@m", connect_to=address)) for i in range(3)]

@@ -65,7 +65,7 @@ async def test_an_engine_whose_name_another_one_has_is_shown_as_such() -> None:
             assert bridge.view().pages == PAGE
 
 
-async def test_a_name_is_had_as_soon_as_its_owner_is_gone() -> None:
+async def test_a_name_is_free_as_soon_as_its_owner_ended() -> None:
     with ZmqEngine(replay=False) as engine, ZmqEngine(topic="kv@w@m", replay=False) as pod:
         async with LiveBridge() as bridge:
             await bridge.read(engine)
@@ -86,7 +86,7 @@ async def test_a_name_is_had_as_soon_as_its_owner_is_gone() -> None:
             await bridge.degrades(BATCHES_LOST)
 
 
-async def test_a_topic_that_names_nobody_who_can_be_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_topic_that_names_no_valid_worker_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with (
         ZmqEngine(replay=False, topic="kv@pod@m", connect_to=address) as pod,

@@ -70,7 +70,7 @@ class OddReplays:
                 router.send_multipart([reader, b"", b"", number.to_bytes(8, "big"), store(number)])
 
 
-async def test_a_replay_port_that_nobody_listens_on_costs_no_more_than_moments() -> None:
+async def test_a_replay_port_without_a_listener_costs_no_more_than_moments() -> None:
     with ZmqEngine(replay=False) as engine:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine, replay_endpoint=f"tcp://127.0.0.1:{free_port()}")
@@ -91,7 +91,7 @@ async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_an
             assert bridge.counters()["failed_replays"] == 0
 
 
-async def test_a_gap_is_given_up_after_answers_that_did_not_come() -> None:
+async def test_a_gap_is_abandoned_after_missing_answers() -> None:
     mute = OddReplays(iter(()))
     with ZmqEngine(replay=False) as engine, mute.answering():
         async with LiveBridge(**IDLE, bridge_replay_timeout_s=0.3, bridge_replay_attempts=2) as bridge:

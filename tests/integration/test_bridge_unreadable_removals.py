@@ -36,7 +36,7 @@ def page(tokens: list[int]) -> set[tuple[int, int]]:
     ],
     ids=str,
 )
-async def test_pages_are_given_up_when_a_removal_cannot_be_read(event: Any) -> None:
+async def test_pages_are_dropped_when_a_removal_cannot_be_read(event: Any) -> None:
     with ZmqEngine() as engine:
         async with LiveBridge() as bridge:
             await bridge.read(engine)

@@ -27,7 +27,7 @@ LAST = payload(stored([9], [9] * 4))
         (["Unknown"], "is left out: tag"),
     ],
 )
-async def test_every_kind_of_refusal_is_said(event: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_kind_of_refusal_is_reported(event: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
     with ZmqEngine() as engine, caplog.at_level(logging.WARNING):
         async with LiveBridge() as bridge:
             await bridge.read(engine, block_size=4)
@@ -39,7 +39,7 @@ async def test_every_kind_of_refusal_is_said(event: Any, words: str, caplog: pyt
     assert "engine default/m/w/0: " in caplog.text
 
 
-async def test_a_message_of_wrong_frames_is_said(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_message_of_wrong_frames_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with ZmqEngine() as engine, caplog.at_level(logging.WARNING):
         async with LiveBridge() as bridge:
             await bridge.read(engine)

@@ -182,7 +182,7 @@ def test_a_bad_setting_is_one_clear_line(name: str, value: str, words: tuple[str
     assert "secret" not in done.stderr
 
 
-def test_nobody_at_the_address_is_one_clear_line(prompt: Path, free_port: int) -> None:
+def test_an_address_without_a_server_is_one_clear_line(prompt: Path, free_port: int) -> None:
     assert_one_clear_line(kvsight("query", prompt, "--url", f"http://127.0.0.1:{free_port}"), str(free_port))
 
 
@@ -195,7 +195,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
             assert_one_clear_line(kvsight(command, "--port", port), "kvsight: ", str(port))
 
 
-def test_a_server_that_no_engine_can_reach_says_so(free_port: int) -> None:
+def test_a_server_that_no_engine_can_reach_reports_it(free_port: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port)],
         env=ENVIRONMENT,
@@ -291,7 +291,7 @@ def test_the_demo_ends_cleanly_on_ctrl_c(free_port: int) -> None:
     assert "Traceback" not in errors
 
 
-def test_a_topic_is_recorded_and_the_recording_goes_on(kafka_bootstrap: str, tmp_path: Path) -> None:
+def test_a_topic_is_recorded_and_the_recording_continues(kafka_bootstrap: str, tmp_path: Path) -> None:
     simulate = ["simulate", "--requests", 40, "--workers", 2, "--policy", "random", "--kafka", kafka_bootstrap]
     log = tmp_path / "log"
     assert kvsight(*simulate).returncode == 0

@@ -235,7 +235,7 @@ class BrokenSource(MemorySource):
         return await super().fetch()
 
 
-async def test_a_loop_that_fails_says_so_and_starts_again() -> None:
+async def test_a_loop_that_fails_reports_it_and_starts_again() -> None:
     log, stream, settings = MemoryLog(), Stream(), SETTINGS
     source = BrokenSource(log)
     consumer = Consumer(source, Applier(Namespaces(settings), DeadLetters()), settings)
@@ -316,7 +316,7 @@ async def test_snapshots_taken_during_a_backlog_hold_whole_records_only(tmp_path
                     assert view.num_pages[0] == 30_000 * saved.positions[0]
 
 
-async def test_a_log_made_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+async def test_a_recreated_log_is_read_from_its_beginning(tmp_path: Path) -> None:
     old, stream = MemoryLog(), Stream()
     for i in range(20):
         put(old, stream.batch(stored((0, [i + 1]))))

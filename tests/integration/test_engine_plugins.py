@@ -227,7 +227,7 @@ async def test_events_reach_kafka(to_kafka: Callable[[], AIOKafkaConsumer]) -> N
     forget_engine_modules()
 
 
-async def test_an_engine_that_ends_without_a_word_holds_nothing_any_more(
+async def test_an_engine_that_ends_without_a_word_holds_nothing(
     to_kafka: Callable[[], AIOKafkaConsumer],
 ) -> None:
     command = [sys.executable, "-c", _ENGINE_WITHOUT_SHUTDOWN]
@@ -254,7 +254,7 @@ def test_an_engine_process_that_makes_no_publisher_does_not_load_it() -> None:
     assert ended.stdout.split() == []
 
 
-def test_a_package_of_ours_that_another_one_shadows_is_named(variables: Path, tmp_path: Path) -> None:
+def test_a_shadowed_kvsight_package_is_named(variables: Path, tmp_path: Path) -> None:
     (tmp_path / "first" / "bridge").mkdir(parents=True)
     (tmp_path / "first" / "bridge" / "__init__.py").touch()
     program = (

@@ -68,7 +68,7 @@ async def test_a_client_hears_states_then_batches_until_the_server_stops(kind: s
         assert await listener.next() is None
 
 
-async def test_a_listener_that_hangs_up_makes_room_for_another() -> None:
+async def test_a_listener_that_disconnects_makes_room_for_another() -> None:
     fed = HandFed()
     async with served(fed, max_event_clients=1) as url, AsyncClient(url) as client:
         async with aclosing(client.events()) as first:

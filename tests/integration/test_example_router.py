@@ -170,7 +170,7 @@ async def test_a_request_goes_to_the_rank_that_has_its_prefix() -> None:
             assert rig.engines[engine].ranks == [rank]
 
 
-async def test_an_engine_that_wants_a_key_gets_the_callers() -> None:
+async def test_an_engine_that_requires_a_key_gets_the_callers() -> None:
     async with routed() as rig:
         await rig.fed.hold(Stream("engine-1"), TOKENS)
         await rig.complete(TOKENS)
@@ -239,7 +239,7 @@ async def test_more_than_a_hundred_requests_are_under_way_at_once(router: str) -
 
 
 @both
-async def test_the_engine_is_hung_up_on_when_the_caller_is_gone(router: str) -> None:
+async def test_the_engine_is_disconnected_when_the_caller_disconnects(router: str) -> None:
     async with routed(router) as rig:
         engine = rig.engines["engine-0"]
         request = {"model": "m", "prompt": TOKENS, "endless": True}
@@ -250,7 +250,7 @@ async def test_the_engine_is_hung_up_on_when_the_caller_is_gone(router: str) -> 
 
 
 @both
-async def test_a_caller_who_is_gone_before_the_answer_leaves_no_connection_behind(router: str) -> None:
+async def test_a_caller_that_disconnects_before_the_answer_leaves_no_connection(router: str) -> None:
     async with routed(router) as rig:
         engine = rig.engines["engine-0"]
         hasty = asyncio.create_task(rig.complete(TOKENS, slow=True, endless=True))
@@ -278,7 +278,7 @@ async def test_an_adapter_is_looked_for_among_the_pages_of_its_model() -> None:
             assert rig.engines[engine].asked[-1]["model"] == model
 
 
-async def test_kvsights_absence_is_said_and_not_at_every_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_kvsights_absence_is_logged_and_not_at_every_request(caplog: pytest.LogCaptureFixture) -> None:
     async with routed(with_api=False) as rig:
         for _ in range(5):
             assert (await rig.complete(TOKENS)).status_code == 200
@@ -346,7 +346,7 @@ async def test_the_models_are_those_of_an_engine(router: str) -> None:
 
 
 @both
-async def test_where_no_engine_lists_models_the_caller_is_told(router: str) -> None:
+async def test_where_no_engine_lists_models_the_caller_gets_an_error(router: str) -> None:
     async with routed(router, down={"engine-0", "engine-1"}) as rig:
         assert (await rig.client.get("/v1/models")).status_code == 502
 
@@ -357,7 +357,7 @@ async def test_the_models_are_those_of_any_engine_that_answers() -> None:
 
 
 @both
-async def test_where_no_engine_tokenizes_the_caller_is_told(router: str) -> None:
+async def test_where_no_engine_tokenizes_the_caller_gets_an_error(router: str) -> None:
     async with routed(router, down={"engine-0", "engine-1"}) as rig:
         answer = await rig.complete("1 2 3")
     assert (answer.status_code, "engine-0 does not answer" in answer.text) == (502, True)

@@ -163,11 +163,11 @@ async def run_among_theirs(folder: Path, program: str, *arguments: str) -> set[s
     return OURS & set(output.decode().split())
 
 
-async def test_a_router_needs_only_names_that_are_ours(service: str, their_folder: Path) -> None:
+async def test_a_router_needs_only_kvsight_names(service: str, their_folder: Path) -> None:
     assert await run_among_theirs(their_folder, ROUTER, service) == OF_ROUTERS
 
 
-async def test_an_engine_needs_only_names_that_are_ours(their_folder: Path, tmp_path: Path) -> None:
+async def test_an_engine_needs_only_kvsight_names(their_folder: Path, tmp_path: Path) -> None:
     assert await run_among_theirs(their_folder, ENGINE, str(tmp_path / "logs")) == OF_ENGINES
     for kind in ("RadixCache", "HiRadixCache", "MambaRadixCache", "HiMambaRadixCache", "UnifiedRadixCache"):
         records = [record for _, record in EventLogReader(tmp_path / "logs" / kind).read()]

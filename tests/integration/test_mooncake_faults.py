@@ -68,7 +68,7 @@ def get(store, *pages):
 # --- start and end ---------------------------------------------------------------------------------------------------
 
 
-def test_a_master_that_is_not_there_is_told_at_once_with_its_address():
+def test_a_master_that_is_not_there_is_reported_at_once_with_its_address():
     address = f"127.0.0.1:{free_port()}"
     began = time.monotonic()
     with pytest.raises(StorageUnreachableError, match=rf"no Mooncake master listens on {address}"):
@@ -76,7 +76,7 @@ def test_a_master_that_is_not_there_is_told_at_once_with_its_address():
     assert time.monotonic() - began < 5
 
 
-def test_a_master_that_takes_no_connection_is_told_after_the_time_limit():
+def test_a_master_that_takes_no_connection_is_reported_after_the_time_limit():
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -128,7 +128,7 @@ def test_a_store_that_refuses_a_second_pool_knows_none_and_takes_them_later(conn
     assert put(store, 0, 1) == [True, True]
 
 
-def test_a_pool_whose_pages_are_not_what_the_names_say_is_refused(connect, mooncake_master):
+def test_a_pool_whose_pages_are_not_what_the_names_state_is_refused(connect, mooncake_master):
     store = connect(mooncake_master)
     with pytest.raises(ValueError, match=r"runs of memory a page of pool kv: got 1, expected 2"):
         store.register_mem_pool_host(PagePool(num_runs=1))
@@ -205,7 +205,7 @@ def test_an_object_of_another_length_is_a_miss_and_is_removed(connect, mooncake_
     assert get(store, 1) == [True]
 
 
-def test_a_full_store_refuses_pages_and_loses_none_that_are_told(connect, own_mooncake_master):
+def test_a_full_store_refuses_pages_and_loses_none_that_are_reported(connect, own_mooncake_master):
     store = connect(own_mooncake_master)
     big = PagePool(num_pages=160, page_size=65_536, num_runs=2)  # 393 kB a page, 63 MB in all
     store.kv = big
@@ -231,7 +231,9 @@ class BusyNative(MooncakeDistributedStore):
         return [0] * len(names)
 
 
-def test_a_page_that_another_engine_is_writing_is_not_told_but_stops_nobody(connect, mooncake_master, monkeypatch):
+def test_a_page_that_another_engine_is_writing_is_not_reported_but_stops_no_other(
+    connect, mooncake_master, monkeypatch
+):
     monkeypatch.setattr(mooncake_client, "MooncakeDistributedStore", BusyNative)
     store = connect(mooncake_master)
     assert put(store, 0, 1, 2) == [True] * 3
@@ -251,7 +253,7 @@ def test_a_page_that_the_store_dropped_is_withdrawn_when_it_is_missed(mooncake_m
         assert len(follow(rig)) == 3
 
 
-def test_pages_beyond_the_bound_are_told_no_more(mooncake_master):
+def test_pages_beyond_the_bound_are_no_longer_reported(mooncake_master):
     with engine("mha", own_identity(), mooncake_master.settings(mooncake_max_tracked_pages=3)) as rig:
         archive(rig)
         assert len(follow(rig)) == 3
@@ -259,7 +261,7 @@ def test_pages_beyond_the_bound_are_told_no_more(mooncake_master):
         assert len(follow(rig)) == 3
 
 
-def test_clearing_removes_leased_pages_of_ours_and_no_others(connect, mooncake_master):
+def test_clearing_removes_own_leased_pages_and_no_others(connect, mooncake_master):
     identity = own_identity()
     ours, theirs = connect(mooncake_master, identity), connect(mooncake_master)
     for store in (ours, theirs):
@@ -282,7 +284,7 @@ def test_the_owner_of_a_store_clears_all_of_it_and_the_others_notice(connect, ow
 # --- a master that dies and returns ----------------------------------------------------------------------------------
 
 
-def test_what_was_told_is_withdrawn_when_the_master_dies_and_nobody_asks(own_mooncake_master):
+def test_what_was_reported_is_withdrawn_when_the_master_dies_without_a_call(own_mooncake_master):
     with engine("mha", own_identity(), own_mooncake_master.settings()) as rig:
         archive(rig)
         assert len(follow(rig)) == 4
@@ -292,7 +294,7 @@ def test_what_was_told_is_withdrawn_when_the_master_dies_and_nobody_asks(own_moo
         assert follow(rig) == set()
 
 
-def test_a_master_that_was_started_anew_between_two_looks_is_noticed(connect, own_mooncake_master):
+def test_a_master_that_was_restarted_between_two_looks_is_noticed(connect, own_mooncake_master):
     store = connect(own_mooncake_master, mooncake_watch_interval_s=3.0)
     put(store, 0, 1)
     own_mooncake_master.restart()
@@ -355,7 +357,7 @@ def test_a_master_killed_under_traffic_costs_hits_and_nothing_else(own_mooncake_
         traffic = Traffic(rig, seed=1)
         wait_until(lambda: traffic.step() or traffic.from_store > 100, 20, "pages from the store")
         own_mooncake_master.kill()
-        wait_until(lambda: traffic.step() or not follow(rig), 20, "nothing is told of the store")
+        wait_until(lambda: traffic.step() or not follow(rig), 20, "no event of the store")
         before = traffic.from_store
         for _ in range(10):
             traffic.step()

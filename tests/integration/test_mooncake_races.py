@@ -45,7 +45,7 @@ def test_pages_that_are_written_before_a_clear_returns_are_held(store, monkeypat
     assert [store.is_held(key) for key in KEYS] == [True, True]
 
 
-def test_pages_are_looked_for_again_when_the_store_was_cleared_meanwhile(store, monkeypatch):
+def test_pages_are_looked_for_again_when_the_store_was_cleared_concurrently(store, monkeypatch):
     assert put(store) == [True, True]
     look = store._client.exist
     looks = []

@@ -33,7 +33,7 @@ def put(store):
     return store.batch_set_v1(KEYS, store.kv.indices(0, 1, 2, 3))
 
 
-def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_goes_on(own_mooncake_master, store):
+def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_continues(own_mooncake_master, store):
     own_mooncake_master.stop()
     began = time.monotonic()
     assert store.batch_exists(KEYS) == 0

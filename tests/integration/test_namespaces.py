@@ -54,7 +54,7 @@ async def serving(log: MemoryLog) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def said(client: httpx.AsyncClient, **prompt: Any) -> dict[str, Any]:
+async def answer_for(client: httpx.AsyncClient, **prompt: Any) -> dict[str, Any]:
     """Return the worker's part of an answer."""
     route = "/query" if "token_ids" in prompt else "/query_by_hash"
     answer = (await client.post(route, json={"model_name": "m", **prompt})).json()
@@ -65,12 +65,12 @@ async def all_say(client: httpx.AsyncClient, field: str, figure: str) -> None:
     """Wait for an answer by tokens and namespace, then query by local hashes and by tokens alone."""
 
     async def is_held() -> bool:
-        return (await said(client, token_ids=TOKENS, **{field: "name"})).get(figure) == len(TOKENS)
+        return (await answer_for(client, token_ids=TOKENS, **{field: "name"})).get(figure) == len(TOKENS)
 
     await async_wait_until(is_held)
     local = local_hashes(token_array(TOKENS), PAGE, KINDS[field]("name")).view(np.int64).tolist()
-    assert (await said(client, block_hashes=local))[figure] == len(TOKENS)
-    assert await said(client, token_ids=TOKENS) == {}
+    assert (await answer_for(client, block_hashes=local))[figure] == len(TOKENS)
+    assert await answer_for(client, token_ids=TOKENS) == {}
 
 
 def publisher(log: MemoryLog, model: str = "m") -> EventPublisher:

@@ -113,7 +113,7 @@ async def test_what_the_peer_answers_we_answer_and_what_it_refuses_we_refuse_in_
             assert await both_say(peer, client, "POST", "/unregister", gone) == [(200, None)] * 2
 
 
-async def test_where_we_differ_is_what_the_documentation_says(peer: PeerIndexer) -> None:
+async def test_where_we_differ_is_what_the_documentation_states(peer: PeerIndexer) -> None:
     engine = {**ENGINE, "model_name": "other"}
     async with ours() as client:
         assert await both_say(peer, client, "POST", "/register", engine) == [(201, None)] * 2

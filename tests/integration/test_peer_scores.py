@@ -82,7 +82,7 @@ class Both:
             assert answers[0]["scores"] == wanted
         return answers[0]
 
-    async def told(self, engine: ZmqEngine, worker: int, rank: int = 0) -> None:
+    async def send_to_both(self, engine: ZmqEngine, worker: int, rank: int = 0) -> None:
         """Wait until both have applied everything that an engine sent, by a page that is sent last."""
         mark = [2**32 - 1 - worker, rank, engine.seq, 0]
         engine.send(payload(stored([2**63 + engine.seq], mark), rank=rank))
@@ -124,7 +124,7 @@ async def test_ranks_tiers_adapters_and_salts(tmp_path: Path) -> None:
             salted: dict[str, Any] = {"cache_salt": "s", "lora_name": "ad"}
             other.send(payload(stored([41], tokens[:4], medium="GPU", **salted), form="map"))
             for engine, worker, rank in ((first, 1, 0), (second, 1, 1), (other, 2, 0)):
-                await two.told(engine, worker, rank)
+                await two.send_to_both(engine, worker, rank)
 
             answer = await two.agree({"1": {"0": 8, "1": 12}, "2": {"0": 4}}, token_ids=tokens)
             assert answer["instances"]["2"] == instance(4, 12, 20)
@@ -154,7 +154,7 @@ async def test_local_hashes_find_an_adapters_and_a_salts_pages_without_their_nam
             engine.send(payload(stored([4, 5], tokens[12:20], parent=3, medium="GPU", **names), form="map"))
             plain.send(payload(stored([1, 2], tokens[:8], medium="GPU")))
             for sender, worker in ((engine, 1), (plain, 2)):
-                await two.told(sender, worker)
+                await two.send_to_both(sender, worker)
             await two.agree({"1": {"0": 20}}, token_ids=tokens, **names)
             hashes = local_hashes(token_array(tokens), BLOCK, namespace_seed(**names)).astype(np.int64).tolist()
             question = {"route": "query_by_hash", "block_hashes": hashes}
@@ -171,17 +171,17 @@ async def test_engines_that_name_a_page_differently_cost_the_peer_slower_tiers_a
             await two.read(1, first)
             await two.read(2, other)
             first.send(payload(stored([1, 2], tokens[:8])))
-            await two.told(first, 1)
+            await two.send_to_both(first, 1)
             other.send(payload(stored([11], tokens[:4])))
             other.send(payload(stored([11, 12, 13], tokens[:12], medium="CPU_PINNED")))
-            await two.told(other, 2)
+            await two.send_to_both(other, 2)
             theirs, ours = await two.asked(token_ids=tokens)
             assert ours["scores"] == theirs["scores"] == {"1": {"0": 8}, "2": {"0": 4}}
             assert ours["instances"]["2"] == instance(4, 12, 12)
             assert theirs["instances"]["2"] == instance(4, 4, 4)
 
 
-async def test_what_lies_outside_counts_as_the_slowest_tier(tmp_path: Path) -> None:
+async def test_what_is_outside_counts_as_the_slowest_tier(tmp_path: Path) -> None:
     tokens = list(range(1, 33))
     async with both(tmp_path) as two:
         with ZmqEngine() as engine:
@@ -189,7 +189,7 @@ async def test_what_lies_outside_counts_as_the_slowest_tier(tmp_path: Path) -> N
             engine.send(payload(stored([1, 2], tokens[:8], medium="GPU")))
             engine.send(payload(stored([1, 2, 3, 4, 5, 6], tokens[:24], medium="CPU_PINNED")))
             engine.send(payload(stored([1, 2, 3, 4, 5, 6, 7], tokens[:28], medium="EXTERNAL")))
-            await two.told(engine, 1)
+            await two.send_to_both(engine, 1)
             answer = await two.agree({"1": {"0": 8}}, token_ids=tokens)
             assert answer["instances"]["1"] == instance(8, 24, 28)
 
@@ -208,7 +208,7 @@ async def test_windows_and_states_are_no_prefix_to_either(tmp_path: Path) -> Non
             }
             engine.send(payload(stored([1, 2], tokens[:8], medium="GPU", lora_name=None, **full), form="map"))
             engine.send(payload(stored([1, 2, 3, 4], tokens, medium="GPU", lora_name=None, **window), form="map"))
-            await two.told(engine, 1)
+            await two.send_to_both(engine, 1)
             await two.agree({"1": {"0": 8}}, token_ids=tokens)
 
 
@@ -218,7 +218,7 @@ async def test_an_engine_that_restarts_keeps_its_old_pages_only_at_the_peers(tmp
         with ZmqEngine() as engine:
             await two.read(1, engine)
             engine.send(payload(stored([1, 2, 3, 4], tokens, medium="GPU")))
-            await two.told(engine, 1)
+            await two.send_to_both(engine, 1)
             await asyncio.to_thread(engine.restart)
             await asyncio.to_thread(engine.wait_for_readers, 2)
             engine.send(payload(stored([1], tokens[:4], medium="GPU")))
@@ -237,7 +237,7 @@ async def test_our_other_dialect_has_the_same_figures(tmp_path: Path) -> None:
         with ZmqEngine() as engine:
             await two.read(7, engine)
             engine.send(payload(stored([1], tokens[:4]), stored([1, 2, 3], tokens[:12], medium="CPU_PINNED")))
-            await two.told(engine, 7)
+            await two.send_to_both(engine, 7)
             figures = (await two.agree({"7": {"0": 4}}, token_ids=tokens))["instances"]["7"]
             rolled = sequence_hashes(token_array(tokens), BLOCK).tolist()
             for route, prompt in (("query", {"token_ids": tokens}), ("query_by_hash", {"seq_hashes": rolled})):
@@ -262,7 +262,7 @@ async def test_random_lives_of_caches(tmp_path: Path, seed: int) -> None:
                 worker, engine = rng.choice(list(engines.items()))
                 engine.send(payload(*_step(rng, rng.choice(range(10)), prompts), form=rng.choice(["array", "map"])))
             for worker, engine in engines.items():
-                await two.told(engine, worker)
+                await two.send_to_both(engine, worker)
             found = [await two.agree(token_ids=tokens) for tokens in prompts]
             found += [await two.agree(token_ids=tokens[:6] + tokens[4:]) for tokens in prompts]
             assert any(answer["scores"] for answer in found)

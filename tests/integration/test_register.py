@@ -87,7 +87,7 @@ async def test_an_engine_that_is_not_there_is_pending_and_one_that_went_has_fail
         await async_wait_until(lambda: has_status("failed"), what="seen to be away")
 
 
-async def test_a_restarted_engine_begins_anew() -> None:
+async def test_a_restarted_engine_starts_again() -> None:
     with ZmqEngine() as engine:
         async with service() as served:
             await served.register(engine, replay_endpoint=engine.replay_endpoint)

@@ -85,7 +85,7 @@ async def test_lost_batches_without_a_replay_socket_make_the_worker_stale() -> N
             assert (await served.listener())["counters"]["resyncs"] == 1  # the initial one; more would not help
 
 
-async def test_a_dead_engine_is_stale_in_answers_ever_older_and_says_why() -> None:
+async def test_a_dead_engine_is_stale_in_answers_with_growing_age_and_a_reason() -> None:
     with ZmqEngine() as engine:
         async with service() as served:
             await served.register(engine, replay_endpoint=engine.replay_endpoint)
@@ -123,7 +123,7 @@ async def test_a_rank_that_only_batches_name_has_its_engines_link() -> None:
             assert (listener["status"], listener["failure"]) == ("failed", f"{engine.endpoint}: the connection is lost")
 
 
-async def test_an_engine_of_another_block_size_than_registered_is_stale_and_says_so() -> None:
+async def test_an_engine_of_another_block_size_than_registered_is_stale_and_reports_it() -> None:
     with ZmqEngine() as engine:
         async with service() as served:
             await served.register(engine, block_size=16, replay_endpoint=engine.replay_endpoint)

@@ -125,17 +125,17 @@ async def test_an_engine_that_is_not_there_keeps_a_service_from_being_ready_only
         assert (await served.client.post("/register", json=body)).status_code == 201
     async with service(snapshot_dir=tmp_path) as served:
 
-        async def says_why() -> bool:
+        async def reason_shown() -> bool:
             answer = await served.client.get("/ready")
             return answer.status_code == 503 and "1 registered engines" in answer.json()["detail"]
 
-        await async_wait_until(says_why, what="not ready")
+        await async_wait_until(reason_shown, what="not ready")
         await async_wait_until(served.is_ready, what="ready all the same")
     assert "default/m/1/0 is registered, but could not be read" in caplog.text
 
 
 @contextmanager
-def store_away(folder: Path) -> Iterator[None]:
+def store_unavailable(folder: Path) -> Iterator[None]:
     """Make the saved registrations unreadable inside the block."""
     kept = folder / "registrations.json"
     kept.rename(folder / "aside")
@@ -149,7 +149,7 @@ async def test_while_registrations_cannot_be_read_none_is_changed(tmp_path: Path
     with ZmqEngine() as engine:
         async with service(snapshot_dir=tmp_path) as served:
             await served.register(engine)
-        with store_away(tmp_path):
+        with store_unavailable(tmp_path):
             serving = service(snapshot_dir=tmp_path)
             served = await serving.__aenter__()
             body = {"instance_id": 1, "endpoint": engine.endpoint, "model_name": "m", "block_size": 4}
@@ -170,7 +170,7 @@ async def test_while_registrations_cannot_be_read_none_is_changed(tmp_path: Path
         assert (await served.client.get("/workers")).json() == []
 
 
-async def test_a_fault_that_nobody_thought_of_is_logged_and_does_not_end_the_saving(
+async def test_an_unexpected_fault_is_logged_and_does_not_end_the_saving(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     redis = Redis.from_url(redis_server.url)

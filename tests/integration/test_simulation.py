@@ -118,7 +118,7 @@ def test_lower_tiers_find_what_the_device_has_lost(cache: str, requests: list[Re
 
 
 @pytest.mark.parametrize("cache", ["hiradix", "himamba"])
-async def test_an_answer_tells_gpu_from_cpu_from_disk(cache: str) -> None:
+async def test_an_answer_distinguishes_gpu_cpu_and_disk(cache: str) -> None:
     """Device of 64 pages, host of 97. Four others need the device, then the host, of a conversation's later turns."""
     random = np.random.default_rng(3)
 

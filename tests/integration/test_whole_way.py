@@ -92,10 +92,10 @@ async def test_what_an_engine_caches_a_router_finds_over_http(kafka_bootstrap: s
         cache.reset()
         publisher.publish(cache.take_events())
 
-        async def gone() -> bool:
+        async def dropped() -> bool:
             return bool((await router.post("/query", json=body)).json().get("instances") == {})
 
-        await async_wait_until(gone, deadline_s=30, what="an empty answer")
+        await async_wait_until(dropped, deadline_s=30, what="an empty answer")
 
 
 async def test_a_broker_killed_in_mid_stream_loses_and_doubles_nothing(
@@ -138,7 +138,7 @@ async def test_a_queue_that_overflows_while_the_broker_is_away_ends_in_a_resync(
         await async_wait_until(is_whole, deadline_s=60, what="a resync of 5000 pages")
 
 
-async def test_an_indexer_that_restarts_goes_on_from_its_snapshot_in_redis(
+async def test_an_indexer_that_restarts_continues_from_its_snapshot_in_redis(
     kafka_bootstrap: str, redis_url: str
 ) -> None:
     names = topics()

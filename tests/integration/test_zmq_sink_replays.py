@@ -129,7 +129,7 @@ async def test_a_reader_that_asks_again_is_answered_again_whole() -> None:
         assert await answer(reader) == list(range(55, 60))
 
 
-async def test_a_reader_that_leaves_in_the_middle_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_that_leaves_in_the_middle_keeps_no_other_waiting(caplog: pytest.LogCaptureFixture) -> None:
     async with sink_with(num_batches=60) as (_, readers):
         leaving, staying = readers.open(), readers.open()
         await ask(leaving, 0)
@@ -152,7 +152,7 @@ async def test_a_sink_stops_when_a_reader_left_its_answer_unread() -> None:
         await asyncio.wait_for(sink.stop(), 10)
 
 
-async def test_a_reader_that_is_stuck_is_given_up_and_may_ask_again(
+async def test_a_reader_that_is_stuck_is_abandoned_and_may_ask_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("publisher.sinks.zmq_replay._STUCK_S", 0.2)

@@ -73,7 +73,7 @@ class FakeEngine:
         events = []
         for start, stop in itertools.pairwise(cuts):
             part = tokens[start * self.block_size : stop * self.block_size + self.is_bigram]
-            fields = self.said_of(space, start, stop - start)
+            fields = self.fields_of(space, start, stop - start)
             parent = self.hash(hashes[start - 1]) if start else None
             written = pairs(part) if self.is_bigram else part
             events.append(
@@ -90,7 +90,7 @@ class FakeEngine:
             self.known.update(hashes[start:stop])
         return events
 
-    def said_of(self, space: dict[str, Any], start: int, num_pages: int) -> dict[str, Any]:
+    def fields_of(self, space: dict[str, Any], start: int, num_pages: int) -> dict[str, Any]:
         if not self.is_vllm:
             return dict(space)
         lora, salt = space.get("lora_name"), space.get("cache_salt")
@@ -140,7 +140,7 @@ class FakeEngine:
         return (self.rng.randbytes(24) + value.to_bytes(8, "big")) if spelling == 1 else value
 
 
-def tell(engine: FakeEngine, rig: Rig, num_batches: int = 25) -> None:
+def publish_random(engine: FakeEngine, rig: Rig, num_batches: int = 25) -> None:
     """Send an engine's batches to a bridge and compare after each of them."""
     rng = engine.rng
     for _ in range(num_batches):
@@ -154,18 +154,18 @@ def tell(engine: FakeEngine, rig: Rig, num_batches: int = 25) -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 16, 64]), st.booleans(), st.booleans())
-def test_the_stream_says_what_the_engine_holds(seed: int, block_size: int, is_bigram: bool, is_vllm: bool) -> None:
+def test_the_stream_states_what_the_engine_holds(seed: int, block_size: int, is_bigram: bool, is_vllm: bool) -> None:
     rng = random.Random(seed)
-    tell(FakeEngine(rng, block_size, is_bigram=is_bigram, is_vllm=is_vllm, builds_on_held=False), Rig())
+    publish_random(FakeEngine(rng, block_size, is_bigram=is_bigram, is_vllm=is_vllm, builds_on_held=False), Rig())
 
 
 @given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.integers(0, 10))
-def test_with_hardly_any_names_of_gone_pages_it_still_does_where_engines_build_on_what_they_hold(
+def test_with_hardly_any_hashes_of_removed_pages_it_still_does_where_engines_build_on_what_they_hold(
     seed: int, is_bigram: bool, is_vllm: bool, name_pages: int
 ) -> None:
     rng = random.Random(seed)
     rig = Rig(name_pages=name_pages)
-    tell(FakeEngine(rng, 2, is_bigram=is_bigram, is_vllm=is_vllm, builds_on_held=True), rig, 40)
+    publish_random(FakeEngine(rng, 2, is_bigram=is_bigram, is_vllm=is_vllm, builds_on_held=True), rig, 40)
     rig.take(cleared())
     rig.take(stored([1], [1, 2], 2))
     rig.take(stored([2], [3, 4], 2))

@@ -102,8 +102,8 @@ class HiMambaCacheMachine(OldMatches):
         self.engine.step(Lane.WRITE)
         self.rig.host_states.write_faults = 0
 
-    def start_anew(self):
-        super().start_anew()
+    def restart_empty(self):
+        super().restart_empty()
         self.rig.slots.clear()
         self.rig.loaded.clear()
 

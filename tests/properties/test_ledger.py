@@ -143,7 +143,7 @@ def make(**settings: Any) -> EventPublisher:
 
 
 @given(calls, st.integers(1, 7) | st.just(1000), st.sampled_from([0, 2**28 - 3, 2**32 - 3]))
-def test_a_reader_of_the_stream_knows_what_the_events_say(
+def test_a_reader_of_the_stream_knows_what_the_events_state(
     calls: list[list[EngineEvent]], batch_pages: int, first_span: int
 ) -> None:
     publisher, model, view = make(batch_pages=batch_pages), Model(), View()
@@ -177,7 +177,7 @@ def test_a_reader_is_right_again_after_every_overflow(calls: list[list[EngineEve
 
 
 @given(calls)
-def test_a_resync_alone_tells_everything(calls: list[list[EngineEvent]]) -> None:
+def test_a_resync_alone_restores_everything(calls: list[list[EngineEvent]]) -> None:
     publisher, model = make(batch_pages=5), Model()
     for events in calls:
         publisher.publish(events)

@@ -218,7 +218,7 @@ def test_all_workers_on_the_same_pages_cost_no_more_than_one() -> None:
     assert shared.num_sets == 1
 
 
-def test_holder_sets_are_bounded_and_removals_go_on_when_stores_are_refused() -> None:
+def test_holder_sets_are_bounded_and_removals_continue_when_stores_are_refused() -> None:
     index = OverlapIndex(max_pages=2000, max_set_bytes=64 * 32)  # 64 sets of 32 bytes
     streams = [index.add_stream() for _ in range(8)]
     held: dict[int, set[tuple[int, int]]] = {stream: set() for stream in streams}

@@ -71,7 +71,7 @@ def begin(request):
     return begun
 
 
-def media_told(machine):
+def media_reported(machine):
     """Return the media with both store and remove events."""
     kinds = BlockStored, BlockRemoved
     return {medium for medium in StorageMedium if all(machine.told[kind, medium] for kind in kinds)}
@@ -88,7 +88,7 @@ def test_thousands_of_operations_keep_every_promise(begin, model, tiers, setting
         if tiers == "device" or machine.num_fetched >= least_fetched:
             break
     soak(machine, 1000, seed=model + tiers)
-    assert media_told(machine) == MEDIA[tiers]
+    assert media_reported(machine) == MEDIA[tiers]
     assert tiers == "device" or machine.num_fetched >= least_fetched
 
 
@@ -96,5 +96,5 @@ def test_thousands_of_operations_keep_every_promise(begin, model, tiers, setting
 def test_a_thousand_operations_with_copies_on_threads_keep_every_promise(begin, model, tiers):
     machine = begin(model, tiers, engine=ThreadCopyEngine(), **ON_THREADS)
     soak(machine, 1000, seed=model + tiers)
-    assert media_told(machine) == MEDIA[tiers]
+    assert media_reported(machine) == MEDIA[tiers]
     assert machine.num_fetched > 0

@@ -52,7 +52,7 @@ def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master
     reader.settle()
     assert reader.cache.check_prefetch_progress("r")
     assert reader.cache.pop_prefetch_loaded_tokens("r") == len(PROMPT)
-    told = [told_by(rig) for rig in (writer, reader)]
+    told = [reported_by(rig) for rig in (writer, reader)]
     assert [pages[EXTERNAL] for pages in told] == [PAGES, set()]  # the engine that stored a page announces it
     assert [pages[StorageMedium.CPU] for pages in told] == [PAGES, PAGES]
     match = reader.match(PROMPT)
@@ -66,7 +66,7 @@ def test_what_one_tree_archived_another_prefetches_byte_for_byte(mooncake_master
         store.discard()
 
 
-def told_by(rig):
+def reported_by(rig):
     """Return the pages by medium that result from its events."""
     replay = Replay(rig.page_size)
     for event in rig.cache.take_events():
@@ -110,7 +110,7 @@ def test_a_master_killed_in_the_middle_costs_hits_and_nothing_else(own_mooncake_
     machine.is_uncertain = True
     own_mooncake_master.kill()
     run_some(machine, 100, draw)
-    wait_until(machine.notice, 20, "nothing is told of the store")
+    wait_until(machine.notice, 20, "no event of the store")
     machine.is_uncertain = False
     machine.let_go()
     machine.settle()

@@ -78,7 +78,7 @@ def fields_of(event: Any) -> dict[str, Any]:
     return fields
 
 
-def twin(event: Any) -> Any:
+def reference(event: Any) -> Any:
     """Decode one event."""
     if isinstance(event, dict) and "event_type" in event:
         return "envelope"

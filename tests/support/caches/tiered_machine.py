@@ -107,9 +107,9 @@ class TieredCacheMachine(StorageMachine):
     @operation(when=lambda machine: len(list(iter_nodes(machine.cache.root_node))) > 5)
     def reset(self, draw):
         if draw.random() < 0.1:
-            self.start_anew()
+            self.restart_empty()
 
-    def start_anew(self):
+    def restart_empty(self):
         self.cache.reset()
         self.rig.pool.clear()
         self.locks = []
@@ -164,7 +164,7 @@ class TieredCacheMachine(StorageMachine):
         self.rig.host.load_faults = 0
 
     @operation(weight=2, when=lambda machine: is_stepped(machine) and machine.cache.ongoing_load_back)
-    def a_load_fails_for_good(self, draw):
+    def a_load_fails_permanently(self, draw):
         """Make a load fail, so that its device rows are undefined. The cache raises and is reset."""
         if draw.random() < 0.7:
             return
@@ -175,7 +175,7 @@ class TieredCacheMachine(StorageMachine):
         if self.rig.host.load_faults == 0:
             with pytest.raises(TransferError, match="injected load fault"):
                 self.cache.check_hicache_events()
-            self.start_anew()
+            self.restart_empty()
         self.rig.host.load_faults = 0
 
     @operation(weight=8)
@@ -306,8 +306,8 @@ class OldMatches(TieredCacheMachine):
             path.append(path[-1].parent)
         return path
 
-    def start_anew(self):
-        super().start_anew()
+    def restart_empty(self):
+        super().restart_empty()
         self.old_matches.clear()
 
     def let_go(self):

@@ -36,7 +36,7 @@ class Requests:
             assert self.rig.slots.available_size() == 0
             self.lines.free(line)
             return None
-        self._go_on_from(req, match.last_device_node)
+        self._continue_from(req, match.last_device_node)
         self.running[req], self.matched[req] = tokens, match
         self.waiting[req] = None
         self._extend(req, match.device_indices)
@@ -56,7 +56,7 @@ class Requests:
             self.end(req, is_insert=False)
             return
         before = req.last_node, req.lock_params
-        self._go_on_from(req, node)
+        self._continue_from(req, node)
         self.cache.dec_lock_ref(*before)
         self._extend(req, rows)
         self._check_prefix(req)
@@ -73,7 +73,7 @@ class Requests:
         req.cache_protected_len, req.token_ids = end, self.running[req][:end]
         self.lines.write(req.req_pool_idx, start, rows)
 
-    def _go_on_from(self, req, node):
+    def _continue_from(self, req, node):
         lock = self.cache.inc_lock_ref(node)
         req.last_node, req.lock_params = lock.node, lock.to_dec_params()
 

@@ -182,8 +182,8 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def start_anew(self):
-        super().start_anew()
+    def restart_empty(self):
+        super().restart_empty()
         self.forget_requests()
 
     def let_go(self):

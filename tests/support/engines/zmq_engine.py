@@ -81,7 +81,7 @@ class ZmqEngine:
     def wait_for_readers(self, count: int = 1, deadline_s: float = 10.0) -> None:
         """Wait for `count` subscriptions since the start."""
         for _ in range(count):
-            assert self._live.poll(int(deadline_s * 1000)), "nobody subscribed"
+            assert self._live.poll(int(deadline_s * 1000)), "no subscriber"
             self._live.recv()
 
     def stop(self) -> None:

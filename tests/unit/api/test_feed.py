@@ -40,7 +40,7 @@ async def next_events(stream: AsyncIterator[bytes]) -> list[tuple[str, dict[str,
     return []
 
 
-async def test_a_batch_is_told_with_its_counts_and_the_state_after_it() -> None:
+async def test_a_batch_is_reported_with_its_counts_and_the_state_after_it() -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=1)
     async with fed.consumer.running(), feed.listening(StreamFilter()) as stream:
@@ -63,7 +63,7 @@ async def test_a_batch_is_told_with_its_counts_and_the_state_after_it() -> None:
     assert change == {**of, "before": None, "state": "live", "reason": ""}
 
 
-async def test_a_wrong_view_and_a_cleared_one_are_told() -> None:
+async def test_a_wrong_view_and_a_cleared_one_are_reported() -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=1)
     async with fed.consumer.running():
@@ -77,7 +77,7 @@ async def test_a_wrong_view_and_a_cleared_one_are_told() -> None:
             assert (kind, change["before"], change["state"], change["reason"]) == ("state", "live", "stale", "digest")
 
 
-async def test_silence_and_the_end_of_a_view_are_told_too() -> None:
+async def test_silence_and_the_end_of_a_view_are_reported_too() -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=1)
     async with fed.consumer.running():
@@ -103,7 +103,7 @@ async def test_silence_and_the_end_of_a_view_are_told_too() -> None:
         (StreamFilter(worker="a", tenant="t"), []),
     ],
 )
-async def test_only_what_was_asked_for_is_told(wanted: StreamFilter, names: list[str]) -> None:
+async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: list[str]) -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=2)
     async with (
@@ -120,7 +120,7 @@ async def test_only_what_was_asked_for_is_told(wanted: StreamFilter, names: list
     assert sorted({data["instance_id"] for chunk in chunks for _, data in events_of(chunk)}) == names
 
 
-async def test_a_slow_client_is_told_and_sent_away_and_the_others_go_on() -> None:
+async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continue() -> None:
     fed = HandFed()
     feed = EventFeed(fed.consumer, max_clients=2)
     async with (
@@ -168,14 +168,14 @@ async def test_there_is_a_bound_on_clients_even_on_those_that_came_together() ->
             assert response.status_code == 200
 
 
-async def test_a_caller_that_went_before_its_answer_began_keeps_no_place() -> None:
+async def test_a_caller_that_disconnects_before_its_answer_begins_frees_its_place() -> None:
     app = create_app(HandFed().consumer, ApiSettings(max_event_clients=1))
     feed: EventFeed = app.state.feed
 
-    async def gone(_message: Any) -> None:
-        raise OSError("nobody there")
+    async def disconnected(_message: Any) -> None:
+        raise OSError("no peer")
 
-    async def says_nothing() -> Any:
+    async def receive_never() -> Any:
         await asyncio.Event().wait()
 
     scope = {
@@ -183,7 +183,7 @@ async def test_a_caller_that_went_before_its_answer_began_keeps_no_place() -> No
         "path": "/events", "raw_path": b"/events", "root_path": "", "query_string": b"", "headers": [],
     }  # fmt: skip
     with pytest.raises((ClientDisconnect, OSError)):
-        await app(scope, says_nothing, gone)
+        await app(scope, receive_never, disconnected)
     assert feed.num_clients == 0
 
 

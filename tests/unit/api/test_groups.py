@@ -25,7 +25,7 @@ async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more
 
 
 @pytest.mark.parametrize(("query", "path"), [(PEER, ("instances",)), (RFC, ("default",))], ids=["peer", "rfc"])
-async def test_an_answer_says_what_can_be_reused_of_a_worker_with_groups_only(
+async def test_an_answer_reports_what_can_be_reused_of_a_worker_with_groups_only(
     serving: Any, query: dict[str, Any], path: tuple[str]
 ) -> None:
     async with serving() as (client, fed):
@@ -48,7 +48,7 @@ async def test_hashes_and_batches_get_it_too(serving: Any) -> None:
     assert [batch[0]["instances"]["1"]["reusable"], batch[1]["default"]["1"]["reusable"]] == [8, 8]
 
 
-async def test_nothing_to_go_on_from_is_0(serving: Any) -> None:
+async def test_nothing_to_continue_from_is_0(serving: Any) -> None:
     async with serving() as (client, fed):
         await fed.hold(Stream("1"), TOKENS)
         await fed.feed(states().batch())
@@ -69,7 +69,7 @@ async def test_workers_show_their_groups_and_models_do_not(serving: Any) -> None
     assert worker["groups"]["swa:8"]["0"]["state"] == "stale"
 
 
-async def test_groups_of_a_model_that_nobody_serves_are_listed_by_themselves(serving: Any) -> None:
+async def test_groups_of_a_model_that_no_worker_serves_are_listed_by_themselves(serving: Any) -> None:
     async with serving() as (client, fed):
         await fed.feed(states().batch())
         (worker,) = (await client.get("/workers")).json()

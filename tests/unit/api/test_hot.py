@@ -100,7 +100,7 @@ async def test_tiers_are_cumulative(serving: Any, tiers: dict[int, range], expec
     assert tuple(answer[key] for key in ("gpu", "cpu", "disk", "longest_matched")) == expected
 
 
-async def test_added_fields_say_how_far_to_trust_an_answer(serving: Any) -> None:
+async def test_added_fields_state_how_far_to_trust_an_answer(serving: Any) -> None:
     async with serving() as (client, fed):
         live, broken = Stream("1"), Stream("2")
         await fed.hold(live, TOKENS)

@@ -107,7 +107,7 @@ async def test_another_block_size_is_refused_naming_both(serving: Any) -> None:
     assert missing["field"] == "block_size"
 
 
-async def test_a_query_without_a_model_says_so(serving: Any) -> None:
+async def test_a_query_without_a_model_reports_it(serving: Any) -> None:
     async with serving() as (client, _):
         body = {"token_ids": [], "block_size": 4}
         assert check_problem(await client.post("/query", json=body), 422)["field"] == "model_name"

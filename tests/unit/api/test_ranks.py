@@ -16,7 +16,7 @@ TOKENS = list(range(1, 17))
     [({"model_name": "m"}, "instances"), ({"model": "m", "block_size": 4}, "default")],
     ids=["peer", "rfc"],
 )
-async def test_ranks_are_told_apart_on_every_tier(serving: Any, query: dict[str, Any], path: str) -> None:
+async def test_ranks_are_distinguished_on_every_tier(serving: Any, query: dict[str, Any], path: str) -> None:
     async with serving() as (client, fed):
         await fed.hold(Stream("w"), TOKENS, {0: range(3)})
         await fed.hold(Stream("w", dp_rank=1), TOKENS, {0: range(1), 1: range(1, 4)})

@@ -56,7 +56,7 @@ async def test_the_running_peers_dialect_is_answered_as_the_peer_does() -> None:
         assert (await client.get("/workers")).json() == []
 
 
-async def test_the_rfcs_dialect_is_answered_as_the_rfc_says() -> None:
+async def test_the_rfcs_dialect_is_answered_as_the_rfc_requires() -> None:
     async with embedded() as client:
         answer = await client.post("/register", json=RFC)
         assert answer.json() == {"status": "registered successfully", "instance_id": "pod-1"}
@@ -254,7 +254,7 @@ async def test_what_is_empty_is_as_good_as_absent(request_body: dict[str, Any], 
         assert (await client.get("/workers")).json() == []
 
 
-async def test_the_operator_says_where_the_service_may_connect_to() -> None:
+async def test_the_operator_states_where_the_service_may_connect_to() -> None:
     async with embedded(register_allow="tcp://10.0.*:*, ipc:///run/engines/*") as client:
         assert (await client.post("/register", json={**PEER, "endpoint": "tcp://10.0.3.4:5557"})).status_code == 201
         allowed = {**PEER, "instance_id": 2, "endpoint": "ipc:///run/engines/a"}
@@ -267,7 +267,7 @@ async def test_the_operator_says_where_the_service_may_connect_to() -> None:
         RegistrationSettings(register_allow="*")
 
 
-async def test_a_service_that_reads_a_log_says_so(serving: Any) -> None:
+async def test_a_service_that_reads_a_log_reports_it(serving: Any) -> None:
     async with serving() as (client, _):
         for path in ("/register", "/unregister"):
             problem = check_problem(await client.post(path, json=PEER), 404)

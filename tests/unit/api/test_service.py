@@ -37,7 +37,7 @@ async def test_health_and_readiness_of_a_running_consumer(serving: Any) -> None:
         assert (await client.get("/ready")).json() == {"status": "ready"}
 
 
-async def test_a_consumer_that_is_not_ready_says_why(serving: Any) -> None:
+async def test_a_consumer_that_is_not_ready_reports_why(serving: Any) -> None:
     async with serving() as (client, fed):
         fed.consumer.progress.is_caught_up = False
         assert "log" in check_problem(await client.get("/ready"), 503)["detail"]

@@ -113,7 +113,7 @@ async def test_a_large_family_has_one_header(serving: Any) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1])
-async def test_names_are_escaped(limit: int, serving: Any) -> None:
+async def test_hashes_are_escaped(limit: int, serving: Any) -> None:
     async with serving(metrics_max_workers=limit) as (client, fed):
         await fed.hold(Stream('a"b\\c\nd'), TOKENS)
         found = await scrape(client)

@@ -79,7 +79,7 @@ async def test_it_is_started_once_and_stopped_by_its_owner_alone() -> None:
     assert sink.stops == 1
 
 
-async def test_what_waits_meanwhile_goes_out_together() -> None:
+async def test_waiting_changes_are_sent_together() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
     lane = shared.lane(ONE)
@@ -116,7 +116,7 @@ async def test_what_is_not_delivered_is_never_taken_for_it_whatever_the_sink_rai
     assert sink.calls == [[b"a"], [b"b", b"c"], [b"b"], [b"c"]]
 
 
-async def test_a_cancelled_sender_tells_those_it_sent_for_that_it_did_not() -> None:
+async def test_a_cancelled_sender_fails_the_calls_that_it_sent_for() -> None:
     sink = GatedSink()
     shared = SharedSink(sink)
     sink.gate.clear()

@@ -109,13 +109,13 @@ def test_a_change_of_the_priority_moves_nothing() -> None:
     assert Rig().take(stored(HASHES, TOKENS), update).pages() == on(GPU, NAMES)
 
 
-def test_blocks_of_one_chain_may_lie_on_two_levels() -> None:
+def test_blocks_of_one_chain_may_be_on_two_levels() -> None:
     chain = stored(HASHES, TOKENS)
     chain["blocks"][2]["cache_level"] = 1
     assert Rig().take(chain).pages() == on(GPU, [NAMES[0], NAMES[1], NAMES[3]]) | on(CPU, [NAMES[2]])
 
 
-def test_only_the_widest_window_speaks_for_a_whole_prefix() -> None:
+def test_only_the_widest_window_represents_a_whole_prefix() -> None:
     rig = Rig()
     for window in (32, 4096):
         rig.take({"type": "created", "num_blocks_per_cache_level": [9, 0]}, window_size=window)
@@ -143,7 +143,7 @@ def test_ranks_are_streams_of_their_own() -> None:
     assert polled.pages(1) == on(GPU, NAMES[:1])
 
 
-def test_events_that_fell_out_of_the_buffer_cost_the_pages_but_not_their_names() -> None:
+def test_events_that_fell_out_of_the_buffer_cost_the_pages_but_not_their_hashes() -> None:
     rig = Rig().take(stored(HASHES[:2], TOKENS[:8])).lose(1).take(stored(HASHES[2:], TOKENS[8:], parent=12))
     assert rig.pages() == on(GPU, NAMES[2:])
     assert (rig.polled.counters.losses, rig.degraded_reason()) == (1, "batches lost")

@@ -47,7 +47,7 @@ def test_where_a_mocked_system_refuses_another_niceness_work_is_done_all_the_sam
     assert asyncio.run(run(LARGE))[0] != threading.get_native_id()
 
 
-async def test_work_in_a_thread_is_done_before_a_cancelled_caller_goes_on() -> None:
+async def test_work_in_a_thread_is_done_before_a_cancelled_caller_continues() -> None:
     begun, may_end = threading.Event(), threading.Event()
     workers = WorkerThreads()
 

@@ -171,7 +171,7 @@ def test_a_bridge_reads_the_ports_that_its_engine_publishes_on(engine: str) -> N
     assert str(scrape["port"]) == metrics
 
 
-def test_whoever_is_waited_for_has_a_health_check() -> None:
+def test_each_service_that_others_wait_for_has_a_health_check() -> None:
     for name, service in SERVICES.items():
         for needed, how in service.get("depends_on", {}).items():
             if name == f"{needed}-bridge":  # reads from the engine's first moment

@@ -29,7 +29,7 @@ def lines_of_code(router: Path) -> int:
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.name)
-def test_it_is_as_long_as_it_is_said_to_be(router: Path) -> None:
+def test_it_is_as_long_as_stated(router: Path) -> None:
     for page in ("README.md", "docs/routers.md"):
         said = re.findall(rf"examples/{router.stem}\.py\)[^.]*?(\d+)\s+lines", (ROOT / page).read_text())
         assert len(said) == 1, page

@@ -52,10 +52,10 @@ def test_an_archive_that_cannot_begin_costs_no_other_backup_its_acknowledgement(
     assert rig.cache.ongoing_write_through == {}
     assert len(rig.cache.ongoing_backup) == 2
     assert rig.cache.protected_size() == 0
-    assert len(rig.held(CPU)) == 6, "all are on the host, and told of"
+    assert len(rig.held(CPU)) == 6, "all are on the host and reported"
     rig.settle()
     rig.cache.evict(EvictParams(100))
-    assert rig.cache.evict_host(100) == 12, "nobody holds anything"
+    assert rig.cache.evict_host(100) == 12, "no page is locked"
 
 
 def test_one_part_of_a_backup_that_fails_costs_the_others_nothing(rig, monkeypatch):
@@ -70,7 +70,7 @@ def test_one_part_of_a_backup_that_fails_costs_the_others_nothing(rig, monkeypat
     rig.settle()
 
 
-def test_several_failures_are_all_told(rig, monkeypatch, caplog):
+def test_several_failures_are_all_reported(rig, monkeypatch, caplog):
     for tokens in (A, B, C):
         rig.insert(tokens)
     while rig.engine.step(Lane.WRITE):
@@ -98,11 +98,11 @@ def test_a_load_whose_end_fails_is_released_like_the_others(rig, monkeypatch):
 
     def failing(*args):
         end(*args)
-        raise RuntimeError("told to fail")
+        raise RuntimeError("failed on purpose")
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.cache.host.loads, "_end", failing)
-        with pytest.raises(RuntimeError, match="told to fail"):
+        with pytest.raises(RuntimeError, match="failed on purpose"):
             rig.cache.loading_check()
     assert (rig.cache.ongoing_load_back, rig.cache.protected_size()) == ({}, 0)
     rig.settle()

@@ -57,7 +57,7 @@ def held(store):
     return [page for page, key in enumerate(KEYS) if store.is_held(key)]
 
 
-def test_pages_lie_on_disk():
+def test_pages_are_on_disk():
     assert DirectoryStorage.medium is StorageMedium.DISK
 
 

@@ -23,12 +23,12 @@ def refuse(rig, monkeypatch):
     """Make the engine refuse jobs while `call` runs, which fails for this reason."""
 
     def submit(lane, steps):
-        raise RuntimeError("no thread to be had")
+        raise RuntimeError("no thread available")
 
     def run(call, *args, **kwargs):
         with monkeypatch.context() as patch:
             patch.setattr(rig.engine, "submit", submit)
-            with pytest.raises(RuntimeError, match="no thread to be had"):
+            with pytest.raises(RuntimeError, match="no thread available"):
                 call(*args, **kwargs)
 
     return run

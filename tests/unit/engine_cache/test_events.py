@@ -83,7 +83,7 @@ def test_a_namespace_is_named_and_seeds_the_sequence_hashes():
     assert cache.take_events() == [BlockRemoved([-3488128144981237669], StorageMedium.GPU, "x")]
 
 
-def test_the_owner_says_what_an_extra_key_means():
+def test_the_owner_reports_what_an_extra_key_means():
     cache = make_cache(seed_of_extra_key=lambda key: namespace_seed(lora_name=key))
     insert(cache, [1, 2, 3, 4], "ad")
     assert cache.take_events()[0].sequence_hashes == words([0xE31F2294523CAC4F])
@@ -123,7 +123,7 @@ def test_removes_name_what_was_stored_even_after_a_split():
     assert set(removed) == stored
 
 
-def test_a_split_is_silent_and_keeps_the_names_of_pages():
+def test_a_split_is_silent_and_keeps_the_hashes():
     cache = make_cache()
     insert(cache, range(16))
     cache.take_events()
@@ -145,7 +145,7 @@ def test_parents_are_stored_before_and_removed_after_their_children():
 
 
 @pytest.mark.parametrize("medium", [None, *StorageMedium])
-def test_the_medium_is_gpu_unless_said(medium):
+def test_the_medium_is_gpu_by_default(medium):
     cache = make_cache()
     insert(cache, [1, 2, 3, 4])
     cache.take_events()
@@ -168,7 +168,7 @@ def test_taking_events_empties_the_queue():
     assert cache.take_events() == []
 
 
-def test_reset_says_so_after_what_was_not_taken_yet():
+def test_reset_reports_it_after_what_was_not_taken_yet():
     cache = make_cache()
     insert(cache, [1, 2, 3, 4])
     cache.reset()
@@ -177,7 +177,7 @@ def test_reset_says_so_after_what_was_not_taken_yet():
     assert cleared == AllBlocksCleared()
 
 
-def test_resident_pages_are_listed_parents_first_with_all_names():
+def test_resident_pages_are_listed_parents_first_with_all_hashes():
     cache = make_cache()
     insert(cache, range(8), "x")
     insert(cache, [*range(4), 9, 9, 9, 9], "x")

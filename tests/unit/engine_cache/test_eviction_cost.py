@@ -166,7 +166,7 @@ def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(
     check_cache(cache)
 
 
-def test_host_leaves_that_somebody_holds_are_passed_over_and_stay(monkeypatch):
+def test_host_leaves_that_are_locked_are_passed_over_and_stay(monkeypatch):
     cache, _ = host_tier(4, "write_through", monkeypatch)
     cache.evict(EvictParams(4))
     first, *_ = sorted(cache.evictable_host_leaves, key=lambda node: node.id)
@@ -182,7 +182,7 @@ def test_host_leaves_that_somebody_holds_are_passed_over_and_stay(monkeypatch):
     check_cache(cache)
 
 
-def test_leaves_that_somebody_holds_cost_an_eviction_nothing(monkeypatch):
+def test_leaves_that_are_locked_cost_an_eviction_nothing(monkeypatch):
     cache, looked_at = host_tier(500, "write_through", monkeypatch)
     cache.evict(EvictParams(500))
     *held, free = sorted(cache.evictable_host_leaves, key=lambda node: node.id)

@@ -45,7 +45,7 @@ def consumer(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("is_noticed", [False, True])
-def test_everything_that_could_hand_out_its_rows_says_so_until_a_reset(rig, consumer, is_noticed):
+def test_everything_that_could_hand_out_its_rows_reports_it_until_a_reset(rig, consumer, is_noticed):
     if is_noticed:
         with pytest.raises(TransferError):
             rig.cache.loading_check()
@@ -108,7 +108,7 @@ def begin(controller):
 
 
 @pytest.mark.parametrize("consumer", [-2, 1, 99])
-def test_nobody_waits_for_a_load_that_never_began(controller, consumer):
+def test_no_caller_waits_for_a_load_that_never_began(controller, consumer):
     assert begin(controller) == 0
     with pytest.raises(InvalidValueError, match=f"consumer: got {consumer}, expected -1 .. 0"):
         controller.wait_for_layer(consumer, 0)
@@ -123,7 +123,7 @@ def test_there_is_nothing_to_wait_for_where_nothing_was_queued_or_all_is_acknowl
     assert controller._load_tickets == {}
 
 
-def test_a_load_that_a_reset_gave_up_is_told_to_who_waits_for_it(controller):
+def test_a_load_that_a_reset_abandoned_is_reported_to_the_caller_that_waits_for_it(controller):
     old = begin(controller)
     controller.reset()
     new = begin(controller)

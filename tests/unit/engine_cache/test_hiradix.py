@@ -91,7 +91,7 @@ def test_a_pending_copy_is_not_resident_yet(rig):
     assert [page.token_ids for page in rig.cache.iter_resident(CPU)] == [[1, 2]]
 
 
-def test_all_parts_of_a_node_that_was_split_while_pending_are_told_parents_first(rig):
+def test_all_parts_of_a_node_that_was_split_while_pending_are_reported_parents_first(rig):
     rig.insert([1, 2, 3, 4, 5, 6])
     rig.match([1, 2, 3, 4])
     rig.match([1, 2])
@@ -102,7 +102,7 @@ def test_all_parts_of_a_node_that_was_split_while_pending_are_told_parents_first
     assert rig.cache.protected_size() == 0
 
 
-def test_a_backup_without_room_says_nothing_and_takes_nothing():
+def test_a_backup_without_room_emits_nothing_and_takes_nothing():
     rig = Rig(device_pages=4, host_pages=5)
     held = rig.host.alloc(10)
     rig.insert([1, 2, 3, 4])
@@ -162,7 +162,7 @@ def test_acknowledgements_come_in_order(rig):
 # --- failing copies ---
 
 
-def test_a_copy_that_fails_once_is_repeated_and_told(rig):
+def test_a_copy_that_fails_once_is_repeated_and_reported(rig):
     rig.host.write_faults = 1
     rig.insert([1, 2])
     rig.settle()
@@ -170,7 +170,7 @@ def test_a_copy_that_fails_once_is_repeated_and_told(rig):
     assert rig.events() == stored(GPU, [1, 2]) + stored(CPU, [1, 2])
 
 
-def test_a_copy_that_fails_says_nothing_frees_its_pages_and_heals(rig):
+def test_a_copy_that_fails_emits_nothing_frees_its_pages_and_heals(rig):
     rig.host.write_faults = 2
     rig.insert([1, 2])
     rig.cache.take_events()
@@ -264,7 +264,7 @@ def test_host_eviction_spares_what_is_on_the_device_or_referenced(rig):
     assert rig.cache.evict_host(2) == 2
 
 
-def test_write_back_tells_of_the_host_before_it_leaves_the_device():
+def test_write_back_reports_the_host_before_it_leaves_the_device():
     rig = Rig(write_policy="write_back")
     rig.insert([1, 2])
     rig.insert([1, 2, 3, 4])
@@ -309,7 +309,7 @@ def test_a_copy_that_is_under_way_is_waited_for_before_its_node_leaves_the_devic
 # --- load-backs ---
 
 
-def test_a_load_back_tells_of_the_device_top_down_and_keeps_the_host(rig):
+def test_a_load_back_reports_the_device_top_down_and_keeps_the_host(rig):
     rig.insert([1, 2])
     rig.insert([1, 2, 3, 4])
     rig.settle()
@@ -373,7 +373,7 @@ def test_a_load_back_without_room_changes_nothing():
     assert rig.events() == []
 
 
-def test_a_prompt_that_is_computed_again_is_told_again_and_its_pages_are_taken(rig):
+def test_a_prompt_that_is_computed_again_is_reported_again_and_its_pages_are_taken(rig):
     demoted(rig, [1, 2, 3, 4])
     result = rig.insert([1, 2, 3, 4, 5, 6])
     assert result.prefix_len == 0
@@ -414,7 +414,7 @@ def test_a_node_on_no_tier_ends_a_match(rig):
     dead.value = rows
 
 
-def test_after_a_reset_nothing_that_began_before_is_told(rig):
+def test_after_a_reset_nothing_that_began_before_is_reported(rig):
     rig.insert([1, 2])
     rig.settle()
     rig.insert([3, 4])

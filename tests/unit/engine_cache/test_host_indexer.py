@@ -125,7 +125,7 @@ def test_an_index_with_other_pages_than_its_kv_is_refused():
         NSAIndexerPoolHost(filled_pool(8), anchor, reserve_bytes=0)
 
 
-def test_keys_and_scales_of_a_token_lie_in_their_page_keys_first():
+def test_keys_and_scales_of_a_token_are_in_their_page_keys_first():
     pool = filled_pool(4, 256)
     keys = torch.arange(2 * 256).to(torch.uint8).view(2, 256)
     scales = torch.tensor([[1.5, -2.0], [0.25, 8.0]])

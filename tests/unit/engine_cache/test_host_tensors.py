@@ -61,7 +61,7 @@ def page(host, number):
 
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_odd_shapes_and_mixed_dtypes_come_back_as_they_went(kind, layout):
+def test_odd_shapes_and_mixed_dtypes_survive_a_round_trip(kind, layout):
     device, host = pair(kind, layout=layout)
     fill(device)
     before = [tensor.clone() for tensor in device_tensors(device)]
@@ -87,7 +87,7 @@ def test_a_page_takes_as_many_bytes_as_the_size_of_a_row_says(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_page_of_its_own_is_outside_the_tensors_that_a_store_is_told_of(kind):
+def test_no_page_of_its_own_is_outside_the_tensors_that_a_store_receives(kind):
     _, host = pair(kind, layout="page_first")
     spans = [(held.data_ptr(), held.data_ptr() + held.nbytes) for held in host.get_hybrid_pool_buffer()]
     addresses, lengths = host.get_page_buffer_meta(np.arange(host.size))

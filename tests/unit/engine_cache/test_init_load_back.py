@@ -76,7 +76,7 @@ def test_a_node_that_was_split_since_is_still_the_deeper_part(make):
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_node_that_is_nowhere_any_more_is_not_returned(make, tier):
+def test_a_node_that_is_on_no_tier_is_not_returned(make, tier):
     rig = make()
     held = rig.host.alloc(rig.host.size) if tier == "device" else np.empty(0, np.int64)
     rig.insert(TURNS[0])

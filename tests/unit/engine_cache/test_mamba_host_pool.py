@@ -102,7 +102,7 @@ def test_every_tensor_is_named_to_a_store_the_temporal_one_first(host):
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-def test_addresses_of_a_state_lie_in_those_tensors_and_hold_its_bytes(device, layout):
+def test_addresses_of_a_state_are_in_those_tensors_and_hold_its_bytes(device, layout):
     host = MambaPoolHost(device, layout=layout, reserve_bytes=0)
     host.backup_from_device_all_layer(device, slots(1, 4), slots(1, 2))
     pointers, lengths = host.get_page_buffer_meta(slots(4, 1))

@@ -3,7 +3,7 @@ import pytest
 from engine_cache.settings import MooncakeSettings
 
 
-def test_the_environment_says_where_the_store_is(monkeypatch):
+def test_the_environment_states_where_the_store_is(monkeypatch):
     monkeypatch.setenv("KVSIGHT_MOONCAKE_MASTER", "[fd00::1]:50051")
     monkeypatch.setenv("KVSIGHT_MOONCAKE_SEGMENT_BYTES", "0")
     settings = MooncakeSettings()

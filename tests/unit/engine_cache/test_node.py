@@ -58,7 +58,7 @@ def child(parent, tokens, page_size, **key):
         ([1, 2, 3, 4], 4, {"extra_key": "lora-7"}, [V1]),
     ],
 )
-def test_pages_below_the_root_have_the_engines_names(tokens, page_size, key, expected):
+def test_pages_below_the_root_have_the_engines_hashes(tokens, page_size, key, expected):
     assert compute_node_hash_values(child(root(), tokens, page_size, **key), page_size) == expected
 
 
@@ -70,14 +70,14 @@ def test_pages_further_down_chain_to_their_parents():
     assert hash_str_to_int64(V2[0]) == 5674439469042975057
 
 
-def test_ancestors_without_names_get_theirs_first():
+def test_ancestors_without_hashes_get_theirs_first():
     upper = child(root(), [1, 2, 3, 4], 4)
     lower = child(upper, range(5, 13), 4)
     assert compute_node_hash_values(lower, 4) == V2
     assert upper.hash_value == [V1]
 
 
-def test_names_once_computed_are_kept():
+def test_hashes_once_computed_are_kept():
     node = child(root(), [1, 2, 3, 4], 4)
     node.hash_value = ["00" * 32]
     assert compute_node_hash_values(node, 4) == ["00" * 32]
@@ -91,13 +91,13 @@ def test_sequence_hashes_roll_from_the_root_down():
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_split_cuts_names_between_pages(page_size):
+def test_a_split_cuts_hashes_between_pages(page_size):
     assert split_node_hash_value(V2, page_size, page_size) == ([V2[0]], [V2[1]])
     upper, lower = split_node_sequence_hash(np.array([5, 6, 7], np.uint64), 2 * page_size, page_size)
     assert (upper.tolist(), lower.tolist()) == ([5, 6], [7])
 
 
-def test_splitting_no_names_gives_no_names():
+def test_splitting_no_hashes_gives_no_hashes():
     assert split_node_hash_value(None, 16, 16) == (None, None)
     assert split_node_sequence_hash(None, 16, 16) == (None, None)
 

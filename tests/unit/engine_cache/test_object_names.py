@@ -54,7 +54,7 @@ def test_tags_stand_before_the_key(tag, use_fingerprint, prefix):
         ),
     ],
 )
-def test_the_fingerprint_tells_models_and_layouts_apart(other):
+def test_the_fingerprint_distinguishes_models_and_layouts(other):
     assert other.fingerprint != PLAIN.fingerprint
 
 

@@ -216,7 +216,7 @@ def test_a_shared_transfer_gets_the_keys_and_rows_of_kv_as_it_was_cut(keys):
     assert given.keys is given.host_indices is None
 
 
-def test_a_pool_that_lives_on_kvs_rows_need_not_say_so_in_its_transfer():
+def test_a_pool_that_lives_on_kvs_rows_need_not_state_it_in_its_transfer():
     (shared,) = resolved([PoolTransfer(INDEXER)], ["a"], 2)
     assert (shared.keys, shared.host_indices.tolist()) == (["a"], [0, 1])
 

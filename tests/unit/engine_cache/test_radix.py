@@ -237,7 +237,7 @@ def test_a_cache_and_its_pool_agree_on_the_page_size():
         (lambda c, n: n.value.fill(7), "distinct rows.*1 != 4"),
     ],
 )
-def test_check_finds_damage_and_says_both_figures(damage, what):
+def test_check_finds_damage_and_states_both_figures(damage, what):
     cache = RadixCache(page_size=2)
     insert(cache, [1, 2, 3, 4])
     (node,) = cache.root_node.children.values()
@@ -255,7 +255,7 @@ def test_check_finds_a_child_that_is_locked_under_an_unlocked_parent():
         check_cache(cache)
 
 
-def test_check_finds_pages_that_nobody_owns():
+def test_check_finds_pages_without_an_owner():
     pool = PagedTokenToKVPoolAllocator(16, 4)
     cache = RadixCache(page_size=4, allocator=pool)
     rows = pool.alloc(8)

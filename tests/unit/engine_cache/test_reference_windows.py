@@ -45,7 +45,7 @@ def locked(rig, tier):
     return {place.prefixes[-1] for place in rig.walk() if getattr(rig.data(place.node, "swa"), tier)}
 
 
-def test_a_lock_goes_on_behind_a_gap(tier):
+def test_a_lock_continues_behind_a_gap(tier):
     rig = with_a_gap(ABC)
     release = acquire(rig, ABCD, tier)
     assert locked(rig, tier) == {tuple(AB), tuple(ABCD)}

@@ -116,7 +116,7 @@ FAILING_STEPS = {
 
 
 @pytest.mark.parametrize("step", FAILING_STEPS)
-def test_a_step_that_fails_is_told_with_its_cause_and_leaves_nothing_behind(step, monkeypatch, caplog):
+def test_a_step_that_fails_is_reported_with_its_cause_and_leaves_nothing_behind(step, monkeypatch, caplog):
     pools = WatchedPools(monkeypatch, MLATokenToKVPoolHost, NSAIndexerPoolHost)
     stores, threads = [], threading.active_count()
     monkeypatch.setattr(ClosingEngine, "made", [])

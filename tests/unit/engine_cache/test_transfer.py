@@ -65,7 +65,7 @@ def test_jobs_of_a_lane_run_in_order_and_lanes_do_not_wait_for_each_other(engine
     assert order == ["other lane", "first", "second"]
 
 
-def test_a_ticket_tells_how_far_a_job_is(engine):
+def test_a_ticket_reports_how_far_a_job_is(engine):
     gate = threading.Event()
     ticket = engine.submit(Lane.LOAD, [lambda: None, gate.wait])
     ticket.wait_for_step(0)
@@ -113,7 +113,7 @@ def test_drain_waits_for_what_jobs_have_submitted_too(engine):
     assert ran == ["inner"]
 
 
-def test_drain_gives_up_after_its_time(engine):
+def test_drain_stops_after_its_time(engine):
     gate = threading.Event()
     engine.submit(Lane.WRITE, [gate.wait])
     assert not engine.drain(0.01)
@@ -121,7 +121,7 @@ def test_drain_gives_up_after_its_time(engine):
     assert engine.drain()
 
 
-def test_a_manual_engine_runs_what_it_is_told_in_any_order():
+def test_a_manual_engine_runs_steps_in_any_order():
     engine, ran = ManualCopyEngine(), []
     tickets = [engine.submit(Lane.WRITE, [lambda n=n: ran.append(n)]) for n in range(3)]
     assert engine.num_queued(Lane.WRITE) == 3
@@ -244,7 +244,7 @@ def test_without_room_for_a_sidecar_nothing_is_taken():
     assert controller.kv.device_allocator.available_size() == 8
 
 
-def test_a_sidecar_evicts_once_before_it_gives_up():
+def test_a_sidecar_evicts_once_before_it_stops():
     asked = []
     state = byteless(host_size=4, name=PoolName.MAMBA)
     held = state.host_pool.alloc(4)

@@ -22,7 +22,7 @@ def sealed(body: bytes) -> bytes:
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def test_a_body_of_ours_is_read() -> None:
+def test_a_documented_body_is_read() -> None:
     assert unpack(sealed(msgspec.msgpack.encode([1.5, {0: 7}, []])), SETTINGS).positions == {0: 7}
 
 

@@ -238,7 +238,7 @@ def test_silence_expires_a_worker_only_while_the_note_log_read(applier: Applier)
     assert freshness.state(view) is ViewState.LIVE
 
 
-def test_an_outage_of_the_log_expires_nobody_and_leaves_time_to_be_heard_again(applier: Applier) -> None:
+def test_an_outage_of_the_log_expires_no_worker_and_leaves_time_to_be_heard_again(applier: Applier) -> None:
     stream = Stream()
     apply(applier, stream.batch(now=100.0))
     view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0)

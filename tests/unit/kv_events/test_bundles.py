@@ -94,7 +94,7 @@ def test_a_kernel_refuses_what_is_not_a_resident_bundle_of_its_class(block: npt.
     [np.zeros(3), np.zeros((3, 1), np.uint8), np.zeros(6, np.uint8)[::2], np.frombuffer(b"abc", np.uint8)],
     ids=["of another type", "of two dimensions", "with gaps", "read-only"],
 )
-def test_only_arrays_that_are_what_their_fields_say_become_resident(flags: npt.NDArray[np.uint8]) -> None:
+def test_only_arrays_that_are_what_their_fields_state_become_resident(flags: npt.NDArray[np.uint8]) -> None:
     with pytest.raises(TypeError, match="Outer"):
         resident(outer()._replace(flags=flags))
 

@@ -46,7 +46,7 @@ def reject(record: list[object]) -> RecordRejectedError:
     return caught.value
 
 
-def test_a_batch_comes_back_as_it_went() -> None:
+def test_a_batch_survives_a_round_trip() -> None:
     stream = Stream("worker/1", model="org/model", tenant="t", dp_rank=3, block_size=16)
     record = stream.batch(
         SnapshotBegin("why"), stored((0, [1, 2]), (9, [3]), tier=1), removed([2], tier=1), SnapshotEnd(), now=5.5
@@ -181,7 +181,7 @@ def test_media_are_their_strings() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(StorageMedium.CPU)) == "CPU_PINNED"
 
 
-def test_a_resync_request_comes_back_as_it_went() -> None:
+def test_a_resync_request_survives_a_round_trip() -> None:
     request = ResyncRequest("default/m/w/0", 5, "gap")
     assert decode_resync(encode_resync(request)) == request
     with pytest.raises(RecordRejectedError):

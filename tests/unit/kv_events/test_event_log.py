@@ -63,7 +63,7 @@ def test_records_come_back_as_they_were_appended(tmp_path: Path) -> None:
     assert read_all(tmp_path) == expected(range(50))
 
 
-def test_a_log_opened_again_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_log_opened_again_continues_where_it_ended(tmp_path: Path) -> None:
     write(tmp_path, range(20))
     write(tmp_path, range(20, 40))
     assert read_all(tmp_path) == expected(range(40))
@@ -172,7 +172,7 @@ def test_a_segment_whose_header_was_cut_off_is_begun_again(tmp_path: Path, head:
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 12, 40, RECORD_BYTES - 1])
-def test_damage_before_the_tail_is_named_and_reading_can_go_on_behind_it(tmp_path: Path, place: int) -> None:
+def test_damage_before_the_tail_is_named_and_reading_can_continue_behind_it(tmp_path: Path, place: int) -> None:
     write(tmp_path, range(14), segment_bytes=1000)
     first = segments(tmp_path)[0]
     flip(first, HEADER_BYTES + 3 * RECORD_BYTES + place)
@@ -283,7 +283,7 @@ def test_after_a_refused_write_the_log_is_sound_and_the_next_try_writes_everythi
         ("payload", LogRecord(0, 0, 0, b"", bytes(MAX_RECORD_BYTES + 1))),
     ],
 )
-def test_a_record_beyond_the_limits_is_refused_and_the_log_goes_on(
+def test_a_record_beyond_the_limits_is_refused_and_the_log_continues(
     tmp_path: Path, field: str, refused: LogRecord
 ) -> None:
     with EventLogWriter(tmp_path) as writer:
@@ -301,7 +301,7 @@ def test_the_largest_record_fits(tmp_path: Path) -> None:
     assert [item for _, item in EventLogReader(tmp_path).read()] == [largest] * 3
 
 
-def test_a_closed_writer_says_so(tmp_path: Path) -> None:
+def test_a_closed_writer_reports_it(tmp_path: Path) -> None:
     writer = EventLogWriter(tmp_path)
     writer.close()
     writer.close()

@@ -80,7 +80,7 @@ def test_chains_equal_hashlib_page_by_page(tokens: list[int], page: int, is_bigr
     assert chain(tokens, page, prior, is_bigram=is_bigram) == expected
 
 
-def test_one_page_at_a_time_gives_the_same_names() -> None:
+def test_one_page_at_a_time_gives_the_same_hashes() -> None:
     assert get_hash_str([1, 2, 3, 4]) == V1
     assert [get_hash_str([(1, 2), (2, 3)])] == chain([1, 2, 3], 2, is_bigram=True)
 
@@ -106,7 +106,7 @@ def test_sglangs_namespaces_equal_hashlib_hash_by_hash(hashes: list[int], key: s
     assert namespaced_block_hashes(np.array(hashes, np.int64), key, salt).tolist() == expected
 
 
-def test_names_of_a_namespace_do_not_run_into_each_other() -> None:
+def test_hashes_of_a_namespace_do_not_run_into_each_other() -> None:
     names = {
         int(namespaced_block_hashes(np.array([1]), key, salt)[0])
         for key, salt in [(None, None), ("", None), (None, ""), ("ab", "c"), ("a", "bc"), ("abc", None), (None, "abc")]
@@ -217,7 +217,7 @@ def test_pages_of_pairs_of_a_namespace_are_rolled_with_the_base() -> None:
     st.none() | st.text(max_size=5),
     st.booleans(),
 )
-def test_names_of_any_namespace_equal_the_xxhash_package(
+def test_hashes_of_any_namespace_equal_the_xxhash_package(
     tokens: list[int], block_size: int, lora: str | None, salt: str | None, is_bigram: bool
 ) -> None:
     names = sequence_hashes(token_array(tokens), block_size, namespace_seed(lora, salt), is_bigram=is_bigram)

@@ -42,7 +42,7 @@ def test_a_kernel_is_loaded_from_disk_until_a_function_it_calls_changes(tmp_path
     assert run(folder, cache) == ["42", "0"]
 
 
-def test_a_kernel_is_compiled_anew_when_a_package_that_it_lies_in_changes(tmp_path: Path) -> None:
+def test_a_kernel_is_recompiled_when_a_package_that_contains_it_changes(tmp_path: Path) -> None:
     inner, cache = tmp_path / "outer" / "inner", tmp_path / "cache"
     inner.mkdir(parents=True)
     for package in (inner, inner.parent):
@@ -55,7 +55,7 @@ def test_a_kernel_is_compiled_anew_when_a_package_that_it_lies_in_changes(tmp_pa
     assert run(tmp_path, cache, "outer.inner.entry") == ["42", "0"]
 
 
-def test_a_kernel_is_compiled_anew_when_another_package_that_it_imports_from_changes(tmp_path: Path) -> None:
+def test_a_kernel_is_recompiled_when_another_package_that_it_imports_from_changes(tmp_path: Path) -> None:
     ours, theirs, cache = tmp_path / "ours", tmp_path / "theirs", tmp_path / "cache"
     for package in (ours, theirs):
         package.mkdir()

@@ -19,7 +19,7 @@ def test_records_come_back_in_order_with_their_offsets() -> None:
     assert list(log.read(5)) == []
 
 
-def test_beyond_its_capacity_the_oldest_records_go_and_readers_are_told() -> None:
+def test_beyond_its_capacity_the_oldest_records_go_and_readers_get_an_error() -> None:
     log = MemoryLog(capacity_bytes=100)
     for _ in range(20):
         log.append(b"k", bytes(10), 0)

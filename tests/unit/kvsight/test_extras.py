@@ -22,7 +22,7 @@ def run_without(modules: tuple[str, ...], *arguments: str) -> subprocess.Complet
     "arguments",
     [("serve",), ("demo",), ("bridge", "--metrics-port", "9"), ("replay", "folder", "--query", "prompt.json")],
 )
-def test_a_missing_extra_is_one_line_that_says_what_to_install(arguments: tuple[str, ...]) -> None:
+def test_a_missing_extra_is_one_line_that_names_what_to_install(arguments: tuple[str, ...]) -> None:
     ended = run_without(SERVE, *arguments)
     command = " ".join(part for part in arguments[:2] if part not in ("9", "folder"))
     command = f"{command} --query" if "--query" in arguments else command

@@ -111,7 +111,7 @@ async def listen(kind: str, url: str) -> list[FeedEvent]:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_client_hangs_up_on_a_line_without_an_end(kind: str) -> None:
+async def test_a_client_disconnects_from_a_line_without_an_end(kind: str) -> None:
     async with sending(HEAD, endless) as (url, sent):
         with pytest.raises(UnexpectedAnswerError, match="larger than"):
             await listen(kind, url)

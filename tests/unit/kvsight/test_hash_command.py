@@ -52,7 +52,7 @@ def test_the_seed_may_be_chosen() -> None:
         (["--lora", "", "--salt", ""], LOCAL[0]),
     ],
 )
-def test_lora_and_salt_enter_the_names(options: list[str], name: int) -> None:
+def test_lora_and_salt_enter_the_hashes(options: list[str], name: int) -> None:
     assert hashes("1", "2", "3", "4", "--block-size", "4", *options)["seq_hashes"] == [name]
 
 
@@ -112,6 +112,6 @@ def test_the_table_shows_decimals_and_hex() -> None:
         (["1", "--lora", "\udcff"], "", "--lora"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: list[str], stdin: str, words: str) -> None:
+def test_what_is_wrong_is_reported(arguments: list[str], stdin: str, words: str) -> None:
     with pytest.raises(KvsightError, match=words):
         invoke(*arguments, stdin=stdin)

@@ -23,13 +23,13 @@ def _log(*payloads: bytes) -> MemoryLog:
     return log
 
 
-async def test_a_recording_goes_on_where_it_ended(tmp_path: Path) -> None:
+async def test_a_recording_continues_where_it_ended(tmp_path: Path) -> None:
     log = _log(b"1", b"2")
     assert await _record(log, tmp_path) == [b"1", b"2"]
     log.append(b"key", b"3", 1)
     assert await _record(log, tmp_path) == [b"1", b"2", b"3"]
 
 
-async def test_a_log_that_was_made_anew_is_recorded_from_its_beginning(tmp_path: Path) -> None:
+async def test_a_log_that_was_recreated_is_recorded_from_its_beginning(tmp_path: Path) -> None:
     await _record(_log(b"1", b"2", b"3"), tmp_path)
     assert await _record(_log(b"4", b"5"), tmp_path) == [b"1", b"2", b"3", b"4", b"5"]

@@ -45,7 +45,7 @@ async def test_the_last_attempts_outcome_is_the_callers() -> None:
             await client.query("m", [1])
 
 
-async def test_a_server_that_wants_to_be_left_alone_for_long_is() -> None:
+async def test_a_server_that_asks_for_a_long_pause_ends_the_attempts() -> None:
     busy = Reply(503, headers=("retry-after: 30",))
     async with scripted(busy) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
         with pytest.raises(KvsightHttpError, match="503"):
@@ -59,7 +59,7 @@ async def test_what_must_not_be_done_twice_is_sent_once() -> None:
     assert len(server.requests) == 1
 
 
-async def test_a_probe_takes_a_busy_server_at_its_word() -> None:
+async def test_a_probe_believes_a_busy_server() -> None:
     async with scripted(Reply(503), Reply(503)) as server, AsyncClient(server.url, retry=AT_ONCE) as client:
         assert await client.ready() is False
         assert await client.health() is False
@@ -85,7 +85,7 @@ class SlowTransport(httpx.AsyncBaseTransport):
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"scores": 1}', b"\xff", LATIN_1, DEEP])
-async def test_an_answer_of_somebody_else_is_no_answer(body: bytes) -> None:
+async def test_an_answer_of_another_server_is_an_error(body: bytes) -> None:
     async with scripted(Reply(body=body)) as server, AsyncClient(server.url) as client:
         with pytest.raises(UnexpectedAnswerError, match=r"/query: status 200, but not an answer of a kvsight API"):
             await client.query("m", [1])

@@ -122,7 +122,7 @@ def test_settings_in_another_program_report_an_unknown_variable_once() -> None:
     assert run(program, KVSIGHT_KAFKA="h:1") == ""
 
 
-def test_the_report_loads_no_package_of_ours_but_the_contract() -> None:
+def test_the_report_loads_no_kvsight_package_but_the_contract() -> None:
     program = "import sys, kv_events.variables; print(*sys.modules, file=sys.stderr)"
     assert not {"indexer", "publisher", "bridge", "api", "engine_cache", "numpy", "pydantic"} & set(
         run(program).split()

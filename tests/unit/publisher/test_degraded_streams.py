@@ -25,7 +25,7 @@ def make(log: MemoryLog, **settings: Any) -> EventPublisher:
     return EventPublisher(PublisherSettings(**values), MemorySink(log))
 
 
-def told(publisher: EventPublisher, now: float = NOW) -> list[tuple[int, str]]:
+def reasons_sent(publisher: EventPublisher, now: float = NOW) -> list[tuple[int, str]]:
     """Return (events, degraded_reason) of the records that are due."""
     batches = [decode_batch(record.payload) for record in publisher.take_records(now)]
     return [(len(batch.steps), batch.degraded_reason) for batch in batches]
@@ -34,22 +34,22 @@ def told(publisher: EventPublisher, now: float = NOW) -> list[tuple[int, str]]:
 def test_every_record_states_the_degraded_reason_until_it_is_cleared() -> None:
     publisher = make(MemoryLog(), linger_ms=0)
     publisher.set_degraded_reason("batches lost")
-    assert told(publisher) == [(2, "batches lost")]
+    assert reasons_sent(publisher) == [(2, "batches lost")]
     publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4)])
-    assert told(publisher) == [(1, "batches lost")]
-    assert told(publisher, NOW + 3) == [(0, "batches lost")]
+    assert reasons_sent(publisher) == [(1, "batches lost")]
+    assert reasons_sent(publisher, NOW + 3) == [(0, "batches lost")]
     publisher.set_degraded_reason("")
-    assert told(publisher, NOW + 3) == [(0, "")]
+    assert reasons_sent(publisher, NOW + 3) == [(0, "")]
 
 
-def test_a_change_is_told_at_once_and_once() -> None:
+def test_a_change_is_reported_at_once_and_once() -> None:
     publisher = make(MemoryLog())
-    assert told(publisher) == [(2, "")]
+    assert reasons_sent(publisher) == [(2, "")]
     for degraded_reason in ("engine not heard", "batches lost", ""):
         publisher.set_degraded_reason(degraded_reason)
-        assert told(publisher) == [(0, degraded_reason)]
+        assert reasons_sent(publisher) == [(0, degraded_reason)]
         publisher.set_degraded_reason(degraded_reason)
-        assert told(publisher) == []
+        assert reasons_sent(publisher) == []
 
 
 def test_a_change_that_comes_before_a_wait_leaves_nothing_to_wait_for() -> None:
@@ -76,4 +76,4 @@ def test_a_degraded_reason_that_readers_would_refuse_is_refused() -> None:
     publisher = make(MemoryLog())
     with pytest.raises(InvalidValueError, match="degraded_reason"):
         publisher.set_degraded_reason("x" * 257)
-    assert told(publisher) == [(2, "")]
+    assert reasons_sent(publisher) == [(2, "")]

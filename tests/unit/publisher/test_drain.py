@@ -164,7 +164,7 @@ async def test_a_sink_that_is_away_at_the_start_is_tried_again(sink: FaultySink,
         await async_wait_until(lambda: view_of(log) == {101})
 
 
-async def test_records_refused_for_good_lead_to_a_resync(
+async def test_records_refused_permanently_lead_to_a_resync(
     publisher: EventPublisher, sink: FaultySink, log: MemoryLog
 ) -> None:
     await async_wait_until(lambda: log.next_offset == 1)
@@ -182,7 +182,9 @@ async def test_records_refused_for_good_lead_to_a_resync(
     assert last.digest.tolist()[0] == 1
 
 
-async def test_a_failed_task_is_seen_and_the_engine_goes_on(sink: FaultySink, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_task_is_seen_and_the_engine_continues(
+    sink: FaultySink, caplog: pytest.LogCaptureFixture
+) -> None:
     publisher = make(sink, queue_pages=10)
     sink.error = RuntimeError("a mistake in a sink")
     await publisher.start()
@@ -231,7 +233,7 @@ async def test_closing_sends_what_waits_and_refuses_what_comes_later(sink: Fault
     assert publisher.stats().rejected_events == {"closed": 1}
 
 
-async def test_closing_ends_in_time_and_says_what_was_not_sent(
+async def test_closing_ends_in_time_and_reports_what_was_not_sent(
     sink: FaultySink, log: MemoryLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = make(sink, batch_pages=2, inflight_batches=1)
@@ -247,7 +249,7 @@ async def test_closing_ends_in_time_and_says_what_was_not_sent(
     assert "closed without sending all" in caplog.text
 
 
-async def test_a_publisher_never_started_says_what_it_holds_back(sink: FaultySink) -> None:
+async def test_a_publisher_never_started_reports_what_it_holds_back(sink: FaultySink) -> None:
     publisher = make(sink)
     publisher.publish([stored(1, 2)])
     assert (await publisher.aclose()).unflushed_pages > 0

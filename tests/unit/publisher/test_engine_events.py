@@ -52,7 +52,7 @@ def store(names: list[int], tokens: list[Any] = TOKENS, parent: int | None = Non
     return BlockStored(names, parent, tokens, 4, **fields)
 
 
-def test_the_first_batch_says_that_nothing_is_held_and_heartbeats_say_nothing() -> None:
+def test_the_first_batch_states_that_nothing_is_held_and_heartbeats_contain_nothing() -> None:
     stream = Stream()
     assert stream.events() == [CLEARED]
     assert stream.batches() == []
@@ -71,7 +71,7 @@ def test_a_batch_has_time_events_and_rank() -> None:
     assert (timestamp, len(events), rank) == (NOW + 20, 1, 3)
 
 
-def test_an_array_has_the_fields_in_the_engines_order_and_names_are_sequence_hashes() -> None:
+def test_an_array_has_the_fields_in_the_engines_order_and_ids_are_sequence_hashes() -> None:
     names = names_of(TOKENS)
     assert begun().events(store([7, 8, 9], medium=StorageMedium.CPU)) == [
         ["BlockStored", names, None, TOKENS, 4, None, "CPU_PINNED"]
@@ -104,27 +104,27 @@ def test_a_page_behind_another_names_it_as_its_parent() -> None:
     ]
 
 
-def test_pages_of_token_pairs_are_told_as_pairs() -> None:
+def test_pages_of_token_pairs_are_reported_as_pairs() -> None:
     pairs = list(pairwise(TOKENS[:9]))
     [event] = begun().events(store([7, 8], pairs))
     assert event[1] == names_of(TOKENS[:9], is_bigram=True)
     assert event[3] == [list(pair) for pair in pairs]
 
 
-def test_a_salt_is_told_so_that_readers_find_the_pages() -> None:
+def test_a_salt_is_sent_so_that_readers_find_the_pages() -> None:
     assert begun().events(store([7, 8, 9], extra_key="s"))[0][7] == {"cache_salt": "s"}
     mapped = begun("map").events(store([7, 8, 9], extra_key="s"))[0]
     assert (mapped["cache_salt"], mapped["block_hashes"]) == ("s", names_of(TOKENS, salt="s"))
 
 
-def test_an_extra_key_that_was_hashed_as_an_adapter_is_told_as_one() -> None:
+def test_an_extra_key_that_was_hashed_as_an_adapter_is_reported_as_one() -> None:
     names = sequence_hashes(token_array(TOKENS), 4, namespace_seed(lora_name="ad")).tobytes()
     event = store([7, 8, 9], extra_key="ad", sequence_hashes=names)
     assert begun().events(event)[0][7] == "ad"
     assert begun("map").events(event)[0]["lora_name"] == "ad"
 
 
-def test_removals_name_what_was_told_on_that_medium() -> None:
+def test_removals_name_what_was_reported_on_that_medium() -> None:
     stream = begun()
     names = names_of(TOKENS)
     stream.events(store([7, 8, 9]), store([7, 8, 9], medium=StorageMedium.DISK))
@@ -143,7 +143,7 @@ def test_pages_that_tokens_do_not_name_are_left_out_with_those_behind_them() -> 
     assert stream.told.num_omitted == 2
 
 
-def test_a_page_whose_parent_is_not_known_is_not_told_as_the_first_of_a_prompt() -> None:
+def test_a_page_whose_parent_is_not_known_is_not_reported_as_the_first_of_a_prompt() -> None:
     stream = begun()
     names = b"".join(name.to_bytes(8, "little") for name in names_of(TOKENS)[1:])
     assert stream.events(store([8, 9], TOKENS[4:], parent=7, sequence_hashes=names)) == []
@@ -157,7 +157,7 @@ def test_pages_without_tokens_are_left_out() -> None:
     assert stream.told.num_omitted == 3
 
 
-def test_what_is_named_anew_leads_to_removals_only() -> None:
+def test_what_is_resent_leads_to_removals_only() -> None:
     stream = begun(queue_pages=5)
     stream.events(store([7, 8, 9]), store([7, 8], TOKENS[:8], medium=StorageMedium.CPU))
     other = [list(range(start, start + 4)) for start in range(100, 124, 4)]

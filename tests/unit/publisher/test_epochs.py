@@ -9,7 +9,7 @@ import pytest
 from publisher.epochs import next_epoch
 
 
-def test_a_later_incarnation_has_a_higher_number_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_incarnation_has_a_higher_number_whatever_the_clock_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     before = time.time_ns()
     first = next_epoch()
     assert before <= first <= time.time_ns()

@@ -39,7 +39,7 @@ def stored(**fields: Any) -> BlockStored:
     return BlockStored(**values)
 
 
-def test_columns_say_what_the_events_say() -> None:
+def test_columns_state_what_the_events_state() -> None:
     columns = stored_columns(
         [stored(), stored(block_hashes=[3], parent_block_hash=2, token_ids=[], sequence_hashes=words([13]))], 4
     )
@@ -111,13 +111,13 @@ def test_a_bad_extra_key_is_refused(key: Any, reason: str) -> None:
     assert error.value.reason == reason
 
 
-def test_names_are_derived_from_tokens_seed_and_parent() -> None:
+def test_hashes_are_derived_from_tokens_seed_and_parent() -> None:
     event = stored(sequence_hashes=b"", extra_key="salt")
     expected = sequence_hashes(np.arange(8, dtype=np.uint32), 4, namespace_seed(cache_salt="salt"), 99)
     assert derived_columns(event, 4, 99).hashes.tolist() == expected.tolist()
 
 
-def test_names_are_derived_from_pairs() -> None:
+def test_hashes_are_derived_from_pairs() -> None:
     pairs = [(i, i + 1) for i in range(8)]
     expected = sequence_hashes(np.arange(9, dtype=np.uint32), 4, is_bigram=True)
     assert derived_columns(stored(token_ids=pairs, sequence_hashes=b""), 4, None).hashes.tolist() == expected.tolist()
@@ -149,7 +149,7 @@ def test_token_rows_are_the_pages_tokens() -> None:
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 10), st.randoms(use_true_random=False))
-def test_parts_of_columns_say_what_the_whole_says(lengths: list[int], max_pages: int, random: Random) -> None:
+def test_parts_of_columns_state_what_the_whole_states(lengths: list[int], max_pages: int, random: Random) -> None:
     num_pages = sum(lengths)
     pages = StoredColumns(
         np.arange(num_pages, dtype=np.uint64) + 1000,

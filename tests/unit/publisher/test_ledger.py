@@ -74,7 +74,7 @@ def test_a_page_on_a_further_medium_makes_its_slice_stale(ledger: Ledger) -> Non
 
 
 @pytest.mark.parametrize("num_slices", [0, 2, 4])
-def test_a_clear_in_the_midst_of_a_copy_leaves_only_what_came_after_it(ledger: Ledger, num_slices: int) -> None:
+def test_a_clear_during_a_copy_leaves_only_what_came_after_it(ledger: Ledger, num_slices: int) -> None:
     held = ledger.start_copy()
     copy_slices(ledger, held, range(num_slices))
     ledger.clear()
@@ -83,7 +83,7 @@ def test_a_clear_in_the_midst_of_a_copy_leaves_only_what_came_after_it(ledger: L
     ledger.check()
 
 
-def test_after_a_clear_the_ledger_holds_what_is_stored_anew_and_nothing_else(ledger: Ledger) -> None:
+def test_after_a_clear_the_ledger_holds_what_is_stored_again_and_nothing_else(ledger: Ledger) -> None:
     remove(ledger, range(0, NUM_PAGES, 3))
     ledger.clear()
     store(ledger, range(1, NUM_PAGES, 2))
@@ -95,7 +95,7 @@ def test_after_a_clear_the_ledger_holds_what_is_stored_anew_and_nothing_else(led
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_copy_equals_the_ledger_whatever_happens_meanwhile(ledger: Ledger, seed: int) -> None:
+def test_a_copy_equals_the_ledger_during_any_change(ledger: Ledger, seed: int) -> None:
     random = np.random.default_rng(seed)
     model = set(range(NUM_PAGES))
     held = ledger.start_copy()

@@ -198,7 +198,7 @@ def test_a_clear_empties_the_view_and_the_ledger() -> None:
         (None, "type"),
     ],
 )
-def test_a_bad_event_is_dropped_and_counted_and_the_rest_goes_on(bad: Any, reason: str) -> None:
+def test_a_bad_event_is_dropped_and_counted_and_the_rest_continues(bad: Any, reason: str) -> None:
     publisher = make()
     publisher.publish([stored(1), bad, stored(2)])
     assert [h for step in drain(publisher) for h in step.hashes.tolist()] == [101, 102]
@@ -313,7 +313,7 @@ def test_a_clock_that_went_back_holds_up_no_batch_and_no_heartbeat() -> None:
     assert (heartbeat.steps, heartbeat.timestamp) == ([], NOW - 7197.9)
 
 
-def test_resyncs_that_are_made_while_the_engine_publishes_tell_the_truth() -> None:
+def test_resyncs_that_are_made_while_the_engine_publishes_equal_the_ledger() -> None:
     publisher = make(queue_pages=2_000_000, ledger_pages=30_000, batch_pages=30_000, batch_bytes=900_000)
     publisher.publish([stored(*range(start, start + 1000)) for start in range(0, 20_000, 1000)])
     is_over = threading.Event()
@@ -365,7 +365,7 @@ def read(batch: DecodedBatch, pages: set[int]) -> set[int]:
     return pages
 
 
-def test_a_large_resync_is_split_and_says_the_whole_digest() -> None:
+def test_a_large_resync_is_split_and_states_the_whole_digest() -> None:
     publisher = make(batch_pages=3)
     publisher.publish([stored(*range(1, 9), medium=m) for m in StorageMedium])
     drain(publisher)

@@ -65,7 +65,7 @@ def test_pages_that_the_disk_has_lost_in_silence_count(make_fleet, prompts) -> N
     assert _divergence(fleet) == 10
 
 
-def test_pages_that_the_disk_has_and_nobody_told_of_count(make_fleet, prompts) -> None:
+def test_pages_that_the_disk_has_and_no_one_reported_count(make_fleet, prompts) -> None:
     fleet = _fleet(make_fleet, prompts, cache="hiradix")
     fleet.deliver(0)
     _store(fleet).batch_set_v1([page_key("0" * 64)], np.arange(16))

@@ -12,7 +12,7 @@ def _serve(fleet: DirectFleet, worker: int, *requests) -> None:
     fleet.deliver(worker)
 
 
-def test_before_any_event_nobody_holds_anything(make_fleet, prompts) -> None:
+def test_before_any_event_no_worker_holds_anything(make_fleet, prompts) -> None:
     assert make_fleet().trial.router.overlaps(prompts.request(64)) == [0, 0, 0]
 
 

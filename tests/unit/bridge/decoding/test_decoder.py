@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES, Decoder, UndecodableError
 from bridge.decoding.runs import StoredRun
-from tests.support.bridge.reference_decoder import decoded, joined, twin
+from tests.support.bridge.reference_decoder import decoded, joined, reference
 from tests.support.engines.event_payloads import REMOVED_FIELDS, STORED_FIELDS, cleared, payload, removed, stored
 
 # --- input ----------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ events = st.lists(map_event | array_event | array_event | plain_event | junk, ma
 
 
 @given(events, st.sampled_from(["array", "pair", "map"]), st.none() | st.integers(0, 2**31 - 1))
-def test_every_event_is_read_as_the_twin_reads_it(some: list[Any], batch: Any, rank: int | None) -> None:
+def test_every_event_is_read_as_the_reference_reads_it(some: list[Any], batch: Any, rank: int | None) -> None:
     data = msgspec.msgpack.encode(
         {"rank": 1, "events": some, "ts": 1.0, "data_parallel_rank": rank}
         if batch == "map"
@@ -89,7 +89,7 @@ def test_every_event_is_read_as_the_twin_reads_it(some: list[Any], batch: Any, r
     )
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(some))
     found_rank, found, count = decoded(data)
-    expected = [twin(event) for event in plain]
+    expected = [reference(event) for event in plain]
     # events that the kernels pass on in encoded form may be rejected by their own decoder
     found_and_expected = [
         ("envelope" if e == "envelope" else f, e) for f, e in zip(joined(found), joined(expected), strict=True)
@@ -136,7 +136,7 @@ def test_a_bad_event_does_not_take_its_neighbours_along() -> None:
     assert count == 8
 
 
-def test_neighbours_that_say_the_same_come_as_one_run() -> None:
+def test_neighbours_that_state_the_same_come_as_one_run() -> None:
     alike = [stored([i], [1, 2, 3, 4], medium="GPU") for i in range(5)]
     runs = list(Decoder().decode(payload(*alike, stored([9], [1, 2, 3, 4], medium="CPU"), cleared(), cleared())).runs)
     assert [count for _, count in runs] == [6, 1, 1]

@@ -65,7 +65,7 @@ def test_a_fifth_medium_begins_another_run() -> None:
         stored([9], [], 0),
     ],
 )
-def test_stores_that_say_something_else_do_not_join(other: Event) -> None:
+def test_stores_that_state_something_else_do_not_join(other: Event) -> None:
     plain = stored([1], TOKENS[:4])
     assert kinds_of(plain, other, plain, form="map") == [StoredRun] * 3
     assert kinds_of(removed([2]), plain, other, form="map")[0] is MixedRun
@@ -96,7 +96,7 @@ class Noted(Rig):
         publisher.check()
         return result
 
-    def told(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         publisher = self.translator.publisher
         assert publisher is not None
         pages = publisher.stats().pages
@@ -136,7 +136,7 @@ def test_a_batch_means_what_its_events_mean_one_by_one(seed: int, num_events: in
     for event in events:
         alone.take(event, form="map")
     assert together.changes() == alone.changes()
-    assert together.told() == alone.told()
+    assert together.fields() == alone.fields()
 
 
 def test_an_unknown_medium_takes_no_other_along() -> None:
@@ -211,7 +211,7 @@ def test_a_batch_of_another_rank_is_no_part_of_the_run_before_it() -> None:
     assert found == [(0, 4), (1, 4), (0, 2)]
 
 
-def test_more_events_than_fit_the_buffer_go_on_in_the_next_turn_whatever_their_rank() -> None:
+def test_more_events_than_fit_the_buffer_continue_in_the_next_turn_whatever_their_rank() -> None:
     many = [payload(*(removed([i]) for i in range(3000)), rank=rank) for rank in (0, 0, 1)]
     found: dict[int | None, int] = {}
     for batch in Decoder().decode_all(many):

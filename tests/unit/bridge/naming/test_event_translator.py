@@ -76,13 +76,13 @@ def test_pages_on_an_unknown_medium_still_name_their_children() -> None:
     assert rig.pages == on(GPU, NAMES[2:])
 
 
-def test_what_lies_on_a_remote_machine_is_external() -> None:
+def test_what_is_on_a_remote_machine_is_external() -> None:
     assert Rig().take(stored(HASHES, TOKENS, medium="STORAGE", locality="REMOTE"), form="map").pages == on(
         EXTERNAL, NAMES
     )
 
 
-def test_a_parent_may_lie_on_another_tier() -> None:
+def test_a_parent_may_be_on_another_tier() -> None:
     rig = Rig().take(stored(HASHES[:2], TOKENS[:8], medium="CPU"), stored(HASHES[2:], TOKENS[8:], parent=12))
     assert rig.pages == on(CPU, NAMES[:2]) | on(GPU, NAMES[2:])
 
@@ -98,13 +98,13 @@ def test_a_parent_that_was_never_seen_leaves_its_children_out() -> None:
     assert rig.counters.unknown_parents == 2
 
 
-def test_children_wait_for_nobody_but_a_later_store_of_their_own_brings_them_in() -> None:
+def test_children_wait_for_nothing_but_a_later_store_of_their_own_brings_them_in() -> None:
     rig = Rig().take(stored(HASHES[2:], TOKENS[8:], parent=12))
     rig.take(stored(HASHES[:2], TOKENS[:8]), stored(HASHES[2:], TOKENS[8:], parent=12))
     assert rig.pages == on(GPU, NAMES)
 
 
-def test_a_store_without_tokens_says_that_a_known_page_lies_on_one_more_medium() -> None:
+def test_a_store_without_tokens_states_that_a_known_page_is_on_one_more_medium() -> None:
     rig = Rig().take(stored(HASHES, TOKENS))
     rig.take(stored(HASHES[1:3], [], 0, medium="CPU"), removed(HASHES))
     assert rig.pages == on(CPU, NAMES[1:3])
@@ -146,7 +146,7 @@ def test_a_removal_means_one_medium() -> None:
     assert rig.pages == on(GPU, NAMES[1:]) | on(CPU, NAMES[2:]) | on(DISK, NAMES)
 
 
-def test_everything_cleared_empties_all_media_and_names_stay() -> None:
+def test_everything_cleared_empties_all_media_and_hashes_stay() -> None:
     rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, [], 0, medium="CPU"), cleared())
     assert rig.pages == set()
     assert rig.take(stored([13], TOKENS[8:12], parent=12)).pages == on(GPU, NAMES[2:3])
@@ -182,7 +182,7 @@ def test_removals_of_groups_that_never_stored_anything_leave_room_for_those_that
     assert rig.counters.refused_spaces == 0
 
 
-def test_a_mamba_group_may_say_a_chunk_of_tokens_and_one_hash() -> None:
+def test_a_mamba_group_may_state_a_chunk_of_tokens_and_one_hash() -> None:
     rig = Rig().take(
         stored([7], [1] * 3840, 768, group_idx=1, kv_cache_spec_kind="mamba"),
         stored([8, 9, 10, 11, 12], [1] * 3840, 768, group_idx=0, kv_cache_spec_kind="full_attention"),
@@ -222,7 +222,7 @@ def come_and_go(rig: Rig, hashes: range, at_a_time: int = 64) -> None:
         rig.take(removed(here))
 
 
-def test_names_of_pages_that_are_gone_are_forgotten_when_there_are_too_many() -> None:
+def test_hashes_of_removed_pages_are_forgotten_when_there_are_too_many() -> None:
     rig = Rig(name_pages=1024, block_size=1)
     come_and_go(rig, range(1, 4097))
     rig.take(stored([9_000], [7], 1))
@@ -232,7 +232,7 @@ def test_names_of_pages_that_are_gone_are_forgotten_when_there_are_too_many() ->
     assert len(rig.pages) == 2
 
 
-def test_the_name_of_a_page_that_lies_somewhere_is_never_forgotten() -> None:
+def test_the_hash_of_a_page_that_is_resident_is_never_forgotten() -> None:
     rig = Rig(name_pages=1024, block_size=1)
     rig.take(*(stored([i], [i], 1) for i in range(1, 3001)))
     rig.take(removed(range(1, 2001)))
@@ -244,7 +244,7 @@ def test_the_name_of_a_page_that_lies_somewhere_is_never_forgotten() -> None:
     assert rig.translator.num_remembered <= 3000 + 1024 + 64
 
 
-def test_names_do_not_grow_with_an_engines_work() -> None:
+def test_hashes_do_not_grow_with_an_engines_work() -> None:
     rig = Rig(name_pages=1_000_000, block_size=1)
     come_and_go(rig, range(1, 200_001), 5000)
     assert 65_536 <= rig.translator.num_remembered <= 65_536 + 5000
@@ -259,7 +259,7 @@ def test_what_a_cleared_engine_held_may_be_forgotten() -> None:
     assert len(rig.pages) == 1
 
 
-def test_names_of_what_an_engine_may_still_hold_survive_that_all_is_given_up() -> None:
+def test_hashes_of_what_an_engine_may_still_hold_survive_a_drop_of_all_pages() -> None:
     rig = Rig(name_pages=1_000_000, ledger_pages=100_000, block_size=1)
     come_and_go(rig, range(200_000, 270_000), 5000)
     held = range(1, 80_001)

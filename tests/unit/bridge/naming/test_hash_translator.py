@@ -34,7 +34,7 @@ def test_pairs_that_do_not_overlap_are_a_mistake() -> None:
         {"lora_name": "ad", "extra_keys": [["ad"]] * 4},
     ],
 )
-def test_an_adapters_pages_have_names_of_their_own(fields: dict[str, Any]) -> None:
+def test_an_adapters_pages_have_their_own_hashes(fields: dict[str, Any]) -> None:
     assert Rig().take(stored(HASHES, TOKENS, **fields)).pages == on(GPU, names_of(TOKENS, lora="ad"))
 
 
@@ -132,7 +132,7 @@ def test_the_pages_of_a_namespace_are_chained_with_the_base(fields: dict[str, An
     assert len(rig.pages) == 4
 
 
-def test_extra_keys_that_nobody_understands_keep_a_page_apart_from_the_plain_one() -> None:
+def test_extra_keys_that_are_unknown_keep_a_page_apart_from_the_plain_one() -> None:
     rig = Rig().take(stored(HASHES, TOKENS, extra_keys=[None, [b"embeds"], [{"kind": "new"}], [["?", "?"]]]))
     assert len(rig.pages) == 4
     assert rig.pages & on(GPU, NAMES) == on(GPU, NAMES[:1])

@@ -41,7 +41,7 @@ def master(kind: str, key: int | None, **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_standard_hashes_are_the_routers_names() -> None:
+def test_standard_hashes_are_the_routers_hashes() -> None:
     rig = Rig(block_size=4).take(envelope("stored", seq_hashes=NAMES, base_block_idx=0, medium="gpu"))
     assert rig.pages == on(GPU, NAMES)
     assert rig.take(envelope("removed", seq_hashes=NAMES[1:2], medium="gpu")).pages == on(GPU, NAMES[:1] + NAMES[2:])
@@ -56,7 +56,7 @@ def test_other_hashes_come_with_tokens_and_are_named_by_them() -> None:
     assert rig.take(envelope("removed", seq_hashes=[4])).pages == on(GPU, NAMES[:3])
 
 
-def test_salt_and_adapter_enter_the_names() -> None:
+def test_salt_and_adapter_enter_the_hashes() -> None:
     rig = Rig().take(
         envelope(
             "stored", seq_hashes=[1, 2, 3, 4], base_block_idx=0, token_ids=TOKENS, additional_salt="s", lora_name="a"

@@ -11,7 +11,7 @@ from tests.support.engines.event_payloads import names_of, stored
 SMALL, LARGE = list(range(4)), list(range(8))
 
 
-def test_a_store_behind_the_engine_does_not_say_how_large_device_pages_are() -> None:
+def test_a_store_behind_the_engine_does_not_state_how_large_device_pages_are() -> None:
     rig = Rig().take(stored([9], LARGE, 8, medium="CPU"))
     assert rig.pages == on(CPU, names_of(LARGE, 8))
     rig.take(stored([1], SMALL, medium="GPU"), stored([9], LARGE, 8, medium="CPU"))
@@ -20,18 +20,18 @@ def test_a_store_behind_the_engine_does_not_say_how_large_device_pages_are() -> 
     assert rig.counters.other_block_sizes == 1
 
 
-def test_pages_of_several_media_in_one_batch_are_told_apart_by_size() -> None:
+def test_pages_of_several_media_in_one_batch_are_distinguished_by_size() -> None:
     rig = Rig().take(stored([9], LARGE, 8, medium="CPU"), *(stored([i], [i] * 4) for i in range(3)))
     assert rig.pages == on(GPU, [names_of([i] * 4)[0] for i in range(3)])
 
 
-def test_names_of_pages_of_a_size_that_was_wrong_are_forgotten() -> None:
+def test_hashes_of_pages_of_a_size_that_was_wrong_are_forgotten() -> None:
     rig = Rig().take(stored([9], LARGE, 8, medium="CPU"), stored([1], SMALL), stored([2], SMALL, parent=9))
     assert rig.pages == on(GPU, names_of(SMALL))
     assert rig.counters.unknown_parents == 1
 
 
-def test_a_size_that_fits_no_page_any_more_is_given_up() -> None:
+def test_a_size_that_no_longer_fits_a_page_is_abandoned() -> None:
     rig = Rig().take(stored([1], LARGE, 8))
     for number in range(200):
         rig.take(stored([number], [number] * 4))
@@ -48,7 +48,7 @@ def test_a_size_that_pages_fit_now_and_then_stays() -> None:
     assert len(rig.pages) == 200
 
 
-def test_a_size_that_was_told_stays_whatever_comes() -> None:
+def test_a_size_that_was_reported_stays_whatever_comes() -> None:
     rig = Rig(block_size=8)
     for number in range(200):
         rig.take(stored([number], [number] * 4))

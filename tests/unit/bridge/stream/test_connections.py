@@ -38,5 +38,5 @@ def test_a_message_shows_which_connection_shook_hands() -> None:
     assert not connections.note_message(-1)
 
 
-def test_a_handshake_of_a_connection_that_nobody_saw_begin_is_none() -> None:
+def test_a_handshake_of_a_connection_that_was_not_seen_to_begin_is_ignored() -> None:
     assert not after((MADE, 0))

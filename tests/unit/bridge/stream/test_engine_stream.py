@@ -23,7 +23,7 @@ from tests.support.waiting import async_wait_until
 PAGE = on(GPU, names_of([1, 2, 3, 4]))
 
 
-async def test_a_connection_that_was_back_before_anybody_saw_it_go_is_not_taken_for_unbroken() -> None:
+async def test_a_connection_that_was_back_before_the_loss_was_seen_is_not_taken_for_unbroken() -> None:
     log, view = MemoryLog(), View()
     template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=10_000)
     registry = StreamRegistry(BridgeSettings(), template, SharedSink(MemorySink(log)))

@@ -55,7 +55,7 @@ def test_the_last_batch_applied_is_known_by_its_content() -> None:
     assert not sequence.is_last_applied(b"a")
 
 
-def test_after_a_restart_everything_begins_anew() -> None:
+def test_after_a_restart_everything_starts_again() -> None:
     sequence = begun(b"a", b"b")
     sequence.restart()
     assert not sequence.has_begun

@@ -9,7 +9,7 @@ from tests.support.caches.tier_rig import MemoryStorage
 pytestmark = pytest.mark.torch
 
 
-def test_pages_are_told_on_the_device_at_once_and_on_the_host_when_acknowledged(rig):
+def test_pages_are_reported_on_the_device_at_once_and_on_the_host_when_acknowledged(rig):
     rig.insert([1, 2, 3, 4])
     assert rig.events() == stored(GPU, [1, 2], [3, 4])
     rig.cache.writing_check()
@@ -39,7 +39,7 @@ def test_kv_and_state_are_kept_on_both_tiers_while_they_are_copied(rig):
     assert rig.cache.evict_mamba_host(1) == 1
 
 
-def test_all_parts_of_a_node_that_was_split_while_pending_are_told_and_archived_parents_first(rig):
+def test_all_parts_of_a_node_that_was_split_while_pending_are_reported_and_archived_parents_first(rig):
     store = MemoryStorage()
     rig.cache.attach_storage_backend(store, StoragePolicy())
     rig.insert([1, 2, 3, 4, 5, 6])
@@ -52,7 +52,7 @@ def test_all_parts_of_a_node_that_was_split_while_pending_are_told_and_archived_
     assert [name for name, _ in store.pages] == [PoolName.KV, PoolName.MAMBA, PoolName.KV, PoolName.KV]
 
 
-def test_without_room_for_the_state_nothing_is_taken_and_nothing_said(rig):
+def test_without_room_for_the_state_nothing_is_taken_and_nothing_reported(rig):
     held = rig.host_states.alloc(rig.host_states.size)
     rig.insert([1, 2])
     node = node_of(rig, [1, 2])
@@ -84,7 +84,7 @@ def test_a_backup_takes_the_slot_of_the_least_recent_state():
 
 
 @pytest.mark.parametrize("pool", ["host", "host_states"])
-def test_a_copy_that_fails_says_nothing_frees_all_it_took_and_heals(rig, pool):
+def test_a_copy_that_fails_emits_nothing_frees_all_it_took_and_heals(rig, pool):
     rig.insert([1, 2, 3, 4])
     rig.match([1, 2])
     getattr(rig, pool).write_faults = 2

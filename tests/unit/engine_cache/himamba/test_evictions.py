@@ -54,7 +54,7 @@ def test_a_tombstone_that_lost_its_last_child_goes_from_both_tiers(rig):
 
 
 @pytest.mark.parametrize("hold", ["lock_ref", "host_ref_counter"])
-def test_a_tombstone_that_somebody_needs_stays(rig, hold):
+def test_a_tombstone_in_use_stays(rig, hold):
     upper, _ = tombstone_and_leaf(rig)
     rig.cache.evict(EvictParams(2))
     if hold == "lock_ref":
@@ -123,7 +123,7 @@ def test_states_on_the_host_go_in_the_order_of_their_use(rig):
     assert [rig.match([token, token]).host_hit_length for token in (1, 2, 3)] == [2, 0, 2]
 
 
-def test_write_back_tells_of_the_host_before_it_leaves_the_device():
+def test_write_back_reports_the_host_before_it_leaves_the_device():
     rig = HybridRig(write_policy="write_back")
     rig.insert([1, 2])
     rig.insert([1, 2, 3, 4])

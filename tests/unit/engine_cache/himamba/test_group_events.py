@@ -20,7 +20,7 @@ def rig():
     rig.check()
 
 
-def told(rig):
+def reported(rig):
     """Return (kind, medium) of the group events since the last call."""
     events = rig.cache.take_group_events()["mamba"]
     return [(STORE if isinstance(event, BlockStored) else REMOVE, event.medium) for event in events]
@@ -28,58 +28,58 @@ def told(rig):
 
 def test_a_state_is_on_the_host_when_its_copy_is_acknowledged(rig):
     rig.insert([1, 2, 3, 4])
-    assert told(rig) == [(STORE, GPU)]
+    assert reported(rig) == [(STORE, GPU)]
     while rig.engine.step(Lane.WRITE):
         pass
-    assert told(rig) == []
+    assert reported(rig) == []
     rig.cache.writing_check()
-    assert told(rig) == [(STORE, CPU)]
+    assert reported(rig) == [(STORE, CPU)]
 
 
-def test_a_copy_that_failed_is_not_told_of(rig):
+def test_a_copy_that_failed_is_not_reported(rig):
     rig.host_states.write_faults = 2
     rig.insert([1, 2])
     rig.settle()
-    assert told(rig) == [(STORE, GPU)]
+    assert reported(rig) == [(STORE, GPU)]
 
 
-def test_a_state_that_follows_its_kv_is_told_of_when_it_has_arrived(rig):
+def test_a_state_that_follows_its_kv_is_reported_when_it_has_arrived(rig):
     upper, _ = tombstone_and_leaf(rig)
-    told(rig)
+    reported(rig)
     rig.insert([1, 2])
     assert upper.auxiliary(ComponentType.MAMBA).pending_id is not None
-    assert told(rig) == [(STORE, GPU)]
+    assert reported(rig) == [(STORE, GPU)]
     rig.settle()
-    assert told(rig) == [(STORE, CPU)]
+    assert reported(rig) == [(STORE, CPU)]
 
 
-def test_a_follower_that_failed_is_not_told_of(rig):
+def test_a_follower_that_failed_is_not_reported(rig):
     tombstone_and_leaf(rig)
-    told(rig)
+    reported(rig)
     rig.host_states.write_faults = 2
     rig.insert([1, 2])
     rig.settle()
-    assert told(rig) == [(STORE, GPU)]
+    assert reported(rig) == [(STORE, GPU)]
 
 
 def test_demotion_and_load_back_are_those_of_the_state(rig):
     rig.insert([1, 2])
     rig.settle()
-    told(rig)
+    reported(rig)
     rig.cache.evict(EvictParams(100))
-    assert told(rig) == [(REMOVE, GPU)]
+    assert reported(rig) == [(REMOVE, GPU)]
     rig.load_back([1, 2])
     rig.settle()
-    assert told(rig) == [(STORE, GPU)]
+    assert reported(rig) == [(STORE, GPU)]
 
 
-def test_a_host_slot_that_goes_alone_is_told_of(rig):
+def test_a_host_slot_that_goes_alone_is_reported(rig):
     rig.insert([1, 2])
     rig.settle()
-    told(rig)
+    reported(rig)
     rig.events()
     rig.cache.evict_mamba_host(1)
-    assert told(rig) == [(REMOVE, CPU)]
+    assert reported(rig) == [(REMOVE, CPU)]
     assert rig.events() == []
 
 
@@ -89,10 +89,10 @@ def test_a_state_that_was_fetched_is_on_the_host(rig):
     rig.settle()
     rig.cache.evict(EvictParams(100))
     rig.cache.evict_host(100)
-    told(rig)
+    reported(rig)
     rig.cache.prefetch_from_storage("r", rig.cache.root_node, [1, 2, 3, 4])
     rig.settle()
     assert rig.cache.check_prefetch_progress("r")
     assert node_of(rig, [1, 2, 3, 4]).mamba_host_value is not None
-    assert told(rig) == [(STORE, CPU)]
+    assert reported(rig) == [(STORE, CPU)]
     rig.settle()

@@ -12,7 +12,7 @@ def test_events_come_from_the_mixin_that_all_caches_share():
     assert HiMambaRadixCache.take_events is KVCacheEventMixin.take_events
 
 
-def test_a_prompt_that_is_computed_again_is_told_again_and_its_pages_and_state_are_taken(rig):
+def test_a_prompt_that_is_computed_again_is_reported_again_and_its_pages_and_state_are_taken(rig):
     demoted(rig, [1, 2, 3, 4])
     free = rig.pool.available_size()
     result = rig.insert([1, 2, 3, 4])
@@ -94,7 +94,7 @@ def test_events_off_cost_no_hash(monkeypatch):
     assert all(node.hash_value is None for node, _, _ in rig.walk())
 
 
-def test_after_a_reset_nothing_that_began_before_is_told(rig):
+def test_after_a_reset_nothing_that_began_before_is_reported(rig):
     rig.insert([1, 2])
     rig.cache.take_events()
     rig.cache.reset()

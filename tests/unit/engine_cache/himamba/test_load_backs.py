@@ -7,7 +7,7 @@ from tests.support.caches.hybrid_steps import GPU, demoted, node_of, removed, st
 pytestmark = pytest.mark.torch
 
 
-def test_a_load_back_tells_of_the_device_top_down_and_keeps_the_host(rig):
+def test_a_load_back_reports_the_device_top_down_and_keeps_the_host(rig):
     two_turns(rig)
     rig.cache.evict(EvictParams(4))
     rig.cache.take_events()

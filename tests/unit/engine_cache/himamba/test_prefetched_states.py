@@ -68,7 +68,7 @@ def test_a_state_that_is_there_stays(store):
     rig.check()
 
 
-def test_a_node_that_is_held_meanwhile_gets_its_state_too(store):
+def test_a_node_that_is_held_concurrently_gets_its_state_too(store):
     """The node is the start node of another prefetch, so its state cannot be evicted."""
     rig = attached(store)
     read = store.batch_get_v2

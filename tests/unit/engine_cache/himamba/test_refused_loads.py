@@ -28,7 +28,7 @@ def refuse(rig):
 
 
 @pytest.mark.parametrize("has_slot", [False, True])
-def test_the_request_gets_the_state_of_the_node_it_goes_on_from(has_slot):
+def test_the_request_gets_the_state_of_the_node_it_continues_from(has_slot):
     rig, req, params = matched()
     own = req.mamba_pool_idx = rig.slots.alloc(1) if has_slot else None
     refuse(rig)
@@ -41,7 +41,7 @@ def test_the_request_gets_the_state_of_the_node_it_goes_on_from(has_slot):
     rig.check()
 
 
-def test_without_a_slot_to_be_had_the_caller_is_told():
+def test_without_a_free_slot_the_caller_gets_an_error():
     rig, req, params = matched()
     taken = [rig.slots.alloc(1) for _ in range(rig.slots.available_size())]
     with pytest.raises(PoolExhaustedError, match="needs a state slot"):

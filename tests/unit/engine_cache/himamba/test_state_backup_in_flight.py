@@ -65,7 +65,7 @@ def test_the_slot_of_a_dropped_copy_is_nobodys_until_the_copy_has_ended(rig, bot
     assert both_pending.host_mamba_ref_counter == 0
 
 
-def test_the_state_belongs_to_the_lower_part_of_a_node_that_is_split_meanwhile(rig):
+def test_the_state_belongs_to_the_lower_part_of_a_node_that_is_split_concurrently(rig):
     store = MemoryStorage()
     rig.cache.attach_storage_backend(store, StoragePolicy())
     rig.insert([1, 2, 3, 4, 5, 6])
@@ -131,7 +131,7 @@ def test_a_state_that_is_still_copied_is_not_archived_with_its_kv(rig):
     assert (PoolName.MAMBA, upper.hash_value[-1]) in store.pages
 
 
-def test_another_cache_goes_on_from_a_late_state_in_the_store(rig):
+def test_another_cache_continues_from_a_late_state_in_the_store(rig):
     store = MemoryStorage()
     rig.cache.attach_storage_backend(store, StoragePolicy())
     tombstone_and_leaf(rig)

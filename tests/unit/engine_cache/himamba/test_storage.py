@@ -48,7 +48,7 @@ def finish(rig):
     return loaded
 
 
-def test_fetched_pages_are_told_before_any_request_uses_them_and_are_gone_on_from(store, rig):
+def test_fetched_pages_are_reported_before_any_request_uses_them_and_are_continued_from(store, rig):
     attach(rig, store)
     prefetch(rig)
     assert finish(rig) == 8
@@ -186,7 +186,7 @@ def test_the_state_of_a_namespace_is_found_in_it_only(rig):
     assert other.match(PROMPT, "tenant").mamba_host_hit_length == 1
 
 
-def test_what_one_cache_archives_in_a_folder_another_goes_on_from(tmp_path):
+def test_what_one_cache_archives_in_a_folder_another_continues_from(tmp_path):
     identity = StorageIdentity("m", PageLayout("int64", 2, (2, 1, 1), "layer_first"))
     options = {"device_pages": 20, "host_pages": 60, "host_slots": 8}
     writer, reader = (HybridRig(engine=ThreadCopyEngine(), **options) for _ in range(2))

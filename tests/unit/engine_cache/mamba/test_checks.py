@@ -28,7 +28,7 @@ def test_reset_forgets_states_too(rig):
         (lambda c, n: c.mamba_allocator.free(n.mamba_value), "distinct pages"),
     ],
 )
-def test_check_finds_damage_and_says_both_figures(damage, what):
+def test_check_finds_damage_and_states_both_figures(damage, what):
     rig = Rig()
     rig.insert([1, 2])
     damage(rig.cache, rig.node([1, 2]))
@@ -45,7 +45,7 @@ def test_check_finds_a_list_out_of_order():
         check_cache(rig.cache)
 
 
-def test_check_finds_slots_that_nobody_owns():
+def test_check_finds_slots_without_an_owner():
     rig = Rig()
     rig.slots.alloc(1)
     with pytest.raises(CacheStateError, match="free 7"):

@@ -31,7 +31,7 @@ def test_without_a_state_there_is_nothing_to_copy(rig):
     assert (req.mamba_pool_idx, req.mamba_cow_src_index) == (None, None)
 
 
-def test_a_full_pool_gives_up_another_state_but_not_the_one_to_copy():
+def test_a_full_pool_evicts_another_state_but_not_the_one_to_copy():
     rig = Rig(slots=2)
     rig.insert([1, 2])
     rig.insert([5])
@@ -42,7 +42,7 @@ def test_a_full_pool_gives_up_another_state_but_not_the_one_to_copy():
     check_cache(rig.cache, NOTHING, req.mamba_pool_idx)
 
 
-def test_a_request_that_no_slot_is_left_for_is_told_so_and_leaves_no_lock():
+def test_a_request_that_no_slot_is_left_for_gets_an_error_and_leaves_no_lock():
     rig = Rig(slots=1)
     rig.insert([1, 2])
     with pytest.raises(PoolExhaustedError, match="request r needs a state slot: 0 of 1 free"):

@@ -32,7 +32,7 @@ def test_an_eagle_cache_announces_pairs():
     assert rig.cache.take_events()[1].token_ids == [(1, 2), (2, 3)]
 
 
-def test_a_split_is_silent_and_keeps_the_names(rig):
+def test_a_split_is_silent_and_keeps_the_hashes(rig):
     rig.insert([1, 2, 3])
     (stored,) = [[event.block_hashes for event in rig.cache.take_events()]]
     rig.match([1, 2])

@@ -17,20 +17,20 @@ def rig():
     return rig
 
 
-def test_an_insert_tells_of_the_state_at_its_last_page_only(rig):
+def test_an_insert_reports_the_state_at_its_last_page_only(rig):
     rig.insert([1, 2, 3, 4, 5, 6])
     *_, last = rig.cache.take_events()
     (state,) = rig.cache.take_group_events()["mamba"]
     assert state == BlockStored(last.block_hashes, None, [], 2, None, StorageMedium.GPU, None, last.sequence_hashes)
 
 
-def test_events_are_told_once(rig):
+def test_events_are_reported_once(rig):
     rig.insert([1, 2])
     assert len(rig.cache.take_group_events()["mamba"]) == 1
     assert rig.cache.take_group_events() == {"mamba": []}
 
 
-def test_a_state_that_is_there_already_is_not_told_of_again(rig):
+def test_a_state_that_is_there_already_is_not_reported_again(rig):
     for _ in range(2):
         rig.insert([1, 2])
     assert len(rig.cache.take_group_events()["mamba"]) == 1
@@ -56,7 +56,7 @@ def test_a_state_that_goes_alone_is_an_event_here_and_none_of_kv(rig):
     assert rig.cache.take_group_events()["mamba"] == [BlockRemoved(inner.block_hashes, StorageMedium.GPU)]
 
 
-def test_a_tombstone_that_gets_a_state_tells_of_it(rig):
+def test_a_tombstone_that_gets_a_state_is_reported(rig):
     rig.insert([1, 2, 3, 4])
     rig.match([1, 2])
     rig.cache.take_group_events()

@@ -63,7 +63,7 @@ def held(store):
 
 
 @pytest.mark.parametrize("answer", [one_too_few, overflow])
-def test_a_page_of_which_nothing_was_told_is_not_used_and_not_withdrawn(store, answer):
+def test_a_page_of_which_nothing_was_reported_is_not_used_and_not_withdrawn(store, answer):
     store.native.exist_answers.append(answer)
     assert store.batch_exists(KEYS) == 0
     assert (store.take_removed(), held(store)) == ([], [0, 1, 2])
@@ -71,7 +71,7 @@ def test_a_page_of_which_nothing_was_told_is_not_used_and_not_withdrawn(store, a
 
 
 @pytest.mark.parametrize("answer", [one_too_few, overflow])
-def test_a_page_of_which_nothing_was_told_is_written_but_not_held(store, answer):
+def test_a_page_of_which_nothing_was_reported_is_written_but_not_held(store, answer):
     store.native.exist_answers.extend([answer, answer])  # before and after the writing
     assert put(store, 3) == [True]
     assert held(store) == [0, 1, 2]
@@ -87,7 +87,7 @@ def test_a_page_that_could_not_be_read_may_still_be_there(store, answer):
     assert get(store, 0, 1, 2) == [True] * 3
 
 
-def test_a_page_of_which_an_object_is_gone_is_withdrawn_whatever_becomes_of_the_other(store):
+def test_a_page_of_which_an_object_was_removed_is_withdrawn_whatever_becomes_of_the_other(store):
     store.native.get_answers.append(lambda codes: [*codes[:2], TRANSFER_FAILED, NOT_FOUND, TRANSFER_FAILED, codes[5]])
     assert get(store, 0, 1, 2) == [True, False, False]
     assert (store.take_removed(), held(store)) == ([KEYS[1]], [0, 2])
@@ -103,7 +103,7 @@ def watched(open_pages, monkeypatch):
 
 
 @pytest.mark.parametrize("failing_looks", [0, 2])
-def test_pages_that_died_with_a_lender_are_withdrawn_by_the_first_look_that_tells_of_them(watched, failing_looks):
+def test_pages_that_died_with_a_lender_are_withdrawn_by_the_first_look_that_reports_them(watched, failing_looks):
     watched.native.batch_remove(watched._names("kv", KEYS[1:2]), True)
     watched.native.exist_answers.extend([overflow] * failing_looks)
     watched.native.get_answers.append(transfer_failed)

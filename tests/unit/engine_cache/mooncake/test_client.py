@@ -25,13 +25,13 @@ def beacon(master):
     return name
 
 
-def test_a_store_that_was_emptied_is_told_once(client, master):
+def test_a_store_that_was_emptied_is_reported_once(client, master):
     assert client.probe() is SAME
     master.objects.clear()
     assert [client.probe(), client.probe()] == [EMPTIED, SAME]
 
 
-def test_a_store_that_was_emptied_while_it_could_not_be_marked_is_told_when_it_can(client, master):
+def test_a_store_that_was_emptied_while_it_could_not_be_marked_is_reported_when_it_can(client, master):
     del master.objects[beacon(master)]
     master.is_full = True
     assert [client.probe(), client.probe()] == [EMPTIED, SAME]
@@ -40,7 +40,7 @@ def test_a_store_that_was_emptied_while_it_could_not_be_marked_is_told_when_it_c
     assert [client.probe(), client.probe()] == [EMPTIED, SAME]
 
 
-def test_a_store_of_which_nothing_is_told_is_not_taken_for_an_emptied_one(client, master, monkeypatch):
+def test_a_store_of_which_nothing_is_reported_is_not_taken_for_an_emptied_one(client, master, monkeypatch):
     monkeypatch.setattr(master.natives[0], "batch_is_exist", lambda names: [OVERFLOW] * len(names))
     assert client.probe() is SAME
 

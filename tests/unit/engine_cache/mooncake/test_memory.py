@@ -54,7 +54,7 @@ def test_every_tensor_of_every_pool_is_registered_once_and_whole(store, kind):
     assert len(store.native.registrations) == len(expected)
 
 
-def test_a_store_that_is_detached_lets_the_memory_go_and_takes_another_cache(store, kind):
+def test_a_store_that_is_detached_releases_the_memory_and_takes_another_cache(store, kind):
     rig = attach(make_rig(kind), store)
     tensors = watched(rig)
     assert rig.cache.detach_storage_backend()[0]
@@ -66,7 +66,7 @@ def test_a_store_that_is_detached_lets_the_memory_go_and_takes_another_cache(sto
     assert store.native.registered == {held.data_ptr(): held.nbytes for held in buffers(other)}
 
 
-def test_a_store_that_is_closed_lets_the_memory_go_before_its_client_ends(store, kind):
+def test_a_store_that_is_closed_releases_the_memory_before_its_client_ends(store, kind):
     rig = attach(make_rig(kind), store)
     tensors = watched(rig)
     store.close()

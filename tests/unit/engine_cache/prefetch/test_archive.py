@@ -65,7 +65,7 @@ def test_the_store_is_announced_only_when_asked_for():
     assert {medium for _, medium, _ in rig.events()} == {None, GPU, CPU}
 
 
-def test_an_archived_page_is_announced_once_and_withdrawn_when_it_is_gone():
+def test_an_archived_page_is_announced_once_and_withdrawn_when_it_was_removed():
     store = MemoryStorage()
     rig = attach(Rig(), store, emit_storage_events=True)
     rig.insert([1, 2, 3, 4])
@@ -80,7 +80,7 @@ def test_an_archived_page_is_announced_once_and_withdrawn_when_it_is_gone():
     assert store.pages == {}
 
 
-def test_what_a_store_lost_is_withdrawn_although_announcing_was_switched_off_meanwhile():
+def test_what_a_store_lost_is_withdrawn_although_announcing_was_switched_off_concurrently():
     store = MemoryStorage()
     rig = attach(Rig(), store, emit_storage_events=True)
     rig.insert([1, 2])

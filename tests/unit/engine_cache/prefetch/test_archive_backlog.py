@@ -71,7 +71,7 @@ def test_a_node_that_is_longer_than_the_share_is_archived_when_nothing_else_wait
     assert rig.cache.num_skipped_archives == 1
 
 
-def test_a_split_meanwhile_does_not_change_what_is_counted(rig):
+def test_a_concurrent_split_does_not_change_what_is_counted(rig):
     rig.insert([1, 1, 2, 2])
     rig.engine.step(Lane.WRITE)
     rig.cache.check_hicache_events()

@@ -125,7 +125,7 @@ def test_a_store_that_refuses_one_pool_knows_none(monkeypatch):
     assert cache.attach_storage_backend(store)[0]
 
 
-def test_a_caller_that_wants_the_reason_gets_the_store_s_own_error(monkeypatch, store, rig):
+def test_a_caller_that_requires_the_reason_gets_the_store_s_own_error(monkeypatch, store, rig):
     with pytest.raises(InvalidValueError, match="store: got 'MemoryStorage', expected a cache without one"):
         rig.cache.attach_store(MemoryStorage())
     error, refusing = RuntimeError("answered -600"), MemoryStorage()
@@ -140,7 +140,7 @@ def test_a_caller_that_wants_the_reason_gets_the_store_s_own_error(monkeypatch, 
 
 
 @pytest.mark.parametrize(("host_pages", "is_told"), [(9, True), (10, False)])
-def test_a_host_too_small_for_any_prefetch_is_told_once_with_its_size(caplog, host_pages, is_told):
+def test_a_host_too_small_for_any_prefetch_is_reported_once_with_its_size(caplog, host_pages, is_told):
     store = MemoryStorage()
     rig = attach(Rig(page_size=1, device_pages=8, host_pages=host_pages), store)
     assert rig.cache.attach_storage_backend(store)[0]

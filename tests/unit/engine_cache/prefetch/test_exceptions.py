@@ -75,7 +75,7 @@ def assert_the_next_one_works(rig):
 
 
 def refuse(*args, **kwargs):
-    raise RuntimeError("told to fail")
+    raise RuntimeError("failed on purpose")
 
 
 def pool_of(rig, name):
@@ -94,7 +94,7 @@ def test_a_prefetch_that_cannot_begin_leaves_nothing_behind(rig, monkeypatch, wh
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, refuse)
-        with pytest.raises(RuntimeError, match="told to fail"):
+        with pytest.raises(RuntimeError, match="failed on purpose"):
             begin(rig)
     if hogged is not None:
         rig.host.free(hogged)
@@ -111,7 +111,7 @@ def test_a_sidecar_whose_room_cannot_be_made_costs_the_others_nothing(rig, monke
     before = free(rig)
     with monkeypatch.context() as patch:
         patch.setattr(pool_of(rig, kind), "alloc", refuse)
-        with pytest.raises(RuntimeError, match="told to fail"):
+        with pytest.raises(RuntimeError, match="failed on purpose"):
             begin(rig)
     assert_nothing_is_held(rig, before)
     assert_the_next_one_works(rig)
@@ -125,7 +125,7 @@ def test_what_has_arrived_and_cannot_be_put_into_the_tree_is_freed(rig, monkeypa
         pass
     with monkeypatch.context() as patch:
         patch.setattr(rig.cache.events if where == "store" else rig.cache.store, where, refuse)
-        with pytest.raises(RuntimeError, match="told to fail"):
+        with pytest.raises(RuntimeError, match="failed on purpose"):
             rig.cache.check_prefetch_progress("r")
     rig.cache.check_hicache_events()
     assert_nothing_is_held(rig, before)
@@ -141,7 +141,7 @@ def test_what_the_tree_has_taken_before_it_failed_is_the_trees(rig, monkeypatch)
     before = free(rig)
     with monkeypatch.context() as patch:
         patch.setattr(rig.cache.store, "_add_leaf", refuse)
-        with pytest.raises(RuntimeError, match="told to fail"):
+        with pytest.raises(RuntimeError, match="failed on purpose"):
             rig.cache.check_prefetch_progress("r")
     rig.cache.check_hicache_events()
     assert free(rig)[PoolName.KV] == before[PoolName.KV] + 4
@@ -175,7 +175,7 @@ def test_the_archive_of_a_node_that_cannot_begin_holds_nothing(rig, monkeypatch)
     rig.engine.step(Lane.WRITE)
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine, "submit", refuse)
-        with pytest.raises(RuntimeError, match="told to fail"):
+        with pytest.raises(RuntimeError, match="failed on purpose"):
             rig.cache.check_hicache_events()
     assert (rig.cache.ongoing_backup, rig.cache.archive_tokens_occupied) == ({}, 0)
     rig.cache.evict(EvictParams(100))

@@ -27,7 +27,7 @@ def test_only_what_was_added_is_noted(rig):
     assert [rig.cache.pop_prefetch_loaded_tokens(req_id) for req_id in ("nothing", "all", "all")] == [0, 8, 0]
 
 
-def test_notes_that_nobody_asks_for_go_oldest_first(rig, monkeypatch):
+def test_notes_that_no_caller_asks_for_go_oldest_first(rig, monkeypatch):
     monkeypatch.setattr("engine_cache.cache._MOST_LOADED_NOTES", 2)
     for req_id in ("a", "b", "a", "c"):
         fetch(rig, req_id)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 GPU, CPU, DISK = StorageMedium.GPU, StorageMedium.CPU, StorageMedium.DISK
 
 
-def test_fetched_pages_are_told_before_any_request_uses_them_and_load_back_equals(rig):
+def test_fetched_pages_are_reported_before_any_request_uses_them_and_load_back_equals(rig):
     prefetch(rig)
     assert rig.cache.prefetch_tokens_occupied == 8
     run(rig)
@@ -36,7 +36,7 @@ def test_the_store_is_asked_in_batches(store, rig):
     assert store.batches == [("exists", PoolName.KV, 4), ("get", PoolName.KV, 2), ("get", PoolName.KV, 2)]
 
 
-def test_a_prefetch_goes_on_where_the_anchor_ends(rig):
+def test_a_prefetch_continues_where_the_anchor_ends(rig):
     rig.insert(PROMPT[:4])
     rig.settle()
     operation = prefetch(rig)
@@ -49,7 +49,7 @@ def test_a_prefetch_goes_on_where_the_anchor_ends(rig):
     assert nothing_is_left(rig)
 
 
-def test_pages_that_came_meanwhile_are_freed_or_adopted(rig):
+def test_pages_that_came_concurrently_are_freed_or_adopted(rig):
     prefetch(rig)
     run(rig)
     rig.insert(PROMPT[:2], chunked=True)  # on the device only
@@ -70,7 +70,7 @@ def test_a_node_in_the_way_is_split(rig):
     assert rig.held(CPU) == {(None, tuple(PROMPT[:end])) for end in (2, 4, 6, 8)}
 
 
-def test_nothing_is_told_below_a_copy_that_is_not_acknowledged(rig):
+def test_nothing_is_reported_below_a_copy_that_is_not_acknowledged(rig):
     prefetch(rig)
     run(rig)
     rig.insert(PROMPT[:4])

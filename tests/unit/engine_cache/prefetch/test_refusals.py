@@ -25,7 +25,7 @@ def test_a_request_prefetches_once_at_a_time(rig):
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
-def test_a_wrong_last_hash_is_told(rig, monkeypatch, debug):
+def test_a_wrong_last_hash_is_reported(rig, monkeypatch, debug):
     """Otherwise pages of another prompt would be fetched."""
     monkeypatch.setenv("KVSIGHT_DEBUG_POOLS", debug)
     rig.insert(PROMPT[:2])
@@ -38,7 +38,7 @@ def test_a_wrong_last_hash_is_told(rig, monkeypatch, debug):
     assert prefetch(rig, last_hash=right) is not None
 
 
-def test_a_namespace_that_is_not_the_anchors_is_told(rig):
+def test_a_namespace_that_is_not_the_anchors_is_reported(rig):
     rig.insert(PROMPT[:2], "tenant")
     rig.insert(PROMPT[:2])
     rig.settle()
@@ -91,7 +91,7 @@ def test_a_prefetch_is_cut_to_the_pages_that_are_free_without_evicting_twice(sto
     rig.host.free(held)
 
 
-def test_a_prefetch_that_would_be_cut_below_the_threshold_is_given_up(store):
+def test_a_prefetch_that_would_be_cut_below_the_threshold_is_abandoned(store):
     rig = attach(Rig(), store, prefetch_threshold=6)
     held = rig.host.alloc(rig.host.size - 4)
     assert prefetch(rig) is None

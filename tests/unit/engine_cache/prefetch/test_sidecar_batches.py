@@ -100,7 +100,7 @@ def test_a_page_that_is_refused_in_a_later_batch_ends_the_kv_there(hybrid):
     assert {key for name, key in hybrid.store.pages if name is KV} == set(KEYS[:3])
 
 
-def test_a_prefetch_that_is_given_up_reads_no_further_batch(hybrid):
+def test_a_prefetch_that_is_abandoned_reads_no_further_batch(hybrid):
     hybrid.archive()
     hybrid.engine.drain()
     operation = hybrid.prefetch()

@@ -23,7 +23,7 @@ def stored(rig):
     return [event[2] for event in rig.events() if event[:2] == ("BlockStored", "CPU_PINNED")]
 
 
-def test_one_operation_carries_all_kinds_and_is_told_once_it_has_ended():
+def test_one_operation_carries_all_kinds_and_is_reported_once_it_has_ended():
     rig = UnifiedRig(("swa", "mamba"))
     rig.insert(A)
     assert on_host(rig, A) == ["full", "swa", "mamba"]
@@ -110,7 +110,7 @@ def test_host_rows_of_a_dropped_copy_are_nobodys_until_the_copy_has_ended(kind, 
     rig.check()
 
 
-def test_all_parts_of_a_node_that_is_split_meanwhile_are_told_parents_first():
+def test_all_parts_of_a_node_that_is_split_concurrently_are_reported_parents_first():
     rig = UnifiedRig(("mamba", "swa"), window=6)
     rig.insert(ABC)
     rig.match(A)
@@ -134,7 +134,7 @@ def test_a_state_that_comes_after_kv_went_follows_silently():
     rig.check()
 
 
-def test_swa_rows_that_come_back_follow_even_if_their_node_is_split_meanwhile():
+def test_swa_rows_that_come_back_follow_even_if_their_node_is_split_concurrently():
     rig = UnifiedRig(("swa",), window=6, device_pages=12, swa_pages=10, swa_host_pages=11, host_pages=13)
     rig.insert(ABC, evicted=2)
     rig.match(ABC)

@@ -96,14 +96,14 @@ def test_a_leaf_longer_than_the_window_is_cut_so_that_a_lock_holds_one_window():
 
 
 @pytest.mark.parametrize(("evicted", "expected"), [(3, (0, 0, True)), (5, (0, 0, True)), (2, (0, 6, False))])
-def test_a_leaf_that_lies_outside_the_window_is_not_made(evicted, expected):
+def test_a_leaf_outside_the_window_is_not_made(evicted, expected):
     rig = UnifiedRig(("swa", "mamba"))
     result = rig.insert(ABC, evicted=evicted)
     assert tuple(result) == expected
     rig.check()
 
 
-def test_what_is_known_of_a_vetoed_leaf_is_told():
+def test_what_is_known_of_a_vetoed_leaf_is_reported():
     rig = UnifiedRig(("swa",))
     rig.insert(A)
     assert tuple(rig.insert(ABC, evicted=3)) == (2, 2, True)

@@ -55,7 +55,7 @@ def test_what_was_demoted_comes_back_and_the_lengths_add_up(kinds):
     rig.check()
 
 
-def test_only_what_lies_below_the_device_match_is_new():
+def test_only_what_is_below_the_device_match_is_new():
     rig = filled()
     rig.cache.evict(EvictParams(4))
     match = rig.match(ABC)
@@ -197,7 +197,7 @@ def test_events_of_a_load_go_from_the_root_down():
     assert rig.events() == [("BlockStored", "GPU", page) for page in ([1, 1], [2, 2], [3, 3])]
 
 
-def test_a_request_that_cannot_go_on_from_the_best_match_takes_the_state_of_its_anchor():
+def test_a_request_that_cannot_continue_from_the_best_match_takes_the_state_of_its_anchor():
     rig = filled(("mamba", "swa"))
     swa = rig.cache.auxiliaries[1]
     swa.free_on_device(rig.node_of(AB))

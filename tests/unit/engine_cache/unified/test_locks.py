@@ -99,7 +99,7 @@ def test_a_node_that_is_not_on_the_device_stands_for_the_kv_above_it():
     rig.check()
 
 
-def test_a_release_must_say_what_it_takes_back():
+def test_a_release_must_state_what_it_takes_back():
     rig = filled("mamba")
     lock = rig.cache.inc_lock_ref(rig.node_of(AB))
     with pytest.raises(InvalidValueError, match="params"):

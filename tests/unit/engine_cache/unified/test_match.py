@@ -139,7 +139,7 @@ def test_a_partial_match_splits_at_a_page_and_there_is_no_matcher_that_does_not(
 
 
 @pytest.mark.parametrize(("tiers", "expected"), [(1, 4), (2, None)])
-def test_the_branching_length_is_told_without_a_host_tier_only(tiers, expected):
+def test_the_branching_length_is_reported_without_a_host_tier_only(tiers, expected):
     rig = UnifiedRig(("mamba",), tiers=tiers)
     rig.insert(A)
     rig.insert([*ABC, 4, 4])

@@ -54,6 +54,6 @@ def test_nothing_is_prefetched(rig):
     assert rig.cache.ongoing_prefetch == {}
 
 
-def test_a_caller_that_insists_on_a_store_is_told_why_not(rig):
+def test_a_caller_that_requires_a_store_gets_the_reason(rig):
     with pytest.raises(InvalidValueError, match="store: got 'MemoryStorage', expected a cache with a host tier"):
         rig.cache.attach_store(MemoryStorage())

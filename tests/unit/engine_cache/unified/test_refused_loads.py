@@ -54,7 +54,7 @@ def test_room_for_the_slot_is_not_made_of_the_state_that_is_copied():
     assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
 
 
-def test_without_a_slot_to_be_had_the_caller_is_told():
+def test_without_a_free_slot_the_caller_gets_an_error():
     rig, req, match = at_the_anchor(slots=2)
     taken = rig.slots.alloc(1)
     with pytest.raises(PoolExhaustedError, match="needs a state slot"):
@@ -74,7 +74,7 @@ def test_a_request_at_the_root_starts_from_nothing():
     assert (rows.tolist(), node, req.mamba_pool_idx) == ([], rig.cache.root_node, None)
 
 
-def test_a_state_that_went_since_the_match_is_not_gone_on_from():
+def test_a_state_that_went_since_the_match_is_not_continued_from():
     rig, req, match = at_the_anchor()
     rig.cache.auxiliaries[0].free_on_host(rig.node_of(AB))
     rows, node = load(rig, req, match, quota=None)
@@ -82,7 +82,7 @@ def test_a_state_that_went_since_the_match_is_not_gone_on_from():
     assert req.mamba_cow_src_index.tolist() == rig.data(node, "mamba").value.tolist()
 
 
-def test_rows_of_the_window_that_went_since_the_match_are_not_gone_on_from():
+def test_rows_of_the_window_that_went_since_the_match_are_not_continued_from():
     rig = UnifiedRig(("swa",))
     for tokens in (A, AB):
         rig.insert(tokens)

@@ -121,7 +121,7 @@ def test_swa_rows_that_the_window_has_left_are_not_shared():
     check(rig)
 
 
-def test_a_running_request_keeps_rows_that_nobody_could_use():
+def test_a_running_request_keeps_rows_that_no_other_could_use():
     """All of its whole pages are outside the window, but it still reads their full rows."""
     rig = rig_for_requests("swa", window=1)
     req = Request("r", [], rig.cache.req_to_token_pool.alloc())
