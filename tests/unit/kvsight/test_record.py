@@ -6,13 +6,16 @@ from pathlib import Path
 
 from indexer.sources.memory import MemorySource
 from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.log_retention import LogRetention
 from kv_events.memory_log import MemoryLog
 from kvsight.cli.record import _copy, next_offsets
 
 
 async def _record(log: MemoryLog, folder: Path) -> list[bytes]:
     with EventLogWriter(folder) as writer:
-        await _copy(MemorySource(log), writer, next_offsets(folder), once=True)
+        await _copy(
+            MemorySource(log), writer, LogRetention(folder, writer, None, None), next_offsets(folder), once=True
+        )
     return [record.payload for _, record in EventLogReader(folder).read(0)]
 
 
