@@ -156,5 +156,5 @@ def test_sanity_check_finds_what_is_wrong():
     with pytest.raises(CacheStateError, match="distinct pages of free"):
         check_cache(rig.cache)
     rig.cache.states.evictable_size = 2
-    with pytest.raises(CacheStateError, match="evictable mamba rows.*2 != 1"):
+    with pytest.raises(CacheStateError, match=r"evictable mamba rows.*2 != 1"):
         rig.cache.sanity_check()
