@@ -140,7 +140,7 @@ class EventFeed:
 
     def _all_states(self, stream_filter: StreamFilter) -> bytes:
         views = [view for view in self._views() if stream_filter.matches(view.stream)]
-        return b"".join(_event(_state_changed(view.stream, None, self._state(view), view)) for view in views)
+        return b"".join(_event(self._state_changed(view.stream, None, self._state(view), view)) for view in views)
 
     def _views(self) -> list[View]:
         return self._consumer.namespaces.views
@@ -172,7 +172,11 @@ class EventFeed:
             self._change(view.stream, before, state, view)
 
     def _change(self, stream: StreamId, before: str | None, state: str, view: View | None) -> None:
-        self._send(stream, lambda: _state_changed(stream, before, state, view))
+        self._send(stream, lambda: self._state_changed(stream, before, state, view))
+
+    def _state_changed(self, stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
+        reason = self._consumer.reason(view) if view is not None else ""
+        return StateChanged(**_names(stream), before=before, state=state, reason=reason)
 
     def _send(self, stream: StreamId, make: Callable[[], FeedEvent]) -> None:
         listening = [client for client in self._clients if client.stream_filter.matches(stream)]
@@ -234,11 +238,6 @@ def _batch_applied(view: View, batch: DecodedBatch, state: str) -> BatchApplied:
         pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
         state=state,
     )
-
-
-def _state_changed(stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
-    reason = view.reason if view is not None else ""
-    return StateChanged(**_names(stream), before=before, state=state, reason=reason)
 
 
 def _names(stream: StreamId) -> dict[str, Any]:

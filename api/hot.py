@@ -72,7 +72,13 @@ class HotRoutes:
 
     async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, fields: Collection[str]) -> bytes:
         question = await self._in_thread(data, decode_question, data, codec, fields)
-        return answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
+        try:
+            return answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
+        except ProblemError as problem:
+            if problem.kind == "unknown-model" and (reason := self._consumer.why_not_ready()):
+                detail = f"{problem.detail}; {reason}"  # the model may be in what is not applied yet
+                raise ProblemError(503, "unavailable", detail, problem.field, problem.value, retry_after_s=1) from None
+            raise
 
     async def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
         try:

@@ -114,7 +114,11 @@ class ConsumerMetrics(Collector):
         yield _counter("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
         yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshots_written)
         yield _counter("kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_failures)
-        yield _gauge("kvsight_ready", "1 after the service has caught up with the log", float(consumer.ready))
+        yield _gauge(
+            "kvsight_ready", "1 after the service has caught up with the log", float(not consumer.why_not_ready())
+        )
+        yield _gauge("kvsight_log_up", "1 while the log can be read", float(consumer.log_outage.since is None))
+        yield _gauge("kvsight_log_down_seconds", "Time since the log became unreadable", consumer.log_outage.seconds)
         if (lag := consumer.lag()) is not None:
             yield _gauge("kvsight_log_lag_records", "Records in the log that are not applied yet", lag)
         rejected = CounterMetricFamily("kvsight_records_rejected", "Dead letters", labels=["reason"])

@@ -43,13 +43,13 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Regi
         "/ready", response_class=Response, responses={**answers(Status, "Ready"), **problem(503, "Not ready yet")}
     )
     async def ready() -> Response:
-        """Return 200 after everything that was in the log at the start has been applied.
+        """Return 200 after everything that was in the log at the start has been applied, and while the log can be read.
 
         If the service reads engines itself: after the saved registrations are read, or ten seconds after the start.
         """
-        reason = _why_not_ready(consumer) or (registrations and registrations.why_not_ready())
+        reason = consumer.why_not_ready() or (registrations and registrations.why_not_ready())
         if reason:
-            raise ProblemError(503, "unavailable", reason)
+            raise ProblemError(503, "unavailable", reason, retry_after_s=1)
         return json_response(_encoder.encode(Status(status="ready")))
 
     @router.get("/metrics", response_class=Response)
@@ -58,14 +58,3 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Regi
         return Response(await metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router
-
-
-def _why_not_ready(consumer: Consumer) -> str | None:
-    if consumer.ready:
-        return None
-    if consumer.failure is not None:
-        return f"the consumer has failed: {type(consumer.failure).__name__}"
-    if consumer.source_error is not None:
-        return "the log cannot be read"
-    lag = consumer.lag()
-    return "the log is not opened yet" if lag is None else f"catching up: {lag} records of the log to apply"

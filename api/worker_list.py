@@ -130,7 +130,7 @@ def _listener(consumer: Consumer, view: View, readers: Engines, now: float) -> L
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
         state=state.value,
-        stale_reason=view.reason,
+        stale_reason=consumer.reason(view),
         age_ms=age_ms(view.heard_at, now),
         epoch=view.epoch,
         seq=view.next_seq - 1,

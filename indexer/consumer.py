@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from indexer.applier import Applier
 from indexer.forgetting import Forgetting
-from indexer.freshness import Freshness
+from indexer.freshness import NO_HEARTBEAT, Freshness
 from indexer.namespaces import Namespaces
 from indexer.progress import Progress
 from indexer.resync import ResyncPlanner, ResyncRequester
@@ -19,9 +19,10 @@ from indexer.slices import Interval, Slices
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.image import SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotKeeper
-from indexer.sources.base import Source
+from indexer.sources.base import LogReplacedError, Source
 from indexer.sources.reader import SourceReader
 from indexer.views import View
+from kv_events.outages import Outage
 from kv_events.records import LogRecord
 from kv_events.streams import StreamId
 from kv_events.supervised import keep_running
@@ -51,7 +52,7 @@ class Consumer:
         now = time.monotonic()
         self.applier = applier
         """Counts of records and dead letters."""
-        self.freshness = Freshness(settings.worker_ttl_s, now)
+        self.freshness = Freshness(settings.worker_ttl_s, now, time.monotonic)
         self.progress = Progress()
         self.failure: Exception | None = None
         """The newest error of the loop, which starts again. None after records are read again."""
@@ -59,7 +60,7 @@ class Consumer:
         self._reader = SourceReader(source, on_read=lambda: self.freshness.note_log_read(time.monotonic()))
         self._clock = clock
         self._slices = Slices()
-        self._planner = ResyncPlanner(settings)
+        self._planner = ResyncPlanner(settings, self.freshness)
         self._requester = ResyncRequester(self._planner, self._reader)
         self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
         self._snapshots = SnapshotKeeper(store, settings, now)
@@ -84,9 +85,25 @@ class Consumer:
         return self.progress.positions
 
     @property
-    def source_error(self) -> str | None:
-        """Why the source cannot be read now, or None if it can."""
-        return self._reader.error
+    def log_outage(self) -> Outage:
+        """Whether the event log can be read."""
+        return self._reader.outage
+
+    def why_not_ready(self) -> str:
+        """Return why views may lack what is in the event log, or "" if they do not."""
+        if self.failure is not None:
+            return f"the consumer has failed: {type(self.failure).__name__}"
+        if self.log_outage.since is not None:
+            return str(self.log_outage)
+        if self.ready:
+            return ""
+        lag = self.lag()
+        return "the log is not opened yet" if lag is None else f"catching up: {lag} records of the log to apply"
+
+    def reason(self, view: View) -> str:
+        """Return why a view cannot be fully trusted, or "" if it can."""
+        reason = self.freshness.reason(view)
+        return str(self.log_outage) or reason if reason == NO_HEARTBEAT else reason
 
     @property
     def resyncs_requested(self) -> int:
@@ -104,8 +121,8 @@ class Consumer:
         return self._snapshots.failures
 
     def lag(self) -> int | None:
-        """Records in the event log that are not applied yet, as of the last probe. None before the first."""
-        return self.progress.lag()
+        """Records in the event log that are not applied yet, as of the last probe. None if it is unknown."""
+        return self.progress.lag() if self.log_outage.since is None else None
 
     def demand_resync(self, view: View) -> None:
         """Ask the view's publisher to resend everything it holds, at the next opportunity."""
@@ -140,12 +157,25 @@ class Consumer:
             await self._load_snapshot()
         await self._start_reading()
         while not self._stopping:
-            for record in await self._reader.fetch():
-                await self._apply(record)
-                if self._stopping:
-                    return
-            await self._between_records(time.monotonic())
+            try:
+                await self._read_some()
+            except LogReplacedError as error:
+                await self._start_over(error)
             self.failure = None
+
+    async def _read_some(self) -> None:
+        for record in await self._reader.fetch():
+            await self._apply(record)
+            if self._stopping:
+                return
+        await self._between_records(time.monotonic())
+
+    async def _start_over(self, error: LogReplacedError) -> None:
+        """Open the log that there is now. Records may be lost, so every publisher must send everything."""
+        logger.warning("%s; all workers are resynchronised", error)
+        for view in self.namespaces.views:
+            view.mark_stale("log replaced")
+        await self._start_reading()
 
     async def _load_snapshot(self) -> None:
         snapshot = await self._snapshots.load()
@@ -185,8 +215,11 @@ class Consumer:
             self.freshness.is_catching_up = False
             logger.info("caught up after %d records", self.applier.records)
         ends = await self._reader.ends()
-        if ends is not None:
-            self.progress.update_ends(ends)
+        if ends is None:
+            return
+        if self.progress.is_beyond(ends):
+            raise LogReplacedError("the event log ends before the last record that was read")
+        self.progress.update_ends(ends)
 
     async def _copy(self) -> SnapshotParts:
         """Copy the views in slices. The loop waits for the copy, so nothing changes the views during this time."""

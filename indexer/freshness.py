@@ -1,8 +1,17 @@
-"""The reported state of a view. Silence counts against a worker only while the event log can be read."""
+"""The reported state of a view. A worker expires only by silence while the event log can be read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from indexer.views import View, ViewState
+from kv_events.streams import HEARTBEAT_S
+
+_LATE_S = 2 * HEARTBEAT_S + 0.5
+"""Silence after which two heartbeats are missing."""
+
+NO_HEARTBEAT = "no heartbeat"
+"""Reason of a view that is stale because of silence."""
 
 
 class Freshness:
@@ -10,13 +19,16 @@ class Freshness:
 
     The clock must never go back. It is a monotonic clock for live views and the time of the records for a replay. No
     worker expires while the event log is unavailable. When the log is available again, every worker has a whole
-    time-to-live.
+    time-to-live. A view without a batch for two heartbeats is stale, whatever the cause.
     """
 
-    def __init__(self, ttl_s: float, now: float) -> None:
+    def __init__(self, ttl_s: float, now: float, clock: Callable[[], float] | None = None) -> None:
+        """clock: the current time. None: the time up to which the log was read."""
         self.is_catching_up = False
         """Whether the event log has records from before the start that are not applied yet. No view is live then."""
         self._ttl_s = ttl_s
+        self._clock = clock
+        self._began_at = now
         self._log_read_at = now
         self._resumed_at = now
 
@@ -41,6 +53,17 @@ class Freshness:
         """Return the state to report and to act on."""
         if self.silence_s(view) > self._ttl_s:
             return ViewState.EXPIRED
-        if self.is_catching_up and view.state is ViewState.LIVE:
+        if view.state is not ViewState.LIVE:
+            return view.state
+        if self.is_catching_up:
             return ViewState.SYNCING
-        return ViewState.STALE if view.degraded_reason and view.state is ViewState.LIVE else view.state
+        return ViewState.STALE if view.degraded_reason or self.is_late(view) else ViewState.LIVE
+
+    def is_late(self, view: View) -> bool:
+        """Return whether two heartbeats of the worker are missing, for example because the event log is unreadable."""
+        now = self._log_read_at if self._clock is None else self._clock()
+        return now - max(view.heard_tick, self._began_at) > _LATE_S
+
+    def reason(self, view: View) -> str:
+        """Return why the view cannot be fully trusted, or "" if it can."""
+        return view.reason or (NO_HEARTBEAT if self.is_late(view) else "")

@@ -6,6 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass
 
+from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval
@@ -14,8 +15,12 @@ from indexer.views import INDEX_FULL, View, ViewState
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 
+_Audience = tuple[StreamId, int]
+"""Stream and epoch: one publisher."""
+
 _PLAN_S = 0.1
 _LONGEST_PAUSE_S = 60.0
+_KNOWN_IN_A_ROW = 4
 
 
 class ResyncRequester:
@@ -54,22 +59,30 @@ class _Pending:
     due_at: float
     pause_s: float
     """Time between the next request and the one after it."""
+    num_requests: int = 0
+    """Requests that were not answered yet."""
 
 
 class ResyncPlanner:
     """Chooses the stale views whose publishers are asked now.
 
     A view is asked for after a short random delay, then again after pauses that double. All views together stay below
-    `resync_rate_per_s`, so that many broken streams do not starve live events.
+    `resync_rate_per_s`, so that many broken streams do not starve live events. Expired views are not asked for.
+
+    Streams whose publisher has answered before come first, and among equals those that were asked least and were heard
+    last. So streams without a publisher that listens, however many, do not delay the others. If both kinds are due, one
+    request in five goes to a stream whose publisher has not answered before.
     """
 
-    def __init__(self, settings: IndexerSettings, seed: int | None = None) -> None:
+    def __init__(self, settings: IndexerSettings, freshness: Freshness, seed: int | None = None) -> None:
         self._settings = settings
+        self._freshness = freshness
         self._random = random.Random(seed)  # noqa: S311  (jitter, not secrets)
-        self._pending: dict[StreamId, _Pending] = {}
+        self._pending: dict[_Audience, _Pending] = {}
         self._demanded: set[StreamId] = set()
         self._budget = 1.0
         self._last_plan: float | None = None
+        self._num_known_in_a_row = 0  # requests to known publishers since one to an unknown publisher
         self.requested = 0
         """Requests planned so far."""
 
@@ -81,17 +94,28 @@ class ResyncPlanner:
         """Return the requests to send now. now: monotonic seconds."""
         self._refill_budget(now)
         requests = self._demanded_requests(namespaces)
-        stale = {view.stream: view for view in namespaces.views if _is_repairable(view)}
-        self._pending = {stream: pending for stream, pending in self._pending.items() if stream in stale}
-        for stream, view in stale.items():
-            pending = self._pending.setdefault(stream, self._first(now))
-            if pending.due_at <= now and self._budget >= 1.0:
-                self._budget -= 1.0
-                pending.due_at = now + pending.pause_s * self._random.uniform(1.0, 1.5)
-                pending.pause_s = min(2 * pending.pause_s, _LONGEST_PAUSE_S)
-                requests.append(ResyncRequest(stream.key, view.epoch, view.stale_reason))
+        stale = {(view.stream, view.epoch): view for view in namespaces.views if self._is_repairable(view)}
+        self._pending = {audience: self._pending.get(audience) or self._first(now) for audience in stale}
+        due = [view for audience, view in stale.items() if self._pending[audience].due_at <= now]
+        known = sorted((view for view in due if _has_answered(view)), key=self._order)
+        unknown = sorted((view for view in due if not _has_answered(view)), key=self._order)
+        while self._budget >= 1.0 and (known or unknown):
+            is_turn_of_unknown = unknown and (not known or self._num_known_in_a_row >= _KNOWN_IN_A_ROW)
+            self._num_known_in_a_row = 0 if is_turn_of_unknown else self._num_known_in_a_row + 1
+            requests.append(self._request((unknown if is_turn_of_unknown else known).pop(0), now))
         self.requested += len(requests)
         return requests
+
+    def _order(self, view: View) -> tuple[int, float]:
+        return self._pending[view.stream, view.epoch].num_requests, self._freshness.silence_s(view)
+
+    def _request(self, view: View, now: float) -> ResyncRequest:
+        self._budget -= 1.0
+        pending = self._pending[view.stream, view.epoch]
+        pending.due_at = now + pending.pause_s * self._random.uniform(1.0, 1.5)
+        pending.pause_s = min(2 * pending.pause_s, _LONGEST_PAUSE_S)
+        pending.num_requests += 1
+        return ResyncRequest(view.stream.key, view.epoch, view.stale_reason)
 
     def _refill_budget(self, now: float) -> None:
         rate = self._settings.resync_rate_per_s
@@ -115,7 +139,12 @@ class ResyncPlanner:
         # the heartbeat after a gap may already prove that only heartbeats were lost
         return _Pending(now + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
 
+    def _is_repairable(self, view: View) -> bool:
+        """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""
+        is_wanted = view.state is ViewState.STALE and (view.stale_reason != INDEX_FULL or view.index.has_room)
+        return is_wanted and self._freshness.state(view) is not ViewState.EXPIRED
 
-def _is_repairable(view: View) -> bool:
-    """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""
-    return view.state is ViewState.STALE and (view.stale_reason != INDEX_FULL or view.index.has_room)
+
+def _has_answered(view: View) -> bool:
+    """Return whether the publisher of a view has sent a resync since this process knows it."""
+    return view.counters.resyncs > 0

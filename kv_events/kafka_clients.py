@@ -18,6 +18,7 @@ import shlex
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -34,6 +35,8 @@ _CHECK_S = 5.0
 """Time for one connection of a check."""
 _TOKEN_COMMAND_S = 4.0
 _MAX_TOKEN_BYTES = 64 * 2**10
+_LOG_PERIOD_S = 600.0
+_MAX_TEMPLATE, _MAX_TEMPLATES = 200, 500
 _REFUSED_LOGIN = "it refuses the token"
 
 
@@ -56,6 +59,7 @@ class KafkaConnection:
         self.bootstrap = settings.kafka
         self._settings = settings
         self._options()
+        _limit_log_lines()
         if settings.kafka_sasl_mechanism is not None:
             logging.getLogger("aiokafka.conn").setLevel(logging.INFO)  # its DEBUG lines contain passwords and tokens
 
@@ -223,6 +227,22 @@ async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[
     return described
 
 
+async def topic_id(client: Any, topic: str) -> bytes | None:
+    """Return the 16 bytes that tell a topic from an earlier one of the same name, or None if it does not exist.
+
+    Also None for brokers before version 2.8. client: a started client of `KafkaConnection`. Raises KafkaError.
+    """
+    from kv_events.kafka_topic_ids import TopicIdRequest
+
+    try:
+        answer = await client._client.send(client._client.get_random_node(), TopicIdRequest(topic))
+    except NotImplementedError:
+        return None
+    found = {name: identity for _, name, identity, *_ in answer.topics}
+    identity = found.get(topic, bytes(16))
+    return identity if any(identity) else None
+
+
 async def stop_consumer(consumer: Any) -> None:
     """Stop an AIOKafkaConsumer and close its connections."""
     if not await _stops(consumer.stop()):
@@ -258,6 +278,39 @@ async def _first_success(attempts: Sequence[Callable[[], Awaitable[Any]]]) -> No
         else:
             return
     raise KafkaUnreachableError("; ".join(reasons))
+
+
+class _OncePerPeriod(logging.Filter):
+    """Passes each kind of warning once in ten minutes: while a broker is away, aiokafka logs 40 lines a second.
+
+    kvsight's own lines tell when an outage begins and ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_at: dict[tuple[str, str], float] = {}  # by logger and template, of which there are few
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged. A hook of `logging`."""
+        kind, now = (record.name, str(record.msg)[:_MAX_TEMPLATE]), time.monotonic()
+        if record.levelno < logging.WARNING:
+            return True
+        if now < self._next_at.get(kind, 0.0) or len(self._next_at) >= _MAX_TEMPLATES:
+            return False
+        self._next_at[kind] = now + _LOG_PERIOD_S
+        return True
+
+
+_once_per_period = _OncePerPeriod()
+
+
+def _limit_log_lines() -> None:
+    """Limit the warnings of aiokafka's loggers. A filter applies to one logger only, not to those below it."""
+    import aiokafka  # noqa: F401  (creates the loggers)
+
+    for name in list(logging.root.manager.loggerDict):
+        if name == "aiokafka" or name.startswith("aiokafka."):
+            logging.getLogger(name).addFilter(_once_per_period)  # a second time has no effect
 
 
 class _MetadataConnection:

@@ -15,6 +15,9 @@ from kv_events.errors import InvalidValueError
 
 EVENTS_TOPIC = "kv-events"
 CONTROL_TOPIC = "kv-control"
+
+HEARTBEAT_S = 2.0
+"""Interval of records without events, by default."""
 DEFAULT_TENANT = "default"
 
 MAMBA_GROUP = "mamba"

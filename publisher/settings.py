@@ -11,7 +11,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, MAX_PAGES_PER_BATCH, MAX_RECORD_BYTES
 from kv_events.settings import argument
-from kv_events.streams import DEFAULT_TENANT, StreamId
+from kv_events.streams import DEFAULT_TENANT, HEARTBEAT_S, StreamId
 from kv_events.variables import variable
 
 _RECORD_OVERHEAD_BYTES = 4096
@@ -64,7 +64,7 @@ class PublisherSettings(KafkaSettings):
     """Time for which a record stays open for more events."""
     inflight_batches: int = argument(32, ge=1)
     """Most records handed to the sink at once."""
-    heartbeat_s: float = argument(2.0, gt=0)
+    heartbeat_s: float = argument(HEARTBEAT_S, gt=0)
     """Interval of records without events while nothing happens. Well below the indexer's `worker_ttl_s`."""
     resync_min_interval_s: float = argument(1.0, ge=0)
     """Shortest time between two resyncs."""

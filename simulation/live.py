@@ -94,7 +94,7 @@ class LiveFleet:
             if time.monotonic() > give_up_at:
                 stats = late[0].stats()
                 waited = f"{len(late)} views are not up to date after {deadline_s:.0f} s"
-                raise SimulationError(f"{waited}; {late[0].stream.key}: {stats}, source: {self.consumer.source_error}")
+                raise SimulationError(f"{waited}; {late[0].stream.key}: {stats}, source: {self.consumer.log_outage}")
             await asyncio.sleep(_POLL_S)
 
     def _is_seen(self, publisher: EventPublisher) -> bool:

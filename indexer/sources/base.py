@@ -16,6 +16,10 @@ class SourceUnavailableError(KvsightError):
     retriable: ClassVar[bool] = True
 
 
+class LogReplacedError(KvsightError):
+    """The event log was deleted or created again, so records may be lost. `start` judges the old positions."""
+
+
 class Source(Protocol):
     """An event log that one consumer reads, and the channel back to publishers. Belongs to one event loop."""
 
@@ -30,13 +34,13 @@ class Source(Protocol):
     async def fetch(self) -> Sequence[LogRecord]:
         """Return the next records, in order within each partition. Waits briefly and may return none.
 
-        Raises SourceUnavailableError.
+        Raises SourceUnavailableError, or LogReplacedError, after which `start` must be called again.
         """
 
     async def ends(self) -> Mapping[int, int]:
         """Return partition -> offset after its newest record. Success also shows that the log is available.
 
-        Raises SourceUnavailableError.
+        Raises SourceUnavailableError, or LogReplacedError, after which `start` must be called again.
         """
 
     async def request(self, request: ResyncRequest) -> None:

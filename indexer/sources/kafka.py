@@ -11,7 +11,7 @@ from typing import Any
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
-from indexer.sources.base import SourceUnavailableError
+from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from kv_events.codec import encode_resync
 from kv_events.kafka_clients import (
     KafkaConnection,
@@ -19,6 +19,7 @@ from kv_events.kafka_clients import (
     describe_topics,
     stop_consumer,
     stop_producer,
+    topic_id,
 )
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.kafka_topics import inspect_topics, retention_mismatches
@@ -48,22 +49,35 @@ class KafkaSource:
         self._control_topic = settings.control_topic
         self._awaited: set[str] = set()  # topics that do not exist
         self._producer: Any = None
+        self._topic_id: bytes | None = None  # of the topic that is read; None if there is none, or if it is unknown
+        self._next_offsets: dict[int, int] = {}  # partition -> offset after the newest record that was fetched
+        self._was_found = False  # whether the topic existed before
+        self._num_missed = 0  # probes in a row that did not find it; a broker that has just started may not know it yet
+        self._is_replaced = False  # whether positions of before mean nothing
         self._assigned: set[TopicPartition] = set()
         self._times_ms: dict[int, int] = {}  # partition -> time of its newest record
         self._clients = AsyncExitStack()
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        self._assigned = set()
+        self._assigned, self._next_offsets = set(), {}
         try:
             await self._connection.check()
             await self._open_clients()
             await self._compare_retention()
-            return await self._assign_new(positions)
+            found_id = await topic_id(self._consumer, self._events_topic)
+            self._is_replaced |= None not in (found_id, self._topic_id) and found_id != self._topic_id
+            begins = await self._assign_new({} if self._is_replaced else positions)
         except KafkaUnreachableError as error:
             raise SourceUnavailableError(str(error)) from error
         except KafkaError as error:
             await self._clients.aclose()
             raise SourceUnavailableError(f"Kafka at {self._connection.bootstrap}: {error}") from error
+        if self._was_found and not begins:
+            await self._clients.aclose()
+            raise self._missing()
+        self._topic_id, self._num_missed = found_id or self._topic_id, 0
+        self._is_replaced = False
+        return begins
 
     async def fetch(self) -> Sequence[LogRecord]:
         if not self._assigned:
@@ -73,11 +87,22 @@ class KafkaSource:
             fetched = await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS)
         except KafkaError as error:
             raise SourceUnavailableError(f"Kafka: {error}") from error
+        for tp, records in fetched.items():
+            if records[0].offset < self._next_offsets.get(tp.partition, 0):  # aiokafka went back to the beginning
+                self._is_replaced = True
+                raise self._replaced()
+            self._next_offsets[tp.partition] = records[-1].offset + 1
         return [
             LogRecord(r.partition, r.offset, self._time_ms(r), r.key or b"", r.value or b"")
             for records in fetched.values()
             for r in records
         ]
+
+    def _replaced(self) -> LogReplacedError:
+        return LogReplacedError(f"topic {self._events_topic} was deleted or created again")
+
+    def _missing(self) -> SourceUnavailableError:
+        return SourceUnavailableError(f"topic {self._events_topic} does not exist any longer; publishers create it")
 
     def _time_ms(self, record: Any) -> int:
         """Return the time of a record, or that of the record before it if a publisher could send none."""
@@ -88,11 +113,23 @@ class KafkaSource:
     async def ends(self) -> Mapping[int, int]:
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                found_id = await topic_id(self._consumer, self._events_topic)
+                if self._topic_id is not None:
+                    self._check_id(self._topic_id, found_id)
+                self._topic_id = found_id
                 await self._assign_new({})
                 ends = await self._consumer.end_offsets(list(self._assigned))
         except (KafkaError, TimeoutError) as error:
-            raise SourceUnavailableError(f"Kafka does not answer: {error!r}") from error
+            detail = "does not answer" if isinstance(error, TimeoutError) else repr(error)
+            raise SourceUnavailableError(f"Kafka at {self._connection.bootstrap} {detail}") from error
         return {tp.partition: offset for tp, offset in ends.items()}
+
+    def _check_id(self, known: bytes, found: bytes | None) -> None:
+        self._num_missed = self._num_missed + 1 if found is None else 0
+        if self._num_missed == 1:
+            raise self._missing()
+        if found != known:
+            raise self._replaced()
 
     async def request(self, request: ResyncRequest) -> None:
         try:
@@ -148,6 +185,7 @@ class KafkaSource:
         described = await describe_topics(self._consumer, [self._events_topic])
         self._tell_whether_waiting(self._events_topic, is_waiting=self._events_topic not in described)
         found = {TopicPartition(self._events_topic, part) for part in range(len(described.get(self._events_topic, ())))}
+        self._was_found = self._was_found or bool(found)
         new = found - self._assigned
         if not new:
             return {}

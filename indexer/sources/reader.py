@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from indexer.sources.base import Source, SourceUnavailableError
 from kv_events.backoff import Backoff
+from kv_events.outages import Outage
+from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 
@@ -27,13 +30,14 @@ class Opened(NamedTuple):
 
 
 class SourceReader:
-    """A source that pauses instead of failing. An outage is logged once."""
+    """A source that pauses instead of failing."""
 
     def __init__(self, source: Source, on_read: Callable[[], None] = lambda: None) -> None:
         """on_read: called after each successful access to the source."""
-        self.error: str | None = None
-        """Why the source cannot be read now, or None if it can."""
+        self.outage = Outage(logger, "log unreadable", "log readable")
+        self._limited_logger = RateLimitedLogger(logger, "resyncs")
         self._source = source
+        self._read_at: float | None = None  # seconds since 1970
         self._on_read = on_read
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
@@ -71,7 +75,8 @@ class SourceReader:
         try:
             await self._source.request(request)
         except SourceUnavailableError as error:
-            self._note_failure(error)
+            if self.outage.since is None:
+                self._limited_logger.warning("a request is not sent: %s", error)
             return False
         return True
 
@@ -84,11 +89,10 @@ class SourceReader:
         await self._backoff.pause()
 
     def _note_failure(self, error: SourceUnavailableError) -> None:
-        if self.error is None:
-            logger.warning("source: %s", error)
-        self.error = str(error)
+        self.outage.note_failure(error, began=self._read_at)
 
     def _note_success(self) -> None:
-        self.error = None
+        self.outage.note_success()
+        self._read_at = time.time()
         self._backoff.reset()
         self._on_read()

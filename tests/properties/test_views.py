@@ -58,7 +58,7 @@ class Router:
         self.now = 1000.0
         self.freshness = Freshness(TTL_S, self.now)
         self.applier = Applier(Namespaces(SETTINGS), DeadLetters(), self.freshness.is_silent)
-        self._planner = ResyncPlanner(SETTINGS, seed=0)
+        self._planner = ResyncPlanner(SETTINGS, self.freshness, seed=0)
 
     def wait(self, seconds: float) -> None:
         """Let time pass while the log can be read, as the probes show."""

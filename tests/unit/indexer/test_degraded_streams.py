@@ -28,7 +28,7 @@ class Reader:
     def __init__(self) -> None:
         self.applier = Applier(Namespaces(SETTINGS), DeadLetters())
         self.freshness = Freshness(ttl_s=10.0, now=100.0)
-        self._planner = ResyncPlanner(SETTINGS, seed=1)
+        self._planner = ResyncPlanner(SETTINGS, self.freshness, seed=1)
 
     def read(self, *records: LogRecord) -> None:
         for record in records:

@@ -243,10 +243,24 @@ def test_an_outage_of_the_log_expires_no_worker_and_leaves_time_to_be_heard_agai
     apply(applier, stream.batch(now=100.0))
     view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0)
     freshness.note_log_read(500.0)  # back after 400 s
-    assert freshness.state(view) is ViewState.LIVE
+    assert (freshness.state(view), freshness.reason(view)) == (ViewState.STALE, "no heartbeat")
     for now in (504.0, 508.0, 511.0):
         freshness.note_log_read(now)
     assert freshness.state(view) is ViewState.EXPIRED
+
+
+def test_a_view_without_two_heartbeats_is_stale_although_the_log_is_not_read(applier: Applier) -> None:
+    stream, now = Stream(), 100.0
+    apply(applier, stream.batch(now=100.0))
+    view, freshness = view_of(applier, stream), Freshness(ttl_s=10.0, now=100.0, clock=lambda: now)
+    now = 104.0
+    assert (freshness.state(view), freshness.reason(view)) == (ViewState.LIVE, "")
+    now = 105.0
+    assert (freshness.state(view), freshness.reason(view)) == (ViewState.STALE, "no heartbeat")
+    now = 500.0
+    assert freshness.state(view) is ViewState.STALE
+    apply(applier, stream.batch(now=499.0))
+    assert (freshness.state(view), freshness.reason(view)) == (ViewState.LIVE, "")
 
 
 EVENTS = st.one_of(
