@@ -62,12 +62,23 @@ class Replay:
     def apply_all(self, records: Iterable[LogRecord], until: Until | None = None) -> Replay:
         """Apply the records that `until` selects. Returns itself.
 
-        Reads all records, because a log of several partitions is not ordered by time.
+        Reads all records, because a log of several partitions is not ordered by time. After a limit in time, the views
+        have the age that they had at that time, but not later than the last record.
         """
+        newest = 0.0
         for record in records:
+            newest = max(newest, record.timestamp_ms / 1000)
             if until is None or until.takes(record):
                 self.apply(record)
+        if until is not None and until.time_s is not None and self.applier.records:
+            self._pass_time(min(until.time_s, newest))
         return self
+
+    def _pass_time(self, now: float) -> None:
+        """Advance the clock without records. The log could be read during this time, so silent workers expire."""
+        while self.now < now:
+            self.now = min(now, self.now + self.settings.worker_ttl_s / 4)
+            self.freshness.note_log_read(self.now)
 
 
 def log_records(folder: Path, stop: int | None = None) -> Iterator[LogRecord]:

@@ -15,6 +15,7 @@ from kv_events.variables import PREFIX, report_unknown_variables, variable
 
 _MAX_SECRET_BYTES = 64 * 2**10
 _ARGUMENT_ONLY: dict[str, JsonValue] = {"environment": False}
+_BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "of at most", "lt": "less than"}
 
 
 def argument(default: Any, **constraints: Any) -> Any:
@@ -81,9 +82,11 @@ class KvsightSettings(BaseSettings):
             return cause
         is_missing = first["type"] == "missing"
         value = None if is_missing else first["input"]
-        expected = "a value" if is_missing else first["msg"].removeprefix("Input should be ").partition(", unable")[0]
         name = str(first["loc"][0])
-        return InvalidValueError(name if _is_argument(cls.model_fields[name]) else variable(name), value, expected)
+        field = cls.model_fields[name]
+        said = first["msg"].removeprefix("Input should be ").partition(", unable")[0]
+        expected = "a value" if is_missing else _expected(name, field) or said
+        return InvalidValueError(name if _is_argument(field) else variable(name), value, expected)
 
 
 def read_secret(field: str, path: Path) -> str:
@@ -106,6 +109,24 @@ class _Variables(EnvSettingsSource):
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         return (None, field_name, False) if _is_argument(field) else super().get_field_value(field, field_name)
+
+
+def _expected(name: str, field: FieldInfo) -> str:
+    """The numbers that a field accepts, in words; empty if it is no number with bounds."""
+    kind = "an integer" if field.annotation is int else "a number" if field.annotation is float else None
+    bounds = {
+        bound: value
+        for each in field.metadata
+        for bound in _BOUNDS
+        if (value := getattr(each, bound, None)) is not None
+    }
+    if kind is None or not bounds:
+        return ""
+    if name == "port":
+        return f"a port in 1 .. {bounds['le']}, or 0 for any free port"
+    if "ge" in bounds and "le" in bounds:
+        return f"{kind} in {bounds['ge']} .. {bounds['le']}"
+    return f"{kind} " + " and ".join(f"{_BOUNDS[bound]} {value:g}" for bound, value in bounds.items())
 
 
 def _is_argument(field: FieldInfo) -> bool:

@@ -10,12 +10,12 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 _COLUMNS = (
-    "found",
-    "requests each",
-    "Mtokens computed",
-    "queries",
-    "divergent",
-    "seconds",
+    "tokens\nin cache",
+    "requests a worker\nmin / mean / max",
+    "Mtokens computed\nmin / mean / max",
+    "queries\nasked",
+    "wrong\npages",
+    "run\ntime",
 )
 
 
@@ -102,7 +102,10 @@ class PolicyReport:
 
 
 def reports_table(reports: Sequence[PolicyReport]) -> Table:
-    """Return a table with a row for each policy, at most 80 columns wide. Load is min / mean / max over the workers."""
+    """Return a table with a row for each policy, at most 80 columns wide.
+
+    Wrong pages: in a cache or in the router's view of it at the end, but not in both, and wrong answers about groups.
+    """
     table = Table(title="Routing policies", box=SIMPLE, show_edge=False, padding=0)
     table.add_column("policy", no_wrap=True)
     for title in _COLUMNS:
@@ -115,10 +118,10 @@ def reports_table(reports: Sequence[PolicyReport]) -> Table:
             _spread([load.computed_tokens / 1e6 for load in report.workers], "{:.1f}"),
             f"{report.queries}",
             f"{report.divergent_pages + report.divergent_answers}",
-            f"{report.seconds:.1f}",
+            f"{report.seconds:.1f} s",
         )
     return table
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    return "/".join(form.format(value) for value in (min(values), sum(values) / len(values), max(values)))
+    return " / ".join(form.format(value) for value in (min(values), sum(values) / len(values), max(values)))

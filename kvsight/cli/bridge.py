@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.console import UsageError, compile_kernels, err
+from kvsight.cli.console import UsageError, at_most_one, compile_kernels, err, stop_signals
 from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.extras import require_serve
 
@@ -24,21 +22,18 @@ if TYPE_CHECKING:
 def bridge(
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            help="An engine, as KEY=VALUE pairs joined by commas. Keys: worker, model, endpoint; optional: "
-            "replay_endpoint, num_ranks, dp_rank, block_size, tenant, topic, bind. Repeatable."
-        ),
+        typer.Option(help="An engine: KEY=VALUE,... Repeatable."),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="File that lists engines: TOML, or JSON if named .json."),
+        typer.Option(help="File with engines: TOML, or .json."),
     ] = None,
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
     ] = None,
     event_log_dir: Annotated[
         Path | None,
-        typer.Option(help="Without Kafka: the folder of an event log to write.", envvar="KVSIGHT_EVENT_LOG_DIR"),
+        typer.Option(help="Write an event log in this folder.", envvar="KVSIGHT_EVENT_LOG_DIR"),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -47,13 +42,17 @@ def bridge(
     *,
     connection: dict[str, Any],
 ) -> None:
-    """Read the KV events of running vLLM, SGLang or Mooncake engines, and publish them.
+    """Read the KV events of running engines, and publish them.
 
-    Message formats are detected. Missed messages are fetched from an engine's replay socket as long as it keeps them.
-    All other settings are KVSIGHT_ variables; see docs/settings.md.
+    The engines are vLLM, SGLang or Mooncake. Message formats are detected. Missed messages are fetched from an engine's
+    replay socket as long as it keeps them.
 
-    Example: kvsight bridge --kafka localhost:9092 --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
+    Keys of --engine: worker, model, endpoint; optional: replay_endpoint, num_ranks, dp_rank, block_size, tenant, topic,
+    bind. All other settings are KVSIGHT_ variables; see docs/settings.md.
+
+    Example: kvsight bridge --engine worker=w0,model=m,endpoint=tcp://gpu-0:5557
     """
+    at_most_one({"--kafka": kafka, "--event-log-dir": event_log_dir})
     if metrics_port is not None:
         require_serve("kvsight bridge --metrics-port")
     keep_freed_memory()
@@ -86,9 +85,7 @@ async def _serve(
     from bridge import Fleet
     from publisher.sinks import create_sink
 
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signals()
     async with Fleet(settings, template, create_sink(template)) as fleet:
         for engine in engines:
             await fleet.add(engine)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -24,8 +26,26 @@ err = Console(stderr=True, highlight=False)
 """Standard error: progress and messages, never data."""
 
 
+EXIT_USAGE = 2
+"""Exit code for a mistake of the user, and for a service or a broker that does not answer."""
+
+
 class UsageError(KvsightError):
     """A command cannot do what the user asked. The message is shown without a traceback."""
+
+
+def at_most_one(flags: Mapping[str, object]) -> str | None:
+    """The flag that was given, of several that exclude each other. Raises UsageError if there are two."""
+    given = [flag for flag, value in flags.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"give either {given[0]} or {given[1]}, not both")
+    return given[0] if given else None
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines to stdout as they are: never wrapped, never cut."""
+    for line in lines:
+        out.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -59,19 +79,28 @@ def read_json_object(path: Path) -> dict[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: {error}; a query is an object with model_name and token_ids") from error
-    except RecursionError as error:
-        raise UsageError(f"{path}: nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not JSON: {error}{_line_of(data, str(error))}") from error
+        raise UsageError(f"{shown(path)}: {error}; a query is an object with model_name and token_ids") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{shown(path)}: {json_fault(data, error)}") from error
 
 
-def _line_of(data: bytes, message: str) -> str:
-    """Line and column for msgspec's `(byte 17)`."""
-    digits = message.rpartition("(byte ")[2].rstrip(")")
-    if not digits.isdecimal():
-        return ""
-    before = data[: int(digits)]
+def shown(path: Path) -> str:
+    """The name of an input file in a message."""
+    return "stdin" if str(path) == "-" else str(path)
+
+
+def json_fault(data: bytes, error: Exception) -> str:
+    """What is wrong with JSON, with line and column."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not JSON: invalid UTF-8{_place(data, error.start)}"
+    message, _, position = str(error).removeprefix("JSON is malformed: ").removesuffix(")").partition(" (byte ")
+    return f"not JSON: {message}{_place(data, int(position) if position.isdecimal() else len(data))}"
+
+
+def _place(data: bytes, position: int) -> str:
+    before = data[:position]
     return f", line {before.count(10) + 1}, column {len(before) - before.rfind(10)}"
 
 
@@ -91,6 +120,22 @@ def compile_kernels(*packages: str) -> None:
             import_module(package)
     if time.process_time() - cpu_began > _COMPILED_CPU_S:
         err.print(f"kernels compiled in {time.perf_counter() - began:.0f} s and cached")
+
+
+def stop_signals() -> asyncio.Event:
+    """An event of the running loop that the first SIGINT or SIGTERM sets. The second one ends the process at once."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def first() -> None:
+        stop.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, first)
+    return stop
 
 
 @contextmanager

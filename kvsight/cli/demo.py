@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsight.cli.console import compile_kernels, err, out
-from kvsight.cli.query import answer_table
+from kvsight.cli.answers import Asked, answer_lines
+from kvsight.cli.console import compile_kernels, err, out, print_lines, stop_signals
 from kvsight.cli.simulate import load_requests, policy_progress
+from kvsight.cli.streams import rows_of
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -36,16 +36,15 @@ _SHOWN_RATE = 5.0
 def demo(
     port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
     requests: Annotated[
-        int, typer.Option(help="Requests in the compared workload.", min=_WARM_REQUESTS + 1)
+        int, typer.Option(help="Requests that the policies serve.", min=_WARM_REQUESTS + 1)
     ] = _NUM_REQUESTS,
-    cache: Annotated[
-        str, typer.Option(help="Cache of the engines: radix, hiradix, mamba or himamba. hi: with host and disk tiers.")
-    ] = "radix",
+    cache: Annotated[str, typer.Option(help="radix, hiradix, mamba or himamba.")] = "radix",
     should_exit: Annotated[bool, typer.Option("--exit", help="Exit after the first answer.")] = False,
 ) -> None:
     """Run simulated engines, the index and the API in one process.
 
-    Compares routing policies on a generated workload. Then runs a live fleet and asks the API which worker holds a
+    Compares routing policies on a generated workload. hiradix and himamba have a host and a disk tier.
+    Then runs a live fleet and asks the API which worker holds a
     prompt. Needs no Kafka, Redis, Docker or GPU. Of the KVSIGHT_ variables only the port and the hash seed are used.
     Stop with Ctrl-C.
     """
@@ -94,9 +93,7 @@ async def _run_live(
     from kv_events.memory_log import MemoryLog
     from simulation.live import MemoryTransport, publishing_fleet
 
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signals()
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
     async with (
@@ -105,7 +102,7 @@ async def _run_live(
     ):
         shown = await _warm_up(fleet, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
         await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
-        out.print(f"Open {url}/docs, {url}/workers or {url}/metrics while it runs.")
+        print_lines([f"Open {url}/docs, {url}/workers or {url}/metrics while it runs."])
         if not should_exit:
             err.print("Ctrl-C stops the demo")
             await _serve_on(fleet, workload[_WARM_REQUESTS:], stop)
@@ -139,7 +136,8 @@ async def _serve_on(fleet: LiveFleet, workload: Sequence[Request], stop: asyncio
 async def _show_answer(url: str, model: str, request: Request) -> None:
     from kvsight.client import AsyncClient
 
+    body = {"model_name": model, "token_ids": request.token_ids.tolist()}
     async with AsyncClient(url) as client:
-        answer = await client.query_raw({"model_name": model, "token_ids": request.token_ids.tolist()})
-    out.print(f"POST {url}/query with a prompt of {len(request.token_ids)} tokens:")
-    out.print(answer_table(answer))
+        answer, workers = await client.query_raw(body), await client.workers(model)
+    print_lines([f"POST {url}/query"])
+    print_lines(answer_lines(answer, Asked.of(body), rows_of(workers), out.width))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsight.cli.console import compile_kernels, err
+from kvsight.cli.console import compile_kernels, err, stop_signals
 from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
@@ -20,16 +19,18 @@ def engine(
     worker: Annotated[str, typer.Option(help="Name of the worker.", envvar="KVSIGHT_WORKER")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
     model: Annotated[str, typer.Option(help="Model that the worker serves.", envvar="KVSIGHT_MODEL")] = "demo-model",
-    capacity: Annotated[int, typer.Option(help="Tokens that the cache holds.")] = 2**20,
+    capacity_tokens: Annotated[int, typer.Option("--capacity", help="Tokens that the cache holds.")] = 2**20,
     block_size: Annotated[int, typer.Option(help="Tokens per page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
     rate: Annotated[float, typer.Option(help="Requests per second.", min=0.01, max=1000)] = 2.0,
-    seed: Annotated[int, typer.Option(help="Seed of the workload. Give each engine another one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the workload, one per engine.")] = 0,
     *,
     connection: dict[str, Any],
 ) -> None:
-    """Run one simulated worker: a real radix cache under a generated workload that publishes to Kafka.
+    """Run one simulated worker that publishes to Kafka.
 
-    For trying out a deployment without GPUs. It also holds a part of the prompt that `kvsight demo-prompt` prints.
+    It has a real radix cache and a generated workload, for trying out a deployment without GPUs. It also holds a part
+    of the prompt that `kvsight demo-prompt` prints.
+
     Runs until Ctrl-C, then flushes and reports undelivered pages.
     """
     compile_kernels()
@@ -38,7 +39,7 @@ def engine(
     settings = PublisherSettings.from_flags(
         worker=worker, kafka=kafka, **connection, model=model, block_size=block_size
     )
-    asyncio.run(_serve(settings, capacity, rate, seed))
+    asyncio.run(_serve(settings, capacity_tokens, rate, seed))
 
 
 async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: int) -> None:
@@ -47,9 +48,7 @@ async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: 
     from simulation import SimulatedWorker, SimulationSettings, create_cache
     from simulation.demo_prompt import engine_requests
 
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signals()
     publisher = EventPublisher(settings, KafkaSink(settings))
     cache = create_cache(SimulationSettings(capacity_tokens=capacity, page_size=settings.block_size))
     worker = SimulatedWorker(publisher, cache)

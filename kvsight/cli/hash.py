@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.hash_seed import SEED_VARIABLE, parse_seed, process_seed
 from kv_events.limits import MAX_BLOCK_SIZE
 from kvsight.cli.console import UsageError, out, print_json, waiting
+from kvsight.cli.prompts import parse_tokens, read_tokens
 
 if TYPE_CHECKING:
     from kv_events.tokens import U32Array
@@ -26,12 +26,6 @@ _TITLES = {
     "sglang_dynamo": 'SGLang, "format": "dynamo"',
 }
 """JSON field -> standard. `seq_hashes` and `block_hashes` are also fields of POST /query_by_hash."""
-
-
-class _Query(msgspec.Struct):
-    """The tokens in the body of a query."""
-
-    token_ids: list[int]
 
 
 class PromptHashes(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,22 +45,19 @@ def hash_prompt(
     tokens: Annotated[list[str] | None, typer.Argument(help="Token ids, separated by spaces or commas.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file", "-f", help='File with token ids, or JSON: a list or {"token_ids": [...]}. "-" reads stdin.'
-        ),
+        typer.Option("--file", "-f", help='File with the ids, text or JSON; "-": stdin.'),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per page.", min=1, max=MAX_BLOCK_SIZE)] = 16,
-    seed: Annotated[
-        str | None, typer.Option(help=f'A number, or "dynamo" (1337). Default: {SEED_VARIABLE}, otherwise "dynamo".')
-    ] = None,
+    seed: Annotated[str | None, typer.Option(help='A number, or "dynamo" (1337).', show_default=SEED_VARIABLE)] = None,
     lora: Annotated[str | None, typer.Option(help="Name of a LoRA adapter.")] = None,
     salt: Annotated[str | None, typer.Option(help="Cache salt.")] = None,
-    eagle: Annotated[bool, typer.Option("--eagle", help="Pages consist of token pairs (EAGLE-type models).")] = False,
+    eagle: Annotated[bool, typer.Option("--eagle", help="Pages consist of token pairs (EAGLE).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the hashes of a prompt's pages in every standard that routers and engines use.
+    """Print the hashes of a prompt's pages in every standard.
 
-    Shows why a router and an engine disagree. A partial last page has no hash.
+    These are the standards of routers and engines. Shows why a router and an engine disagree.
+    A partial last page has no hash.
 
     Example: kvsight hash 1 2 3 4 5 6 7 8 --block-size 4
     """
@@ -121,32 +112,7 @@ def _tokens(words: list[str], file: Path | None) -> U32Array:
 
     if bool(words) == (file is not None):
         raise UsageError("give either token ids or --file")
-    return token_array(_numbers(" ".join(words)) if file is None else _from_file(file))
-
-
-def _from_file(file: Path) -> list[int]:
-    try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file}: not text: {error}") from error
-    if not text.lstrip().startswith(("[", "{")):
-        return _numbers(text)
-    try:
-        found = msgspec.json.decode(text, type=list[int] | _Query)
-    except RecursionError as error:
-        raise UsageError(f"{file}: nested too deeply") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{file}: not a list of token ids: {error}") from error
-    return found if isinstance(found, list) else found.token_ids
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = []
-    for word in text.replace(",", " ").split():
-        if not (word.isascii() and word.isdecimal() and len(word) <= len(str(2**32))):
-            raise InvalidValueError("token_ids", word, "integers in 0 .. 4294967295")
-        numbers.append(int(word))
-    return numbers
+    return token_array(parse_tokens(" ".join(words)) if file is None else read_tokens(file))
 
 
 def _table(hashes: PromptHashes) -> Table | str:

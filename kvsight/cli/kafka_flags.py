@@ -18,7 +18,7 @@ _FLAGS: dict[str, tuple[type, str]] = {
     "kafka_tls": (bool, "Use TLS."),
     "kafka_ca_file": (Path, "CAs trusted for the broker's certificate."),
     "kafka_cert_file": (Path, "Client certificate."),
-    "kafka_key_file": (Path, "Its private key, if it is in another file."),
+    "kafka_key_file": (Path, "Its key, if that is in another file."),
     "kafka_key_password_file": (Path, "File with the password of that key."),
     "kafka_sasl_mechanism": (str, "PLAIN, SCRAM-SHA-256/-512 or OAUTHBEARER."),
     "kafka_username": (str, "User of PLAIN and SCRAM."),

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from kv_events.errors import KvsightError
 from kv_events.variables import report_unknown_variables
-from kvsight.cli import bridge, demo, demo_prompt, engine, query, record, replay, serve, simulate, topics, version
-from kvsight.cli.console import compile_kernels
+from kvsight.cli import (
+    bridge,
+    demo,
+    demo_prompt,
+    engine,
+    query,
+    record,
+    replay,
+    serve,
+    simulate,
+    tail,
+    topics,
+    version,
+    workers,
+)
+from kvsight.cli.app import App, Version
+from kvsight.cli.console import EXIT_USAGE, compile_kernels
 from kvsight.cli.hash import hash_prompt
 from kvsight.extras import MissingExtraError
 
-_EXIT_USAGE = 2
-
-app = typer.Typer(
+app = App(
     name="kvsight",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help=(
         "Tells an LLM router how much of a prompt's KV cache each worker holds, and on which tier.\n\n"
-        "**Start here:** `kvsight demo` runs a fleet of simulated engines, the index and the API in one process.\n\n"
+        "Start here: `kvsight demo` runs simulated engines, the index and the API.\n\n"
         "In production, engines publish to Kafka and `kvsight serve --kafka HOST:PORT` answers routers. "
         "`kvsight record` and `kvsight replay` show what the router saw at any moment."
     ),
@@ -33,6 +48,8 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("query")(query.query)
+app.command("workers")(workers.workers)
+app.command("tail")(tail.tail)
 app.command("hash")(hash_prompt)
 app.command("simulate")(simulate.simulate)
 app.command("engine")(engine.engine)
@@ -52,7 +69,8 @@ def compile_all_kernels() -> None:
 
 @app.callback()
 def _settings(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Write informational log lines to stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log informational lines to stderr.")] = False,
+    version: Version = False,
 ) -> None:
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -62,14 +80,15 @@ def _settings(
 
 def run() -> None:
     """Entry point. A user's mistake ends with one line on stderr and exit code 2."""
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
     except MissingExtraError as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(_EXIT_USAGE)
+        sys.exit(EXIT_USAGE)
     except KvsightError as error:
         sys.stderr.write(f"kvsight: {error}\n")
-        sys.exit(_EXIT_USAGE)
+        sys.exit(EXIT_USAGE)
     except BrokenPipeError:
         # the reader of stdout has closed it (`| head`): write nothing more, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,4 +96,10 @@ def run() -> None:
         # for example a path in an option or a variable
         where = f"{error.filename}: " if error.filename is not None else ""
         sys.stderr.write(f"kvsight: {where}{error.strerror or error}\n")
-        sys.exit(_EXIT_USAGE)
+        sys.exit(EXIT_USAGE)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """End the command on Ctrl-C. A second Ctrl-C ends the process at once, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt

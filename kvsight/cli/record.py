@@ -31,7 +31,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @with_kafka_flags
 def record(
-    folder: Annotated[Path, typer.Argument(help="Folder of the event log. An existing log is continued.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the event log, new or to continue.")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
     once: Annotated[bool, typer.Option("--once", help="Stop at the current end of the topic.")] = False,
     max_bytes: Annotated[str | None, typer.Option(help="Bound on the log's size, such as 20GiB.")] = None,
@@ -40,10 +40,10 @@ def record(
     *,
     connection: dict[str, Any],
 ) -> None:
-    """Copy the events of a Kafka topic into an event log, for `kvsight replay`.
+    """Copy the events of a Kafka topic into an event log.
 
-    Runs until Ctrl-C. Records keep their partition, offset and timestamp. A bound is kept by deleting whole files of
-    the log, oldest first.
+    `kvsight replay` reads it. Runs until Ctrl-C. Records keep their partition, offset and timestamp. A bound is kept by
+    deleting whole files of the log, oldest first.
     """
     from indexer.sources.kafka import KafkaSource
     from kv_events.kafka_settings import KafkaSettings

@@ -2,115 +2,128 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
-from kv_events.errors import shorten
-from kvsight.cli.console import UsageError, compile_kernels, out, print_json, progress_bar, read_json_object
-from kvsight.cli.query import answer_table
+from kvsight.cli.answers import Asked, answer_lines
+from kvsight.cli.console import (
+    EXIT_USAGE,
+    UsageError,
+    compile_kernels,
+    err,
+    out,
+    print_json,
+    print_lines,
+    progress_bar,
+    read_json_object,
+)
+from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
+from kvsight.cli.options import AsJson
+from kvsight.cli.streams import StreamRow, streams_lines
+from kvsight.cli.tables import count
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.questions import Question
-    from indexer.replay import Replay, Until
+    from indexer.replay import Replay
     from kv_events.records import LogRecord
-
-_AT_HELP = "Offset (records before it are applied), or time (ISO 8601, or @SECONDS since 1970)."
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(help="Folder of an event log, written by `kvsight record`.")],
-    at: Annotated[str | None, typer.Option(help=_AT_HELP)] = None,
-    query: Annotated[
-        Path | None, typer.Option(help='JSON file with the prompt: {"model_name": "m", "token_ids": [...]}.')
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    log: Annotated[Path, typer.Argument(help="Folder of an event log, from `kvsight record`.")],
+    at: Annotated[str | None, typer.Option(help="The moment. Default: the end of the log.")] = None,
+    query: Annotated[Path | None, typer.Option(help="JSON file with a query. Default: list the views.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Rebuild the router's views as of some moment, and query them.
 
-    Without --at, the whole log is applied. Without --query, the views are listed. The query may be any body that the
-    API accepts; the answer is the API's.
+    --at is a time (ISO 8601, or @SECONDS since 1970), a record's index in the log, or PARTITION:OFFSET,... of a Kafka
+    topic. A time without a zone is local. Records before an index or an offset are applied. A moment outside the log is
+    reported, and the exit code is 2. The query may be any body that the API accepts; the answer is the API's.
 
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
     if query is not None:
         require_serve("kvsight replay --query")
+    moment = parse_moment(at)
+    body = None if query is None else read_json_object(query)
     compile_kernels()
-    question = _question(query) if query is not None else None
-    replayed = _replay(log, _until(at))
-    found = _views(replayed) if question is None else _answer(replayed, question)
-    if as_json:
-        print_json(found)
+    question = None if body is None else _question(body)
+    replayed, span = _replay(log, moment)
+    fault = span.fault(moment)
+    if not replayed.applier.records:
+        raise UsageError(fault or f"--at {moment.text}: no record is before this moment: {span}")
+    if body is None or question is None:
+        _show_views(replayed, as_json)
     else:
-        out.print(_views_table(found) if isinstance(found, list) else answer_table(found))
+        _show_answer(body, question, replayed, as_json)
+    err.print(f"{span}\n{_used(moment, replayed)}", markup=False, soft_wrap=True)
+    if fault:
+        err.print(f"warning: {fault}", markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_USAGE)
 
 
-def _replay(folder: Path, until: Until) -> Replay:
-    from indexer.replay import Replay, log_records
+def _replay(folder: Path, moment: Moment) -> tuple[Replay, LogSpan]:
+    from indexer.replay import Replay
     from kv_events.event_log import EventLogReader
 
-    total = EventLogReader(folder).next_index
+    reader, span = EventLogReader(folder), LogSpan(folder)
+    total = reader.next_index
+
+    def records() -> Iterable[LogRecord]:
+        for index, record in reader.read(reader.first_index):
+            span.note(index, record)
+            if index % 256 == 0:
+                bar.update(task, completed=index)
+            yield record if moment.until.positions is not None else record._replace(offset=index)
+
     with progress_bar() as bar:
-        task = bar.add_task("replaying", total=min(total, until.offset) if until.offset is not None else total)
-
-        def shown(records: Iterable[LogRecord]) -> Iterable[LogRecord]:
-            for record in records:
-                if record.offset % 256 == 0:
-                    bar.update(task, completed=record.offset)
-                yield record
-
-        return Replay().apply_all(shown(log_records(folder, until.offset)), until)
+        task = bar.add_task("replaying", total=total)
+        return Replay().apply_all(records(), moment.until), span
 
 
-def _until(at: str | None) -> Until:
-    from indexer.replay import Until
-
-    if at is None:
-        return Until()
-    try:
-        if at.isdecimal():
-            return Until(offset=int(at))
-        if at.startswith("@"):
-            return Until(time_s=_finite(float(at[1:])))
-        moment = datetime.fromisoformat(at)
-    except ValueError:
-        raise UsageError(f"--at {shorten(at)}: not an offset or a time. {_AT_HELP}") from None
-    return Until(time_s=(moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+def _used(moment: Moment, replayed: Replay) -> str:
+    """The moment that was used, in words."""
+    zone = " (the local zone)" if moment.is_naive else ""
+    asked = "" if moment.until.time_s is None else f"; asked for {local_time(moment.until.time_s)}{zone}"
+    return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
 
 
-def _finite(seconds: float) -> float:
-    if not math.isfinite(seconds):
-        raise ValueError("not a time")
-    return seconds
-
-
-def _question(path: Path) -> Question:
+def _question(body: dict[str, msgspec.Raw]) -> Question:
     from api.decoding import codec_of
     from api.questions import BY_ANY, decode_question
 
-    return decode_question(msgspec.json.encode(read_json_object(path)), codec_of("application/json"), BY_ANY)
+    return decode_question(msgspec.json.encode(body), codec_of("application/json"), BY_ANY)
 
 
-def _answer(replayed: Replay, question: Question) -> dict[str, Any]:
+def _show_views(replayed: Replay, as_json: bool) -> None:
+    if as_json:
+        print_json(list(_views(replayed)))
+    else:
+        print_lines(streams_lines(_rows(replayed), out.width))
+
+
+def _show_answer(body: dict[str, msgspec.Raw], question: Question, replayed: Replay, as_json: bool) -> None:
     from api.answers import answer
 
-    return msgspec.json.decode(
-        answer(question, replayed.namespaces, replayed.freshness, replayed.now), type=dict[str, Any]
-    )
+    encoded = answer(question, replayed.namespaces, replayed.freshness, replayed.now)
+    found = msgspec.json.decode(encoded, type=dict[str, Any])
+    if as_json:
+        print_json(found)
+    else:
+        asked = Asked.of(msgspec.json.decode(msgspec.json.encode(body), type=dict[str, Any]))
+        print_lines(answer_lines(found, asked, list(_rows(replayed)), out.width))
 
 
-def _views(replayed: Replay) -> list[dict[str, Any]]:
+def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
     from kv_events.schema import MEDIA
 
-    return [
-        {
+    for view in replayed.namespaces.views:
+        yield {
             "model": view.stream.model,
             "worker": view.stream.worker,
             "dp_rank": view.stream.dp_rank,
@@ -119,16 +132,24 @@ def _views(replayed: Replay) -> list[dict[str, Any]]:
             "next_seq": view.next_seq,
             **{medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
         }
-        for view in replayed.namespaces.views
-    ]
 
 
-def _views_table(rows: list[dict[str, Any]]) -> Table | str:
-    if not rows:
-        return "no worker is known"
-    table = Table()
-    for name in rows[0]:
-        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
-    for row in rows:
-        table.add_row(*[str(value) for value in row.values()])
-    return table
+def _rows(replayed: Replay) -> Iterator[StreamRow]:
+    from api.answers import age_ms
+    from kv_events.schema import MEDIA
+    from kv_events.streams import split_group
+
+    for view in replayed.namespaces.views:
+        model, group = split_group(view.stream.model)
+        yield StreamRow(
+            model,
+            view.stream.tenant,
+            replayed.namespaces.block_size(view.stream),
+            view.stream.worker,
+            view.stream.dp_rank,
+            group or "",
+            replayed.freshness.state(view).value,
+            view.reason,
+            age_ms(view.heard_at, replayed.now),
+            {medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+        )

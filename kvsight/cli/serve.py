@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.console import compile_kernels, err
+from kvsight.cli.console import at_most_one, compile_kernels, err
 from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.extras import require_serve
 
@@ -27,14 +27,14 @@ def serve(
     ] = None,
     event_log_dir: Annotated[
         Path | None,
-        typer.Option(help="Without Kafka: the folder of an event log to follow.", envvar="KVSIGHT_EVENT_LOG_DIR"),
+        typer.Option(help="Follow an event log in this folder.", envvar="KVSIGHT_EVENT_LOG_DIR"),
     ] = None,
     redis: Annotated[
         str | None,
-        typer.Option(help="Save snapshots and registrations in Redis: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
+        typer.Option(help="Save snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
     ] = None,
     snapshot_dir: Annotated[
-        Path | None, typer.Option(help="Save snapshots and registrations in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
+        Path | None, typer.Option(help="Save snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
     ] = None,
     *,
     connection: dict[str, Any],
@@ -42,24 +42,28 @@ def serve(
     """Run the indexer and its HTTP API.
 
     Reads the workers' events from Kafka, from an event log, or from engines registered with POST /register. Maintains
-    a radix view of each worker and answers POST /query and /query_by_hash. All other settings are KVSIGHT_ variables;
+    a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and registrations survive a
+    restart if they are saved in Redis or in a folder. All other settings are KVSIGHT_ variables;
     see docs/settings.md.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
     """
+    at_most_one({"--kafka": kafka, "--event-log-dir": event_log_dir})
+    at_most_one({"--redis": redis, "--snapshot-dir": snapshot_dir})
     require_serve("kvsight serve")
-    keep_freed_memory()
-    compile_kernels()
-    from api.app import create_app
-    from api.server import listen, run_server, url_of
     from api.settings import ApiSettings
-    from indexer.assembly import create_consumer
     from indexer.settings import IndexerSettings
 
     indexer = IndexerSettings.from_flags(
         kafka=kafka, **connection, event_log_dir=event_log_dir, redis=redis, snapshot_dir=snapshot_dir
     )
     settings = ApiSettings.from_flags(host=host, port=port)
+    keep_freed_memory()
+    compile_kernels()
+    from api.app import create_app
+    from api.server import listen, run_server, url_of
+    from indexer.assembly import create_consumer
+
     app = _embedded(indexer, settings) if indexer.is_embedded else create_app(create_consumer(indexer), settings)
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")

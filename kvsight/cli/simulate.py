@@ -10,42 +10,51 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsight.cli.console import compile_kernels, out, print_json, progress_bar
+from kvsight.cli.console import at_most_one, compile_kernels, out, print_json, progress_bar
 from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
     from simulation import Requests
 
+_NUM_REQUESTS = 2000
+
 
 @with_kafka_flags
 def simulate(
     *,
-    trace: Annotated[
-        Path | None, typer.Option(help="Mooncake trace (.jsonl or .jsonl.gz). Default: a generated workload.")
+    trace: Annotated[Path | None, typer.Option(help="Mooncake trace: .jsonl or .jsonl.gz.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of a generated workload.", min=1, show_default=str(_NUM_REQUESTS))
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests in the generated workload.")] = 2000,
     workers: Annotated[int, typer.Option(help="Workers in the fleet.")] = 8,
-    capacity: Annotated[int, typer.Option(help="Tokens that each cache holds on the device.")] = 2**20,
+    capacity_tokens: Annotated[int, typer.Option("--capacity", help="Tokens that each cache holds on the device.")] = 2
+    ** 20,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 64,
-    cache: Annotated[str, typer.Option(help="Cache of the workers: radix, hiradix, mamba or himamba.")] = "radix",
-    host_ratio: Annotated[float, typer.Option(help="Host tokens per device token (hiradix, himamba).")] = 2.0,
-    disk_ratio: Annotated[float, typer.Option(help="Disk tokens per device token (hiradix, himamba).")] = 8.0,
-    groups: Annotated[bool, typer.Option(help="Also publish recurrent states (mamba, himamba).")] = False,
-    policy: Annotated[list[str] | None, typer.Option(help="random, round-robin or kv-aware. Repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the workload and of the random policy.")] = 0,
-    kafka: Annotated[str | None, typer.Option(help="Send events through a Kafka broker: HOST:PORT.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Write the events of each policy to PATH/POLICY.")] = None,
+    cache: Annotated[str, typer.Option(help="radix, hiradix, mamba or himamba.")] = "radix",
+    host_ratio: Annotated[float, typer.Option(help="Host tokens per device token, with tiers.")] = 2.0,
+    disk_ratio: Annotated[float, typer.Option(help="Disk tokens per device token, with tiers.")] = 8.0,
+    groups: Annotated[bool, typer.Option("--groups", help="Also publish recurrent states.")] = False,
+    policy: Annotated[list[str] | None, typer.Option(help="random, round-robin, kv-aware. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    kafka: Annotated[str | None, typer.Option(help="Send events through Kafka: HOST:PORT.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write the events to PATH/POLICY.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     connection: dict[str, Any],
 ) -> None:
-    """Compare routing policies on a fleet of simulated workers with real caches and real events.
+    """Compare routing policies on a fleet of simulated workers.
 
-    Reports for each policy the share of prompt tokens found in the caches, the load of the workers, and the divergence
-    between the router's views and the caches at the end, which must be zero. It counts pages and, with --groups,
-    answers about the last prompts.
+    The caches and the events are real. hiradix and himamba have a host and a disk tier, mamba and himamba recurrent
+    states. Without --trace, the workload is generated.
+
+    Shows for each policy the share of
+    prompt tokens found in the caches, the load of the workers, and the wrong pages: those that were in a cache or in
+    the router's view of it at the end, but not in both. Their number must be 0. With --groups, wrong answers about the
+    last prompts count, too.
 
     Example: kvsight simulate --trace conversation_trace.jsonl.gz --workers 8
     """
+    at_most_one({"--trace": trace, "--requests": requests})
+    at_most_one({"--kafka": kafka, "--record": record})
     from kv_events.kafka_clients import KafkaConnection
     from kv_events.kafka_settings import KafkaSettings
 
@@ -58,7 +67,7 @@ def simulate(
 
     settings = SimulationSettings(
         workers=workers,
-        capacity_tokens=capacity,
+        capacity_tokens=capacity_tokens,
         page_size=page_size,
         cache=cache,
         host_ratio=host_ratio,
@@ -69,7 +78,9 @@ def simulate(
         event_log_dir=record,
     )
     with policy_progress() as progress:
-        reports = run(load_requests(trace, requests, seed), settings, policy or list(POLICIES), progress)
+        reports = run(
+            load_requests(trace, requests or _NUM_REQUESTS, seed), settings, policy or list(POLICIES), progress
+        )
     if as_json:
         print_json([report.to_dict() for report in reports])
     else:

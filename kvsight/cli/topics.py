@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsight.cli.app import App
 from kvsight.cli.console import err, out
 from kvsight.cli.kafka_flags import with_kafka_flags
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _EXIT_MISMATCH = 1
 
-app = typer.Typer(no_args_is_help=True, help="Create the topics on Kafka, or check them.")
+app = App(no_args_is_help=True, help="Create the topics on Kafka, or check them.")
 
 _Kafka = Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")]
 _Partitions = Annotated[

@@ -13,7 +13,7 @@ from kvsight.cli.console import out, print_json
 
 
 def version(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print the versions of kvsight, Python and the main dependencies."""
+    """Print the versions of kvsight and its dependencies."""
     versions = {
         "kvsight": installed("kvsight"),
         "python": platform.python_version(),

@@ -98,7 +98,7 @@ def test_a_replay_shows_scores_as_they_were(recorded: Path, prompt: Path) -> Non
 
     assert at("1") == {"one": [32, 32, 32, 32]}
     assert at("@1000.5") == {"one": [32, 32, 32, 32]}
-    assert at("1970-01-01T00:16:41Z") == at("2") == {"one": [32, 32, 32, 32], "two": [0, 8, 8, 8]}
+    assert at("1970-01-01T00:16:41Z") == at("2") == at("0:2") == {"one": [32, 32, 32, 32], "two": [0, 8, 8, 8]}
 
 
 def test_a_replay_without_a_question_shows_the_views(recorded: Path) -> None:
@@ -263,8 +263,8 @@ def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer(free_port: int
 def test_the_demo_of_a_tiered_fleet_shows_gpu_below_cpu_below_disk(free_port: int) -> None:
     done = kvsight("demo", "--exit", "--port", free_port, "--requests", 360, "--cache", "hiradix")
     assert done.returncode == 0, done.stderr
-    rows = [line.replace("│", " ").split() for line in done.stdout.splitlines() if "worker-" in line]
-    assert any(0 < int(gpu) < int(cpu) < int(disk) for _, gpu, cpu, disk, *_ in rows), done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("worker-") and "live" in line]
+    assert any(0 < int(gpu) < int(cpu) < int(disk) for _, _, gpu, cpu, disk, *_ in rows), done.stdout
 
 
 def test_an_unknown_cache_is_one_clear_line_with_the_known_ones() -> None:

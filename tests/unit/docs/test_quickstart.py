@@ -35,13 +35,14 @@ def events(tmp_path: Path) -> Path:
 
 def test_the_query_finds_the_tokens_that_are_shown(events: Path) -> None:
     (prompt,) = re.findall(r"echo '(.*?)' \| kvsight query -", PAGE)
-    (shown,) = re.findall(r"│ engine-0 │ +(\d+) │", PAGE)
+    (shown,) = re.findall(r"^ *engine-0 +0 +(\d+)  live", PAGE, re.MULTILINE)
     done = CliRunner().invoke(app, ["replay", str(events), "--query", "-", "--json"], input=prompt)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["instances"]["engine-0"]["gpu"] == int(shown) == 16
 
 
 def test_the_views_can_be_looked_at_as_they_were(events: Path) -> None:
-    done = CliRunner().invoke(app, ["replay", str(events), "--at", "2", "--json"])
+    done = CliRunner().invoke(app, ["replay", str(events), "--at", "1", "--json"])
     assert done.exit_code == 0, done.output
     assert [view["worker"] for view in json.loads(done.stdout)] == ["engine-0"]
+    assert "`kvsight replay events --at 1`" in PAGE

@@ -1,0 +1,129 @@
+"""Moments of an event log: `--at` of `kvsight replay`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kv_events.errors import shorten
+from kvsight.cli.console import UsageError
+from kvsight.cli.tables import count
+
+if TYPE_CHECKING:
+    from indexer.replay import Until
+    from kv_events.records import LogRecord
+
+_POSITIONS = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*", re.ASCII)
+_FORMS = "a time (ISO 8601, or @SECONDS since 1970), an index in the log, or PARTITION:OFFSET,..."
+
+
+class Moment(NamedTuple):
+    """The end of a replay."""
+
+    text: str
+    """As it was typed; empty: the end of the log."""
+    until: Until
+    is_naive: bool = False
+    """Whether a time without a zone was given, which is taken as local time."""
+
+
+def parse_moment(at: str | None) -> Moment:
+    """Read the value of `--at`. Raises UsageError."""
+    from indexer.replay import Until
+
+    if at is None:
+        return Moment("", Until())
+    try:
+        if at.isdecimal():
+            return Moment(at, Until(offset=int(at)))
+        if _POSITIONS.fullmatch(at):
+            return Moment(at, Until(positions=_positions(at)))
+        if at.startswith("@"):
+            return Moment(at, Until(time_s=_seconds(at[1:])))
+        time = datetime.fromisoformat(at)
+        return Moment(at, Until(time_s=time.timestamp()), is_naive=time.tzinfo is None)
+    except (ValueError, OverflowError):
+        raise UsageError(f"--at: got {shorten(at)}, expected {_FORMS}") from None
+
+
+def local_time(seconds: float) -> str:
+    """A time in the local zone, with the zone's offset. seconds: since 1970."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="milliseconds")
+
+
+@dataclass
+class LogSpan:
+    """The extent of a log, from its records."""
+
+    folder: Path
+    records: int = 0
+    first_index: int = 0
+    next_index: int = 0
+    first_ms: int = 0
+    last_ms: int = 0
+    first_offsets: dict[int, int] = field(default_factory=dict)
+    """Partition -> offset of its first record."""
+    next_offsets: dict[int, int] = field(default_factory=dict)
+    """Partition -> offset after its last record."""
+
+    def note(self, index: int, record: LogRecord) -> None:
+        """Count a record. Records arrive in the order of the log; times may be out of order."""
+        if not self.records:
+            self.first_index, self.first_ms, self.last_ms = index, record.timestamp_ms, record.timestamp_ms
+        self.records += 1
+        self.next_index = index + 1
+        self.first_ms = min(self.first_ms, record.timestamp_ms)
+        self.last_ms = max(self.last_ms, record.timestamp_ms)
+        self.first_offsets.setdefault(record.partition, record.offset)
+        self.next_offsets[record.partition] = record.offset + 1
+
+    def __str__(self) -> str:
+        times = f"{local_time(self.first_ms / 1000)} to {local_time(self.last_ms / 1000)}"
+        return f"{self.folder} has {count(self.records, 'record')}, {times}"
+
+    def fault(self, moment: Moment) -> str:
+        """Why a moment is outside the log; empty if it is inside."""
+        if not self.records:
+            return f"{self.folder}: the log is empty"
+        until, outside = moment.until, ""
+        if until.time_s is not None:
+            outside = _side(until.time_s * 1000, self.first_ms, self.last_ms)
+        elif until.offset is not None:
+            outside = _side(until.offset, self.first_index + 1, self.next_index)
+        elif until.positions is not None:
+            outside = next(filter(None, (self._outside(*each) for each in until.positions.items())), "")
+        return f"--at {moment.text} is {outside}: {self._extent(moment)}" if outside else ""
+
+    def _outside(self, partition: int, offset: int) -> str:
+        if partition not in self.next_offsets:
+            return f"outside the log, which has no partition {partition}"
+        return _side(offset, self.first_offsets[partition], self.next_offsets[partition])
+
+    def _extent(self, moment: Moment) -> str:
+        if moment.until.time_s is not None:
+            return str(self)
+        if moment.until.offset is not None:
+            return f"{self.folder} has records {self.first_index} to {self.next_index - 1}"
+        ends = (f"{p}:{self.first_offsets[p]} to {p}:{end - 1}" for p, end in sorted(self.next_offsets.items()))
+        return f"{self.folder} has records {', '.join(ends)}"
+
+
+def _side(value: float, first: float, last: float) -> str:
+    return "before the start of the log" if value < first else "behind the end of the log" if value > last else ""
+
+
+def _positions(text: str) -> dict[int, int]:
+    pairs = [pair.split(":") for pair in text.split(",")]
+    return {int(partition): int(offset) for partition, offset in pairs}
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not math.isfinite(seconds):
+        raise ValueError("not a time")
+    datetime.fromtimestamp(seconds)  # raises for times that no calendar has
+    return seconds
