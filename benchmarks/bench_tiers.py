@@ -115,7 +115,8 @@ def round_trip(cache: HiRadixCache, key: RadixKey) -> None:
     match = cache.match_prefix(MatchPrefixParams(key))
     cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
     cache.ready_to_load_host_cache()
-    cache.controller.engine.drain()
+    assert cache.cache_controller is not None
+    cache.cache_controller.engine.drain()
     cache.loading_check()
 
 

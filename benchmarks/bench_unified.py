@@ -223,7 +223,7 @@ def bench_tree(what: str, benches: Sequence[Bench]) -> Iterator[Figure]:
 
 
 def bench_moves(what: str, bench: Bench) -> Iterator[Figure]:
-    has_store = bench.cache.storage is not None
+    has_store = bench.cache.store is not None
     rates: dict[str, list[float]] = {"backed up": [], "loaded back": []}
     rates |= {"archived": [], "prefetched": []} if has_store else {}
     for turn in range(ROUNDS + 1):

@@ -172,27 +172,39 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Return the longest cached prefix. Refreshes access times. May split a node at the end of the match."""
+        """Return the longest prefix, on any tier, at whose end every kind of state has the data it needs.
+
+        Refreshes the access times of its nodes. May split a node at its end. With `cow_mamba`, raises
+        PoolExhaustedError if the request has no state slot and none can be freed for it.
+        """
 
     @abstractmethod
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert a key. The tree becomes the owner of the rows of its new pages.
+        """Insert a key. The tree becomes the owner of the rows of pages that are not on the device yet, and of the
+        other data in `params` that it can use.
 
-        Raises InvalidValueError if `value` is shorter than the key."""
+        Raises InvalidValueError if `value` does not have a row for each unit, if data of a kind of state is missing, or
+        if the cache has recurrent states and the key does not consist of whole pages.
+        """
 
     @abstractmethod
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `num_tokens` units of device rows, in whole nodes, if unlocked nodes hold as many."""
+        """Free at least the requested amounts, in whole nodes, if unlocked nodes hold as much. The counts in the result
+        include data that is freed together with a node."""
 
     @abstractmethod
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Protect the node and its ancestors from eviction. Raises CacheStateError for a node of another tree."""
+        """Protect from eviction the KV of the node and its ancestors, and the states needed to continue from the node.
+
+        Raises CacheStateError for a node of another tree."""
 
     @abstractmethod
-    def dec_lock_ref(self, node: TreeNode) -> DecLockRefResult:
-        """Undo one `inc_lock_ref` of the node that it returned.
+    def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """Undo one `inc_lock_ref`. node, params: `node` and `to_dec_params()` of its result. A cache with one kind of
+        lock needs no params.
 
-        Raises CacheStateError if the node is not locked, or for a node of another tree."""
+        Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if required
+        params are missing."""
 
     @abstractmethod
     def cache_unfinished_req(self, req: Request, *, chunked: bool = False) -> None:

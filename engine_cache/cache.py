@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ from engine_cache.base import (
 from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.components.mamba import MambaComponent
 from engine_cache.components.match import MatchedPath, num_accepted
-from engine_cache.errors import CacheStateError
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.req_to_token import ReqToTokenPool
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
@@ -51,7 +50,6 @@ from engine_cache.tiers.backup import BackupOperation
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host import HostTier
 from engine_cache.tiers.storage import StorageTier
-from engine_cache.tiers.storage_io import StorageIO
 from engine_cache.tiers.transfer import HiCacheController
 from engine_cache.tree.events import EventRecorder, KVCacheEventMixin
 from engine_cache.tree.eviction import EvictionQueue, find_policy
@@ -83,13 +81,6 @@ class RadixOptions(CacheOptions, total=False):
     """Options of caches with a configurable eviction policy."""
 
     eviction_policy: str
-
-
-class Evictor(Protocol):
-    """The tier that decides what happens to an evicted device leaf."""
-
-    def evict_leaves(self, num_units: int) -> None: ...
-    def evict_leaf(self, leaf: TreeNode) -> None: ...
 
 
 def salted_seed(extra_key: str) -> int:
@@ -163,7 +154,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.states = next((each for each in components if isinstance(each, MambaComponent)), None)
         """None if the model has no recurrent layers."""
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
-        self._evictor: Evictor = self.device
+        self._evictor: DeviceTier | HostTier = self.device  # decides what happens to an evicted device leaf
         self._num_skipped_archives = 0  # of detached storage backends
         self._requests = Requests(self, self.device, self.states)
         self.events.all_cleared()
@@ -226,12 +217,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     # --- match and insert -------------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Return the longest prefix, on any tier, at whose end every kind of state has the data it needs
-        (`best_match_node`).
-
-        Refreshes the access times of the nodes up to it. With `cow_mamba`, raises PoolExhaustedError if the request has
-        no state slot and none can be freed for it.
-        """
         if params.cow_mamba and params.req is None:
             raise InvalidValueError("req", None, "the request that takes the state, with cow_mamba")
         nodes, _ = self.tree.descend(self.whole_pages(params.key))
@@ -306,12 +291,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return key[:0] if self.disable else key, value
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert a key. The tree becomes the owner of the rows of pages that are not on the device yet.
-
-        The components keep what they can use of the other rows. Evicted nodes on the path become owners of their rows
-        as well. Raises InvalidValueError if `value` does not have a row for each unit, if the data that a component
-        requires is missing, or if the cache has recurrent states and the key does not consist of whole pages.
-        """
         if self.disable:
             return InsertResult(0, mamba_exist=self.rules.frees_duplicates)
         key, value = self._whole_pages(params.key, params.value)
@@ -409,8 +388,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `num_tokens` units of KV, and the requested number of rows of the other kinds, as far as
-        unlocked nodes hold them. The counts include data that is freed together with a node."""
         full, before = self.tree.evictable_size, [each.device_size for each in self.auxiliaries]
         self._evictor.evict_leaves(params.num_tokens)
         if not self.auxiliaries:
@@ -437,28 +414,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """Free recurrent states on the device, least recently used first."""
         return self.evict(EvictParams(0, mamba_num=mamba_num))
 
-    def mamba_evictable_size(self) -> int:
-        """Return the number of recurrent states on the device that eviction could free."""
-        return 0 if self.states is None else self.states.evictable_size
-
-    def mamba_protected_size(self) -> int:
-        """Return the number of recurrent states on the device that are protected by locks."""
-        return 0 if self.states is None else self.states.protected_size
-
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Protect from eviction the KV of the node and its ancestors, and the states needed to continue from the node.
-
-        The result contains the node to unlock. Raises CacheStateError for a node of another tree.
-        """
         return IncLockRefResult(0, node) if self.disable else self.device.lock(node)
 
     def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Undo one `inc_lock_ref`. node, params: `node` and `to_dec_params()` of its result; a cache with one kind of
-        lock needs no params.
-
-        Raises CacheStateError if the node is not locked or belongs to another tree, and InvalidValueError if required
-        params are missing.
-        """
         if self.disable:
             return DecLockRefResult(0)
         return self.device.unlock(node, None if params is None else params.tickets)
@@ -481,23 +440,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     def cache_controller(self) -> HiCacheController | None:
         """Moves data between the tiers. None without a host tier."""
         return None if self.host is None else self.host.controller
-
-    @property
-    def controller(self) -> HiCacheController:
-        """The controller of a cache with a host tier. Raises CacheStateError without a host tier."""
-        if self.host is None:
-            raise CacheStateError("this cache has no host tier")
-        return self.host.controller
-
-    @property
-    def write_policy(self) -> str:
-        """When nodes are backed up."""
-        return "write_through" if self.host is None else self.host.backups.write_policy
-
-    @property
-    def load_back_threshold(self) -> int:
-        """Minimum number of KV units of a load-back."""
-        return 0 if self.host is None else self.host.loads.threshold
 
     @property
     def ongoing_write_through(self) -> Mapping[int, BackupOperation]:
@@ -523,7 +465,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """Process finished work: backups, loads, then the results of the storage tier."""
         self.writing_check()
         self.loading_check()
-        self.check_storage_events()
+        if self.store is not None:
+            self.store.check_events()
 
     def writing_check(self, write_back: bool = False) -> None:
         """Process finished backups, oldest first. write_back: wait for all of them."""
@@ -602,11 +545,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
     # --- storage tier -----------------------------------------------------------------------------------------------
 
     @property
-    def storage(self) -> StorageIO | None:
-        """The I/O side of the attached storage backend. None without one."""
-        return None if self.store is None else self.store.io
-
-    @property
     def ongoing_prefetch(self) -> Mapping[str, PrefetchOperation]:
         """Prefetches whose pages are not in the tree yet, by request."""
         return {} if self.store is None else self.store.ongoing_prefetches
@@ -640,14 +578,11 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """
         if self.host is None:
             return False, "there is no host tier for a store to stand behind"
-        storage = self.storage
-        if storage is not None and storage.backend is not backend:
+        if self.store is not None and self.store.io.backend is not backend:
             return False, "another store is attached, detach it first"
-        if storage is not None:
-            if policy is None:
-                return True, "attached already"
-            storage.policy = policy
-            return True, "attached already, policy updated"
+        if self.store is not None:
+            self.store.io.policy = policy or self.store.io.policy
+            return True, "attached already" if policy is None else "attached already, policy updated"
         try:
             self.attach_store(backend, policy)
         except Exception as error:  # a backend may raise anything, and the cache works without it
@@ -686,12 +621,6 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """Remove every page of this model and rank from the storage backend."""
         if self.store is not None:
             self.store.clear_store()
-
-    def check_storage_events(self) -> None:
-        """Process the results of the storage tier: revoked prefetches, archives, unused rows, and pages that the
-        backend lost."""
-        if self.store is not None:
-            self.store.check_events()
 
     def iter_announced(self) -> Iterator[tuple[str, BlockStored]]:
         """Return storage key and event of every page that events report in the storage backend."""

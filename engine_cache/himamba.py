@@ -14,15 +14,13 @@ from __future__ import annotations
 from typing import Unpack
 
 from engine_cache.base import EvictParams, EvictResult
-from engine_cache.cache import CacheOptions, TreeCache
+from engine_cache.cache import TreeCache
 from engine_cache.components.component import LruOrder
-from engine_cache.components.mamba import StatePool
-from engine_cache.mamba import node_states
+from engine_cache.mamba import MambaOptions, node_states
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
 from engine_cache.rules import MAMBA
 from engine_cache.storage.base import PoolName
 from engine_cache.tiers.transfer import HybridCacheController
-from engine_cache.tree.node import TreeNode
 from kv_events.errors import InvalidValueError
 
 
@@ -44,14 +42,9 @@ class HiMambaRadixCache(TreeCache):
         controller: HybridCacheController,
         write_policy: str = "write_through",
         load_back_threshold: int = 10,
-        mamba_pool: StatePool | None = None,
-        enable_mamba_extra_buffer: bool = False,
-        mamba_cache_chunk_size: int = 64,
-        **options: Unpack[CacheOptions],
+        **options: Unpack[MambaOptions],
     ) -> None:
-        self._states = node_states(
-            page_size, mamba_allocator, mamba_pool, enable_mamba_extra_buffer, mamba_cache_chunk_size, options
-        )
+        self._states, others = node_states(page_size, mamba_allocator, options)
         self.mamba_allocator = mamba_allocator
         super().__init__(
             page_size=page_size,
@@ -59,7 +52,7 @@ class HiMambaRadixCache(TreeCache):
             components=[self._states],
             rules=MAMBA,
             eviction_policy="lru",
-            **options,
+            **others,
         )
         entry = controller.entry(PoolName.MAMBA)
         if entry.device_allocator is not mamba_allocator:
@@ -73,11 +66,6 @@ class HiMambaRadixCache(TreeCache):
         """Nodes with a state on the device, in order of use."""
         return self._states.device_lru_list
 
-    @property
-    def host_mamba_lru_list(self) -> LruOrder:
-        """Nodes with a state on the host that no transfer uses, in order of use."""
-        return self._states.host_lru_list
-
     def evict_full(self, num_tokens: int) -> EvictResult:
         """Evict device leaves, least recently used first, until `num_tokens` units of KV are free or no leaf is
         left."""
@@ -90,12 +78,3 @@ class HiMambaRadixCache(TreeCache):
         """
         assert self.host is not None
         return self.host.leaves.evict_component(self._states, mamba_num)
-
-    def write_state_backup(self, node: TreeNode) -> bool:
-        """Start to copy to the host a state that arrived at a node after its KV was copied, whether or not that copy is
-        acknowledged.
-
-        Returns False if there is nothing to copy or no room.
-        """
-        assert self.host is not None
-        return self.host.backups.write_late(node)

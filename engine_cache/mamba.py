@@ -22,6 +22,14 @@ from engine_cache.tree.node import TreeNode
 from kv_events.errors import InvalidValueError
 
 
+class MambaOptions(CacheOptions, total=False):
+    """Options of caches with recurrent states. See `MambaRadixCache`."""
+
+    mamba_pool: StatePool | None
+    enable_mamba_extra_buffer: bool
+    mamba_cache_chunk_size: int
+
+
 class MambaRadixCache(TreeCache):
     """A radix tree over device pages and the states at the ends of some of its nodes.
 
@@ -37,15 +45,10 @@ class MambaRadixCache(TreeCache):
         *,
         page_size: int,
         mamba_allocator: MambaSlotAllocator,
-        mamba_pool: StatePool | None = None,
         allocator: PagedTokenToKVPoolAllocator | None = None,
-        enable_mamba_extra_buffer: bool = False,
-        mamba_cache_chunk_size: int = 64,
-        **options: Unpack[CacheOptions],
+        **options: Unpack[MambaOptions],
     ) -> None:
-        self._states = node_states(
-            page_size, mamba_allocator, mamba_pool, enable_mamba_extra_buffer, mamba_cache_chunk_size, options
-        )
+        self._states, others = node_states(page_size, mamba_allocator, options)
         self.mamba_allocator = mamba_allocator
         super().__init__(
             page_size=page_size,
@@ -53,7 +56,7 @@ class MambaRadixCache(TreeCache):
             components=[self._states],
             rules=MAMBA,
             eviction_policy="lru",
-            **options,
+            **others,
         )
 
     @property
@@ -73,24 +76,19 @@ class MambaRadixCache(TreeCache):
 
 
 def node_states(
-    page_size: int,
-    mamba_allocator: MambaSlotAllocator,
-    mamba_pool: StatePool | None,
-    enable_mamba_extra_buffer: bool,
-    mamba_cache_chunk_size: int,
-    options: CacheOptions,
-) -> NodeStates:
-    """Create the component of recurrent states. Raises InvalidValueError that names the invalid argument of the
-    cache."""
-    if not enable_mamba_extra_buffer and page_size != 1:
+    page_size: int, allocator: MambaSlotAllocator, options: MambaOptions
+) -> tuple[NodeStates, CacheOptions]:
+    """Create the component of recurrent states. Returns it and the options that do not concern it.
+
+    Raises InvalidValueError that names the invalid argument of the cache.
+    """
+    pool = options.pop("mamba_pool", None)
+    chunk_size = options.pop("mamba_cache_chunk_size", 64)
+    has_extra_buffer = options.pop("enable_mamba_extra_buffer", False)
+    if not has_extra_buffer and page_size != 1:
         raise InvalidValueError("page_size", page_size, "1 without enable_mamba_extra_buffer")
-    if not enable_mamba_extra_buffer and options.get("is_eagle"):
+    if not has_extra_buffer and options.get("is_eagle"):
         raise InvalidValueError("is_eagle", True, "False without enable_mamba_extra_buffer")
-    if mamba_cache_chunk_size < 1:
-        raise InvalidValueError("mamba_cache_chunk_size", mamba_cache_chunk_size, "a positive integer")
-    return NodeStates(
-        mamba_allocator,
-        state_pool=mamba_pool,
-        chunk_size=mamba_cache_chunk_size,
-        enable_extra_buffer=enable_mamba_extra_buffer,
-    )
+    if chunk_size < 1:
+        raise InvalidValueError("mamba_cache_chunk_size", chunk_size, "a positive integer")
+    return NodeStates(allocator, state_pool=pool, chunk_size=chunk_size, enable_extra_buffer=has_extra_buffer), options

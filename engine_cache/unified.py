@@ -75,15 +75,6 @@ class UnifiedRadixCache(TreeCache):
                 return component
         raise InvalidValueError("kind", kind.name, f"one of {[component.kind.name for component in self.auxiliaries]}")
 
-    def evict_component_on_host(self, component: AuxiliaryComponent, num_rows: int) -> int:
-        """Free host rows of one kind, least recently used first. Returns their number."""
-        return 0 if self.host is None else self.host.leaves.evict_component(component, num_rows)
-
-    def write_auxiliary_backup(self, node: TreeNode) -> bool:
-        """Start to copy the data that a node received after its KV was copied to the host. False if there is nothing to
-        copy or no room."""
-        return False if self.host is None else self.host.backups.write_late(node)
-
     def init_load_back(self, params: InitLoadBackParams) -> tuple[IndexArray, TreeNode]:
         """Load back the missing part of a match.
 

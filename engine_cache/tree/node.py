@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from engine_cache.errors import CacheStateError
 from engine_cache.tree.key import PageKey, RadixKey
@@ -48,32 +52,8 @@ class ComponentData:
         """Tickets of the window locks that continue above this node but found no rows here."""
 
 
-class FullData:
-    """Full KV of a node, with the field names of `ComponentData`."""
-
-    __slots__ = ("_node",)
-
-    def __init__(self, node: TreeNode) -> None:
-        self._node = node
-
-    @property
-    def value(self) -> IndexArray | None:
-        return self._node.value
-
-    @property
-    def host_value(self) -> IndexArray | None:
-        return self._node.host_value
-
-    @property
-    def lock_ref(self) -> int:
-        return self._node.lock_ref
-
-    @property
-    def host_lock_ref(self) -> int:
-        return self._node.host_ref_counter
-
-
 _NUM_AUXILIARIES = len(ComponentType) - 1
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 class TreeNode:
@@ -149,9 +129,14 @@ class TreeNode:
         self.former_parent, self.parent = self.parent, None
 
     @property
-    def component_data(self) -> list[FullData | ComponentData]:
-        """Data of every kind, indexed by `ComponentType`."""
-        return [FullData(self), *(self._auxiliaries or (ComponentData() for _ in range(_NUM_AUXILIARIES)))]
+    def component_data(self) -> list[TreeNode | ComponentData]:
+        """Data of every kind, indexed by `ComponentType`. The data of Full KV are the fields of the node itself."""
+        return [self, *(self._auxiliaries or (ComponentData() for _ in range(_NUM_AUXILIARIES)))]
+
+    @property
+    def host_lock_ref(self) -> int:
+        """`host_ref_counter`, with the name that it has in `ComponentData`."""
+        return self.host_ref_counter
 
     def auxiliary(self, kind: ComponentType) -> ComponentData:
         """Return the data of a kind other than FULL. Raises CacheStateError if the nodes of the tree do not have such
@@ -206,11 +191,9 @@ def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U
     `namespace_seed`."""
     for missing in _path_down(node, lambda n: n.sequence_hash is None):
         assert missing.parent is not None
-        above = missing.parent.sequence_hash
+        key, above = missing.key, missing.parent.sequence_hash
         parent = int(above[-1]) if above is not None and len(above) else None
-        missing.sequence_hash = sequence_hashes(
-            missing.key.raw, page_size, seed, parent, is_bigram=missing.key.is_bigram
-        )
+        missing.sequence_hash = sequence_hashes(key.raw, page_size, seed, parent, is_bigram=key.is_bigram)
     assert node.sequence_hash is not None
     return node.sequence_hash
 
@@ -237,20 +220,11 @@ def split_node_hash_value(
     return child_hash_value[:pages], child_hash_value[pages:]
 
 
-def split_node_sequence_hash(
-    child_sequence_hash: U64Array | None, split_len: int, page_size: int
-) -> tuple[U64Array | None, U64Array | None]:
-    """Return the sequence hashes of both parts. Both are copies, so that neither keeps the memory of the other
-    alive."""
-    assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
-    if child_sequence_hash is None:
-        return None, None
-    pages = split_len // page_size
-    return child_sequence_hash[:pages].copy(), child_sequence_hash[pages:].copy()
-
-
-def split_rows(rows: IndexArray | None, split_len: int) -> tuple[IndexArray | None, IndexArray | None]:
-    """Return the rows of both parts. Both are copies, so that evicting one part releases its memory."""
+def split_rows(
+    rows: npt.NDArray[ScalarT] | None, split_len: int
+) -> tuple[npt.NDArray[ScalarT] | None, npt.NDArray[ScalarT] | None]:
+    """Return the rows, or the sequence hashes, of both parts. Both are copies, so that evicting one part releases its
+    memory."""
     if rows is None:
         return None, None
     return rows[:split_len].copy(), rows[split_len:].copy()

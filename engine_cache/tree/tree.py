@@ -19,7 +19,7 @@ import numpy as np
 from engine_cache.errors import CacheStateError
 from engine_cache.tree.eviction import EvictionPolicy, EvictionQueue
 from engine_cache.tree.key import RadixKey
-from engine_cache.tree.node import TreeNode, split_node_hash_value, split_node_sequence_hash, split_rows
+from engine_cache.tree.node import TreeNode, split_node_hash_value, split_rows
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 
@@ -146,7 +146,7 @@ class RadixTree:
         upper.lock_ref, upper.creation_time = child.lock_ref, child.creation_time
         upper.hit_count = child.hit_count if self._split_copies_hits else 0
         upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, split_len, page_size)
-        upper.sequence_hash, child.sequence_hash = split_node_sequence_hash(child.sequence_hash, split_len, page_size)
+        upper.sequence_hash, child.sequence_hash = split_rows(child.sequence_hash, split_len // page_size)
         upper.host_value, child.host_value = split_rows(child.host_value, split_len)
         upper.write_through_pending_id = child.write_through_pending_id
         parent.children[upper.key.page_key(page_size)] = upper
@@ -235,7 +235,7 @@ class RadixTree:
             self.host_leaves.discard(node)
 
     def lock(self, node: TreeNode) -> int:
-        """Lock the node and its ancestors. Returns the units that become protected.
+        """Lock a node on the device and its ancestors. Returns the units that become protected.
 
         Raises CacheStateError for a node of another tree.
         """
@@ -246,7 +246,7 @@ class RadixTree:
             step.lock_ref += 1
         self.evictable_size -= protected
         self.protected_size += protected
-        self.update_leaf(node)
+        self.device_leaves.discard(node)
         return protected
 
     def unlock(self, node: TreeNode) -> int:
@@ -264,7 +264,8 @@ class RadixTree:
                 released += len(step.key)
         self.evictable_size += released
         self.protected_size -= released
-        self.update_leaf(node)
+        if released and not node.num_device_children:
+            self.device_leaves.add(node)
         return released
 
     def path_to_root(self, node: TreeNode) -> list[TreeNode]:

@@ -369,7 +369,7 @@ def test_a_master_killed_under_traffic_costs_hits_and_nothing_else(own_mooncake_
         assert told
         assert all(rig.store.batch_exists([key]) for key in keys)
         rig.check()
-        assert rig.cache.storage.num_errors == 0
+        assert rig.cache.store.io.num_errors == 0
     threads.close()
 
 

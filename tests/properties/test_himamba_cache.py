@@ -115,7 +115,7 @@ class HiMambaCacheMachine(OldMatches):
 
     def end(self):
         super().end()
-        assert self.cache.mamba_protected_size() == 0
+        assert self.cache.states.protected_size == 0
 
     def settle(self):
         super().settle()

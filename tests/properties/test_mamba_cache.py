@@ -176,7 +176,7 @@ class MambaCacheMachine(CacheMachine):
     def share(self, draw):
         req = draw.choice(self.engine.requests)
         wanted, free = self.to_share(req), self.engine.slots.available_size()
-        room = free + self.cache.mamba_evictable_size() > 0
+        room = free + self.cache.states.evictable_size > 0
         self.cache.cache_unfinished_req(req, chunked=draw.random() < 0.5)
         assert req.prefix_indices.tolist() == self.engine.lines.read(req.req_pool_idx, len(req.token_ids)).tolist()
         self.settle(wanted if room else [], gone=free == 0)

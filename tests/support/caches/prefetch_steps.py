@@ -50,6 +50,6 @@ def nothing_is_left(rig):
     return (
         rig.cache.prefetch_tokens_occupied == 0
         and not rig.cache.ongoing_prefetch
-        and not rig.cache.storage.prefetches
+        and not rig.cache.store.io.prefetches
         and all(node.host_ref_counter == 0 for node in [rig.cache.root_node, *nodes])
     )

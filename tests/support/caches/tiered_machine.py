@@ -30,7 +30,7 @@ class TieredCacheMachine(StorageMachine):
     def begin(self, store="memory", stop="best_effort", emit=True, **options):
         self.rig = rig = self.make_rig(**options)
         self.cache, self.engine = rig.cache, rig.engine
-        self.is_write_back = self.cache.write_policy == "write_back"
+        self.is_write_back = self.cache.host.backups.write_policy == "write_back"
         ordered = {GPU} if self.is_write_back else {GPU, CPU}
         events = self.cache.enable_kv_cache_events
         self.watch(rig.page_size, is_bigram=rig.is_bigram, events=events, ordered=ordered)
@@ -246,8 +246,8 @@ class TieredCacheMachine(StorageMachine):
         assert cache.prefetch_tokens_occupied == 0
         assert cache.protected_size() == 0
         assert all(node.lock_ref == 0 for node in iter_nodes(cache.root_node))
-        if cache.storage is not None:
-            assert not any((cache.storage.prefetches, cache.storage.release_queue))
+        if cache.store is not None:
+            assert not any((cache.store.io.prefetches, cache.store.io.release_queue))
         while list(iter_nodes(cache.root_node)):
             assert self.evict_all()
             self.settle()

@@ -25,7 +25,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
     @operation(weight=5)
     def insert(self, draw):
         super().insert(draw)
-        if self.cache.write_policy == "write_through_selective" and draw.random() < 0.6:
+        if self.cache.host.backups.write_policy == "write_through_selective" and draw.random() < 0.6:
             for _ in range(2):  # so that it is backed up
                 self.rig.insert(*self.inserted)
 
@@ -43,7 +43,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         component, num_rows = draw.choice(self.cache.auxiliaries), draw.randrange(4)
         with_states = [node for node in states_of_windows(self.rig, "host_value") if self.may_leave_the_host(node)]
         free = component.entry.host_pool.available_size()
-        freed = self.cache.evict_component_on_host(component, num_rows)
+        freed = self.cache.host.leaves.evict_component(component, num_rows)
         assert component.entry.host_pool.available_size() == free + freed
         assert freed >= num_rows or not any(self.may_go(component, place.node) for place in self.rig.walk())
         assert lost_windows(self.rig, with_states, "host_value") == []

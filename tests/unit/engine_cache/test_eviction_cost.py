@@ -156,12 +156,12 @@ def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(
         cache.evict(EvictParams(len(others)))
         (node,) = (node for node in cache.evictable_host_leaves if node.key.raw[0] == others[0])
         cache.host.leaves.hold(node)
-    assert cache.controller.kv.host_pool.available_size() == 0
+    assert cache.cache_controller.kv.host_pool.available_size() == 0
     backups, tried = cache.host.backups, []
     write = backups.write
     monkeypatch.setattr(backups, "write", lambda node, **how: tried.append(node) or write(node, **how))
     assert cache.evict(EvictParams(2)).num_tokens_evicted == 0
-    assert cache.controller.kv.host_pool.available_size() == 1, "page 3 went, in vain"
+    assert cache.cache_controller.kv.host_pool.available_size() == 1, "page 3 went, in vain"
     assert tried == list(cache.evictable_leaves) == [leaf]
     check_cache(cache)
 
@@ -203,7 +203,7 @@ def test_leaves_that_are_locked_cost_an_eviction_nothing(monkeypatch):
 def test_an_eviction_that_fails_midway_loses_no_leaf(monkeypatch):
     cache, _ = host_tier(4, "write_back", monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(cache.controller, "write", lambda *_: 1 / 0)
+        patch.setattr(cache.cache_controller, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.evict(EvictParams(2))
     check_cache(cache)

@@ -8,7 +8,7 @@ from engine_cache.tree.node import (
     compute_node_sequence_hashes,
     iter_nodes,
     split_node_hash_value,
-    split_node_sequence_hash,
+    split_rows,
 )
 from kv_events.hashing import hash_str_to_int64
 
@@ -93,13 +93,13 @@ def test_sequence_hashes_roll_from_the_root_down():
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_split_cuts_hashes_between_pages(page_size):
     assert split_node_hash_value(V2, page_size, page_size) == ([V2[0]], [V2[1]])
-    upper, lower = split_node_sequence_hash(np.array([5, 6, 7], np.uint64), 2 * page_size, page_size)
+    upper, lower = split_rows(np.array([5, 6, 7], np.uint64), 2)
     assert (upper.tolist(), lower.tolist()) == ([5, 6], [7])
 
 
 def test_splitting_no_hashes_gives_no_hashes():
     assert split_node_hash_value(None, 16, 16) == (None, None)
-    assert split_node_sequence_hash(None, 16, 16) == (None, None)
+    assert split_rows(None, 1) == (None, None)
 
 
 def test_a_split_inside_a_page_cannot_happen():

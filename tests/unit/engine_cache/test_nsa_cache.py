@@ -89,9 +89,9 @@ def test_a_copy_of_the_index_that_fails_takes_the_copy_of_kv_with_it(monkeypatch
 
 def test_the_index_rides_with_kv_and_other_models_have_nothing_that_does():
     expected = [PoolTransfer(INDEXER, hit_policy=PoolHitPolicy.ALL_PAGES, indices_from_pool=KV)]
-    assert indexer_transfers(NsaRig().cache.controller.group) == expected
-    assert indexer_transfers(Rig().cache.controller.group) == []
-    assert indexer_transfers(Rig(attention="mla").cache.controller.group) == []
+    assert indexer_transfers(NsaRig().cache.cache_controller.group) == expected
+    assert indexer_transfers(Rig().cache.cache_controller.group) == []
+    assert indexer_transfers(Rig(attention="mla").cache.cache_controller.group) == []
 
 
 # --- the store ---

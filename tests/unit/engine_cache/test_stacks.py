@@ -107,7 +107,7 @@ def test_kv_and_every_tensor_of_a_state_come_back_bit_for_bit(layout, use_mla):
 
 def test_a_stack_names_the_group_the_kv_pool_and_the_controller_of_its_cache():
     stack = Mamba().stack
-    assert stack.cache.controller is stack.cache_controller
+    assert stack.cache.cache_controller is stack.cache_controller
     assert stack.token_to_kv_pool_host is stack.cache_controller.group
     assert stack.full_kv_pool_host is stack.token_to_kv_pool_host.get_pool(KV)
     assert stack.cache_controller.transfer_layer_num == 4

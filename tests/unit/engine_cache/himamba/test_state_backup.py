@@ -52,7 +52,7 @@ def test_state_and_slot_stay_until_the_copy_is_acknowledged(rig, in_flight):
 
 def test_one_copy_at_a_time(rig, in_flight):
     rig.insert([1, 2])
-    assert not rig.cache.write_state_backup(in_flight)
+    assert not rig.cache.host.backups.write_late(in_flight)
     assert rig.engine.num_queued(Lane.WRITE) == 1
 
 
@@ -146,7 +146,7 @@ def test_an_engine_that_refuses_leaves_all_as_it_was(rig, late, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine, "submit", refuse)
         with pytest.raises(RuntimeError, match="closed"):
-            rig.cache.write_state_backup(late)
+            rig.cache.host.backups.write_late(late)
     assert (late.mamba_host_value, late.lock_ref, late.host_mamba_ref_counter) == (None, 0, 0)
     assert rig.host_states.available_size() == free
     rig.cache.evict_mamba(5)
@@ -154,7 +154,7 @@ def test_an_engine_that_refuses_leaves_all_as_it_was(rig, late, monkeypatch):
 
 def test_a_state_that_is_there_is_not_written_again(rig):
     upper, _ = two_turns(rig)
-    assert not rig.cache.write_state_backup(upper)
+    assert not rig.cache.host.backups.write_late(upper)
     assert rig.engine.num_queued(Lane.WRITE) == 0
 
 
@@ -162,4 +162,4 @@ def test_a_node_without_kv_on_the_host_or_a_state_has_nothing_to_copy(full_host)
     full_host.insert([1, 2, 3, 4])
     full_host.match([1, 2])
     for tokens in ([1, 2], [1, 2, 3, 4]):
-        assert not full_host.cache.write_state_backup(node_of(full_host, tokens))
+        assert not full_host.cache.host.backups.write_late(node_of(full_host, tokens))

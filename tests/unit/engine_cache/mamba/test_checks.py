@@ -12,7 +12,7 @@ def test_reset_forgets_states_too(rig):
     rig.cache.reset()
     rig.pool.clear()
     rig.slots.clear()
-    assert (rig.cache.mamba_evictable_size(), rig.cache.mamba_protected_size()) == (0, 0)
+    assert (rig.cache.states.evictable_size, rig.cache.states.protected_size) == (0, 0)
     assert rig.match([1, 2]).device_indices.tolist() == []
     assert isinstance(rig.cache.take_events()[-1], AllBlocksCleared)
 

@@ -47,7 +47,7 @@ def test_a_request_that_no_slot_is_left_for_gets_an_error_and_leaves_no_lock():
     rig.insert([1, 2])
     with pytest.raises(PoolExhaustedError, match="request r needs a state slot: 0 of 1 free"):
         rig.match([1, 2], cow_mamba=True, req=Request("r", [], 0))
-    assert (rig.cache.protected_size(), rig.cache.mamba_protected_size()) == (0, 0)
+    assert (rig.cache.protected_size(), rig.cache.states.protected_size) == (0, 0)
     assert issubclass(PoolExhaustedError, RuntimeError)
     check_cache(rig.cache, NOTHING, NOTHING)
 
@@ -68,6 +68,6 @@ def test_an_eviction_that_fails_leaves_no_lock_behind():
     req = Request("r", [], 0)
     with pytest.raises(RuntimeError, match="injected"):
         rig.match([1, 2], cow_mamba=True, req=req)
-    assert (rig.cache.protected_size(), rig.cache.mamba_protected_size(), req.mamba_pool_idx) == (0, 0, None)
+    assert (rig.cache.protected_size(), rig.cache.states.protected_size, req.mamba_pool_idx) == (0, 0, None)
     rig.cache.evict_mamba = evict_mamba
     check_cache(rig.cache, NOTHING, NOTHING)

@@ -94,12 +94,12 @@ def test_locks_keep_the_way_and_the_state_but_not_the_states_on_the_way(rig):
     rig.insert([1])
     rig.insert([1, 2])
     node = rig.lock([1, 2])
-    assert (rig.cache.protected_size(), rig.cache.mamba_protected_size()) == (2, 1)
+    assert (rig.cache.protected_size(), rig.cache.states.protected_size) == (2, 1)
     assert rig.cache.evict(EvictParams(9, mamba_num=9)) == EvictResult(0, 1)
     assert len(rig.match([1, 2]).device_indices) == 2
     assert rig.match([1]).device_indices.tolist() == []
     rig.cache.dec_lock_ref(node)
-    assert (rig.cache.mamba_evictable_size(), rig.cache.mamba_protected_size()) == (1, 0)
+    assert (rig.cache.states.evictable_size, rig.cache.states.protected_size) == (1, 0)
 
 
 def test_a_tombstone_that_loses_its_last_child_under_a_lock_goes_when_unlocked(rig):
@@ -120,10 +120,10 @@ def test_a_state_given_to_a_locked_tombstone_is_locked(rig):
     tombstone = rig.node([1, 2])
     rig.cache.inc_lock_ref(tombstone)
     rig.insert([1, 2])
-    assert rig.cache.mamba_protected_size() == 1
+    assert rig.cache.states.protected_size == 1
     assert rig.cache.evict_mamba(9).mamba_num_evicted == 1
     rig.cache.dec_lock_ref(tombstone)
-    assert rig.cache.mamba_evictable_size() == 1
+    assert rig.cache.states.evictable_size == 1
 
 
 def test_unlocking_a_node_that_only_a_deeper_lock_holds_raises_and_changes_nothing(rig):

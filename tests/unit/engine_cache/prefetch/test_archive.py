@@ -24,7 +24,7 @@ def test_what_is_acknowledged_on_the_host_is_archived():
     run(rig, Lane.ARCHIVE)
     assert store.batches == [("set", PoolName.KV, 3), ("set", PoolName.KV, 1)]
     assert [key for _, key in store.pages] == page_hashes(PROMPT)
-    rig.cache.check_storage_events()
+    rig.cache.store.check_events()
     assert node.host_ref_counter == 0
 
 
@@ -47,7 +47,7 @@ def test_an_archive_that_fails_is_acknowledged(fault, value):
     rig.insert([1, 2])
     rig.settle()
     assert nothing_is_left(rig)
-    assert rig.cache.storage.num_errors == (fault == "broken")
+    assert rig.cache.store.io.num_errors == (fault == "broken")
     assert ("BlockStored", DISK, [1, 2]) not in rig.events()
 
 
@@ -73,7 +73,7 @@ def test_an_archived_page_is_announced_once_and_withdrawn_when_it_was_removed():
     on_disk = [event for event in rig.events() if event[1] is DISK]
     assert on_disk == [("BlockStored", DISK, [1, 2]), ("BlockStored", DISK, [3, 4])]
     store.lose(page_hashes([1, 2, 3, 4])[1])
-    rig.cache.check_storage_events()
+    rig.cache.store.check_events()
     assert rig.events() == [("BlockRemoved", DISK, None)]
     rig.cache.clear_storage_backend()
     assert rig.events() == [("BlockRemoved", DISK, None)]

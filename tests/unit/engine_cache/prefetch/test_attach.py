@@ -28,7 +28,7 @@ def test_one_store_at_a_time(store, rig):
     assert rig.cache.attach_storage_backend(MemoryStorage())[0] is False
     ok, word = rig.cache.attach_storage_backend(store, StoragePolicy(stop="wait_complete"))
     assert (ok, word) == (True, "attached already, policy updated")
-    assert rig.cache.storage.policy.stop == "wait_complete"
+    assert rig.cache.store.io.policy.stop == "wait_complete"
 
 
 def test_a_store_has_one_cache_at_a_time(caplog):
@@ -54,7 +54,7 @@ def test_a_store_that_is_attached_once_more_without_a_policy_keeps_its_own(store
     policy = StoragePolicy(2, stop="wait_complete", emit_storage_events=True)
     assert rig.cache.attach_storage_backend(store, policy)[0]
     assert rig.cache.attach_storage_backend(store) == (True, "attached already")
-    assert rig.cache.storage.policy == policy
+    assert rig.cache.store.io.policy == policy
 
 
 def test_a_pool_without_bytes_takes_no_store():
@@ -106,10 +106,10 @@ def test_a_store_that_does_not_take_the_pools_is_refused_and_the_cache_works_wit
     assert not ok
     assert str(error) in word
     assert "does not take the pools" in caplog.text
-    assert rig.cache.storage is None
+    assert rig.cache.store is None
     rig.insert(PROMPT)
     rig.settle()
-    assert attach(rig, MemoryStorage()).cache.storage is not None
+    assert attach(rig, MemoryStorage()).cache.store is not None
 
 
 def test_a_store_that_refuses_one_pool_knows_none(monkeypatch):

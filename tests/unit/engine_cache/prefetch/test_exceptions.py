@@ -60,7 +60,7 @@ def free(rig):
 def assert_nothing_is_held(rig, free_before):
     cache = rig.cache
     assert free(rig) == free_before
-    assert (cache.ongoing_prefetch, cache.prefetch_tokens_occupied, cache.storage.prefetches) == ({}, 0, [])
+    assert (cache.ongoing_prefetch, cache.prefetch_tokens_occupied, cache.store.io.prefetches) == ({}, 0, [])
     assert [node for node in iter_nodes(cache.root_node) if node.host_ref_counter] == []
     cache.release_aborted_request("r")
     assert cache.check_prefetch_progress("r")
@@ -151,7 +151,7 @@ def test_what_the_tree_has_taken_before_it_failed_is_the_trees(rig, monkeypatch)
 @pytest.mark.parametrize("lane", [Lane.PREFETCH, Lane.ARCHIVE])
 def test_an_operation_that_the_engine_takes_no_further_ends(rig, monkeypatch, lane):
     before = free(rig)
-    rig.cache.storage.policy = StoragePolicy(1, batch_pages=1, stop="wait_complete")
+    rig.cache.store.io.policy = StoragePolicy(1, batch_pages=1, stop="wait_complete")
     if lane is Lane.PREFETCH:
         begin(rig)
     else:
@@ -162,7 +162,7 @@ def test_an_operation_that_the_engine_takes_no_further_ends(rig, monkeypatch, la
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine, "submit", refuse)
         rig.engine.step(lane)
-    assert rig.cache.storage.num_errors == 1
+    assert rig.cache.store.io.num_errors == 1
     if lane is Lane.PREFETCH:
         finish(rig)
     rig.cache.check_hicache_events()

@@ -96,7 +96,7 @@ def test_a_hit_that_is_shorter_gives_its_tail_back_at_once(store, rig):
     store.lose(page_hashes(PROMPT)[2])
     prefetch(rig)
     rig.engine.step(Lane.PREFETCH)
-    rig.cache.check_storage_events()
+    rig.cache.store.check_events()
     assert rig.host.available_size() == rig.host.size - 4
     run(rig)
     rig.cache.check_prefetch_progress("r")
@@ -132,7 +132,7 @@ def test_a_store_that_breaks_costs_the_rest_of_the_prefetch_only(store, rig, ste
     store.broken = True
     run(rig)
     rig.cache.check_prefetch_progress("r")
-    assert rig.cache.storage.num_errors == 1
+    assert rig.cache.store.io.num_errors == 1
     assert rig.cache.pop_prefetch_loaded_tokens("r") == (4 if steps == 2 else 0)
     assert nothing_is_left(rig)
 

@@ -13,7 +13,7 @@ CPU = StorageMedium.CPU
 def test_nothing_is_begun_without_a_store_or_for_too_little(rig):
     assert prefetch(Rig()) is None
     assert prefetch(rig, [1]) is None
-    rig.cache.storage.policy = StoragePolicy()
+    rig.cache.store.io.policy = StoragePolicy()
     assert prefetch(rig) is None
     assert rig.cache.root_node.host_ref_counter == 0
 
@@ -68,7 +68,7 @@ def test_a_prefetch_evicts_from_the_host_but_not_its_anchor(store):
     rig.insert(PROMPT[:4])
     rig.settle()
     rig.cache.evict(EvictParams(4))
-    rig.cache.storage.policy = StoragePolicy(prefetch_threshold=2, batch_pages=2)
+    rig.cache.store.io.policy = StoragePolicy(prefetch_threshold=2, batch_pages=2)
     held = rig.host.alloc(rig.host.available_size())
     assert prefetch(rig) is None
     assert len(rig.held(CPU)) == 2

@@ -35,7 +35,7 @@ def test_timeout_waits_for_its_time(store):
     prefetch(rig)
     rig.engine.step(Lane.PREFETCH)
     assert not rig.cache.check_prefetch_progress("r")
-    rig.cache.storage.policy = StoragePolicy(stop="timeout", timeout_base_s=0, timeout_per_1024_s=0)
+    rig.cache.store.io.policy = StoragePolicy(stop="timeout", timeout_base_s=0, timeout_per_1024_s=0)
     assert rig.cache.check_prefetch_progress("r")
     run(rig)
     assert nothing_is_left(rig)

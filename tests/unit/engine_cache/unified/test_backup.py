@@ -191,7 +191,7 @@ def test_what_is_being_archived_stays_on_the_host_across_a_split():
     rig.cache.evict(EvictParams(100))
     rig.match(AB)
     assert rig.cache.evict_host(100) == 0
-    assert [rig.cache.evict_component_on_host(each, 100) for each in rig.cache.auxiliaries] == [0, 0]
+    assert [rig.cache.host.leaves.evict_component(each, 100) for each in rig.cache.auxiliaries] == [0, 0]
     rig.settle()
     assert len(store.pages) == 7
     assert rig.cache.evict_host(100) == 6

@@ -143,7 +143,7 @@ def test_pools_that_live_on_the_rows_of_kv_ride_along_with_every_transfer():
     cache = make([], pages)
     indexer = PoolEntry(PoolName.INDEXER, HostPool(20, 2), None, pages, share_indices_with_anchor=True)
     cache.init_hicache(controller(pages, indexer))
-    (extra,) = indexer_transfers(cache.controller.group)
+    (extra,) = indexer_transfers(cache.cache_controller.group)
     assert (extra.name, extra.indices_from_pool) == (PoolName.INDEXER, PoolName.KV)
 
 

@@ -111,7 +111,7 @@ def test_a_host_leaf_that_loses_one_kind_goes_as_a_whole(kind):
     component.host_lru_list.move_to_end(rig.node_of(AB))
     assert len(list_of) == 3
     rig.events()
-    assert rig.cache.evict_component_on_host(component, 1) == (1 if kind == "mamba" else 2)
+    assert rig.cache.host.leaves.evict_component(component, 1) == (1 if kind == "mamba" else 2)
     assert rig.events() == [("BlockRemoved", "CPU_PINNED", None)]
     assert rig.match(ABC).best_match_node is rig.node_of(AB)
     rig.check()
@@ -123,9 +123,9 @@ def test_an_inner_node_of_the_host_loses_one_kind_silently():
     rig.events()
     mamba, swa = rig.cache.auxiliaries
     rig.match(ABC)
-    assert rig.cache.evict_component_on_host(mamba, 1) == 1
+    assert rig.cache.host.leaves.evict_component(mamba, 1) == 1
     assert (has(rig, A, "mamba"), has(rig, A, "swa")) == ((False, False), (False, True))
-    assert rig.cache.evict_component_on_host(swa, 1) == 2
+    assert rig.cache.host.leaves.evict_component(swa, 1) == 2
     assert rig.events() == []
     rig.check()
 

@@ -135,7 +135,7 @@ def test_host_data_that_a_transfer_needs_leave_the_host_lists_across_splits():
     assert [len(each.host_lru_list) for each in (mamba, swa)] == [0, 0]
     rig.match(AB)
     for component in (mamba, swa):
-        assert rig.cache.evict_component_on_host(component, 100) == 0
+        assert rig.cache.host.leaves.evict_component(component, 100) == 0
     release()
     assert [len(each.host_lru_list) for each in (mamba, swa)] == [1, 2]
     rig.check()

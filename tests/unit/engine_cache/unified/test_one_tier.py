@@ -15,7 +15,6 @@ CALLS = {
     "loading_check": ((), None),
     "ready_to_load_host_cache": ((), -1),
     "evict_host": ((4,), 0),
-    "check_storage_events": ((), None),
     "clear_storage_backend": ((), None),
     "detach_storage_backend": ((), (True, "no store is attached")),
     "attach_storage_backend": ((MemoryStorage(),), (False, "there is no host tier for a store to stand behind")),
@@ -23,7 +22,7 @@ CALLS = {
     "pop_prefetch_loaded_tokens": (("r",), 0),
     "release_aborted_request": (("r",), None),
 }
-OF_A_NODE = {"write_backup": 0, "write_auxiliary_backup": False, "load_back": None}
+OF_A_NODE = {"write_backup": 0, "load_back": None}
 
 
 @pytest.fixture

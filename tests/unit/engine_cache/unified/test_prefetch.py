@@ -150,7 +150,7 @@ def test_a_prefetch_is_cut_to_the_pages_that_are_free_without_a_second_eviction(
 
 def test_a_cut_below_the_threshold_is_not_worth_it():
     rig = attached((), archived((), ABCD))
-    rig.cache.storage.policy = StoragePolicy(6)
+    rig.cache.store.io.policy = StoragePolicy(6)
     taken = rig.host.alloc(rig.host.size - 4)
     prefetch(rig, ABCD)
     assert (rig.cache.ongoing_prefetch, rig.cache.root_node.host_ref_counter, rig.host.available_size()) == ({}, 0, 4)
@@ -166,7 +166,7 @@ def test_the_anchor_keeps_what_it_has_on_the_host_of_each_kind_until_the_end():
     prefetch(rig, ABCD)
     anchor = rig.node_of(AB)
     assert rig.cache.evict_host(100) == 0
-    assert [rig.cache.evict_component_on_host(each, 100) for each in rig.cache.auxiliaries] == [0, 0]
+    assert [rig.cache.host.leaves.evict_component(each, 100) for each in rig.cache.auxiliaries] == [0, 0]
     assert [rig.data(anchor, kind).host_lock_ref for kind in ("full", "mamba", "swa")] == [1, 1, 1]
     finish(rig)
     assert [rig.data(anchor, kind).host_lock_ref for kind in ("full", "mamba", "swa")] == [0, 0, 0]
