@@ -38,8 +38,7 @@ class MatchResult(NamedTuple):
     host_hit_length: int = 0
     """Units that a load-back would add to `device_indices`."""
     mamba_branching_seqlen: int | None = None
-    """A length, in whole chunks, at which a state would be useful. Set if KV continues beyond the last recurrent
-    state."""
+    """A length, in whole chunks, at which a state would be useful. Set if KV continues beyond the last state."""
     mamba_host_hit_length: int = 0
     """Recurrent states that a load-back would copy to the device, 0 or 1."""
     swa_host_hit_length: int = 0

@@ -210,8 +210,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return self.tree.host_leaves
 
     def sanity_check(self) -> None:
-        """Recount sizes, locks, leaves and LRU lists. Raises CacheStateError with both figures at the first
-        mismatch."""
+        """Recount sizes, locks, leaves and LRU lists. Raises CacheStateError with both figures of a mismatch."""
         check_tree(self.tree, self.auxiliaries)
 
     # --- match and insert -------------------------------------------------------------------------------------------
@@ -478,8 +477,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self.writing_check()
 
     def loading_check(self) -> None:
-        """Unlock the nodes whose load has finished. Raises TransferError if a load failed; the cache must then be
-        reset."""
+        """Unlock the nodes whose load has finished. Raises TransferError after a failed load: reset the cache then."""
         if self.host is not None:
             self.host.loads.loading_check()
 
@@ -566,8 +564,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
 
     @property
     def num_skipped_archives(self) -> int:
-        """Number of nodes, since the cache was created, that were not archived because too many host rows were waiting
-        for it."""
+        """Number of nodes, since the cache was created, not archived because too many host rows were waiting."""
         return self._num_skipped_archives + (0 if self.store is None else self.store.num_skipped_archives)
 
     def attach_storage_backend(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> tuple[bool, str]:
@@ -663,8 +660,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return last_hash
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        """Return whether the request can stop waiting. The first time it can, the fetched pages are inserted into the
-        tree."""
+        """Return whether the request can stop waiting. The first time it can, the tree receives the fetched pages."""
         if self.store is None or req_id not in self.store.ongoing_prefetches:
             return True
         loaded = self.store.finish_prefetch(req_id)

@@ -67,8 +67,7 @@ class HiMambaRadixCache(TreeCache):
         return self._states.device_lru_list
 
     def evict_full(self, num_tokens: int) -> EvictResult:
-        """Evict device leaves, least recently used first, until `num_tokens` units of KV are free or no leaf is
-        left."""
+        """Evict device leaves, least recently used first, until `num_tokens` units are free or no leaf is left."""
         return self.evict(EvictParams(num_tokens))
 
     def evict_mamba_host(self, mamba_num: int) -> int:

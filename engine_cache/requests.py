@@ -192,8 +192,7 @@ class Requests:
         return slot
 
     def _free_slots(self, req: Request, given: IndexArray | None) -> None:
-        """Free the slots of a request except the one that the tree accepted. A slot that a load still fills is freed
-        when the load has ended."""
+        """Free the slots of a request that the tree did not accept. A slot that a load still fills is freed later."""
         assert self._states is not None
         for slot in (req.mamba_pool_idx, req.mamba_track_idx):
             if slot is not None and slot is not given and not self._states.loading_slots.release(slot):

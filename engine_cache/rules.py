@@ -30,8 +30,7 @@ class Rules:
     keeps_kv_above_host_children: bool = True
     """Whether a node that loses its state but has children on the host keeps its KV on the device."""
     evicts_shortage_only: bool = False
-    """Whether a backup or load-back without room evicts only the missing amount. Otherwise it evicts its whole
-    length."""
+    """Whether a backup or load-back without room evicts only the missing amount, not its whole length."""
     shares_eviction: bool = False
     """Whether states freed together with KV count towards the states that an eviction has to free."""
     backs_up_parents: bool = False

@@ -81,8 +81,7 @@ class StackOptions(TypedDict, total=False):
 
 
 class HybridStack(Generic[CacheT]):
-    """A cache with its controller and pools. `close`, or leaving the context, waits for running copies and releases
-    everything."""
+    """A cache with its controller and pools. `close` or the end of the context waits for copies and releases all."""
 
     def __init__(self, cache: CacheT, controller: HybridCacheController, opened: ExitStack) -> None:
         self.cache = cache
@@ -197,7 +196,9 @@ def build_hybrid_stack(
         try:
             group = _host_pools(specs, config, opened)
             step = "store"
-            store = _opened_store(options, opened)
+            store = options["open_store"]() if "open_store" in options else None
+            if store is not None:
+                opened.callback(store.close)
             step = "copy engine"
             engine = _engine(specs, options)
             opened.callback(engine.close)
@@ -218,22 +219,15 @@ def build_hybrid_stack(
 
 def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitStack) -> HostPoolGroup:
     """Allocate the host pools, all or none; `opened` releases them."""
-    from engine_cache.pools.host_memory import allocate_host_pools
+    from engine_cache.pools.host_tensors import allocate_host_pools
 
     entries: list[PoolEntry] = []
     for spec in specs:
-        anchor = entries[0] if entries else None
-        entries.append(
-            PoolEntry(
-                spec.name,
-                _planned_host_pool(spec, anchor, config),
-                spec.device_pool,
-                spec.device_allocator,
-                spec.layers.get,
-                is_primary_index_anchor=anchor is None,
-                share_indices_with_anchor=spec.share_indices_with_anchor,
-            )
-        )
+        pool = _planned_host_pool(spec, entries[0] if entries else None, config)
+        entry = PoolEntry(spec.name, pool, spec.device_pool, spec.device_allocator, spec.layers.get)
+        entry.is_primary_index_anchor = not entries
+        entry.share_indices_with_anchor = spec.share_indices_with_anchor
+        entries.append(entry)
     group = HostPoolGroup(entries)
     pools: list[Any] = [entry.host_pool for entry in entries]
     allocate_host_pools(pools, config.reserve_bytes)
@@ -244,17 +238,15 @@ def _host_pools(specs: Sequence[PoolSpec], config: HostTierConfig, opened: ExitS
 
 def _planned_host_pool(spec: PoolSpec, anchor: PoolEntry | None, config: HostTierConfig) -> HostPool:
     """Create a host pool without allocating its tensors."""
-    options: dict[str, Any] = {"name": spec.name.value, "layout": config.layout, "allocate": False}
+    size: dict[str, Any] = {"ratio": config.ratio}
     if anchor is None:
-        options |= {"ratio": config.ratio, "host_size_gb": config.host_size_gb}
+        size["host_size_gb"] = config.host_size_gb
     elif spec.share_indices_with_anchor:
-        options |= {"anchor": anchor.host_pool}
+        size = {"anchor": anchor.host_pool}
     elif config.host_size_gb:
-        options |= {"ratio": anchor.host_pool.size / anchor.device_allocator.size}
-    else:
-        options |= {"ratio": config.ratio}
-    pool: HostPool = spec.make_host_pool(spec.device_pool, **options)
-    return pool
+        size["ratio"] = anchor.host_pool.size / anchor.device_allocator.size
+    make: Callable[..., HostPool] = spec.make_host_pool
+    return make(spec.device_pool, name=spec.name.value, layout=config.layout, allocate=False, **size)
 
 
 def _rows_of_kv(name: PoolName, pool: Any, allocator: RowAllocator, layers: Mapping[int, int]) -> PoolSpec:
@@ -271,11 +263,3 @@ def _engine(specs: Sequence[PoolSpec], options: StackOptions) -> CopyEngine:
     from engine_cache.tiers.cuda import copy_engine_for
 
     return copy_engine_for(specs[0].device_pool.shape.device)
-
-
-def _opened_store(options: StackOptions, opened: ExitStack) -> HiCacheStorage | None:
-    if "open_store" not in options:
-        return None
-    store = options["open_store"]()
-    opened.callback(store.close)
-    return store

@@ -23,7 +23,7 @@ from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.pools.swa_allocator import SWATokenToKVPoolAllocator
 from engine_cache.rules import UNIFIED
 from engine_cache.tiers.transfer import HiCacheController
-from engine_cache.tree.node import ComponentType, TreeNode
+from engine_cache.tree.node import ComponentType, TreeNode, path_down
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 
@@ -88,7 +88,9 @@ class UnifiedRadixCache(TreeCache):
         if req is None or req.last_node is None:
             raise InvalidValueError("req", req, "a request with a last_node")
         start = req.last_node
-        added = _path_below(start, node) if node.former_parent is None else []
+        added = path_down(node, lambda step: step is not start)
+        if node.former_parent is None and (added[0].parent if added else node) is not start:
+            raise InvalidValueError("req.last_node", f"node {start.id}", f"a node on the way to node {node.id}")
         is_wanted = node.value is None or params.host_hit_length > 0
         if not is_wanted and req.swa_host_hit_length <= 0 and req.mamba_host_hit_length <= 0:
             return no_indices(), start
@@ -105,22 +107,8 @@ class UnifiedRadixCache(TreeCache):
             self._requests.copy_on_write(req, self.states.data(node).value, [node])
 
     def _is_usable(self, node: TreeNode) -> bool:
-        """Return whether a match can still end at a node. The node may have lost data or been deleted since the
-        match."""
+        """Return whether a match can still end at a node, which may have lost data or been deleted since."""
         if node.former_parent is not None:
             return False
         path = self.tree.path_to_root(node)[::-1]
         return self._matched(path).num_best == len(path)
-
-
-def _path_below(start: TreeNode, node: TreeNode) -> list[TreeNode]:
-    """Return the nodes on the path from `start`, which is excluded, down to `node`."""
-    path = []
-    step: TreeNode | None = node
-    while step is not start:
-        if step is None:
-            raise InvalidValueError("req.last_node", f"node {start.id}", f"a node on the way to node {node.id}")
-        path.append(step)
-        step = step.parent
-    path.reverse()
-    return path

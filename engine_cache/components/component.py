@@ -28,6 +28,8 @@ from kv_events.schema import StorageMedium
 
 LockTicket: TypeAlias = int
 """The value with which a component releases a lock."""
+NODE_LOCK: LockTicket = 1
+"""The ticket of a lock that covers a single node."""
 LruOrder: TypeAlias = OrderedDict[TreeNode, None]
 """Nodes in order of use, least recently used first."""
 
@@ -62,8 +64,7 @@ class AuxiliaryComponent(TreeComponent):
 
     pool: ClassVar[PoolName]
     eviction_priority: ClassVar[int]
-    """A node that loses its data of this kind, but stays, also loses its data of kinds with this priority or a lower
-    one."""
+    """A node that stays but loses data of this kind also loses data of kinds with this priority or a lower one."""
     event_group: str
     """Name of the kind in group events; see `kv_events.streams`."""
     pages_told: ClassVar[slice] = ALL_PAGES
@@ -169,6 +170,11 @@ class AuxiliaryComponent(TreeComponent):
         if self.data(node).host_value is not None:
             self.events.group_store(self.event_group, node, StorageMedium.CPU, self.pages_told)
 
+    def is_filled_on_host(self, node: TreeNode) -> bool:
+        """Return whether the node has data on the host that no backup is still writing."""
+        data = self.data(node)
+        return data.host_value is not None and data.pending_id is None
+
     def is_on_host_list(self, node: TreeNode) -> bool:
         """Return whether the node belongs in `host_lru_list`."""
         data = self.data(node)
@@ -198,8 +204,7 @@ class AuxiliaryComponent(TreeComponent):
 
     @abstractmethod
     def acquire(self, node: TreeNode) -> LockTicket | None:
-        """Lock the device data that a user of the node needs. Returns None if there is no such data and nothing is
-        locked."""
+        """Lock the device data that a user of the node needs. Returns None, and locks nothing, without such data."""
 
     @abstractmethod
     def release(self, node: TreeNode, ticket: LockTicket) -> None:
@@ -207,8 +212,7 @@ class AuxiliaryComponent(TreeComponent):
 
     @abstractmethod
     def acquire_host(self, node: TreeNode) -> LockTicket | None:
-        """Lock the host data that a user of the node needs. Returns None if there is no such data and nothing is
-        locked."""
+        """Lock the host data that a user of the node needs. Returns None, and locks nothing, without such data."""
 
     @abstractmethod
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
@@ -250,8 +254,7 @@ class AuxiliaryComponent(TreeComponent):
         """Handle a split: the new node `upper` has received the first `split_len` units of `lower`."""
 
     def check_insert(self, params: InsertParams) -> None:
-        """Check an insert before it changes anything. Raises InvalidValueError if data that this kind requires is
-        missing."""
+        """Check an insert before it changes anything. Raises InvalidValueError if data of this kind is missing."""
 
     def should_skip_leaf_creation(self, end: int, params: InsertParams) -> bool:
         """Return whether a leaf that ends after `end` units of the key would be unusable."""
@@ -265,12 +268,10 @@ class AuxiliaryComponent(TreeComponent):
         """
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
-        """Handle a node that received Full rows from the caller, because it is a new leaf or because it was evicted
-        before."""
+        """Handle a node that received Full rows from the caller: a new leaf, or a node that was evicted."""
 
     def finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        """Handle the end of an insert at the last node of the key. Returns False if the tree did not accept everything
-        in `params`."""
+        """Handle the last node of an insert. Returns False if the tree did not accept everything in `params`."""
         return True
 
     # --- transfers --------------------------------------------------------------------------------------------------
@@ -281,8 +282,7 @@ class AuxiliaryComponent(TreeComponent):
 
     @abstractmethod
     def load_transfers(self, node: TreeNode, req: Request | None) -> list[PoolTransfer]:
-        """Return the transfers from the host, with `nodes_to_load`, after which a match on the device can end at the
-        node."""
+        """Return the transfers from the host, with `nodes_to_load`, that let a device match end at the node."""
 
     @abstractmethod
     def commit_load(self, ack_id: int, node: TreeNode, transfers: list[PoolTransfer], req: Request | None) -> None:
@@ -304,8 +304,7 @@ class AuxiliaryComponent(TreeComponent):
 
     @abstractmethod
     def commit_prefetch(self, end: TreeNode, fetched: PoolTransfer, operation: PrefetchOperation) -> None:
-        """Give the rows that were read to the last nodes of the fetched prefix, which ends at `end`, and free the
-        others."""
+        """Give the rows that were read to the last nodes of the prefix, which ends at `end`, and free the others."""
 
 
 def oldest_first(listed: LruOrder) -> Iterator[TreeNode]:

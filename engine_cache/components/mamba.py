@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from engine_cache.base import InsertParams, MatchResult, Request
-from engine_cache.components.component import AuxiliaryComponent, LockTicket
+from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, LockTicket
 from engine_cache.components.loading_slots import LoadingSlots
 from engine_cache.components.match import MatchedPath, MatchValidator
 from engine_cache.pools.allocators import MambaSlotAllocator, PagedTokenToKVPoolAllocator
@@ -20,8 +20,6 @@ from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 from kv_events.streams import MAMBA_GROUP
-
-_LOCKED: LockTicket = 1
 
 
 class StatePool(Protocol):
@@ -114,7 +112,7 @@ class MambaComponent(AuxiliaryComponent):
         if self.data(node).value is None:
             return None
         self.lock(node)
-        return _LOCKED
+        return NODE_LOCK
 
     def release(self, node: TreeNode, ticket: LockTicket) -> None:
         self.unlock(node)
@@ -123,7 +121,7 @@ class MambaComponent(AuxiliaryComponent):
         if self.data(node).host_value is None:
             return None
         self.lock_host(node)
-        return _LOCKED
+        return NODE_LOCK
 
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
         self.unlock_host(node)
@@ -208,14 +206,13 @@ class NodeStates(MambaComponent):
 
     def acquire(self, node: TreeNode) -> LockTicket | None:
         self.lock(node)
-        return _LOCKED
+        return NODE_LOCK
 
     def acquire_host(self, node: TreeNode) -> LockTicket | None:
         self.lock_host(node)
-        return _LOCKED
+        return NODE_LOCK
 
 
 def _trailing_state(slot: IndexArray | None, keys: list[str]) -> PoolTransfer:
-    """Return the transfer of the state at the end of a prefix. In a storage backend, that is the state of the last
-    stored page."""
+    """Return the transfer of the state at the end of a prefix: in a storage backend, that of the last page."""
     return PoolTransfer(PoolName.MAMBA, host_indices=slot, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)

@@ -99,8 +99,7 @@ class SWAComponent(AuxiliaryComponent):
             step = step.parent
 
     def _to_load(self, node: TreeNode) -> list[TreeNode]:
-        """Return the nodes of the window whose SWA rows are on the host only, root side first, without those above a
-        gap."""
+        """Return the nodes of the window with SWA rows on the host only, root side first, up to the first gap."""
         nodes = []
         for step in self._window_above(node):
             data = self.data(step)
@@ -207,8 +206,7 @@ class SWAComponent(AuxiliaryComponent):
         return params.swa_evicted_seqlen >= end
 
     def update_on_overlap(self, node: TreeNode, start: int, rows: IndexArray, params: InsertParams) -> None:
-        """Move the SWA rows of the caller to a tombstone. The tombstone keeps its own Full rows, which may be in
-        use."""
+        """Move the SWA rows of the caller to a tombstone, which keeps its own Full rows: they may be in use."""
         bare = self._bare_units(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
         if self.data(node).value is not None or bare >= len(node.key):
             return
@@ -234,8 +232,7 @@ class SWAComponent(AuxiliaryComponent):
             self.tree.split(node, beyond)
 
     def _bare_units(self, start: int, evicted: int) -> int:
-        """Return the number of leading units without SWA rows, in whole pages, of a node that begins after `start`
-        units."""
+        """Return how many leading units, in whole pages, of a node after `start` units have no SWA rows."""
         page_size = self.allocator.page_size
         return -(-max(0, evicted - start) // page_size) * page_size
 

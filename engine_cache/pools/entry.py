@@ -10,20 +10,25 @@ from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
 
-RowAlloc = Callable[[int], IndexArray | None]
 LayerMapper = Callable[[int], int | None]
 
 
-class HostPool(Protocol):
-    """What a controller requires of a host pool."""
+class RowAllocator(Protocol):
+    """What a controller requires of an allocator of rows."""
 
     size: int
+
+    def alloc(self, need_size: int) -> IndexArray | None: ...
+    def free(self, indices: IndexArray) -> None: ...
+
+
+class HostPool(RowAllocator, Protocol):
+    """What a controller requires of a host pool."""
+
     page_size: int
     layer_num: int
     layout: str
 
-    def alloc(self, need_size: int) -> IndexArray | None: ...
-    def free(self, indices: IndexArray) -> None: ...
     def free_pages(self) -> IndexArray: ...
     def clear(self) -> None: ...
     def available_size(self) -> int: ...
@@ -37,15 +42,6 @@ class HostPool(Protocol):
         self, device_pool: Any, host_indices: IndexArray, device_indices: IndexArray, layer_id: int
     ) -> None:
         """Copy the pool's layer `layer_id` to the device. Return when the bytes are there or queued on the stream."""
-
-
-class RowAllocator(Protocol):
-    """What a controller requires of an allocator of device rows."""
-
-    size: int
-
-    def alloc(self, need_size: int) -> IndexArray | None: ...
-    def free(self, indices: IndexArray) -> None: ...
 
 
 @dataclass(slots=True)
@@ -74,11 +70,11 @@ class PoolEntry:
 
     def alloc_host(self, num_rows: int) -> IndexArray | None:
         """Allocate host rows, after an eviction if necessary. None if there is no room."""
-        return _alloc_or_evict(self.host_pool.alloc, self.host_evict_fn, num_rows)
+        return _alloc_or_evict(self.host_pool, self.host_evict_fn, num_rows)
 
     def alloc_device(self, num_rows: int) -> IndexArray | None:
         """Allocate device rows, after an eviction if necessary. None if there is no room."""
-        return _alloc_or_evict(self.device_allocator.alloc, self.device_evict_fn, num_rows)
+        return _alloc_or_evict(self.device_allocator, self.device_evict_fn, num_rows)
 
 
 class HostPoolGroup:
@@ -161,8 +157,7 @@ class HostPoolGroup:
         return transfer.indices_from_pool or (self.anchor.name if shares else None)
 
     def check_layers(self, transfer_layer_num: int) -> None:
-        """Check that every layer of the model is mapped to a pool, and every layer of a pool to one of the model.
-        Raises InvalidValueError."""
+        """Raise InvalidValueError unless every layer of the model has a pool, and every layer of a pool once."""
         covered: set[int] = set()
         for entry in self.entries.values():
             local = {layer: entry.local_layer(layer) for layer in range(transfer_layer_num)}
@@ -176,23 +171,20 @@ class HostPoolGroup:
             raise InvalidValueError("layers that no pool moves", gaps, "none")
 
     def _check_sharing(self, entry: PoolEntry) -> None:
+        name = entry.name.value
         if entry is self.anchor:
-            raise InvalidValueError(
-                f"pool {entry.name.value}", "shares the anchor's rows", "rows of its own: it is one"
-            )
-        pages, own = (_pages(pool) for pool in (entry.host_pool, self.anchor.host_pool))
+            raise InvalidValueError(f"pool {name}", "shares the anchor's rows", "rows of its own: it is one")
+        pages, own = (
+            (pool.size // pool.page_size, pool.page_size) for pool in (entry.host_pool, self.anchor.host_pool)
+        )
         if pages != own:
             expected = f"the anchor's {own}, whose rows it shares"
-            raise InvalidValueError(f"pages and rows a page of pool {entry.name.value}", pages, expected)
+            raise InvalidValueError(f"pages and rows a page of pool {name}", pages, expected)
 
 
-def _pages(pool: HostPool) -> tuple[int, int]:
-    return pool.size // pool.page_size, pool.page_size
-
-
-def _alloc_or_evict(alloc: RowAlloc, evict: Callable[[int], object] | None, num_rows: int) -> IndexArray | None:
-    rows = alloc(num_rows)
+def _alloc_or_evict(pool: RowAllocator, evict: Callable[[int], object] | None, num_rows: int) -> IndexArray | None:
+    rows = pool.alloc(num_rows)
     if rows is None and evict is not None:
         evict(num_rows)
-        rows = alloc(num_rows)
+        rows = pool.alloc(num_rows)
     return rows

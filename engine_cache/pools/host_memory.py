@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
 import psutil
 
 from engine_cache.settings import host_memory_reserve_bytes
 from kv_events.errors import InvalidValueError
-
-
-class AllocatableHostPool(Protocol):
-    """A host pool that is planned but not allocated yet."""
-
-    name: str
-
-    @property
-    def required_bytes(self) -> int: ...
-    def allocate(self) -> None: ...
-    def release(self) -> None: ...
 
 
 def require_host_memory(requested: Mapping[str, int], reserve_bytes: int | None = None) -> None:
@@ -39,15 +27,3 @@ def require_host_memory(requested: Mapping[str, int], reserve_bytes: int | None 
             f"at most {available / 1e9:.2f} GB, which is what is available less a reserve of {reserve / 1e9:.2f} GB; "
             "reduce the size of the host cache",
         )
-
-
-def allocate_host_pools(pools: Sequence[AllocatableHostPool], reserve_bytes: int | None = None) -> None:
-    """Allocate the pools of a stack if there is room for all of them. After an error nothing remains allocated."""
-    require_host_memory({pool.name: pool.required_bytes for pool in pools}, reserve_bytes)
-    try:
-        for pool in pools:
-            pool.allocate()
-    except BaseException:
-        for pool in pools:
-            pool.release()
-        raise

@@ -227,6 +227,18 @@ class TensorHostPool(HostRows, abc.ABC):
         return Part.of(tensor[:, :, 0].movedim(1, 0), tensor)
 
 
+def allocate_host_pools(pools: Sequence[TensorHostPool], reserve_bytes: int | None = None) -> None:
+    """Allocate the pools of a stack if there is room for all of them. After an error nothing remains allocated."""
+    require_host_memory({pool.name: pool.required_bytes for pool in pools}, reserve_bytes)
+    try:
+        for pool in pools:
+            pool.allocate()
+    except BaseException:
+        for pool in pools:
+            pool.release()
+        raise
+
+
 def whole_pages(pool: str, indices: IndexArray, page_size: int) -> IndexArray:
     """Return the page numbers of rows given page by page. Raises InvalidValueError naming the pool for others."""
     if len(indices) % page_size:

@@ -129,8 +129,6 @@ class HiCacheStorage(abc.ABC):
     """Medium of the pages in events."""
     needs_bytes: ClassVar[bool] = True
     """False if the backend stores keys only, so that host pools without bytes suffice."""
-    works_in_place: ClassVar[bool] = False
-    """True if host pools must be `ZeroCopyHostPool`s in a layout with contiguous pages."""
     should_split_heads: ClassVar[bool] = False
     """True if an object holds some of a page's heads, for ranks with fewer heads. States and indexes have no heads, so
     such a backend accepts the KV pool only."""
@@ -304,8 +302,7 @@ class HiCacheStorage(abc.ABC):
 
 
 def _boundary(present: Sequence[bool], transfer: PoolTransfer) -> int:
-    """Return the largest number of leading pages that the pool's policy allows. present: one bool per page of the
-    prefix."""
+    """Return the largest number of leading pages that the pool's policy allows. present: one bool per page."""
     if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
         return num_leading(present)
     window = max(1, len(transfer.keys or ()))

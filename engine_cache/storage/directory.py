@@ -333,6 +333,5 @@ def _bytes_of(page: torch.Tensor) -> memoryview:
 
 
 def _checksum(file_name: str, data: memoryview) -> bytes:
-    """Return the checksum over content and name. It includes the name so that a renamed file is not mistaken for
-    another page."""
+    """Return the checksum over content and name, so that a renamed file is not mistaken for another page."""
     return xxhash.xxh3_64_digest(data, seed=xxhash.xxh3_64_intdigest(file_name.encode()))

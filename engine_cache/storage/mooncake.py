@@ -75,7 +75,6 @@ class MooncakeStorage(HiCacheStorage):
     """
 
     medium: ClassVar[StorageMedium] = StorageMedium.EXTERNAL
-    works_in_place: ClassVar[bool] = True
 
     def __init__(self, client: MooncakeClient, identity: StorageIdentity, settings: MooncakeSettings) -> None:
         super().__init__()
@@ -227,8 +226,7 @@ class MooncakeStorage(HiCacheStorage):
                 return
 
     def _look_again(self) -> None:
-        """Look up all held pages and drop those that are missing. Raises StorageUnreachableError if the store did not
-        answer for every page."""
+        """Look up all held pages and drop missing ones. Raises StorageUnreachableError unless all were answered."""
         unclear = sum(self._look(PoolName.KV, keys).count(None) for keys in _batches(self._held.keys()))
         if unclear:
             text = f"the Mooncake store of master {self._client.address} gave no answer for {unclear} pages"

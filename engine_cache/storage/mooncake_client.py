@@ -119,8 +119,7 @@ class MooncakeClient:
         self._run(names, lambda: self._native.batch_remove(list(names), True))
 
     def remove_matching(self, pattern: str | None) -> None:
-        """Remove all objects whose whole names match, even leased ones; None removes everything. Raises
-        StorageUnreachableError if that failed."""
+        """Remove objects whose whole names match, or all (None), even leased. Raises StorageUnreachableError."""
         with self._in_flight():
             code = self._native.remove_all(True) if pattern is None else self._native.remove_by_regex(pattern, True)
         if code < 0:

@@ -38,8 +38,7 @@ class MooncakeWatch:
         atexit.register(self.stop)  # a native call must not run at interpreter exit
 
     def suspect(self) -> None:
-        """Report that a machine did not answer. Schedules a lookup for the time at which the master has noticed it. Any
-        thread."""
+        """Report that a machine did not answer. Schedules a lookup for when the master has noticed. Any thread."""
         with self._lock:
             self._suspicious_until = time.monotonic() + _LENDER_TTL_S
 

@@ -58,8 +58,7 @@ class StoragePolicy:
 
 
 class PrefetchOperation:
-    """Pages being read from storage to the host. The tree starts the operation and receives the rows; the I/O side
-    fills them."""
+    """Pages being read from storage to the host. The tree starts and ends it; the I/O side fills the rows."""
 
     def __init__(
         self,

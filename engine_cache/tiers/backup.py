@@ -48,10 +48,6 @@ class BackupOperation:
     discarded: list[tuple[PoolName, IndexArray]] = field(default_factory=list)
     """Host rows that the copy still writes to, although no node holds them any longer."""
 
-    @property
-    def is_locked(self) -> bool:
-        return self.lock is not None
-
 
 class Archiver(Protocol):
     """The tier behind the host."""
@@ -250,7 +246,7 @@ class Backups:
         for component, node in failed.parts if not failed.publish else ():
             self._discard_part(component, node, failed)
         dropped = failed.publish
-        if failed.is_locked and dropped:
+        if failed.lock is not None and dropped:
             dropped = [dropped[0], *iter_nodes(dropped[0])]
         for node in [node for node in reversed(dropped) if node.host_value is not None]:
             if node.write_through_pending_id is None:
@@ -260,8 +256,7 @@ class Backups:
             self._discard_copy(node, operation)
 
     def _discard_copy(self, node: TreeNode, operation: BackupOperation) -> None:
-        """Remove all host rows from a node. The KV rows are freed when `operation`, which may still write to them, has
-        ended."""
+        """Remove all host rows from a node. KV rows are freed when `operation`, which may write to them, has ended."""
         for component in self._components:
             pending = component.data(node).pending_id
             if pending is None:
@@ -287,8 +282,7 @@ class Backups:
         """Do nothing: backups do not depend on the order of use."""
 
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
-        """Add the upper part of a node that is being copied to the operation. Runs after the components have handled
-        the split."""
+        """Add the upper part of a node that is being copied to the operation. Components handle the split first."""
         if upper.write_through_pending_id is not None:
             publish = self.ongoing[upper.write_through_pending_id].publish
             publish.insert(publish.index(lower), upper)

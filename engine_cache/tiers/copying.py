@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from operator import call
 from threading import Condition
 from typing import NamedTuple, Protocol
 
@@ -38,54 +39,43 @@ class Ticket:
     """Progress of one job. Any thread."""
 
     def __init__(self, num_steps: int) -> None:
-        self._changed = Condition()  # guards the fields below
-        self._open_steps = num_steps
-        self._num_steps = num_steps
-        self._error: Exception | None = None
-
-    @property
-    def error(self) -> Exception | None:
+        self.error: Exception | None = None
         """The exception that ended the job, if any."""
-        with self._changed:
-            return self._error
+        self._num_steps = num_steps
+        self._num_done = 0
+        self._changed = Condition()  # guards changes of the fields above
 
     def query(self) -> bool:
         """Return whether the job has ended, successfully or not."""
-        with self._changed:
-            return self._error is not None or self._open_steps == 0
+        return self.error is not None or self._num_done == self._num_steps
 
     def synchronize(self) -> None:
         """Wait until the job has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._open_steps == 0)
+            self._changed.wait_for(self.query)
 
     def wait_for_step(self, step: int) -> None:
         """Wait until steps `0 .. step` are done. Raises TransferError if the job failed before that."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._num_steps - self._open_steps > step)
-            if self._num_steps - self._open_steps <= step:
-                raise TransferError(f"step {step} of {self._num_steps} failed: {self._error}") from self._error
+            self._changed.wait_for(lambda: self.error is not None or self._num_done > step)
+            if self._num_done <= step:
+                raise TransferError(f"step {step} of {self._num_steps} failed: {self.error}") from self.error
 
     def run(self, steps: Sequence[Step], run_step: Callable[[Step], None]) -> None:
         """Run the job on this thread. A step that raises is retried once; if it raises again, the job has failed."""
         for step in steps:
+            error = None
             try:
                 _try_twice(step, run_step)
-            except Exception as error:
-                logger.exception("a copy failed twice, after %d of %d steps", self._done(), self._num_steps)
-                self._advance(0, error)
+            except Exception as raised:
+                logger.exception("a copy failed twice, after %d of %d steps", self._num_done, self._num_steps)
+                error = raised
+            with self._changed:
+                self._num_done += error is None
+                self.error = error
+                self._changed.notify_all()
+            if error is not None:
                 return
-            self._advance(1, None)
-
-    def _done(self) -> int:
-        with self._changed:
-            return self._num_steps - self._open_steps
-
-    def _advance(self, steps: int, error: Exception | None) -> None:
-        with self._changed:
-            self._open_steps -= steps
-            self._error = error
-            self._changed.notify_all()
 
 
 def _try_twice(step: Step, run_step: Callable[[Step], None]) -> None:
@@ -94,11 +84,6 @@ def _try_twice(step: Step, run_step: Callable[[Step], None]) -> None:
     except Exception:
         logger.warning("a copy failed and is tried again", exc_info=True)
         run_step(step)
-
-
-def run_plainly(step: Step) -> None:
-    """Run a step without a stream."""
-    step()
 
 
 class CopyEngine(Protocol):
@@ -143,8 +128,8 @@ class ThreadCopyEngine:
             thread.shutdown()
 
     def _step_runner(self, lane: Lane) -> Callable[[Step], None]:
-        """Return how to run the steps of a job; called on the submitting thread."""
-        return run_plainly
+        """Return the function that runs each step of a job. Called on the submitting thread."""
+        return call
 
     def _run(self, ticket: Ticket, steps: Sequence[Step], run_step: Callable[[Step], None]) -> None:
         ticket.run(steps, run_step)
@@ -157,8 +142,7 @@ class ThreadCopyEngine:
 
 
 class ManualCopyEngine:
-    """Runs jobs on demand on the calling thread, for tests and simulations. Waiting for a ticket runs its job and the
-    jobs before it in its lane."""
+    """Runs jobs on demand on the calling thread. Waiting for a ticket runs the jobs of its lane up to its own."""
 
     def __init__(self) -> None:
         self._queued: deque[_Job] = deque()
@@ -196,7 +180,7 @@ class ManualCopyEngine:
 
     def _run(self, job: _Job) -> None:
         self._queued.remove(job)
-        job.ticket.run(job.steps, run_plainly)
+        job.ticket.run(job.steps, call)
 
 
 class _Job(NamedTuple):

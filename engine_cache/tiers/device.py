@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from engine_cache.base import DecLockRefResult, IncLockRefResult
-from engine_cache.components.component import AuxiliaryComponent, oldest_first
+from engine_cache.components.component import NODE_LOCK, AuxiliaryComponent, oldest_first
 from engine_cache.errors import CacheStateError
+from engine_cache.pools.entry import RowAllocator
 from engine_cache.rules import Rules
 from engine_cache.tree.events import EventRecorder
 from engine_cache.tree.key import RadixKey
@@ -17,12 +17,6 @@ from engine_cache.tree.node import TreeNode
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray
 from kv_events.errors import InvalidValueError
-
-
-class RowOwner(Protocol):
-    """The allocator of the device rows of a tree."""
-
-    def free(self, indices: IndexArray) -> None: ...
 
 
 class DeviceTier:
@@ -35,7 +29,7 @@ class DeviceTier:
         self,
         tree: RadixTree,
         events: EventRecorder,
-        allocator: RowOwner | None,
+        allocator: RowAllocator | None,
         components: Sequence[AuxiliaryComponent],
         rules: Rules,
     ) -> None:
@@ -105,7 +99,8 @@ class DeviceTier:
         if not self.rules.deletes_tombstone_leaves or node.children:
             return False
         is_held = node.lock_ref > 0 or node.host_ref_counter > 0 or node.write_through_pending_id is not None
-        return not is_held and not any(_has_data(component, node) for component in self.components)
+        held = (component.data(node) for component in self.components)
+        return not is_held and all(data.value is None and data.host_value is None for data in held)
 
     def evict_component(
         self, component: AuxiliaryComponent, num_rows: int, evict_leaf: Callable[[TreeNode], None]
@@ -158,7 +153,9 @@ class DeviceTier:
         if not self.components or node is self.tree.root:
             return DecLockRefResult(self.tree.unlock(node))
         if not self.rules.locks_have_tickets:
-            tickets = [(component.kind, self._node_ticket(component, node)) for component in self.components]
+            tickets = [(component.kind, NODE_LOCK) for component in self.components]
+            if any(component.data(node).lock_ref < 1 for component in self.components):
+                raise CacheStateError(f"node {node.id} unlocked with mamba_lock_ref 0, expected at least 1")
         elif tickets is None:
             raise InvalidValueError("params", None, "to_dec_params() of the lock that is released")
         by_kind = dict(tickets)
@@ -167,11 +164,6 @@ class DeviceTier:
             if component.kind in by_kind:
                 component.release(node, by_kind[component.kind])
         return DecLockRefResult(released)
-
-    def _node_ticket(self, component: AuxiliaryComponent, node: TreeNode) -> int:
-        if component.data(node).lock_ref < 1:
-            raise CacheStateError(f"node {node.id} unlocked with mamba_lock_ref 0, expected at least 1")
-        return 1
 
     def _first_on_device(self, node: TreeNode) -> TreeNode:
         if not self.rules.locks_evicted_nodes:
@@ -182,8 +174,3 @@ class DeviceTier:
                 raise CacheStateError(f"node {node.id} does not hang below a node on the device")
             step = step.parent
         return step
-
-
-def _has_data(component: AuxiliaryComponent, node: TreeNode) -> bool:
-    data = component.data(node)
-    return data.value is not None or data.host_value is not None

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 
-from engine_cache.components.component import AuxiliaryComponent
 from engine_cache.pools.allocators import PagedTokenToKVPoolAllocator
 from engine_cache.tiers.backup import Backups
 from engine_cache.tiers.device import DeviceTier
@@ -108,10 +107,6 @@ class HostTier:
         self._evict_or_wait(leaf, waiting)
         self._evict_waiting(waiting)
 
-    def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> None:
-        """Free device rows of one kind, least recently used first."""
-        self.device.evict_component(component, num_rows, self.evict_leaf)
-
     def _restore_leaves(self, looked_at: Iterable[TreeNode]) -> None:
         """Return the remaining nodes, and their parents, to the eviction queues that they belong in."""
         for node in looked_at:
@@ -137,8 +132,7 @@ class HostTier:
         return parent
 
     def _evict_waiting(self, waiting: dict[TreeNode, None]) -> None:
-        """Wait for the backups and evict the nodes that have a host copy then. The others stay, because their copy
-        failed."""
+        """Wait for the backups and evict the nodes with a host copy. The others stay: their copy failed."""
         if waiting:
             self.backups.writing_check(write_back=True)
         for node in waiting:

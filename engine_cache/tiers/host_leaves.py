@@ -71,8 +71,7 @@ class HostLeaves:
         return self.delete_useless(self._delete(leaf))
 
     def delete_useless(self, node: TreeNode) -> TreeNode:
-        """Delete the node, if it is useless, from all tiers, and then its useless ancestors. Returns the node that
-        remains."""
+        """Delete a useless node from all tiers, then its useless ancestors. Returns the node that remains."""
         while self._device.is_useless(node):
             if node.host_value is None:
                 node = self._device.delete_leaf(node)

@@ -15,7 +15,7 @@ from engine_cache.tiers.backup import for_each
 from engine_cache.tiers.device import DeviceTier
 from engine_cache.tiers.host_leaves import HostLeaves
 from engine_cache.tiers.transfer import HiCacheController
-from engine_cache.tree.node import TreeNode
+from engine_cache.tree.node import TreeNode, path_down
 from engine_cache.types import IndexArray, no_indices
 from kv_events.errors import InvalidValueError
 
@@ -62,7 +62,7 @@ class LoadBacks:
         The controller's `start_loading` fills them. Returns the KV rows, root side first. Returns None, and loads
         nothing, if the load is too small, exceeds `mem_quota` units, or the device has no room.
         """
-        nodes = _evicted_path(node)
+        nodes = path_down(node, lambda step: step.value is None)
         extras = [transfer for each in self._components for transfer in each.load_transfers(node, req)]
         ancestor = nodes[0].parent if nodes else node
         if ancestor is None or not (nodes or extras):
@@ -106,8 +106,7 @@ class LoadBacks:
         return rows
 
     def _hold_needed(self, node: TreeNode, held: ExitStack) -> None:
-        """Protect the data that the load needs, on both tiers, while room is made. A write-back may evict from the
-        host."""
+        """Protect the data that the load needs on both tiers while room is made: a write-back evicts from the host."""
         held.enter_context(self._leaves.held(node))
         for component in self._components:
             for step in component.needed_nodes(node):
@@ -138,8 +137,7 @@ class LoadBacks:
         self._locks[ack_id] = self._device.lock(node)
 
     def loading_check(self) -> None:
-        """Unlock the nodes whose load has finished. Raises TransferError if a load failed; the cache must then be
-        reset."""
+        """Unlock the nodes whose load has finished. Raises TransferError after a failed load: reset the cache then."""
         finished = self._controller.finished_loads()
         for_each([(ack_id,) for ack in finished for ack_id in ack.ids], self._end)
 
@@ -150,14 +148,3 @@ class LoadBacks:
                 component.end_load(ack_id, node)
         finally:
             self._device.unlock(lock.node, lock.tickets)
-
-
-def _evicted_path(node: TreeNode) -> list[TreeNode]:
-    """Return the node and its ancestors that are not on the device, root side first."""
-    path = []
-    step: TreeNode | None = node
-    while step is not None and step.value is None:
-        path.append(step)
-        step = step.parent
-    path.reverse()
-    return path

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from engine_cache.base import DecLockRefParams
-from engine_cache.components.component import AuxiliaryComponent
+from engine_cache.components.component import AuxiliaryComponent, LockTicket
 from engine_cache.components.indexer import indexer_transfers
 from engine_cache.storage.base import HiCacheStorage, PoolName, PoolTransfer, StorageClosedError
 from engine_cache.storage.object_names import page_keys
@@ -51,7 +50,7 @@ class StorageTier:
         self.num_skipped_archives = 0
         """Number of nodes that were not archived because too many host rows were waiting for it."""
         self._announced: dict[str, BlockStored] = {}  # storage key -> event of a page that the backend holds
-        self._host_locks: dict[StorageOperation, DecLockRefParams] = {}
+        self._host_locks: dict[StorageOperation, list[tuple[AuxiliaryComponent, LockTicket]]] = {}
         self._host = host
         self._leaves = host.leaves
         self._tree = host.device.tree
@@ -90,8 +89,7 @@ class StorageTier:
         return None
 
     def check_events(self) -> None:
-        """Process the results of the I/O side: revoked prefetches, archives, unused rows, and pages that the backend
-        lost."""
+        """Process the results of the I/O side: revoked prefetches, archives, unused rows, and lost pages."""
         io = self.io
         while io.revoked:
             operation = io.revoked.popleft()
@@ -112,22 +110,20 @@ class StorageTier:
     def archive_node(self, node: TreeNode) -> None:
         """Archive a node that is on the host, unless too many units are waiting to be archived."""
         assert node.host_value is not None
-        filled = [each for each in self._components if _is_filled(each, node)]
-        extras = [*self._archive_transfers(node, filled), *indexer_transfers(self._controller.group)]
-        operation = ArchiveOperation(node, self._page_keys(node), node.host_value, extras)
+        filled = [each for each in self._components if each.is_filled_on_host(node)]
+        keys = self._page_keys(node)
+        extras = [component.archive_transfer(node, keys) for component in filled]
+        extras += indexer_transfers(self._controller.group)
+        operation = ArchiveOperation(node, keys, node.host_value, extras)
         if self.io.policy.emit_storage_events and self._events.enabled:
             operation.events = list(self._events.store_events(node, self.io.backend.medium))
         self._archive(operation)
 
     def archive_parts(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> None:
         """Archive data of these kinds that arrived on the host after the node's KV."""
-        self._archive(ArchiveOperation(node, [], no_indices(), self._archive_transfers(node, parts)))
-
-    def _archive_transfers(self, node: TreeNode, parts: Sequence[AuxiliaryComponent]) -> list[PoolTransfer]:
-        if not parts:
-            return []
         keys = self._page_keys(node)
-        return [component.archive_transfer(node, keys) for component in parts]
+        extras = [component.archive_transfer(node, keys) for component in parts]
+        self._archive(ArchiveOperation(node, [], no_indices(), extras))
 
     def _page_keys(self, node: TreeNode) -> list[str]:
         return page_keys(compute_node_hash_values(node, self._tree.page_size), node.key.extra_key)
@@ -157,17 +153,14 @@ class StorageTier:
 
     def _hold(self, operation: StorageOperation, node: TreeNode) -> None:
         """Protect from eviction the host data that an operation needs at the node."""
-        held = [(each.kind, each.acquire_host(node)) for each in self._components]
-        tickets = tuple((int(kind), ticket) for kind, ticket in held if ticket is not None)
-        self._host_locks[operation] = DecLockRefParams(tickets)
+        tickets = [(each, each.acquire_host(node)) for each in self._components]
+        self._host_locks[operation] = [(each, ticket) for each, ticket in tickets if ticket is not None]
         self._leaves.hold(node)
 
     def _release(self, operation: StorageOperation, node: TreeNode) -> None:
         """Undo `_hold`."""
-        tickets = dict(self._host_locks.pop(operation).tickets)
-        for component in self._components:
-            if component.kind in tickets:
-                component.release_host(node, tickets[component.kind])
+        for component, ticket in self._host_locks.pop(operation):
+            component.release_host(node, ticket)
         self._leaves.release(node)
 
     # --- stored pages -----------------------------------------------------------------------------------------------
@@ -345,8 +338,7 @@ class StorageTier:
         return done
 
     def _settle(self, node: TreeNode) -> None:
-        """Wait for a pending backup of the node. Until it ends, no event may report pages below the node on the
-        host."""
+        """Wait for a pending backup of the node. Before its end, no event may report host pages below the node."""
         if node.write_through_pending_id is not None:
             self._host.backups.wait_for(node.write_through_pending_id)
 
@@ -363,11 +355,6 @@ class StorageTier:
         self._events.store(leaf, StorageMedium.CPU)  # first, as above
         self._tree.link(leaf)
         return leaf
-
-
-def _is_filled(component: AuxiliaryComponent, node: TreeNode) -> bool:
-    data = component.data(node)
-    return data.host_value is not None and data.pending_id is None
 
 
 def _pools_to_store(host: HostTier, backend: HiCacheStorage) -> dict[PoolName, Any]:

@@ -108,8 +108,7 @@ class StorageIO:
         return operation.advance(arrived * self._page_size) and arrived == pages
 
     def _fetch_pages(self, operation: PrefetchOperation, keys: list[str], rows: IndexArray) -> int:
-        """Read KV pages and the sidecar pages on their rows. Return the number of leading pages that arrived
-        completely."""
+        """Read KV pages and the sidecar pages on their rows. Return the number of complete leading pages."""
         arrived = num_leading(self.backend.batch_get_v1(keys, rows))
         hits, rows = operation.extra_pool_hit_pages, rows[: arrived * self._page_size]
         for extra in shared_transfers(self._group, operation, keys[:arrived], rows):
@@ -155,8 +154,7 @@ class StorageIO:
         return stored == len(keys) and operation.completed_pages < len(operation.keys)
 
     def _store_pages(self, operation: ArchiveOperation, keys: list[str], rows: IndexArray) -> int:
-        """Write KV pages after the sidecar pages on their rows. Return the number of leading pages that are stored
-        completely."""
+        """Write KV pages after the sidecar pages on their rows. Return the number of complete leading pages."""
         ready = len(keys)
         for extra in shared_transfers(self._group, operation, keys, rows):
             ready = min(ready, num_leading(self.backend.batch_set_v2([extra])[extra.name]))
@@ -259,8 +257,7 @@ def _next_batch(transfers: Sequence[PoolTransfer], done_pages: int, max_pages: i
 
 
 def _aimed(extra: PoolTransfer, keys: list[str]) -> PoolTransfer:
-    """Return the read of a sidecar for a prefix of these pages: all pages, or the trailing ones that its policy
-    requires."""
+    """Return the read of a sidecar for a prefix of these pages: all of them, or the trailing ones of its policy."""
     assert extra.host_indices is not None
     window = max(1, len(extra.keys or ()))
     rows_a_page = len(extra.host_indices) // window

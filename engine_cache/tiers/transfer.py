@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from engine_cache.errors import TransferError
-from engine_cache.pools.entry import HostPool, HostPoolGroup, PoolEntry, RowAllocator
+from engine_cache.pools.entry import HostPoolGroup, PoolEntry, RowAllocator
 from engine_cache.pools.host_rows import require_larger_than_device
 from engine_cache.storage.base import PoolName, PoolTransfer
 from engine_cache.tiers.copying import CopyEngine, Lane, Step, Ticket
@@ -39,11 +39,6 @@ class Ack(NamedTuple):
     ticket: Ticket
     ids: list[int]
     """The tree's ids of the operations that were merged into it."""
-
-
-class _QueuedLoad(NamedTuple):
-    ack_id: int
-    transfers: list[PoolTransfer]
 
 
 class HiCacheController:
@@ -72,7 +67,7 @@ class HiCacheController:
     def _forget(self) -> None:
         self._first_consumer = self._next_consumer  # loads with smaller numbers were abandoned in a reset
         self._writes: deque[Ack] = deque()
-        self._load_queue: list[_QueuedLoad] = []
+        self._load_queue: list[tuple[int, list[PoolTransfer]]] = []  # id and transfers of each load
         self._loads: deque[Ack] = deque()
         self._load_tickets: dict[int, Ticket] = {}
 
@@ -99,15 +94,12 @@ class HiCacheController:
         """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
-        lacking = [transfer for transfer in transfers if transfer.host_indices is None]
-        if not self._allocate_rows(transfers, "host_indices"):
+        undo = self._allocate_rows(transfers, "host_indices")
+        if undo is None:
             return None
-        try:
+        with undo:
             ticket = self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))])
-        except Exception:
-            for transfer in lacking:
-                self._give_back(transfer, "host_indices")
-            raise
+            undo.pop_all()
         self._writes.append(Ack(ticket, [ack_id]))
         return kv.host_indices
 
@@ -143,21 +135,20 @@ class HiCacheController:
         self.require_loads()
         kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
         transfers = [kv, *extra_pools]
-        if not self._allocate_rows(transfers, "device_indices"):
+        if self._allocate_rows(transfers, "device_indices") is None:
             return None
-        self._load_queue.append(_QueuedLoad(ack_id, transfers))
+        self._load_queue.append((ack_id, transfers))
         return kv.device_indices
 
     def start_loading(self) -> int:
-        """Start all queued loads as one operation, layer by layer. Return its number for `wait_for_layer`, or -1 if
-        none was queued."""
+        """Start the queued loads as one operation, layer by layer. Return its number for `wait_for_layer`, or -1."""
         if not self._load_queue:
             return -1
-        moves = _moves([transfer for load in self._load_queue for transfer in load.transfers])
+        moves = _moves([transfer for _, transfers in self._load_queue for transfer in transfers])
         steps = [self._load_step(layer, moves) for layer in range(self.transfer_layer_num)]
         ticket = self.engine.submit(Lane.LOAD, steps)
-        queued, self._load_queue = self._load_queue, []
-        self._loads.append(Ack(ticket, [load.ack_id for load in queued]))
+        self._loads.append(Ack(ticket, [ack_id for ack_id, _ in self._load_queue]))
+        self._load_queue = []
         consumer, self._next_consumer = self._next_consumer, self._next_consumer + 1
         self._load_tickets[consumer] = ticket
         return consumer
@@ -185,8 +176,7 @@ class HiCacheController:
             ticket.wait_for_step(layer)
 
     def require_loads(self) -> None:
-        """Raise TransferError if a load has failed since the last reset, because the content of the tree's device rows
-        is then undefined."""
+        """Raise TransferError if a load has failed since the last reset: the tree's device rows are undefined then."""
         for ack in self._loads:
             if ack.ticket.error is not None:
                 raise TransferError(f"load of {len(ack.ids)} nodes failed: {ack.ticket.error}") from ack.ticket.error
@@ -205,31 +195,27 @@ class HiCacheController:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
-        """Allocate the rows that transfers lack on the side `wanted`. False, with nothing allocated, if a pool has no
-        room.
+    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> ExitStack | None:
+        """Allocate the rows that transfers lack on the side `wanted`. Transfers that share rows are resolved last.
 
-        Transfers that share rows are resolved last.
+        Returns the callbacks that undo it, or None, with nothing allocated, if a pool has no room.
         """
-        if len(transfers) == len(self.entries) == 1:  # most models: KV alone
-            return self._take_rows(transfers[0], wanted)
-        self._check_transfers(transfers, wanted)
+        if len(transfers) > 1 or len(self.entries) > 1:  # most models have KV alone
+            self._check_transfers(transfers, wanted)
         with ExitStack() as undo:
             for transfer in transfers:
-                if getattr(transfer, wanted) is None and self.group.source_of(transfer) is None:
-                    if not self._take_rows(transfer, wanted):
-                        return False
-                    undo.callback(self._give_back, transfer, wanted)
-            undo.pop_all()
-        for transfer in transfers:
-            source = self._source(transfer, transfers)
-            if source is not None:
-                transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
-        return True
+                is_lacking = getattr(transfer, wanted) is None and self.group.source_of(transfer) is None
+                if is_lacking and not self._take_rows(transfer, wanted, undo):
+                    return None
+            for transfer in transfers:
+                source = self._source(transfer, transfers)
+                if source is not None:
+                    transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
+                    undo.callback(setattr, transfer, wanted, None)
+            return undo.pop_all()
 
     def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
-        """Check that every transfer has source rows or a transfer to share rows with, and that all pools on KV's rows
-        move with it."""
+        """Check that every transfer has a source of rows, and that all pools on KV's rows move with it."""
         for transfer in transfers:
             name, given = transfer.name.value, transfer.device_indices
             if wanted == "device_indices":
@@ -262,21 +248,20 @@ class HiCacheController:
             )
         return source
 
-    def _take_rows(self, transfer: PoolTransfer, wanted: Side) -> bool:
+    def _take_rows(self, transfer: PoolTransfer, wanted: Side, undo: ExitStack) -> bool:
         """Allocate rows for one transfer. False if there is no room."""
-        entry = self.entry(transfer.name)
-        alloc = entry.alloc_host if wanted == "host_indices" else entry.alloc_device
-        rows = alloc(len(_first_of(transfer.device_indices, transfer.host_indices)))
+        entry, num_rows = self.entry(transfer.name), len(_first_of(transfer.device_indices, transfer.host_indices))
+        pool: RowAllocator = entry.host_pool
+        if wanted == "host_indices":
+            rows = entry.alloc_host(num_rows)
+        else:
+            pool, rows = entry.device_allocator, entry.alloc_device(num_rows)
+        if rows is None:
+            return False
+        undo.callback(setattr, transfer, wanted, None)
+        undo.callback(pool.free, rows)
         setattr(transfer, wanted, rows)
-        return rows is not None
-
-    def _give_back(self, transfer: PoolTransfer, wanted: Side) -> None:
-        """Undo `_allocate_rows` for one transfer."""
-        if self.group.source_of(transfer) is None:  # otherwise the rows belong to another transfer
-            entry = self.entry(transfer.name)
-            pool: HostPool | RowAllocator = entry.host_pool if wanted == "host_indices" else entry.device_allocator
-            pool.free(getattr(transfer, wanted))
-        setattr(transfer, wanted, None)
+        return True
 
 
 HybridCacheController = HiCacheController

@@ -182,8 +182,7 @@ def _common_prefix(a: U32Array, b: U32Array) -> int:
 
 
 def _namespace(extra_key: str | None) -> str | None:
-    """Check a namespace. Returns None for the default one. Namespaces must be valid in hashes, storage keys and
-    events."""
+    """Check and return a namespace. None is the default one. Others must be valid in hashes, keys and events."""
     if extra_key is None:
         return None
     if not isinstance(extra_key, str):

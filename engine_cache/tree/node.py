@@ -139,8 +139,7 @@ class TreeNode:
         return self.host_ref_counter
 
     def auxiliary(self, kind: ComponentType) -> ComponentData:
-        """Return the data of a kind other than FULL. Raises CacheStateError if the nodes of the tree do not have such
-        kinds."""
+        """Return the data of a kind other than FULL. Raises CacheStateError in a tree without such kinds."""
         try:
             return self._auxiliaries[kind - 1]
         except IndexError:
@@ -177,7 +176,7 @@ def iter_nodes(root: TreeNode) -> Iterator[TreeNode]:
 def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
     """Return the node's block hashes. Missing hashes are computed and stored, those of ancestors first, because a hash
     chain starts at a child of the root."""
-    for missing in _path_down(node, lambda n: n.hash_value is None):
+    for missing in path_down(node, lambda n: n.hash_value is None):
         assert missing.parent is not None
         above = missing.parent.hash_value
         prior = above[-1] if above else None
@@ -189,7 +188,7 @@ def compute_node_hash_values(node: TreeNode, page_size: int) -> list[str]:
 def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U64Array:
     """Return the node's sequence hashes, computed and stored like the block hashes. seed: of the namespace, see
     `namespace_seed`."""
-    for missing in _path_down(node, lambda n: n.sequence_hash is None):
+    for missing in path_down(node, lambda n: n.sequence_hash is None):
         assert missing.parent is not None
         key, above = missing.key, missing.parent.sequence_hash
         parent = int(above[-1]) if above is not None and len(above) else None
@@ -198,7 +197,7 @@ def compute_node_sequence_hashes(node: TreeNode, page_size: int, seed: int) -> U
     return node.sequence_hash
 
 
-def _path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeNode]:
+def path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeNode]:
     """Return the node and its ancestors up to, and excluding, the first for which `wanted` is false, topmost first."""
     path = []
     while node.parent is not None and wanted(node):
@@ -211,8 +210,7 @@ def _path_down(node: TreeNode, wanted: Callable[[TreeNode], bool]) -> list[TreeN
 def split_node_hash_value(
     child_hash_value: list[str] | None, split_len: int, page_size: int
 ) -> tuple[list[str] | None, list[str] | None]:
-    """Return the block hashes of both parts of a node that is split after `split_len` units, a multiple of the page
-    size."""
+    """Return the block hashes of both parts of a node that is split after `split_len` units, whole pages."""
     assert split_len % page_size == 0, f"split after {split_len} units, page size {page_size}"
     if child_hash_value is None:
         return None, None
@@ -223,8 +221,7 @@ def split_node_hash_value(
 def split_rows(
     rows: npt.NDArray[ScalarT] | None, split_len: int
 ) -> tuple[npt.NDArray[ScalarT] | None, npt.NDArray[ScalarT] | None]:
-    """Return the rows, or the sequence hashes, of both parts. Both are copies, so that evicting one part releases its
-    memory."""
+    """Return the rows or sequence hashes of both parts. Copies, so that the end of one part releases its memory."""
     if rows is None:
         return None, None
     return rows[:split_len].copy(), rows[split_len:].copy()

@@ -187,7 +187,9 @@ def _check_pending(host: HostTier, nodes: list[TreeNode]) -> None:
         parts = {node.id: ack_id for ack_id, backup in backups for each, node in backup.parts if each is component}
         require(copied, parts, f"{component.kind.name} data on their way to the host, parts of backups")
     for ack_id, backup in backups:
-        require(backup.node.lock_ref > 0, backup.is_locked, f"node {backup.node.id} of backup {ack_id} is locked")
+        require(
+            backup.node.lock_ref > 0, backup.lock is not None, f"node {backup.node.id} of backup {ack_id} is locked"
+        )
     for node in host.loads.ongoing.values():
         require(node.value is not None and node.lock_ref > 0, True, f"loading node {node.id} is locked on the device")
 

@@ -11,8 +11,7 @@ from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, NSATok
 from engine_cache.pools.device_swa import SWAKVPool
 from engine_cache.pools.host import HOST_LAYOUTS, MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from engine_cache.pools.host_indexer import NSAIndexerPoolHost
-from engine_cache.pools.host_memory import allocate_host_pools
-from engine_cache.pools.host_tensors import TensorHostPool
+from engine_cache.pools.host_tensors import TensorHostPool, allocate_host_pools
 from engine_cache.pools.mamba import MambaPool
 from engine_cache.pools.mamba_host import MambaPoolHost
 from kv_events.errors import InvalidValueError

@@ -10,12 +10,16 @@ from engine_cache import (
     ComponentType,
     HostPoolGroup,
     HybridCacheController,
+    InsertParams,
     KVCacheEventMixin,
+    Lane,
     MambaComponent,
     MambaSlotAllocator,
     ManualCopyEngine,
     PagedTokenToKVPoolAllocator,
     PoolEntry,
+    RadixKey,
+    StoragePolicy,
     SWAComponent,
     SWATokenToKVPoolAllocator,
     TreeComponent,
@@ -25,7 +29,8 @@ from engine_cache.components.indexer import indexer_transfers
 from engine_cache.storage.base import PoolName
 from kv_events.errors import InvalidValueError
 from tests.support.caches.checks import check_cache
-from tests.support.caches.number_pools import HostPool
+from tests.support.caches.number_pools import DeviceRows, HostPool
+from tests.support.caches.tier_rig import MemoryStorage
 from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
@@ -110,7 +115,7 @@ def states():
 
 
 def controller(allocator, *sidecars):
-    kv = PoolEntry(PoolName.KV, HostPool(20, 2), None, allocator)
+    kv = PoolEntry(PoolName.KV, HostPool(20, 2), DeviceRows(18), allocator)
     return HybridCacheController(HostPoolGroup.of(kv, *sidecars), ManualCopyEngine(), transfer_layer_num=1)
 
 
@@ -141,10 +146,19 @@ def test_a_host_tier_comes_before_anything_is_cached():
 def test_pools_that_live_on_the_rows_of_kv_ride_along_with_every_transfer():
     pages = PagedTokenToKVPoolAllocator(16, 2)
     cache = make([], pages)
-    indexer = PoolEntry(PoolName.INDEXER, HostPool(20, 2), None, pages, share_indices_with_anchor=True)
-    cache.init_hicache(controller(pages, indexer))
-    (extra,) = indexer_transfers(cache.cache_controller.group)
-    assert (extra.name, extra.indices_from_pool) == (PoolName.INDEXER, PoolName.KV)
+    indexer = PoolEntry(PoolName.INDEXER, HostPool(20, 2), DeviceRows(18), pages, share_indices_with_anchor=True)
+    attached = controller(pages, indexer)
+    cache.init_hicache(attached)
+    assert cache.attach_storage_backend(MemoryStorage(), StoragePolicy(prefetch_threshold=1))[0]
+    cache.insert(InsertParams(RadixKey([1, 1]), pages.alloc(2)))
+    attached.engine.step(Lane.WRITE)
+    cache.writing_check()
+    cache.prefetch_from_storage("r", cache.root_node, [2, 2, 2, 2])
+    (archive,), prefetch = cache.ongoing_backup, cache.ongoing_prefetch["r"]
+    extras = [indexer_transfers(attached.group), archive.extras, prefetch.extras]
+    assert [[(extra.name, extra.indices_from_pool) for extra in each] for each in extras] == [
+        [(PoolName.INDEXER, PoolName.KV)]
+    ] * 3
 
 
 def test_sanity_check_finds_what_is_wrong():
