@@ -11,11 +11,12 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from api.stream_pages import parents_first, stream_pages
+from api.stream_pages import stream_pages
 from indexer.consumer import Consumer
 from indexer.index import StreamPages
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
+from kv_events.prefix_order import prefix_order
 
 STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
 """Dynamo's names of the tiers, fastest first."""
@@ -94,7 +95,7 @@ async def _chunks(consumer: Consumer, namespace: Namespace) -> AsyncIterator[byt
             continue
         held = StreamPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))
         # sorting takes too long for the event loop
-        order = await asyncio.to_thread(parents_first, held.hashes, held.parents)
+        order = await asyncio.to_thread(prefix_order, held.hashes, held.parents)
         for start in range(0, len(order), _EVENTS_PER_CHUNK):
             part = order[start : start + _EVENTS_PER_CHUNK]
             events = _events(view, StreamPages(held.hashes[part], held.parents[part], held.tiers[part]))

@@ -1,11 +1,11 @@
-"""Kernels over page changes in columns: their digest, their order, and how many fit into a batch."""
+"""Kernels over page changes in columns: their digest, their chains, and how many fit into a batch."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
-from kv_events.bundles import I64Input, I64Vector, U8Input, U8Vector, U32Input, U64Input, U64Vector, numba_type
+from kv_events.bundles import I64Vector, U8Input, U8Vector, U32Input, U64Input, U64Vector
 from kv_events.digest import add_page, remove_page
 from kv_events.kernels import array_helper, array_kernel
 from kv_events.schema import NUM_MEDIA
@@ -134,42 +134,3 @@ def mark_chains(hashes, parents, starts, firsts):
             firsts[num_chains] = parents[i]
             num_chains += 1
     return num_chains
-
-
-@njit(types.int64(numba_type(U8Input), numba_type(I64Input), numba_type(I64Vector)), nogil=True, cache=True)
-def order_by_prefix(media, parents, order):
-    """Write the live entries to `order`, with each parent before its children and directly before one if possible.
-
-    media: uint8[n], 0 marks a free entry. parents: int64[n], entry of the parent, or -1. order: int64[n]. Returns the
-    number of live entries. A cycle of parents is cut at an arbitrary entry.
-    """
-    n = media.shape[0]
-    first_child = np.full(n, -1, np.int64)
-    next_sibling = np.full(n, -1, np.int64)
-    for i in range(n):
-        if media[i] != 0 and parents[i] >= 0:
-            next_sibling[i] = first_child[parents[i]]
-            first_child[parents[i]] = i
-    seen = np.zeros(n, np.bool_)
-    stack = np.empty(n + 1, np.int64)
-    count = 0
-    for take_all in (False, True):  # first from the roots down; what remains is on or below a cycle
-        for root in range(n):
-            if media[root] == 0 or seen[root] or (parents[root] >= 0 and not take_all):
-                continue
-            height = 1
-            stack[0] = root
-            while height > 0:
-                height -= 1
-                entry = stack[height]
-                if seen[entry]:
-                    continue
-                seen[entry] = True
-                order[count] = entry
-                count += 1
-                child = first_child[entry]
-                while child >= 0:
-                    stack[height] = child
-                    height += 1
-                    child = next_sibling[child]
-    return count

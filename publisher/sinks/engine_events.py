@@ -80,7 +80,7 @@ class EngineEvents:
             case PackedStored():
                 return self._stored(event, block_size)
             case PackedRemoved():
-                removed = self._sent[event.medium].intersection(_words(event.sequence_hashes).tolist())
+                removed = self._sent[event.medium].intersection(np.frombuffer(event.sequence_hashes, "<u8").tolist())
                 return self._removed(event.medium, removed)
             case AllBlocksCleared():
                 for sent in self._sent.values():
@@ -98,7 +98,7 @@ class EngineEvents:
         return []
 
     def _note_resent(self, event: PackedStored, resent: dict[StorageMedium, set[int]]) -> None:
-        hashes = set(_words(event.sequence_hashes).tolist())
+        hashes = set(np.frombuffer(event.sequence_hashes, "<u8").tolist())
         self.num_omitted += len(hashes - self._sent[event.medium])
         resent[event.medium] |= hashes
 
@@ -109,7 +109,7 @@ class EngineEvents:
         return [self._event("BlockRemoved", block_hashes=sorted(hashes), medium=medium.value)]
 
     def _stored(self, event: PackedStored, block_size: int) -> list[Any]:
-        hashes, parents = _words(event.sequence_hashes), _words(event.parents).tolist()
+        hashes, parents = np.frombuffer(event.sequence_hashes, "<u8"), np.frombuffer(event.parents, "<u8").tolist()
         rows = _token_rows(event.token_ids, len(hashes))
         if rows.shape[1] not in (block_size, block_size + 1):
             self.num_omitted += len(hashes)
@@ -181,7 +181,3 @@ def _token_rows(token_ids: bytes | None, num_pages: int) -> U32Array:
         return np.empty((0, 0), np.uint32)
     tokens: npt.NDArray[np.uint32] = np.frombuffer(token_ids, "<u4")
     return tokens.reshape(num_pages, -1)
-
-
-def _words(data: bytes) -> U64Array:
-    return np.frombuffer(data, "<u8")

@@ -107,7 +107,7 @@ class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
         """Return whether a load of `num_units` must be refused, and whether it must be granted. It must be granted if
         it is worthwhile and needs no eviction."""
         window, states = match.swa_host_hit_length, match.mamba_host_hit_length
-        is_worth_it = bool(window or states) or num_units >= self.cache.load_back_threshold
+        is_worth_it = bool(window or states) or num_units >= self.cache.host.loads.threshold
         is_wanted = num_units + window + states > 0 and is_worth_it and (quota is None or num_units <= quota)
         free = self.free_rows()
         needed = num_units, 2 * ("mamba" in self.KINDS), window  # one state for the tree, one for the request

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.stream_pages import parents_first
+from kv_events.prefix_order import prefix_order
 from tests.support.log.records import Stream, stored
 
 TOKENS = list(range(1, 17))
@@ -67,7 +67,7 @@ def test_no_page_comes_before_its_parent(numbers: list[int], data: st.DataObject
     shuffled = data.draw(st.permutations(range(len(hashes))))
     ours = np.array([hashes[i] for i in shuffled], np.uint64)
     theirs = np.array([parents[i] for i in shuffled], np.uint64)
-    order = parents_first(ours, theirs).tolist()
+    order = prefix_order(ours, theirs).tolist()
     assert sorted(order) == list(range(len(hashes)))
     place = {int(ours[i]): position for position, i in enumerate(order)}
     assert all(place.get(int(theirs[i]), -1) < place[int(ours[i])] for i in order)
@@ -75,4 +75,4 @@ def test_no_page_comes_before_its_parent(numbers: list[int], data: st.DataObject
 
 def test_a_loop_of_parents_ends() -> None:
     hashes, parents = np.array([1, 2, 3], np.uint64), np.array([2, 1, 3], np.uint64)
-    assert sorted(parents_first(hashes, parents).tolist()) == [0, 1, 2]
+    assert sorted(prefix_order(hashes, parents).tolist()) == [0, 1, 2]
