@@ -168,7 +168,7 @@ class Registrations:
         )
         return (
             is_receiving
-            and status.state is not ConnectionState.CONNECTING
+            and status.state not in (ConnectionState.CONNECTING, ConnectionState.UNREACHABLE)
             and all(map(self._is_applied, status.streams))
         )
 

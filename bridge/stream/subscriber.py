@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from enum import Enum
@@ -16,6 +17,7 @@ from bridge.counters import BridgeCounters
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.stream.connections import CONNECTION_EVENTS, Connections, descriptor_of
 from bridge.stream.engine_stream import EngineStream
+from bridge.stream.reachability import why_unreachable
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.endpoints import is_ipv6
 from kv_events.engine_wire import FrameError, LiveMessage, Payload, parse_live
@@ -28,6 +30,7 @@ _BYTES_AT_A_TIME = 2**22
 _MAX_QUEUED = 10_000
 """Messages that wait during a replay. More than that leave a gap, which is then replayed, too."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
+_PATIENCE_S, _PROBE_S, _LOG_PERIOD_S = 2.0, 5.0, 600.0
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
 
 
@@ -36,6 +39,8 @@ class ConnectionState(str, Enum):  # noqa: UP042  (serialised as its value)
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
+    UNREACHABLE = "unreachable"
+    """Never connected, for two seconds and longer."""
     AWAY = "away"
     FAILED = "failed"
 
@@ -73,11 +78,14 @@ class Subscriber:
         self._num_connected = 0  # connections ever made
         self._num_handled = 0  # of these, those that the engine streams know
         self._away_since: float | None = None
+        self._why_unreachable: str | None = None
 
     @property
     def failure(self) -> str | None:
         """Why no message can arrive; None while connected or still connecting."""
-        return f"{self._engine.endpoint}: the connection is lost" if self._away_since is not None else None
+        if self._away_since is not None:
+            return f"{self._engine.endpoint}: the connection is lost"
+        return self._why_unreachable
 
     async def run(self) -> None:
         """Read until cancelled. Raises zmq.ZMQError if the address cannot be used."""
@@ -88,6 +96,7 @@ class Subscriber:
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
+        explaining = asyncio.create_task(self._explain(), name=f"bridge-reach:{self._engine.endpoint}")
         try:
             if self._engine.binds:
                 socket.bind(self._engine.endpoint)
@@ -111,6 +120,7 @@ class Subscriber:
                     await self._check_idle(socket)
                 await self._tidy_up()
         finally:
+            explaining.cancel()
             self._monitor = None
             socket.disable_monitor()
             monitor.close(linger=0)
@@ -202,10 +212,26 @@ class Subscriber:
                         engine_stream.lost_at = time.monotonic()
                         engine_stream.set_receiving(False)
 
+    async def _explain(self) -> None:
+        """Find out why there is no connection, until there is one. Logs it at once, and again every ten minutes."""
+        logged: tuple[str | None, float] = None, -math.inf
+        await asyncio.sleep(_PATIENCE_S)
+        while not self._engine.binds and not self._num_connected:
+            reason = await why_unreachable(self._engine.endpoint)
+            if reason is None or self._num_connected:
+                return
+            self.state, self._why_unreachable = ConnectionState.UNREACHABLE, reason
+            if reason != logged[0] or time.monotonic() - logged[1] > _LOG_PERIOD_S:
+                logged = reason, time.monotonic()
+                logger.warning("bridge: %s; trying again", reason)
+            await asyncio.sleep(_PROBE_S)
+
     def _update_state(self) -> None:
         """Update the state from the connections."""
         if self._connections:
-            self.state, self._away_since = ConnectionState.CONNECTED, None
+            if self._why_unreachable is not None:
+                logger.warning("bridge: connected to %s", self._engine.endpoint)
+            self.state, self._away_since, self._why_unreachable = ConnectionState.CONNECTED, None, None
         elif self._away_since is None and self._num_connected:
             self.state, self._away_since = ConnectionState.AWAY, time.monotonic()
             logger.warning("bridge: %s", self.failure)

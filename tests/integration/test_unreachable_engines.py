@@ -1,0 +1,81 @@
+"""A bridge or a registration with a wrong address says what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bridge.stream.reachability import why_unreachable
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
+from tests.support.servers.embedded_service import service
+from tests.support.waiting import async_wait_until
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
+
+
+async def test_a_registered_address_that_refuses_connections_is_shown_until_an_engine_listens() -> None:
+    port = free_port()
+    endpoint = f"tcp://127.0.0.1:{port}"
+    async with service() as served:
+        body = {"instance_id": 1, "endpoint": endpoint, "block_size": 4, "model_name": "m"}
+        assert (await served.client.post("/register", json=body)).is_success
+
+        async def shown() -> tuple[str, str | None]:
+            listener = await served.listener()
+            return listener["status"], listener["failure"]
+
+        async def is_refused() -> bool:
+            return await shown() == ("failed", f"cannot connect to {endpoint}: connection refused")
+
+        async def is_active() -> bool:
+            return await shown() == ("active", None)
+
+        await async_wait_until(is_refused, 10, "the reason")
+        labels = 'dp_rank="0",model="m",state="unreachable",tenant="default",worker="1"'
+        assert f"kvsight_bridge_link{{{labels}}} 1.0" in (await served.client.get("/metrics")).text
+        with ZmqEngine(port=port):
+            await async_wait_until(is_active, 15, "the connection")
+
+
+def test_a_bridge_with_a_wrong_address_logs_one_line(tmp_path: Path) -> None:
+    port, metrics_port = free_port(), free_port()
+    command = [sys.executable, "-m", "kvsight", "bridge", "--event-log-dir", str(tmp_path / "log")]
+    command += ["--engine", f"worker=w,model=m,endpoint=tcp://127.0.0.1:{port}", "--metrics-port", str(metrics_port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stderr is not None
+        line = ""
+        while "cannot connect" not in line:
+            line = process.stderr.readline()
+            assert line, "the bridge has ended"
+        failed = 'kvsight_bridge_failed{dp_rank="0",model="m",tenant="default",worker="w"} 1.0'
+        assert failed in httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=30)
+    assert f"cannot connect to tcp://127.0.0.1:{port}: connection refused" in line
+    assert "cannot connect" not in rest
+
+
+async def test_the_reason_names_what_is_wrong(tmp_path: Path) -> None:
+    refused, silent = f"tcp://127.0.0.1:{free_port()}", f"ipc://{tmp_path}/nothing"
+    assert await why_unreachable(refused) == f"cannot connect to {refused}: connection refused"
+    assert await why_unreachable(silent) == f"cannot connect to {silent}: no such file or directory"
+    assert "the host name is unknown" in str(await why_unreachable("tcp://no-such-host.invalid:5557"))
+    assert await why_unreachable("inproc://engine") is None
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        reason = await why_unreachable(f"tcp://127.0.0.1:{port}")
+    assert reason == f"tcp://127.0.0.1:{port} accepts connections, but has not answered as a ZMQ publisher"
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:notaport", "tcp://[::1", "ipc://" + "x" * 200])
+async def test_an_address_that_makes_no_sense_is_a_reason_too(address: str) -> None:
+    assert "cannot connect" in str(await why_unreachable(address))
