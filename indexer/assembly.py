@@ -34,7 +34,7 @@ def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | N
     if settings.redis is not None:
         from indexer.snapshots.redis import RedisStore
 
-        return RedisStore(settings.redis, f"kvsight:{what}") if what else RedisStore(settings.redis)
+        return RedisStore(settings, f"kvsight:{what}") if what else RedisStore(settings)
     if settings.snapshot_dir is not None:
         return FolderStore(settings.snapshot_dir, f"{what}.json") if what else FolderStore(settings.snapshot_dir)
     return None
@@ -44,7 +44,8 @@ def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
     if settings.kafka is not None:
         from indexer.sources.kafka import KafkaSource
 
-        return KafkaSource(settings, None if create_store(settings) is None else settings.snapshot_interval_s)
+        has_snapshots = settings.redis is not None or settings.snapshot_dir is not None
+        return KafkaSource(settings, settings.snapshot_interval_s if has_snapshots else None)
     if settings.event_log_dir is not None:
         return FileSource(settings.event_log_dir)
     return MemorySource(log or MemoryLog())

@@ -4,26 +4,71 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.kafka_settings import KafkaSettings
-from kv_events.settings import argument
+from kv_events.settings import KvsightSettings, argument
 from kv_events.variables import variable
 
 _CREDENTIALS = re.compile("//.*@")
+_OF_TLS = ("redis_ca_file", "redis_cert_file", "redis_key_file", "redis_key_password_file")
 
 
-class IndexerSettings(KafkaSettings):
-    """Frozen; read once at start. A bad value stops the start and names the variable."""
+class RedisSettings(KvsightSettings):
+    """The Redis of snapshots and registrations, and the way to log in. Secrets are never part of an error."""
+
+    redis: str | None = Field(None, repr=False)
+    """URL: redis://HOST:PORT/DB, rediss://USER@HOST:PORT/DB (TLS) or unix://PATH. None: no Redis."""
+    redis_password: SecretStr | None = Field(None, min_length=1)
+    """Password of the URL's user, or of the default user if the URL names none."""
+    redis_password_file: Path | None = None
+    """File that contains the password."""
+    redis_ca_file: Path | None = None
+    """PEM file of the CAs that may have signed the server's certificate. None: those of the system."""
+    redis_cert_file: Path | None = None
+    """PEM file of the client certificate and its chain. None: no client certificate."""
+    redis_key_file: Path | None = None
+    """PEM file of the client's private key. None: the key is in `redis_cert_file`."""
+    redis_key_password_file: Path | None = None
+    """File that contains the password of the private key."""
+
+    @property
+    def is_redis_tls(self) -> bool:
+        """Whether the connection to Redis uses TLS."""
+        return self.redis is not None and self.redis.startswith("rediss://")
+
+    @model_validator(mode="after")
+    def _redis_is_complete(self) -> Self:
+        has_password = False
+        if self.redis is not None:
+            from redis.asyncio.connection import parse_url
+
+            try:
+                has_password = "password" in parse_url(self.redis)
+            except ValueError:
+                shown = _CREDENTIALS.sub("//...@", self.redis)
+                raise InvalidValueError(variable("redis"), shown, "a URL such as redis://HOST:PORT/DB") from None
+        if has_password + (self.redis_password is not None) + (self.redis_password_file is not None) > 1:
+            expected = "one password: in the URL, in a file, or in a variable"
+            raise InvalidValueError(variable("redis_password_file"), "several", expected)
+        for field in _OF_TLS if self.redis is not None and not self.is_redis_tls else ():
+            if getattr(self, field) is not None:
+                expected = f"none without TLS: {variable('redis')}=rediss://..."
+                raise InvalidValueError(variable(field), str(getattr(self, field)), expected)
+        return self
+
+
+class IndexerSettings(KafkaSettings, RedisSettings):
+    """Frozen; read once at start. A bad value stops the start and names the variable.
+
+    In embedded mode there are no snapshots, and Redis or the folder keeps registrations.
+    """
 
     event_log_dir: Path | None = None
     """Event log to follow if there is no Kafka. Without both, the event log is in memory (embedded mode)."""
-    redis: str | None = None
-    """URL of the Redis that stores snapshots: redis://HOST:PORT/DB, rediss://... or unix://... None uses a folder. In
-    embedded mode there are no snapshots, and Redis stores registrations.
-    """
     snapshot_dir: Path | None = None
     """Folder for the same data if there is no Redis. Without both, every start replays the event log."""
     snapshot_interval_s: float = Field(30.0, gt=0)
@@ -52,16 +97,3 @@ class IndexerSettings(KafkaSettings):
     def is_embedded(self) -> bool:
         """Whether the event log is in memory."""
         return self.kafka is None and self.event_log_dir is None
-
-    @field_validator("redis")
-    @classmethod
-    def _redis_can_be_parsed(cls, url: str | None) -> str | None:
-        if url is not None:
-            from redis.asyncio.connection import parse_url
-
-            try:
-                parse_url(url)
-            except ValueError:
-                shown = _CREDENTIALS.sub("//...@", url)
-                raise InvalidValueError(variable("redis"), shown, "a URL such as redis://HOST:PORT/DB") from None
-        return url

@@ -12,10 +12,8 @@ is used, so that the contract loads without it.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import shlex
-import socket
 import ssl
 import subprocess
 import time
@@ -26,7 +24,7 @@ from typing import Any, ClassVar
 from kv_events.errors import InvalidValueError, KvsightError, shorten
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.settings import read_secret
-from kv_events.tls import TlsFiles, tls_reason
+from kv_events.tls import TlsFiles, connection_reason
 from kv_events.variables import variable
 
 _STOP_S = 1.0
@@ -137,13 +135,10 @@ class KafkaConnection:
 
         mechanism = self._settings.kafka_sasl_mechanism
         cause = error.__cause__ if isinstance(error.__cause__, ssl.SSLError) else error
+        reason = connection_reason(cause)
+        if reason is not None:
+            return reason
         match cause:
-            case ssl.SSLError():
-                return tls_reason(cause)
-            case socket.gaierror():
-                return "the host name is unknown"
-            case ConnectionRefusedError():
-                return "connection refused"
             case TimeoutError():
                 return f"no answer within {_CHECK_S:.0f} s"
             case SaslAuthenticationFailed() if self._settings.is_kafka_password_used:
@@ -158,8 +153,6 @@ class KafkaConnection:
                 return f"it closed the connection; the port may not use TLS: unset {variable('kafka_tls')}"
             case KafkaError() | EOFError() | ConnectionError():
                 return self._reason_of_a_closed_connection(is_connected)
-            case OSError() if f"[Errno {errno.ECONNREFUSED}]" in str(cause):  # at each address of the host
-                return "connection refused"
             case OSError(strerror=str(text)):
                 return text
             case _:

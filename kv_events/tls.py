@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import ssl
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +12,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.settings import read_secret
 from kv_events.variables import variable
 
+_REFUSED = "connection refused"
 _VERIFY_REASONS = {
     9: "it is not valid yet",
     10: "it has expired",
@@ -79,7 +82,22 @@ class TlsFiles(NamedTuple):
         return InvalidValueError(variable(f"{self.server}_{field}"), shown, expected)
 
 
-def tls_reason(error: ssl.SSLError) -> str:
+def connection_reason(error: BaseException | None) -> str | None:
+    """Return in words why a connection cannot be opened. None: for another reason."""
+    match error:
+        case ssl.SSLError():
+            return _tls_reason(error)
+        case socket.gaierror():
+            return "the host name is unknown"
+        case ConnectionRefusedError():
+            return _REFUSED
+        case OSError() if f"[Errno {errno.ECONNREFUSED}]" in str(error):  # at each address of the host
+            return _REFUSED
+        case _:
+            return None
+
+
+def _tls_reason(error: ssl.SSLError) -> str:
     """Return in words why a TLS handshake failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {_VERIFY_REASONS.get(error.verify_code, error.verify_message)}"

@@ -54,6 +54,12 @@ SETTINGS = frozenset(
         "bridge_away_s",
         # indexer
         "redis",
+        "redis_password",
+        "redis_password_file",
+        "redis_ca_file",
+        "redis_cert_file",
+        "redis_key_file",
+        "redis_key_password_file",
         "snapshot_dir",
         "snapshot_interval_s",
         "dead_letter_dir",

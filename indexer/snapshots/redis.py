@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
+from indexer.settings import RedisSettings
 from indexer.snapshots.base import SnapshotStoreError
+from kv_events.errors import InvalidValueError, shorten
+from kv_events.tls import TlsFiles, connection_reason
+from kv_events.variables import variable
 
 _CHUNK_BYTES = 16 * 2**20  # far below the limit of 512 MB for one value
 _TIMEOUT_S = 10.0
@@ -21,8 +26,9 @@ class RedisStore:
     `<prefix>:<id>:<number>`.
     """
 
-    def __init__(self, url: str, prefix: str = "kvsight:snapshot") -> None:
-        self._redis: Redis = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+    def __init__(self, settings: RedisSettings, prefix: str = "kvsight:snapshot") -> None:
+        """Raises InvalidValueError for settings without a URL, or for a file that cannot be used."""
+        self._redis = _client(settings)
         self._prefix = prefix
 
     async def save(self, image: bytes) -> None:
@@ -33,7 +39,7 @@ class RedisStore:
                 await self._redis.set(self._chunk(name, number), chunk, ex=_EXPIRE_S)
             await self._point_to(name, len(chunks))
         except RedisError as error:
-            raise SnapshotStoreError(f"Redis: {error}") from error
+            raise _error(self._redis, error) from error
 
     async def load(self) -> bytes | None:
         try:
@@ -45,7 +51,7 @@ class RedisStore:
                 if all(chunk is not None for chunk in chunks):
                     return b"".join(chunk for chunk in chunks if isinstance(chunk, bytes))
         except RedisError as error:
-            raise SnapshotStoreError(f"Redis: {error}") from error
+            raise _error(self._redis, error) from error
         raise SnapshotStoreError("Redis: chunks of the newest snapshot are missing")
 
     async def close(self) -> None:
@@ -68,6 +74,40 @@ class RedisStore:
 
     def _chunk(self, name: str, number: int) -> str:
         return f"{self._prefix}:{name}:{number}"
+
+
+def _client(settings: RedisSettings) -> Redis:
+    if settings.redis is None:
+        raise InvalidValueError(variable("redis"), None, "a URL such as redis://HOST:PORT/DB")
+    options: dict[str, Any] = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+    password = settings.secret("redis_password")
+    if password is not None:
+        options["password"] = password
+    if settings.is_redis_tls:
+        files = (settings.redis_ca_file, settings.redis_cert_file, settings.redis_key_file)
+        tls = TlsFiles("redis", *files, settings.redis_key_password_file)
+        tls.context()  # a wrong file stops the start
+        names = zip(("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"), files, strict=True)
+        options |= {name: str(path) for name, path in names if path is not None}
+        options |= {"ssl_password": tls.password(), "ssl_check_hostname": True}
+    return Redis.from_url(settings.redis, **options)
+
+
+def _error(client: Redis, error: RedisError) -> SnapshotStoreError:
+    """Say in one line, without secrets, which server fails and why."""
+    known = client.connection_pool.connection_kwargs
+    where = f"{known['host']}:{known.get('port', 6379)}" if "host" in known else str(known.get("path", ""))
+    match error:
+        case AuthenticationError() if "password" in known:
+            user = known.get("username") or "default"
+            reason = f"wrong user or password (user {shorten(user)})"
+        case AuthenticationError():
+            reason = f"it requires a login; set {variable('redis_password_file')}"
+        case NoPermissionError():
+            reason = f"a right is missing: {error}"
+        case _:
+            reason = connection_reason(error.__cause__ or error.__context__) or str(error)
+    return SnapshotStoreError(f"Redis at {where}: {reason}")
 
 
 def _parsed(pointer: bytes | str | None) -> tuple[str, int] | None:

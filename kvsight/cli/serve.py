@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
 
 
+def _redis_option(text: str, variable: str) -> Any:
+    return typer.Option(help=text, envvar=variable, show_envvar=False, rich_help_panel="Redis connection")
+
+
 @with_kafka_flags
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
@@ -32,6 +36,19 @@ def serve(
     redis: Annotated[
         str | None,
         typer.Option(help="Save snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
+    ] = None,
+    redis_password_file: Annotated[
+        Path | None, _redis_option("File with the password of the URL's user.", "KVSIGHT_REDIS_PASSWORD_FILE")
+    ] = None,
+    redis_ca_file: Annotated[
+        Path | None, _redis_option("CAs trusted for the server's certificate.", "KVSIGHT_REDIS_CA_FILE")
+    ] = None,
+    redis_cert_file: Annotated[Path | None, _redis_option("Client certificate.", "KVSIGHT_REDIS_CERT_FILE")] = None,
+    redis_key_file: Annotated[
+        Path | None, _redis_option("Its private key, if it is in another file.", "KVSIGHT_REDIS_KEY_FILE")
+    ] = None,
+    redis_key_password_file: Annotated[
+        Path | None, _redis_option("File with the password of that key.", "KVSIGHT_REDIS_KEY_PASSWORD_FILE")
     ] = None,
     snapshot_dir: Annotated[
         Path | None, typer.Option(help="Save snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
@@ -55,7 +72,16 @@ def serve(
     from indexer.settings import IndexerSettings
 
     indexer = IndexerSettings.from_flags(
-        kafka=kafka, **connection, event_log_dir=event_log_dir, redis=redis, snapshot_dir=snapshot_dir
+        kafka=kafka,
+        **connection,
+        event_log_dir=event_log_dir,
+        redis=redis,
+        redis_password_file=redis_password_file,
+        redis_ca_file=redis_ca_file,
+        redis_cert_file=redis_cert_file,
+        redis_key_file=redis_key_file,
+        redis_key_password_file=redis_key_password_file,
+        snapshot_dir=snapshot_dir,
     )
     settings = ApiSettings.from_flags(host=host, port=port)
     keep_freed_memory()

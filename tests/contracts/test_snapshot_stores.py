@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from indexer.settings import RedisSettings
 from indexer.snapshots.base import SnapshotStore, SnapshotStoreError
 from indexer.snapshots.folder import FolderStore
 from indexer.snapshots.redis import RedisStore
@@ -20,7 +21,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "folder":
         made = FolderStore(tmp_path / "snapshots")
     else:
-        made = RedisStore(request.getfixturevalue("redis_url"), prefix=f"test:{uuid.uuid4().hex}")
+        made = RedisStore(RedisSettings(redis=request.getfixturevalue("redis_url")), prefix=f"test:{uuid.uuid4().hex}")
     yield made
     await made.close()
 
@@ -50,7 +51,7 @@ async def test_a_half_written_snapshot_is_never_loaded(tmp_path: Path) -> None:
 
 
 async def test_a_redis_that_is_away_is_an_error_of_the_store() -> None:
-    store = RedisStore("redis://127.0.0.1:1/0")
+    store = RedisStore(RedisSettings(redis="redis://127.0.0.1:1/0"))
     with pytest.raises(SnapshotStoreError, match="Redis"):
         await store.save(b"x")
     with pytest.raises(SnapshotStoreError, match="Redis"):
@@ -60,7 +61,7 @@ async def test_a_redis_that_is_away_is_an_error_of_the_store() -> None:
 
 async def test_redis_keeps_older_chunks_only_for_those_who_are_reading_them(redis_url: str) -> None:
     prefix = f"test:{uuid.uuid4().hex}"
-    store = RedisStore(redis_url, prefix=prefix)
+    store = RedisStore(RedisSettings(redis=redis_url), prefix=prefix)
     for image in (b"one", b"two", b"three"):
         await store.save(image)
     keys = [key async for key in store._redis.scan_iter(f"{prefix}:*")]

@@ -19,7 +19,7 @@ from indexer.applier import Applier
 from indexer.consumer import Consumer
 from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
-from indexer.settings import IndexerSettings
+from indexer.settings import IndexerSettings, RedisSettings
 from indexer.snapshots.redis import RedisStore
 from indexer.sources.kafka import KafkaSource
 from indexer.views import ViewState
@@ -50,7 +50,7 @@ def kafka_settings(bootstrap: str, names: tuple[str, str]) -> KafkaSettings:
 
 def new_consumer(bootstrap: str, names: tuple[str, str], redis_url: str | None = None) -> Consumer:
     settings = IndexerSettings(max_pages=100_000, resync_retry_s=0.3)
-    store = RedisStore(redis_url, prefix=f"test:{names[0]}") if redis_url else None
+    store = RedisStore(RedisSettings(redis=redis_url), prefix=f"test:{names[0]}") if redis_url else None
     return Consumer(
         KafkaSource(kafka_settings(bootstrap, names)), Applier(Namespaces(settings), DeadLetters()), settings, store
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
@@ -12,13 +13,19 @@ from tests.support.servers.child_process import ChildProcess, PartMissingError, 
 class RedisServer:
     """A server that a test may kill and restart. It persists nothing."""
 
-    def __init__(self, folder: Path) -> None:
-        """`restart()` starts the server. Raises PartMissingError."""
+    def __init__(self, folder: Path, tls: Sequence[str] = ()) -> None:
+        """`restart()` starts the server. tls: options of a server with TLS only. Raises PartMissingError."""
         self._port = free_port()
         self._log = folder / "redis.log"
-        where = ["--bind", "127.0.0.1", "--port", str(self._port), "--dir", str(folder)]
+        ports = ["--port", "0", "--tls-port", str(self._port), *tls] if tls else ["--port", str(self._port)]
+        where = ["--bind", "127.0.0.1", *ports, "--dir", str(folder)]
         self._command = [str(_binary()), *where, "--save", "", "--appendonly", "no"]
         self._process: ChildProcess | None = None
+
+    @property
+    def address(self) -> str:
+        """The address, `host:port`."""
+        return f"127.0.0.1:{self._port}"
 
     @property
     def url(self) -> str:
