@@ -60,7 +60,7 @@ def apply_rates(prompts: list[np.ndarray]) -> tuple[OverlapIndex, list[Figure]]:
         seconds = timed(lambda ev: [index.remove(victim, e, 0, len(e.hashes)) for e in ev], gone)
         removals.append(pages / seconds / 1e6)
     return index, [
-        figure("store pages nobody held", "Mpages/s", new, ">= 3"),
+        figure("store pages that no worker holds", "Mpages/s", new, ">= 3"),
         figure("store pages that others hold", "Mpages/s", known, ">= 3"),
         figure("remove pages", "Mpages/s", removals, ">= 3"),
     ]
