@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvsight.cli.console import compile_kernels
 from tests.support import compose
 from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.servers.redis_server import RedisServer
@@ -47,6 +48,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def url(kafka_bootstrap: str, redis_server: RedisServer, environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
     """The address of the running stack."""
+    compile_kernels()  # here once, instead of in every process
     port = free_port()
     addresses = {
         "kafka:9092": kafka_bootstrap,
@@ -89,6 +91,7 @@ def shown_answer() -> Any:
     return json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
 
 
+@pytest.mark.timeout(300)
 def test_the_documented_query_hits_the_engines_of_the_stack_differently(
     url: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
