@@ -103,11 +103,15 @@ async def test_every_panel_shows_something(service: str, tmp_path: Path) -> None
             assert answer["status"] == "success", (expression, answer)
             return answer["data"]["result"]
 
+        async def is_started() -> bool:
+            return (await client.get(f"http://127.0.0.1:{port}/-/ready")).is_success
+
         async def is_shown(expression: str) -> bool:
             return bool(await ask(expression))
 
         try:
             await asyncio.to_thread(process.wait_for_port, port, 60)
+            await async_wait_until(is_started, 30, "Prometheus has started")
             for title, expression in QUERIES.items():
                 await async_wait_until(lambda: is_shown(expression), 30, title)  # noqa: B023  (waited for at once)
             rules = (await client.get("/rules")).json()["data"]["groups"][0]["rules"]
@@ -126,6 +130,7 @@ def test_the_operations_page_lists_every_alert() -> None:
 BAD = {
     'up{job="kvsight", instance="i"}': "0x40",
     'kvsight_ready{instance="i"}': "0x40",
+    'kvsight_log_up{instance="i"}': "0x40",
     'kvsight_log_lag_records{instance="i"}': "2000+100x40",
     'kvsight_worker_state{worker="w", model="m", state="stale"}': "1x40",
     'kvsight_worker_state{worker="v", model="m", state="expired"}': "1x40",
@@ -139,7 +144,7 @@ BAD = {
     'kvsight_http_errors_total{instance="i", status_class="5xx"}': "0+1x40",
 }
 """Series of a service where everything is wrong, one sample a minute."""
-GOOD = {name: "1x40" if name.startswith(("up", "kvsight_ready")) else "0x40" for name in BAD}
+GOOD = {name: "1x40" if name.startswith(("up", "kvsight_ready", "kvsight_log_up")) else "0x40" for name in BAD}
 
 
 @pytest.mark.parametrize(("series", "firing"), [(BAD, sorted(ALERTS)), (GOOD, [])], ids=["bad", "good"])
