@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
+from kv_events.outages import Outage
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 from kv_events.supervised import keep_running
@@ -32,6 +33,7 @@ class SharedSink:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
+        self.outage = sink.outage
         self._lanes: dict[str, SinkLane] = {}  # by key of the stream
         self._lock = asyncio.Lock()  # one call of the sink at a time
         self._waiting: list[_Part] = []
@@ -109,6 +111,11 @@ class SinkLane:
         self.key = key
         self._shared = shared
         self._requests: asyncio.Queue[ResyncRequest | None] = asyncio.Queue(_MAX_WAITING_REQUESTS)
+
+    @property
+    def outage(self) -> Outage:
+        """The outage of the real sink, which all lanes share."""
+        return self._shared.outage
 
     async def start(self) -> None:
         """Start the real sink if needed."""

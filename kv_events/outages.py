@@ -43,10 +43,16 @@ class Outage:
         if self.since is None:
             self.since = time.time() if began is None else began
             self._reason = str(reason)
-            self._logger.warning("%s", self)
+            self._logger.warning("%s", str(self))  # not later, when it may have ended
+
+    def forget(self, user: str) -> None:
+        """Forget a user that has stopped. Without another one, nothing is known any longer."""
+        self._failing.discard(user)
+        if not self._failing:
+            self.since = None
 
     def note_success(self, user: str = "") -> None:
-        """Note a successful attempt, or that a user has stopped."""
+        """Note a successful attempt."""
         self._failing.discard(user)
         if self.since is not None and not self._failing:
             self._logger.warning("%s again after %.1f s", self._up, self.seconds)

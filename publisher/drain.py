@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 5.0
 _STOP_GRACE_S = 2.0
+_SLOW_S = 3.0
+"""Time without a confirmation after which the sink counts as unavailable."""
 
 
 class Drain:
@@ -30,7 +32,6 @@ class Drain:
     def __init__(self, worker: str, builder: RecordBuilder, sink: Sink, max_records: int) -> None:
         self.failure: Exception | None = None
         """The newest error of a task, until records are sent again."""
-        self.is_sink_available = True
         self.in_flight: Sequence[OutRecord] = ()
         """Records that the sink has not confirmed."""
         self.num_rejected = 0
@@ -45,8 +46,14 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
         self._is_signalled = False  # whether the event is set or about to be set
+        self._user = f"{worker}:{id(self)}"  # of the outage, which publishers of one process may share
         self._is_sink_started = False
         self._is_closing = False
+
+    @property
+    def is_sink_available(self) -> bool:
+        """Whether the sink takes records, as far as is known."""
+        return not self._sink.outage.is_failing(self._user)
 
     def start(self) -> None:
         """Start the tasks in the running event loop."""
@@ -72,6 +79,7 @@ class Drain:
             for task in late:
                 task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._sink.outage.forget(self._user)
         try:
             await asyncio.wait_for(self._sink.stop(), _STOP_GRACE_S)
         except TimeoutError:
@@ -145,21 +153,22 @@ class Drain:
         await asyncio.sleep(0)  # a sink that never waits must not block the loop
 
     async def _until_available(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Repeat an attempt with growing pauses until the sink is available."""
+        """Repeat an attempt with growing pauses until the sink is available. An attempt may also wait for the sink."""
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
+        outage, loop = self._sink.outage, asyncio.get_running_loop()
         while True:
+            reason = f"nothing was confirmed for {_SLOW_S:.0f} s"
+            slow = loop.call_later(_SLOW_S, outage.note_failure, reason, self._user)
             try:
                 await attempt()
             except SinkUnavailableError as error:
-                if self.is_sink_available:
-                    logger.warning("publisher %s: %s; trying again", self._worker, error)
-                self.is_sink_available = False
+                outage.note_failure(error, self._user)
                 await backoff.pause()
             else:
-                if not self.is_sink_available:
-                    logger.info("publisher %s: the sink takes records again", self._worker)
-                self.is_sink_available = True
+                outage.note_success(self._user)
                 return
+            finally:
+                slow.cancel()
 
     async def _answer_requests(self) -> None:
         async for request in self._sink.requests():

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 from kv_events.errors import KvsightError
+from kv_events.outages import Outage
 from kv_events.schema import ResyncRequest
 
 
@@ -36,6 +37,10 @@ class OutRecord(NamedTuple):
 
 class Sink(Protocol):
     """A destination of records. All methods belong to one event loop. `start` is called first, `stop` last."""
+
+    @property
+    def outage(self) -> Outage:
+        """Whether the destination takes records. The publishers that use the sink keep it up to date."""
 
     async def start(self) -> None:
         """Connect. Raises SinkUnavailableError; it may then be called again."""

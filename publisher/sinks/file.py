@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kv_events.event_log import EventLogError, EventLogWriter
+from kv_events.outages import Outage
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
 from publisher.sinks.base import OutRecord, SinkUnavailableError
+
+logger = logging.getLogger(__name__)
 
 
 class FileSink:
@@ -18,6 +22,7 @@ class FileSink:
 
     def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
         self._folder = folder
+        self.outage = Outage(logger, f"event log {folder} takes no records", f"event log {folder} takes records")
         self._segment_bytes = segment_bytes
         self._writer: EventLogWriter | None = None  # used only in the thread
         self._thread: ThreadPoolExecutor | None = None  # one: a cancelled call finishes before the next

@@ -37,6 +37,7 @@ from kv_events.kafka_clients import (
 )
 from kv_events.kafka_topics import inspect_topics, mismatches
 from kv_events.limits import MAX_RECORD_BYTES
+from kv_events.outages import Outage
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
@@ -62,6 +63,11 @@ class KafkaSink:
             raise InvalidValueError("KVSIGHT_COMPRESSION", settings.compression, expected)
         self._settings = settings
         self._connection = KafkaConnection(settings)
+        self.outage = Outage(
+            logger,
+            f"Kafka at {self._connection.bootstrap} takes no records",
+            f"Kafka at {self._connection.bootstrap} takes records",
+        )
         self._is_compared = False  # whether differences between topics and settings have been logged
         self._limited_logger = RateLimitedLogger(logger, f"control topic {settings.control_topic}")
         self._producer: Any = None

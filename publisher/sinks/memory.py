@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from kv_events.memory_log import MemoryLog
+from kv_events.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.sinks.base import OutRecord
+
+logger = logging.getLogger(__name__)
 
 _MAX_WAITING_REQUESTS = 256
 """Requests are repeated, so requests beyond this limit may be dropped."""
@@ -18,6 +22,7 @@ class MemorySink:
 
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
+        self.outage = Outage(logger, "the log in memory takes no records", "the log in memory takes records")
         self._requests: asyncio.Queue[ResyncRequest] = asyncio.Queue(_MAX_WAITING_REQUESTS)
         self._stop_listening: Callable[[], None] | None = None
 

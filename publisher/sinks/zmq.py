@@ -15,6 +15,7 @@ import zmq
 from kv_events.endpoints import LOCAL_SCHEMES, endpoint_of_rank, has_wildcard, is_ipv6
 from kv_events.engine_wire import seq_frame
 from kv_events.errors import InvalidValueError, RecordRejectedError
+from kv_events.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
@@ -39,6 +40,7 @@ class ZmqSink:
             raise InvalidValueError("KVSIGHT_ZMQ", None, "an address to publish on, as tcp://*:5557")
         if not settings.with_tokens:
             raise InvalidValueError("KVSIGHT_WITH_TOKENS", False, "true: readers of KVSIGHT_ZMQ hash tokens")
+        self.outage = Outage(logger, f"{settings.zmq} takes no records", f"{settings.zmq} takes records")
         self._settings = settings
         self._key = settings.stream.key.encode()
         self._endpoint = endpoint_of_rank(settings.zmq, settings.dp_rank, "KVSIGHT_ZMQ")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from bridge.shared_sink import SharedSink
+from kv_events.outages import Outage
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 from publisher.sinks import OutRecord, SinkRejectedError, SinkUnavailableError
@@ -20,6 +22,7 @@ class GatedSink:
     """Accepts records while the gate is open, and refuses some."""
 
     def __init__(self) -> None:
+        self.outage = Outage(logging.getLogger(__name__), "down", "up")
         self.calls: list[list[bytes]] = []
         self.refused: set[bytes] = set()
         self.broken: set[bytes] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -164,6 +165,44 @@ async def test_a_sink_that_is_away_at_the_start_is_tried_again(sink: FaultySink,
         await async_wait_until(lambda: view_of(log) == {101})
 
 
+class WaitingSink(MemorySink):
+    """A memory sink whose `send` waits during an outage, as a Kafka producer does."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        super().__init__(log)
+        self.is_there = asyncio.Event()
+
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        await self.is_there.wait()
+        await super().send(records)
+
+
+async def test_an_outage_is_two_lines_however_many_publishers_share_the_sink(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("publisher.drain._SLOW_S", 0.05)
+    sink = WaitingSink(log)
+    async with make(sink, worker="one") as one, make(sink, worker="other") as other:
+        for publisher in (one, other):
+            publisher.publish([stored(1)])
+            await async_wait_until(lambda p=publisher: not p.stats().is_sink_available)  # type: ignore[misc]
+        sink.is_there.set()
+        for publisher in (one, other):
+            await async_wait_until(lambda p=publisher: p.stats().is_sink_available)  # type: ignore[misc]
+    down, up = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert re.match(r"the log in memory takes no records since \S+Z: nothing was confirmed for", down)
+    assert re.match(r"the log in memory takes records again after \d\.\d s", up)
+
+
+async def test_a_publisher_that_closes_during_an_outage_does_not_keep_it_open_for_others(log: MemoryLog) -> None:
+    sink = FaultySink(log)
+    sink.error = SinkUnavailableError("away")
+    async with make(sink, worker="one") as one:
+        await async_wait_until(lambda: not one.stats().is_sink_available)
+        await one.aclose(0.05)
+        assert sink.outage.since is None
+
+
 async def test_records_refused_permanently_lead_to_a_resync(
     publisher: EventPublisher, sink: FaultySink, log: MemoryLog
 ) -> None:
@@ -281,7 +320,7 @@ def test_a_thread_that_cannot_start_is_an_error(sink: FaultySink, monkeypatch: p
     with pytest.raises(PublisherStateError, match=r"publisher w: .*too many open files"):
         publisher.start_in_thread()
     assert "publisher:w" not in [thread.name for thread in threading.enumerate()]
-    with pytest.raises(PublisherStateError, match="no thread"):
+    with pytest.raises(PublisherStateError, match="not started in a thread"):
         publisher.close()
 
 
