@@ -1,8 +1,6 @@
-"""Settings of glibc's allocator for long-running commands.
+"""Settings of glibc's allocator for long-running commands: less memory for each published stream.
 
-Batches of events are decoded into fresh buffers of some megabytes. By default glibc returns such buffers to the system
-when they are freed, and the system zeroes the next ones page by page, which took a sixth of the bridge's time.
-Parameters: see mallopt(3).
+`docs/decisions/allocator.md` has the reasons and the figures. Parameters: see mallopt(3).
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _KEPT_BYTES = 32 * 2**20
 _GROW_BYTES = 2**20
 _LARGEST_KEPT_BYTES = 6 * 2**20
-"""Larger blocks are tables, which live long and of which only the touched pages use memory. Without this limit glibc
-would soon allocate them from the heap as well and zero them entirely: 25 MB for each published stream."""
+"""Larger blocks are tables, of which only the touched pages use memory. Without this limit glibc would soon allocate
+them from the heap as well and zero them entirely."""
 
 
 def keep_freed_memory() -> bool:
@@ -30,5 +28,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # it is not glibc
         return False
-    wanted = {_TRIM_THRESHOLD: _KEPT_BYTES, _TOP_PAD: _GROW_BYTES, _MMAP_THRESHOLD: _LARGEST_KEPT_BYTES}
-    return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())
+    values = {_TRIM_THRESHOLD: _KEPT_BYTES, _TOP_PAD: _GROW_BYTES, _MMAP_THRESHOLD: _LARGEST_KEPT_BYTES}
+    return all(mallopt(parameter, value) == 1 for parameter, value in values.items())
