@@ -10,6 +10,7 @@ import shlex
 import pytest
 import yaml
 
+from bridge.settings import parse_engine
 from tests.support.compose import COMPOSE, ROOT, SERVICES, command, documented
 from tests.support.engines.released_modules import SGLANG_MAPS, VLLM
 
@@ -154,8 +155,6 @@ def test_an_engine_has_the_release_of_the_tests_and_the_options_of_its_page(
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_bridge_reads_the_ports_that_its_engine_publishes_on(engine: str) -> None:
-    from bridge import parse_engine
-
     config = json.loads(option(command(engine), "--kv-events-config"))
     read = parse_engine(option(command(f"{engine}-bridge"), "--engine"))
     ports = [config[key].rpartition(":")[2] for key in ("endpoint", "replay_endpoint")]

@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from bridge.settings import parse_engine, read_engines
 from tests.support.compose import ROOT, command, documented
 from tests.support.helm_chart import CHART, DEPLOY, MANIFESTS, PLAIN, documents, manifests
 
@@ -222,8 +223,6 @@ def test_every_setting_is_one_the_code_reads() -> None:
 
 
 def test_the_bridge_reads_the_engines_of_the_values(tmp_path: Path) -> None:
-    from bridge.settings import read_engines
-
     config = one("ConfigMap", "kvsight-bridge", EVERYTHING)
     (tmp_path / "engines.json").write_text(config["data"]["engines.json"])
     (engine,) = read_engines(tmp_path / "engines.json")
@@ -291,8 +290,6 @@ def test_every_plain_manifest_is_valid(file: Path) -> None:
 
 
 def test_the_sidecar_reads_the_engine_beside_it() -> None:
-    from bridge import parse_engine
-
     (deployment,) = yaml.safe_load_all((DEPLOY / "kubernetes/vllm-with-bridge.yaml").read_text())
     pod = deployment["spec"]["template"]["spec"]
     (engine,), (_kernels, bridge) = pod["containers"], pod["initContainers"]
