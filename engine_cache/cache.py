@@ -262,8 +262,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
                 result = component.finalize_match_result(result, path)
         req, states = params.req, self.states
         if states is not None:
-            is_told = self.host is None or not self.rules.device_match_needs_states
-            if is_told and path.num_best < len(path.nodes):
+            is_reported = self.host is None or not self.rules.device_match_needs_states
+            if is_reported and path.num_best < len(path.nodes):
                 cached = sum(len(node.key) for node in path.nodes if node.value is not None)
                 usable = sum(len(node.key) for node in path.nodes[: path.num_best])
                 result = result._replace(mamba_branching_seqlen=states.branching_seqlen(cached, usable))
@@ -574,7 +574,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         refused. policy: defaults to the policy of an attached backend, else to `StoragePolicy()`.
         """
         if self.host is None:
-            return False, "there is no host tier for a store to stand behind"
+            return False, "the cache has no host tier"
         if self.store is not None and self.store.io.backend is not backend:
             return False, "another store is attached, detach it first"
         if self.store is not None:
@@ -583,8 +583,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         try:
             self.attach_store(backend, policy)
         except Exception as error:  # a backend may raise anything, and the cache works without it
-            logger.exception("the store does not take the pools")
-            return False, f"the store does not take the pools: {error}"
+            logger.exception("the storage backend refuses the pools")
+            return False, f"the storage backend refuses the pools: {error}"
         return True, "attached"
 
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
@@ -594,7 +594,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         `StorageTier`.
         """
         if self.host is None:
-            raise InvalidValueError("store", type(backend).__name__, "a cache with a host tier for it to stand behind")
+            raise InvalidValueError("store", type(backend).__name__, "a cache with a host tier")
         if self.store is not None:
             raise InvalidValueError("store", type(backend).__name__, "a cache without one")
         self.store = StorageTier(self.host, backend, policy or StoragePolicy())

@@ -114,8 +114,6 @@ class Requests:
             )
         req.mamba_cow_src_index = state.copy()
 
-    # --- rows -------------------------------------------------------------------------------------------------------
-
     def _rows(self, req: Request) -> IndexArray:
         return self._rows_of_requests().read(req.req_pool_idx, len(req.token_ids))
 
@@ -151,8 +149,6 @@ class Requests:
         if node is not None:
             lock = self._cache.inc_lock_ref(node)
             req.last_node, req.lock_params = lock.node, lock.to_dec_params()
-
-    # --- states -----------------------------------------------------------------------------------------------------
 
     def _shareable(self, req: Request) -> tuple[RadixKey, IndexArray | None]:
         """Return the longest prefix that the tree can use, in whole pages.

@@ -67,7 +67,7 @@ class AuxiliaryComponent(TreeComponent):
     """A node that stays but loses data of this kind also loses data of kinds with this priority or a lower one."""
     event_group: str
     """Name of the kind in group events; see `kv_events.streams`."""
-    pages_told: ClassVar[slice] = ALL_PAGES
+    event_pages: ClassVar[slice] = ALL_PAGES
     """The pages of a node that group events report when the node gains or loses data of this kind."""
     builds_on_start_node: ClassVar[bool] = False
     """Whether prefetched data may depend on data at the start node of the prefetch."""
@@ -125,7 +125,7 @@ class AuxiliaryComponent(TreeComponent):
             self.protected_size += len(rows)
         else:
             self.evictable_size += len(rows)
-        self.events.group_store(self.event_group, node, StorageMedium.GPU, self.pages_told)
+        self.events.group_store(self.event_group, node, StorageMedium.GPU, self.event_pages)
 
     def free_on_device(self, node: TreeNode) -> None:
         """Free the device rows of a node, if it has any. They must not be locked."""
@@ -138,7 +138,7 @@ class AuxiliaryComponent(TreeComponent):
         data.value = None
         del self.device_lru_list[node]
         self.update_host_list(node)
-        self.events.group_remove(self.event_group, node, StorageMedium.GPU, self.pages_told)
+        self.events.group_remove(self.event_group, node, StorageMedium.GPU, self.event_pages)
 
     @abstractmethod
     def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
@@ -163,12 +163,12 @@ class AuxiliaryComponent(TreeComponent):
         rows = self.take_from_host(node)
         if rows is not None:
             self.entry.host_pool.free(rows)
-            self.events.group_remove(self.event_group, node, StorageMedium.CPU, self.pages_told)
+            self.events.group_remove(self.event_group, node, StorageMedium.CPU, self.event_pages)
 
     def record_on_host(self, node: TreeNode) -> None:
         """Record that the host rows of the node, if it has any, are filled."""
         if self.data(node).host_value is not None:
-            self.events.group_store(self.event_group, node, StorageMedium.CPU, self.pages_told)
+            self.events.group_store(self.event_group, node, StorageMedium.CPU, self.event_pages)
 
     def is_filled_on_host(self, node: TreeNode) -> bool:
         """Return whether the node has data on the host that no backup is still writing."""

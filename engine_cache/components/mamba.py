@@ -41,7 +41,7 @@ class MambaComponent(AuxiliaryComponent):
     kind: ClassVar[ComponentType] = ComponentType.MAMBA
     pool: ClassVar[PoolName] = PoolName.MAMBA
     eviction_priority: ClassVar[int] = 0
-    pages_told: ClassVar[slice] = LAST_PAGE
+    event_pages: ClassVar[slice] = LAST_PAGE
     event_group = MAMBA_GROUP
 
     def __init__(
@@ -75,8 +75,6 @@ class MambaComponent(AuxiliaryComponent):
     def device_allocator(self) -> PagedTokenToKVPoolAllocator:
         return self.allocator
 
-    # --- match ------------------------------------------------------------------------------------------------------
-
     def create_match_validator(self, match_device_only: bool = False) -> MatchValidator:
         def accepts(node: TreeNode) -> bool:
             data = self.data(node)
@@ -98,15 +96,11 @@ class MambaComponent(AuxiliaryComponent):
         """
         return None if cached <= usable else cached // self.chunk_size * self.chunk_size or None
 
-    # --- data of nodes ----------------------------------------------------------------------------------------------
-
     def _free_device_rows(self, node: TreeNode, rows: IndexArray) -> None:
         self.allocator.free(rows)
 
     def was_split(self, upper: TreeNode, lower: TreeNode, split_len: int) -> None:
         """Do nothing: the state stays at the lower node."""
-
-    # --- locks ------------------------------------------------------------------------------------------------------
 
     def acquire(self, node: TreeNode) -> LockTicket | None:
         if self.data(node).value is None:
@@ -126,8 +120,6 @@ class MambaComponent(AuxiliaryComponent):
     def release_host(self, node: TreeNode, ticket: LockTicket) -> None:
         self.unlock_host(node)
 
-    # --- insert -----------------------------------------------------------------------------------------------------
-
     def check_insert(self, params: InsertParams) -> None:
         if params.mamba_value is None or len(params.mamba_value) != 1:
             raise InvalidValueError("mamba_value", params.mamba_value, "one slot")
@@ -138,8 +130,6 @@ class MambaComponent(AuxiliaryComponent):
         assert params.mamba_value is not None
         self.put_on_device(end, params.mamba_value.astype(np.int64))
         return True
-
-    # --- transfers --------------------------------------------------------------------------------------------------
 
     def needed_nodes(self, node: TreeNode) -> list[TreeNode]:
         return [node]

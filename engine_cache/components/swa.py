@@ -199,7 +199,7 @@ class SWAComponent(AuxiliaryComponent):
         bare = own[self.allocator.translate(own) == 0]
         if len(bare):
             raise InvalidValueError(
-                "value", f"full row {bare[0]} without an SWA row", "rows with one behind those given up"
+                "value", f"full row {bare[0]} without an SWA row", "rows with one after swa_evicted_seqlen"
             )
 
     def should_skip_leaf_creation(self, end: int, params: InsertParams) -> bool:

@@ -173,7 +173,7 @@ class HostPoolGroup:
     def _check_sharing(self, entry: PoolEntry) -> None:
         name = entry.name.value
         if entry is self.anchor:
-            raise InvalidValueError(f"pool {name}", "shares the anchor's rows", "rows of its own: it is one")
+            raise InvalidValueError(f"pool {name}", "shares the anchor's rows", "rows of its own for the anchor")
         pages, own = (
             (pool.size // pool.page_size, pool.page_size) for pool in (entry.host_pool, self.anchor.host_pool)
         )

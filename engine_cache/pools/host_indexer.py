@@ -52,10 +52,10 @@ class NSAIndexerPoolHost(TensorHostPool):
         return self._num_pages_held * self.page_size * self.size_per_token
 
     def alloc(self, need_size: int) -> IndexArray | None:
-        raise PoolError(f"host pool {self.name} hands out no rows: it lives on those of its anchor")
+        raise PoolError(f"host pool {self.name} allocates no rows: it uses those of its anchor")
 
     def free(self, indices: IndexArray) -> None:
-        raise PoolError(f"host pool {self.name} takes no rows back: they are its anchor's")
+        raise PoolError(f"host pool {self.name} frees no rows: they belong to its anchor")
 
     def _make_parts(self) -> list[Part]:
         self.index_k_with_scale_buffer = self._new_paged_tensor(self._num_pages_held, (self._stride,), torch.uint8)

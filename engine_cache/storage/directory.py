@@ -100,7 +100,7 @@ class DirectoryStorage(HiCacheStorage):
                 raise CacheStateError(f"{counted} bytes held, {self._used} used, capacity {self._capacity}")
             missing = self._held.keys() - {entry.name for entry in self._own_files()}
             if missing:
-                raise CacheStateError(f"{len(missing)} of {len(self._held)} held files are gone: {min(missing)}")
+                raise CacheStateError(f"{len(missing)} of {len(self._held)} held files are missing: {min(missing)}")
 
     def _register(self, name: PoolName, pool: PagedHostPool) -> None:
         needed = pool.get_dummy_flat_data_page().nbytes + _CHECKSUM_BYTES
@@ -151,7 +151,7 @@ class DirectoryStorage(HiCacheStorage):
         try:
             seen = (self._folder / file_name).stat()
         except FileNotFoundError:
-            self._forget_if_gone(file_name)
+            self._forget_if_missing(file_name)
             return False
         except OSError as error:
             logger.warning("page %s cannot be looked up: %s", file_name, error)
@@ -177,7 +177,7 @@ class DirectoryStorage(HiCacheStorage):
                 with contextlib.suppress(OSError):  # affects only the order after a restart
                     os.utime(file.fileno())
         except FileNotFoundError:
-            self._forget_if_gone(file_name)
+            self._forget_if_missing(file_name)
             return False
         except OSError as error:
             logger.warning("page %s cannot be read: %s", file_name, error)
@@ -261,7 +261,7 @@ class DirectoryStorage(HiCacheStorage):
         if key:
             self._removed[key] = None
 
-    def _forget_if_gone(self, file_name: str) -> None:
+    def _forget_if_missing(self, file_name: str) -> None:
         with self._lock:
             if file_name in self._held and not (self._folder / file_name).exists():
                 self._forget(file_name)
@@ -306,7 +306,7 @@ class DirectoryStorage(HiCacheStorage):
 
     def _file_name(self, name: PoolName, key: str) -> str:
         if not _KEY.fullmatch(key):
-            raise InvalidValueError("storage key", key, "what page_key() gives")
+            raise InvalidValueError("storage key", key, "a result of page_key()")
         pool = "" if name is PoolName.KV else f".{name.value}"
         return f"{self._prefix}{key}{pool}{self._suffix}.bin"
 

@@ -238,7 +238,7 @@ class MooncakeStorage(HiCacheStorage):
         prefix, ends = self._identity.prefix, self._known(name).name_ends
         for key in keys:
             if not _KEY.fullmatch(key):
-                raise InvalidValueError("storage key", key, "what page_key() gives")
+                raise InvalidValueError("storage key", key, "a result of page_key()")
         return [f"{prefix}{key}{end}" for key in keys for end in ends]
 
     def _objects(self, name: PoolName, keys: Sequence[str], rows: list[int]) -> _Objects:

@@ -152,7 +152,7 @@ class MooncakeClient:
             self._lose_master()
             return MasterState.AWAY
         if self._away:
-            logger.info("Mooncake master %s is back", self.address)
+            logger.info("Mooncake master %s is reachable again", self.address)
             with self._idle:
                 self._away = False
         if _PRESENCE.get(code) is not False:
@@ -214,7 +214,7 @@ class MooncakeClient:
         with self._idle:
             known, self._away = self._away, True
         if not known:
-            logger.warning("Mooncake master %s is away", self.address)
+            logger.warning("Mooncake master %s is unreachable", self.address)
             self.on_away()
 
     @contextlib.contextmanager
@@ -269,7 +269,7 @@ class MooncakeClient:
             if again:
                 time.sleep(_WARM_UP_PAUSE_S)  # other machines may still be lending their memory
         self._native.close()
-        raise StorageUnreachableError(f"the Mooncake store of master {self.address} takes nothing: code {code}")
+        raise StorageUnreachableError(f"the Mooncake store of master {self.address} accepts no object: code {code}")
 
     def _is_listening(self) -> bool:
         host, _, port = self.address.rpartition(":")

@@ -44,8 +44,6 @@ class DeviceTier:
         if self._allocator is not None and len(rows):
             self._allocator.free(rows)
 
-    # --- nodes ------------------------------------------------------------------------------------------------------
-
     def add_leaf(self, parent: TreeNode, key: RadixKey, value: IndexArray, start: int, priority: int) -> TreeNode:
         """Create a leaf for `key[start:]`. It becomes the owner of the rows `value[start:]`."""
         rest = key[start:]
@@ -78,8 +76,6 @@ class DeviceTier:
     def _free_components(self, node: TreeNode) -> None:
         for component in self.components:  # before KV, because SWA rows are found through KV rows
             component.free_on_device(node)
-
-    # --- eviction ---------------------------------------------------------------------------------------------------
 
     def evict_leaves(self, num_units: int) -> None:
         """Delete leaves in the order of the eviction policy until `num_units` are free or no leaf is left."""
@@ -123,8 +119,6 @@ class DeviceTier:
     def evicted_with(self, component: AuxiliaryComponent) -> list[AuxiliaryComponent]:
         """Return the kinds that an inner node loses together with this one."""
         return [each for each in self.components if each.eviction_priority <= component.eviction_priority]
-
-    # --- locks ------------------------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> IncLockRefResult:
         """Lock the KV of the node and its ancestors, and the states that a user of the node needs.
@@ -171,6 +165,6 @@ class DeviceTier:
         step = node
         while step.value is None:
             if step.parent is None:
-                raise CacheStateError(f"node {node.id} does not hang below a node on the device")
+                raise CacheStateError(f"node {node.id} has no ancestor on the device")
             step = step.parent
         return step

@@ -65,8 +65,6 @@ class HostTier:
         self.backups.ongoing.clear()
         self.loads.clear()
 
-    # --- eviction from the device -----------------------------------------------------------------------------------
-
     def evict_leaves(self, num_units: int) -> None:
         """Evict device leaves in the order of the eviction policy until `num_units` are free or no leaf is left.
 

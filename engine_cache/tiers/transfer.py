@@ -168,9 +168,9 @@ class HiCacheController:
         once. Any thread. Raises TransferError if the copy failed or a reset dropped it, and InvalidValueError for an
         unknown number."""
         if not -1 <= consumer < self._next_consumer:
-            raise InvalidValueError("consumer", consumer, f"-1 .. {self._next_consumer - 1}, as start_loading gave it")
+            raise InvalidValueError("consumer", consumer, f"-1 .. {self._next_consumer - 1}, a result of start_loading")
         if 0 <= consumer < self._first_consumer:
-            raise TransferError(f"load {consumer} was given up in a reset")
+            raise TransferError(f"load {consumer} was dropped in a reset")
         ticket = self._load_tickets.get(consumer)
         if ticket is not None:  # otherwise it is acknowledged already
             ticket.wait_for_step(layer)

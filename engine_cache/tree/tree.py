@@ -277,7 +277,7 @@ class RadixTree:
         step: TreeNode | None = node
         while step is not self.root:
             if step is None:
-                raise CacheStateError(f"node {node.id} does not hang below root {self.root.id}")
+                raise CacheStateError(f"node {node.id} is not below root {self.root.id}")
             path.append(step)
             step = step.parent
         return path

@@ -21,7 +21,6 @@ from engine_cache import (
     MambaSlotAllocator,
     ManualCopyEngine,
     MatchPrefixParams,
-    PagedTokenToKVPoolAllocator,
     PoolEntry,
     PoolExhaustedError,
     RadixKey,
@@ -33,7 +32,7 @@ from engine_cache.pools.mamba_host import MambaPoolHost
 from engine_cache.storage.base import PoolName
 from kv_events.schema import StorageMedium
 from tests.support.caches.checks import check_cache
-from tests.support.caches.tier_rig import KVPools, Rig, page_content
+from tests.support.caches.tier_rig import Rig, page_content
 
 MAMBA_LAYERS = {0: 0, 2: 1}
 FULL_LAYERS = {1: 0, 3: 1}
@@ -55,24 +54,7 @@ class FaultyStates(MambaPoolHost):
 class HybridRig(Rig):
     """Pools of `device_pages` and `host_pages` pages and `slots` and `host_slots` states, and a cache on them."""
 
-    def __init__(
-        self,
-        *,
-        page_size=2,
-        device_pages=8,
-        host_pages=12,
-        slots=5,
-        host_slots=7,
-        attention="mha",
-        layout="layer_first",
-        engine=None,
-        is_eagle=False,
-        **cache,
-    ):
-        self.page_size, self.is_bigram = page_size, is_eagle
-        self.pool = PagedTokenToKVPoolAllocator(device_pages * page_size, page_size)
-        self.kv = KVPools(device_pages, host_pages, page_size, attention, layout)
-        self.device, self.host = self.kv.device, self.kv.host
+    def __init__(self, *, slots=5, host_slots=7, layout="layer_first", **options):
         self.slots = MambaSlotAllocator(slots)
         self.states = MambaPool(
             slots, len(MAMBA_LAYERS), [(2,)], (1,), conv_dtype=torch.int32, temporal_dtype=torch.int64
@@ -81,25 +63,24 @@ class HybridRig(Rig):
         self.host_states = FaultyStates(self.states, ratio=ratio, layout=layout, reserve_bytes=0)
         assert self.host_states.size == host_slots
         self.lines = ReqToTokenPool(2, 64)
-        self.engine = engine or ManualCopyEngine()
+        self.loaded = {}  # request -> (node, content of its slot after the node is loaded)
+        super().__init__(layout=layout, **options)
+
+    def make_controller(self):
         group = HostPoolGroup.of(
             PoolEntry(PoolName.KV, self.host, self.device, self.pool, FULL_LAYERS.get),
             PoolEntry(PoolName.MAMBA, self.host_states, self.states, self.slots, MAMBA_LAYERS.get),
         )
-        self.controller = HybridCacheController(group, self.engine, transfer_layer_num=4)
-        self.loaded = {}  # request -> (node, content of its slot after the node is loaded)
-        cache = {"load_back_threshold": 1, "enable_kv_cache_events": True} | cache
-        self.cache = HiMambaRadixCache(
-            page_size=page_size,
-            allocator=self.pool,
+        return HybridCacheController(group, self.engine, transfer_layer_num=4)
+
+    def make_cache(self, **options):
+        return HiMambaRadixCache(
             mamba_allocator=self.slots,
-            controller=self.controller,
             mamba_pool=self.states,
             req_to_token_pool=self.lines,
             enable_mamba_extra_buffer=True,
             mamba_cache_chunk_size=2,
-            is_eagle=is_eagle,
-            **cache,
+            **options,
         )
 
     # --- operations of an engine ---

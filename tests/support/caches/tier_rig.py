@@ -198,11 +198,15 @@ class Rig:
         self.kv = KVPools(device_pages, host_pages, page_size, attention, layout)
         self.device, self.host = self.kv.device, self.kv.host
         self.engine = engine or ManualCopyEngine()
-        self.controller = HiCacheController(PoolEntry(PoolName.KV, self.host, self.device, self.pool), self.engine)
-        cache = {"load_back_threshold": 1, "enable_kv_cache_events": True} | cache
-        self.cache = HiRadixCache(
-            page_size=page_size, allocator=self.pool, controller=self.controller, is_eagle=is_eagle, **cache
-        )
+        self.controller = self.make_controller()
+        cache = {"load_back_threshold": 1, "enable_kv_cache_events": True, "is_eagle": is_eagle} | cache
+        self.cache = self.make_cache(page_size=page_size, allocator=self.pool, controller=self.controller, **cache)
+
+    def make_controller(self):
+        return HiCacheController(PoolEntry(PoolName.KV, self.host, self.device, self.pool), self.engine)
+
+    def make_cache(self, **options):
+        return HiRadixCache(**options)
 
     @property
     def identity(self):

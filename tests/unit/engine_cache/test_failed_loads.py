@@ -128,7 +128,7 @@ def test_a_load_that_a_reset_abandoned_is_reported_to_the_caller_that_waits_for_
     controller.reset()
     new = begin(controller)
     assert new == old + 1
-    with pytest.raises(TransferError, match=f"load {old} was given up in a reset"):
+    with pytest.raises(TransferError, match=f"load {old} was dropped in a reset"):
         controller.wait_for_layer(old, 0)
     controller.engine.drain()
     controller.wait_for_layer(new, 0)

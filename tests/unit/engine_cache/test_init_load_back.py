@@ -110,7 +110,7 @@ def test_nothing_is_found_of_a_tree_that_was_reset(rig):
         rig.pool.clear()
         if isinstance(rig, HybridRig):
             rig.slots.clear()
-        with pytest.raises(CacheStateError, match="does not hang below root"):
+        with pytest.raises(CacheStateError, match="is not below root"):
             rig.cache.init_load_back(InitLoadBackParams(node, 2))
 
 

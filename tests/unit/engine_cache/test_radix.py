@@ -185,10 +185,10 @@ def test_nodes_of_another_tree_or_of_none_are_refused(cache):
     node = match(cache, [1, 2]).last_device_node
     other = RadixCache(page_size=2)
     for method in (other.inc_lock_ref, other.dec_lock_ref):
-        with pytest.raises(CacheStateError, match="does not hang below"):
+        with pytest.raises(CacheStateError, match="is not below"):
             method(node)
     cache.evict(EvictParams(2))
-    with pytest.raises(CacheStateError, match="does not hang below"):
+    with pytest.raises(CacheStateError, match="is not below"):
         cache.inc_lock_ref(node)
 
 

@@ -24,7 +24,7 @@ def test_locking_what_is_not_on_the_device_locks_the_way_to_it_and_names_it(rig)
     rig.cache.dec_lock_ref(locked.node)
     assert upper.lock_ref == 0
     rig.cache.evict_host(2)
-    with pytest.raises(CacheStateError, match="does not hang below a node on the device"):
+    with pytest.raises(CacheStateError, match="has no ancestor on the device"):
         rig.cache.inc_lock_ref(lower)
 
 

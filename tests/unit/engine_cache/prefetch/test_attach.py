@@ -105,7 +105,7 @@ def test_a_store_that_does_not_take_the_pools_is_refused_and_the_cache_works_wit
     ok, word = rig.cache.attach_storage_backend(store)
     assert not ok
     assert str(error) in word
-    assert "does not take the pools" in caplog.text
+    assert "refuses the pools" in caplog.text
     assert rig.cache.store is None
     rig.insert(PROMPT)
     rig.settle()

@@ -207,5 +207,5 @@ def test_without_a_host_tier_nothing_is_backed_up_and_no_store_is_taken():
     assert on_host(rig, A) == []
     assert rig.cache.attach_storage_backend(MemoryStorage()) == (
         False,
-        "there is no host tier for a store to stand behind",
+        "the cache has no host tier",
     )

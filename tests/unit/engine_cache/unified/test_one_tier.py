@@ -17,7 +17,7 @@ CALLS = {
     "evict_host": ((4,), 0),
     "clear_storage_backend": ((), None),
     "detach_storage_backend": ((), (True, "no store is attached")),
-    "attach_storage_backend": ((MemoryStorage(),), (False, "there is no host tier for a store to stand behind")),
+    "attach_storage_backend": ((MemoryStorage(),), (False, "the cache has no host tier")),
     "check_prefetch_progress": (("r",), True),
     "pop_prefetch_loaded_tokens": (("r",), 0),
     "release_aborted_request": (("r",), None),
