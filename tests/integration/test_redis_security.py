@@ -70,7 +70,11 @@ async def test_a_user_with_few_rights_saves_and_loads_over_tls(redis: SecureRedi
     password.write_text(f"{PASSWORD}\n")
     with_file = redis.settings(redis_password=None, redis_password_file=password)
     client = redis.certificates.issue("client", password=PASSWORD)
-    mutual: dict[str, Any] = {"redis_cert_file": client.cert, "redis_key_file": client.key, "redis_key_password_file": password}
+    mutual: dict[str, Any] = {
+        "redis_cert_file": client.cert,
+        "redis_key_file": client.key,
+        "redis_key_password_file": password,
+    }
     for settings in (redis.settings(), with_file, redis.settings(**mutual)):
         store = RedisStore(RedisSettings(**settings))
         for image in (b"one", b"two"):
