@@ -59,7 +59,7 @@ class KafkaConnection:
         self._options()
         _limit_log_lines()
         if settings.kafka_sasl_mechanism is not None:
-            logging.getLogger("aiokafka.conn").setLevel(logging.INFO)  # its DEBUG lines contain passwords and tokens
+            logging.getLogger("aiokafka.conn").addFilter(_is_without_secrets)
 
     def consumer(self, **options: Any) -> Any:
         """Create an AIOKafkaConsumer that is not started. Raises KafkaUnreachableError, as `producer` and `admin`."""
@@ -304,6 +304,11 @@ def _limit_log_lines() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name == "aiokafka" or name.startswith("aiokafka."):
             logging.getLogger(name).addFilter(_once_per_period)  # a second time has no effect
+
+
+def _is_without_secrets(line: logging.LogRecord) -> bool:
+    """Whether a log line of aiokafka's connections may be shown: its DEBUG lines contain passwords and tokens."""
+    return line.levelno > logging.DEBUG
 
 
 class _MetadataConnection:

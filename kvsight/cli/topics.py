@@ -65,7 +65,7 @@ def check(
     *,
     connection: dict[str, Any],
 ) -> None:
-    """Connect to Kafka as a service does, and compare the topics with the settings.
+    """Log in to Kafka, and compare the topics with the settings.
 
     Ends with exit code 1 if a topic is missing or differs, and with 2 if Kafka refuses the connection.
     """

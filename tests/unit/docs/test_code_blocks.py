@@ -126,9 +126,9 @@ def test_commands_of_kvsight_exist_with_their_options() -> None:
         if words[:1] != ["kvsight"]:
             continue
         assert words[1] in known, f"{page}: kvsight {words[1]}"
-        options = {
-            name for parameter in known[words[1]].params for name in (*parameter.opts, *parameter.secondary_opts)
-        }
+        found = known[words[1]]
+        found = getattr(found, "commands", {}).get("".join(words[2:3]), found)  # such as `kvsight topics check`
+        options = {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)}
         unknown = {word.partition("=")[0] for word in words[2:] if word.startswith("--")} - options - {"--help"}
         assert not unknown, f"{page}: kvsight {words[1]} {unknown}"
         seen.add(words[1])
