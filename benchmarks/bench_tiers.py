@@ -136,7 +136,7 @@ def bench_events() -> Iterator[Figure]:
         yield figure(f"round trip of {PROMPT} tokens, events {'on' if events else 'off'}", "us", values)
 
 
-class Nobody:
+class NoPublisher:
     """A publisher that discards a worker's events."""
 
     def publish(self, events: list[EngineEvent]) -> None:
@@ -153,7 +153,7 @@ def bench_requests(kind: str) -> Iterator[Figure]:
             made = create_cache(settings)
             made.cache.take_events()
             made.cache.enable_kv_cache_events = events
-            worker = SimulatedWorker(cast(EventPublisher, Nobody()), made)
+            worker = SimulatedWorker(cast(EventPublisher, NoPublisher()), made)
             spent[events].append(timed(lambda w: [w.serve(r) for r in requests], worker) * 1e3 / REQUESTS)
     for events, values in spent.items():
         yield figure(f"{kind}: a request, events {'on' if events else 'off'}", "ms", values)

@@ -323,12 +323,12 @@ async def test_a_recreated_log_is_read_from_its_beginning(tmp_path: Path) -> Non
     first = new_consumer(old, tmp_path)
     async with first.running():
         await caught_up(first, old)
-    anew = MemoryLog()
+    recreated = MemoryLog()
     stream.restart()
-    put(anew, stream.batch(stored((0, [77]))))
-    second = new_consumer(anew, tmp_path)
+    put(recreated, stream.batch(stored((0, [77]))))
+    second = new_consumer(recreated, tmp_path)
     async with second.running():
-        await caught_up(second, anew)
+        await caught_up(second, recreated)
         view = second.namespaces.view(stream.id)
         assert view is not None
         assert (view.epoch, view.state, view.num_pages[0]) == (2, ViewState.LIVE, 1)

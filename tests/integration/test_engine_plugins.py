@@ -138,7 +138,7 @@ def test_it_is_found_under_its_name_and_registering_twice_is_harmless(
     publisher = factory._registry["kvsight"](endpoint="tcp://*:1", replay_endpoint=None, topic="")
     assert isinstance(publisher, EnginePublisher)
     publisher.shutdown()
-    # what engines ask of publishers besides: nobody need know of a method that a newer one adds
+    # what engines call in addition; a method that a newer version adds is not needed
     for method in vars(module.EventPublisher):
         assert method.startswith("_") or callable(getattr(publisher, method)), f"{kind}: {method}"
 

@@ -28,7 +28,7 @@ from tests.support.waiting import async_wait_until
 TOKENS = list(range(1, 17))
 OTHER = list(range(101, 117))
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NOBODY = "http://127.0.0.1:9"
+DEAD_URL = "http://127.0.0.1:9"
 """An address on which nothing listens."""
 both = pytest.mark.parametrize("router", ["router", "small_router"])
 
@@ -139,9 +139,9 @@ async def routed(
             name: await stack.enter_async_context(running_server(engine.app(), settings))
             for name, engine in engines.items()
         }
-        urls |= dict.fromkeys(down, NOBODY)
+        urls |= dict.fromkeys(down, DEAD_URL)
         api = await stack.enter_async_context(running_server(create_app(fed.consumer, settings), settings))
-        example = load(router, urls, api if with_api else NOBODY, **variables)
+        example = load(router, urls, api if with_api else DEAD_URL, **variables)
         for client_of_router in (example.http, example.kvsight):
             stack.push_async_callback(client_of_router.aclose)
         address = await stack.enter_async_context(running_server(example.app, settings))

@@ -1,4 +1,4 @@
-"""The public names in a process of somebody else, whose own packages are called `api`, `indexer`, ... like ours."""
+"""The public names in a process whose own packages are called `api`, `indexer` and so on, like those of kvsight."""
 
 from __future__ import annotations
 

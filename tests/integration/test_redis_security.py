@@ -100,8 +100,8 @@ async def test_a_client_that_is_refused_is_told_why_in_one_line(redis: SecureRed
     where = f"Redis at {redis.server.address}: "
     wrong = redis.settings(redis_password=SecretStr("wrong"))
     assert await refusal(**wrong) == f"{where}wrong user or password (user 'kvsight')"
-    nobody = redis.settings("", redis_password=None)
-    assert await refusal(**nobody) == f"{where}it requires a login; set KVSIGHT_REDIS_PASSWORD_FILE"
+    anonymous = redis.settings("", redis_password=None)
+    assert await refusal(**anonymous) == f"{where}it requires a login; set KVSIGHT_REDIS_PASSWORD_FILE"
     weak = await refusal(**redis.settings("weak@"))
     assert weak.startswith(f"{where}a right is missing: ")
     assert "'set'" in weak

@@ -179,10 +179,10 @@ async def test_modelname_tenant_and_instance_are_heeded(serving: Any) -> None:
         for worker in ("1", "2"):
             await fed.hold(Stream(worker, tenant="t"), TOKENS)
         answer = (await client.post("/query", json=body)).json()
-        nobody = (await client.post("/query", json={**body, "instance_id": "3"})).json()
+        absent = (await client.post("/query", json={**body, "instance_id": "3"})).json()
     assert list(answer) == ["t"]
     assert list(answer["t"]) == ["2"]
-    assert nobody == {"t": {}}
+    assert absent == {"t": {}}
 
 
 async def test_block_hash_is_the_old_name_of_seq_hashes(serving: Any) -> None:

@@ -36,7 +36,7 @@ class Unwalked(dict):
     """Children that may be looked up but not iterated over."""
 
     def __iter__(self):
-        raise AssertionError("somebody goes through all the children of a node")
+        raise AssertionError("all children of a node were visited")
 
     keys = values = items = __iter__
 
@@ -176,7 +176,7 @@ def test_host_leaves_that_are_locked_are_passed_over_and_stay(monkeypatch):
     assert first.host_value is not None
     assert cache.evict_host(9) == 1
     cache.host.leaves.release(first)
-    assert cache.evict_host(1) == 0, "somebody else holds it, too"
+    assert cache.evict_host(1) == 0, "it has another lock"
     cache.host.leaves.release(first)
     assert cache.evict_host(1) == 1
     check_cache(cache)

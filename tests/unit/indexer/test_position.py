@@ -31,7 +31,7 @@ AFTER_A_GAP = Position(epoch=10, next_seq=900, first_missing=5)
         (AFTER_A_GAP, 10, 5, False, Admission.STEP_BACK, Position(10, 6, 5)),
         (AFTER_A_GAP, 10, 4, False, Admission.DUPLICATE, AFTER_A_GAP),
         (AFTER_A_GAP.without_gap(), 10, 5, False, Admission.DUPLICATE, Position(10, 900)),
-        # silence: whoever sends is followed
+        # silence: any sender is followed
         (AT_5, 9, 0, True, Admission.NEW_EPOCH, Position(9, 1)),
         (AT_5, 9, 3, True, Admission.NEW_EPOCH_LATE, Position(9, 4, 0)),
         (AT_5, 10, 5, True, Admission.NEXT, Position(10, 6)),

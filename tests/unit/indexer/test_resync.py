@@ -19,7 +19,7 @@ SETTINGS = IndexerSettings(max_pages=1000, max_namespaces=200, resync_rate_per_s
 
 
 class Router:
-    """An indexer whose time passes when it is told to."""
+    """An indexer whose clock the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class Router:
         list(self.applier.apply(record, self.now))
 
     def plan_for(self, seconds: float) -> list[str]:
-        """Return the streams that are asked meanwhile."""
+        """Return the streams that are asked during this time."""
         asked = []
         for _ in range(round(seconds * 10)):
             self.now += 0.1
