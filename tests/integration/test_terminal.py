@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import typer
+from aiokafka import AIOKafkaProducer
 from typer.testing import CliRunner
 
 from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
-from kvsight.cli.main import app
+from kv_events.records import LogRecord
+from kvsight.cli.main import app, run
 from tests.support.log.records import Stream, stored
 from tests.support.servers.scripted_server import Reply, scripted
 from tests.support.terminal import COLUMNS, ENVIRONMENT, Shown, command, on_terminal, piped
@@ -189,8 +194,6 @@ def test_tokens_and_text_come_from_files_too(url: str, tmp_path: Path) -> None:
 
 
 async def test_text_is_tokenized_by_an_engine(url: str) -> None:
-    import asyncio
-
     async with scripted(Reply(body=json.dumps({"tokens": TOKENS, "count": 32}).encode())) as engine:
         asked = ("query", "--url", url, "--model", "m", "--text", "Hello", "--tokenize-url", engine.url, "--json")
         shown = await asyncio.to_thread(piped, *asked)
@@ -215,6 +218,84 @@ def test_tail_shows_the_records_of_a_log(screen: Callable[..., Shown], recorded:
     assert shown.output.rstrip().endswith("engine-2 rank 1  m  seq 0: stored 2 cpu")
     record = json.loads(piped("tail", "--log", recorded, "--from-beginning", "-n", 1, "--json").output)
     assert (record["worker"], record["stored"], record["partition"]) == ("engine-10", {"GPU": 8}, 0)
+
+
+def test_tail_shows_the_records_of_a_topic(kafka_bootstrap: str) -> None:
+    topic = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command("tail", "--kafka", kafka_bootstrap, "--events-topic", topic, "--from-beginning", "-n", 1, "--json"),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    asyncio.run(publish(kafka_bootstrap, topic, Stream("engine-0").batch(stored((0, [1, 2, 3])))))
+    shown, _ = process.communicate(timeout=60)
+    event = json.loads(shown)
+    assert (event["worker"], event["kinds"], event["stored"], event["offset"]) == (
+        "engine-0",
+        ["stored"],
+        {"GPU": 3},
+        0,
+    )
+
+
+async def publish(bootstrap: str, topic: str, record: LogRecord) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers=bootstrap)
+    await producer.start()
+    try:
+        await producer.send_and_wait(topic, record.payload, key=record.key)
+    finally:
+        await producer.stop()
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_a_simulation_explains_its_columns(screen: Callable[..., Shown]) -> None:
+    shown = screen("simulate", "--requests", 30, "--workers", 10, "--policy", "kv-aware")
+    assert shown.code == 0
+    titles = " ".join(shown.output.split())
+    for words in ("requests a worker", "Mtokens computed", "min / mean / max", "wrong", "pages"):
+        assert words in titles
+    assert max(map(len, shown.output.splitlines())) <= COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serve", "--port", 99_999), "--port: got 99999, expected a port in 1 .. 65535"),
+        (("serve", "--kafka", "a:1", "--event-log-dir", "b"), "give either --kafka or --event-log-dir, not both"),
+        (("bridge", "--kafka", "a:1", "--event-log-dir", "b"), "give either --kafka or --event-log-dir, not both"),
+        (("simulate", "--trace", "a", "--requests", 3), "give either --trace or --requests, not both"),
+        (("simulate", "--capacity", 3), "--capacity: got 3, expected a positive multiple of the page size 64"),
+        (("simulate", "--kafka", "a:1", "--record", "b"), "give either --kafka or --record, not both"),
+        (("tail", "--kafka", "a:1", "--log", "b"), "give either --kafka or --log, not both"),
+        (("tail", "--from-beginning"), "--from-beginning needs --kafka or --log"),
+        (("tail", "--kind", "all"), "--kind: got 'all', expected one of stored, "),
+        (("query",), "give a file with the query, or --model"),
+        (("query", "a.json", "--model", "m"), "give either a file or --model, not both"),
+        (("query", "--model", "m", "--tokens", "1,x"), "--tokens: got 'x', expected integers in 0 .. 4294967295"),
+        (("query", "--model", "m", "--text", "x"), "--text and --tokenize-url belong together"),
+    ],
+)
+def test_a_wrong_flag_is_named_as_it_was_typed(
+    arguments: tuple[object, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvsight", *map(str, arguments)])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_variable_is_named_where_no_flag_was_typed() -> None:
+    done = subprocess.run(
+        command("serve"), env=ENVIRONMENT | {"KVSIGHT_PORT": "99999"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "KVSIGHT_PORT: got 99999, expected a port in 1 .. 65535" in done.stderr
 
 
 def test_an_interrupted_command_ends_without_a_traceback() -> None:

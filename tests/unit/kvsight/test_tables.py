@@ -1,0 +1,133 @@
+"""Tables of the command: nothing is cut, columns are left out by importance, orders are stable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvsight.cli.answers import Asked, answer_lines
+from kvsight.cli.streams import StreamRow, streams_lines
+from kvsight.cli.tables import Column, duration, names, natural_order, printable, table_lines
+
+LONG = "w" * 90
+
+
+def row(worker: str, *, pages: int = 1, medium: str = "GPU", state: str = "live", **more: Any) -> StreamRow:
+    found = StreamRow("m", "default", 16, worker, 0, "", state, "", 12_000, {medium: pages})
+    return found._replace(**more)
+
+
+def held(tokens: int, **more: Any) -> dict[str, Any]:
+    tiers = dict.fromkeys(("gpu", "cpu", "disk", "external", "longest_matched"), tokens)
+    return {**tiers, "dp": {"0": tokens}, "state": "live", "age_ms": 100, **more}
+
+
+def shown(instances: dict[str, Any], streams: list[StreamRow], tokens: int = 40, width: int = 80) -> list[str]:
+    asked = Asked.of({"model_name": "m", "token_ids": [1] * tokens})
+    return list(answer_lines({"scores": {}, "instances": instances}, asked, streams, width))
+
+
+def test_a_table_leaves_out_the_least_important_columns_and_cuts_nothing() -> None:
+    columns = [
+        Column("worker", ["abcdefgh"]),
+        Column("small", ["1"], is_number=True, rank=1),
+        Column("reason", ["x" * 10], rank=2),
+    ]
+    assert list(table_lines(columns, 80))[1] == "abcdefgh      1  xxxxxxxxxx"
+    assert list(table_lines(columns, 20)) == ["worker    small", "abcdefgh      1"]
+    assert list(table_lines(columns, 4)) == ["worker", "abcdefgh"]
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\n") == r"a\x1b[2Jb\n"
+    (_, line) = table_lines([Column("worker", ["a\x1b[31m"])], 80)
+    assert line == r"a\x1b[31m"
+
+
+def test_names_with_numbers_are_in_the_order_of_the_numbers() -> None:
+    assert sorted(["w-10", "w-2", "a", "10", "9"], key=natural_order) == ["9", "10", "a", "w-2", "w-10"]
+
+
+@pytest.mark.parametrize(("ms", "text"), [(0, "0.0 s"), (12_340, "12.3 s"), (600_000, "10 min"), (90_000_000, "25 h")])
+def test_durations_have_a_readable_unit(ms: int, text: str) -> None:
+    assert duration(ms) == text
+
+
+def test_a_long_list_of_names_is_counted() -> None:
+    assert names([f"w{n}" for n in range(9)]) == "w0, w1, w2, w3, w4 and 4 more"
+
+
+def test_a_query_says_who_was_asked_and_why_others_are_absent() -> None:
+    streams = [row("a"), row("b", state="expired"), row("c", pages=0, reason="new"), row("d")]
+    assert shown({"a": held(32)}, streams) == [
+        "prompt of 40 tokens, 2 pages; asked 4 workers of model m, pages of 16 tokens",
+        "worker  rank  gpu tokens  state  last heard",
+        "a          0          32  live    0.1 s ago",
+        "Tokens held on a tier include those on the faster tiers.",
+        "b: expired, last heard 12.0 s ago",
+        "c: holds no pages (new)",
+        "d: does not hold the first page",
+    ]
+
+
+def test_a_query_that_no_worker_answers_says_why() -> None:
+    streams = [row("a"), row("b", state="expired")]
+    assert shown({}, streams)[1:] == [
+        "No worker holds its first page.",
+        "a: does not hold the first page",
+        "b: expired, last heard 12.0 s ago",
+    ]
+    assert shown({}, streams, tokens=7)[:2] == [
+        "7 tokens: less than one page of 16; asked 2 workers of model m, pages of 16 tokens",
+        "a: the prompt is shorter than its pages of 16 tokens",
+    ]
+    assert shown({}, []) == ["prompt of 40 tokens; model m", "No worker holds any of it."]
+
+
+def test_equal_workers_are_in_the_order_of_their_names() -> None:
+    instances = {name: held(16) for name in ("w-10", "w-9", "w-1")} | {"z": held(32)}
+    lines = shown(instances, [row(name) for name in instances])
+    assert [line.split()[0] for line in lines[2:6]] == ["z", "w-1", "w-9", "w-10"]
+
+
+def test_only_tiers_that_a_worker_has_are_shown() -> None:
+    streams = [row("a", pages=2, medium="CPU_PINNED"), row("b", medium="DISK")]
+    title = shown({"a": held(16, gpu=0)}, streams)[1]
+    assert "cpu tokens  disk tokens" in title
+    assert "gpu" not in title
+    assert "external" not in title
+    unknown = shown({"a": held(16, gpu=0), "b": held(16)}, [])[1]  # another indexer, without a list of workers
+    assert "gpu tokens  cpu tokens  state" in unknown
+
+
+def test_the_best_rank_is_shown() -> None:
+    fields = held(16, dp={"0": 0, "1": 16, "2": 16}, matched_dp={"0": 16, "1": 16, "2": 16})
+    lines = shown({"a": fields}, [row("a")])
+    assert lines[1].split("  ")[1] == "best rank"
+    assert lines[2].split()[1] == "1"
+
+
+def test_an_answer_in_the_other_dialect_has_the_same_table() -> None:
+    instance = {"longest_matched": 16, "GPU": 16, "CPU": 16, "DISK": 16, "EXTERNAL": 16, "DP": {"0": 16}}
+    answer = {"default": {LONG: {**instance, "state": "live", "age_ms": 0}}}
+    asked = Asked.of({"model": "m", "block_size": 16, "block_hash": [1, 2], "instance_id": LONG})
+    lines = list(answer_lines(answer, asked, [row(LONG), row("other")], 80))
+    assert lines[0] == "prompt of 2 pages; asked 1 worker of model m, pages of 16 tokens"
+    assert lines[2].startswith(LONG)
+    assert len(lines) == 4
+
+
+def test_streams_are_listed_by_model_with_their_groups_and_reasons() -> None:
+    rows = [
+        row("w-10"),
+        row("w-2", reason="gap", state="stale"),
+        row("w-2", group="mamba"),
+        row("x", model="n", tenant="t"),
+    ]
+    lines = list(streams_lines(rows, 80))
+    assert lines[0] == "model m, pages of 16 tokens: 2 workers"
+    assert lines[1].split() == ["worker", "rank", "group", "state", "last", "heard", "gpu", "pages", "reason"]
+    assert [line.split()[0] for line in lines[2:5]] == ["w-2", "w-2", "w-10"]
+    assert lines[2].endswith("gap")
+    assert lines[6] == "model n of tenant t, pages of 16 tokens: 1 worker"
