@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.event_log import EventLogReader
 from kvsight.cli.answers import Asked, answer_lines
 from kvsight.cli.console import (
     EXIT_USAGE,
@@ -51,9 +52,10 @@ def replay(
         require_serve("kvsight replay --query")
     moment = parse_moment(at)
     body = None if query is None else read_json_object(query)
+    reader = EventLogReader(log)
     compile_kernels()
     question = None if body is None else _question(body)
-    replayed, span = _replay(log, moment)
+    replayed, span = _replay(reader, LogSpan(log), moment)
     fault = span.fault(moment)
     if not replayed.applier.records:
         raise UsageError(fault or f"--at {moment.text}: no record is before this moment: {span}")
@@ -67,11 +69,9 @@ def replay(
         raise typer.Exit(EXIT_USAGE)
 
 
-def _replay(folder: Path, moment: Moment) -> tuple[Replay, LogSpan]:
+def _replay(reader: EventLogReader, span: LogSpan, moment: Moment) -> tuple[Replay, LogSpan]:
     from indexer.replay import Replay
-    from kv_events.event_log import EventLogReader
 
-    reader, span = EventLogReader(folder), LogSpan(folder)
     total = reader.next_index
 
     def records() -> Iterable[LogRecord]:

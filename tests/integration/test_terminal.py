@@ -265,7 +265,6 @@ def test_a_simulation_explains_its_columns(screen: Callable[..., Shown]) -> None
         (("serve", "--kafka", "a:1", "--event-log-dir", "b"), "give either --kafka or --event-log-dir, not both"),
         (("bridge", "--kafka", "a:1", "--event-log-dir", "b"), "give either --kafka or --event-log-dir, not both"),
         (("simulate", "--trace", "a", "--requests", 3), "give either --trace or --requests, not both"),
-        (("simulate", "--capacity", 3), "--capacity: got 3, expected a positive multiple of the page size 64"),
         (("simulate", "--kafka", "a:1", "--record", "b"), "give either --kafka or --record, not both"),
         (("tail", "--kafka", "a:1", "--log", "b"), "give either --kafka or --log, not both"),
         (("tail", "--from-beginning"), "--from-beginning needs --kafka or --log"),
