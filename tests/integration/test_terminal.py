@@ -32,10 +32,11 @@ from tests.support.waiting import wait_until
 COMMANDS = typer.main.get_group(app).commands
 NAMED = [name for name, each in COMMANDS.items() if not each.hidden]
 LEAVES = {
-    " ".join((name, *sub)): leaf
+    words: leaf
     for name in NAMED
-    for sub, leaf in (
-        {(each,): found for each, found in getattr(COMMANDS[name], "commands", {}).items()} or {(): COMMANDS[name]}
+    for words, leaf in (
+        {f"{name} {sub}": leaf for sub, leaf in getattr(COMMANDS[name], "commands", {}).items()}
+        or {name: COMMANDS[name]}
     ).items()
 }
 """Words of a command line -> command, subcommands included."""
