@@ -47,7 +47,7 @@ class KafkaUnreachableError(KvsightError):
 class KafkaConnection:
     """The way to one Kafka cluster, for every client of a process. Holds no open connection.
 
-    Files of certificates, passwords and tokens are read again for each client, so that rotated ones count.
+    Files of certificates and passwords are read for each client, and tokens for each connection.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:

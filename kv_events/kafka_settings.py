@@ -46,7 +46,7 @@ class KafkaSettings(KvsightSettings):
     kafka_password: SecretStr | None = Field(None, min_length=1)
     """Password of PLAIN and SCRAM."""
     kafka_password_file: Path | None = None
-    """File that contains the password. It is read again for each connection."""
+    """File that contains the password."""
     kafka_token_file: Path | None = None
     """File that contains the token of OAUTHBEARER. It is read again for each connection."""
     kafka_token_command: str | None = Field(None, min_length=1)
