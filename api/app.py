@@ -18,6 +18,7 @@ from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
 from api.metrics import HttpMetrics, MeasureRequests
 from api.register import RegisterRoutes
+from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
 from api.workers import worker_routes
@@ -72,6 +73,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     if settings.api_token is not None:
         app.add_middleware(BearerToken, token=settings.api_token.get_secret_value())
     app.add_middleware(MeasureRequests, metrics=metrics)
+    app.add_middleware(RequestLog)
     return app
 
 

@@ -87,7 +87,7 @@ class EventFeed:
         self._reported: dict[StreamId, str] = {}  # states; kept up to date while there are clients
         self._next_check = 0.0
         self._is_closed = False
-        consumer.applier.on_applied = self._on_applied
+        consumer.applier.on_applied.append(self._on_applied)
 
     @property
     def num_clients(self) -> int:

@@ -126,7 +126,7 @@ class WorkerStream:
         while self._unstarted:
             await self._unstarted.pop(0).start()
         while self._retired:
-            await self._retired.pop().aclose(_OLD_DEADLINE_S)
+            await self._retired.pop().aclose(_OLD_DEADLINE_S, goodbye=False)
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""
@@ -136,7 +136,7 @@ class WorkerStream:
             if clear:
                 self._translator.clear()
             if publisher is not None:
-                await publisher.aclose(deadline_s)
+                await publisher.aclose(deadline_s, goodbye=not self.is_replaced)
         finally:
             self._home.release(self)
 

@@ -30,7 +30,7 @@ class Applier:
         self.namespaces = namespaces
         self.dead_letters = dead_letters
         self.is_silent = is_silent
-        self.on_applied: Callable[[View, DecodedBatch], None] = lambda _view, _batch: None
+        self.on_applied: list[Callable[[View, DecodedBatch], None]] = []
         """Called after each batch that was applied; must not raise."""
         self._limited_logger = RateLimitedLogger(logger, "a record is skipped")
         self.records = 0
@@ -74,7 +74,8 @@ class Applier:
                 view.mark_stale("internal error")
                 raise
             view.confirm(batch)
-            self.on_applied(view, batch)
+            for notify in self.on_applied:
+                notify(view, batch)
 
 
 def _other_block_size(batch: DecodedBatch, namespaces: Namespaces) -> str:

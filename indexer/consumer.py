@@ -22,6 +22,7 @@ from indexer.snapshots.keeper import SnapshotKeeper
 from indexer.sources.base import LogReplacedError, Source
 from indexer.sources.reader import SourceReader
 from indexer.views import View
+from indexer.worker_log import WorkerLog
 from kv_events.outages import Outage
 from kv_events.records import LogRecord
 from kv_events.streams import StreamId
@@ -66,6 +67,8 @@ class Consumer:
         self._snapshots = SnapshotKeeper(store, settings, now)
         self._probe_interval = Interval(_PROBE_S)
         self._stopping = False
+        self._worker_log = WorkerLog(self.freshness)
+        applier.on_applied.append(lambda view, _batch: self._worker_log.note(view))
         self.freshness.is_catching_up = True
         applier.is_silent = self.freshness.is_silent
 
@@ -208,6 +211,7 @@ class Consumer:
             await self._probe()
         if self.ready and self._requester.start_when_due(self.namespaces, now):
             await self._forgetting.drop_silent()
+        self._worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
 
     async def _probe(self) -> None:

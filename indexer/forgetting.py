@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -12,8 +11,6 @@ from indexer.freshness import Freshness
 from indexer.progress import Progress
 from indexer.slices import Slices
 from kv_events.streams import StreamId
-
-logger = logging.getLogger(__name__)
 
 
 class _Demand(NamedTuple):
@@ -56,9 +53,7 @@ class Forgetting:
     async def drop_silent(self) -> None:
         """Drop workers that have been silent for too long."""
         for view in self._applier.namespaces.views:
-            silence_s = self._freshness.silence_s(view)
-            if silence_s > self._forget_after_s:
-                logger.info("forgetting %s: silent for %.0f s", view.stream.key, silence_s)
+            if self._freshness.silence_s(view) > self._forget_after_s:
                 await self._drop(view.stream)
 
     async def _drop(self, stream: StreamId) -> None:

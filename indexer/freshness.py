@@ -45,13 +45,14 @@ class Freshness:
     def is_silent(self, view: View, tick: float) -> bool:
         """Return whether the worker had been silent for the time-to-live when a record arrived. tick: the arrival.
 
-        Never true during an outage of the event log, and never while the records of the past are read at the start.
+        A closed publisher is silent at once. Otherwise never true during an outage of the event log, and never while
+        the records of the past are read at the start.
         """
-        return tick - max(view.heard_tick, self._resumed_at) > self._ttl_s
+        return view.is_closed or tick - max(view.heard_tick, self._resumed_at) > self._ttl_s
 
     def state(self, view: View) -> ViewState:
         """Return the state to report and to act on."""
-        if self.silence_s(view) > self._ttl_s:
+        if view.is_closed or self.silence_s(view) > self._ttl_s:
             return ViewState.EXPIRED
         if view.state is not ViewState.LIVE:
             return view.state

@@ -13,7 +13,7 @@ from indexer.index import SLICE_PAGES, Marks, OverlapIndex
 from indexer.position import START, Admission, Position
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import page_counts
-from kv_events.schema import ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.schema import CLOSED, ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 
 INDEX_FULL = "index full"
@@ -35,7 +35,7 @@ class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the s
     STALE = "stale"
     """A gap or a wrong digest was found and a resync is requested, or the publisher reported a degradation."""
     EXPIRED = "expired"
-    """Silent for longer than the time-to-live; left out of scores."""
+    """Silent for longer than the time-to-live, or closed by its publisher; left out of scores."""
 
 
 _TRUST = tuple(ViewState).index
@@ -103,7 +103,12 @@ class View:
     @property
     def reason(self) -> str:
         """Why the view cannot be fully trusted, or "" if it can."""
-        return self.stale_reason or self.degraded_reason
+        return CLOSED if self.is_closed else self.stale_reason or self.degraded_reason
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the publisher has said with its last batch that no other follows."""
+        return self.degraded_reason == CLOSED
 
     @property
     def num_pages(self) -> list[int]:

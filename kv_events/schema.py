@@ -75,6 +75,9 @@ ENGINE_UNHEARD = "engine not heard"
 BATCHES_LOST = "batches lost"
 """Degraded reason: the publisher missed events of its engine that are permanently lost."""
 
+CLOSED = "closed"
+"""Degraded reason of the last batch of an epoch: the publisher has been closed, and no batch follows."""
+
 EngineEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -147,7 +150,7 @@ class DegradedBatch(EventBatch, frozen=True, array_like=True, gc=False):
     """
 
     degraded_reason: str = ""
-    """A short text: `ENGINE_UNHEARD`, `BATCHES_LOST` or another. Empty: none."""
+    """A short text: `ENGINE_UNHEARD`, `BATCHES_LOST`, `CLOSED` or another. Empty: none."""
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

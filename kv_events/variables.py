@@ -18,6 +18,9 @@ SETTINGS = frozenset(
     {
         # everywhere
         "hash_seed",
+        # log lines of the commands
+        "log_level",
+        "log_format",
         # Kafka
         "kafka",
         "kafka_client_id",

@@ -49,6 +49,7 @@ class Drain:
         self._user = f"{worker}:{id(self)}"  # of the outage, which publishers of one process may share
         self._is_sink_started = False
         self._is_closing = False
+        self._says_goodbye = False
 
     @property
     def is_sink_available(self) -> bool:
@@ -70,9 +71,13 @@ class Drain:
         except RuntimeError:  # the loop is closed, so there is no task to wake
             self._loop = None
 
-    async def stop(self, deadline_s: float) -> None:
-        """Send pending records for at most `deadline_s` seconds, then end the tasks and stop the sink."""
+    async def stop(self, deadline_s: float, *, goodbye: bool) -> None:
+        """Send pending records for at most `deadline_s` seconds, then end the tasks and stop the sink.
+
+        goodbye: end with a record that says that no other follows.
+        """
         self._is_closing = True
+        self._says_goodbye = goodbye
         self._awake.set()
         if self._task is not None:
             _, late = await asyncio.wait({self._task}, timeout=deadline_s)
@@ -112,6 +117,8 @@ class Drain:
                 if records:
                     await self._send(records)
                 elif self._is_closing:
+                    if self._says_goodbye:
+                        await self._send([self._builder.goodbye(time.time())])
                     return
                 else:
                     await self._wait()

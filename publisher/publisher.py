@@ -184,15 +184,16 @@ class EventPublisher:
         self._ended = asyncio.Event()
         self._drain.start()
 
-    async def aclose(self, deadline_s: float = 5.0) -> CloseReport:
+    async def aclose(self, deadline_s: float = 5.0, *, goodbye: bool = True) -> CloseReport:
         """Refuse further events, send queued ones for at most `deadline_s` seconds, and stop.
 
-        Returns what was not sent. Belongs to the loop of `start`.
+        goodbye: the last record says that the worker leaves, so that routers stop scoring it at once. False if another
+        publisher goes on under the same name. Returns what was not sent. Belongs to the loop of `start`.
         """
         self._tracker.close()
         before = self._tracker.queue_stats()
         if self._is_started:
-            await self._drain.stop(deadline_s)
+            await self._drain.stop(deadline_s, goodbye=goodbye)
         after = self._tracker.queue_stats()
         if self._ended is not None:
             self._ended.set()
@@ -233,11 +234,11 @@ class EventPublisher:
                 f"publisher {self._settings.worker}: its thread did not start: {error}"
             ) from error
 
-    def close(self, deadline_s: float = 5.0) -> CloseReport:
+    def close(self, deadline_s: float = 5.0, *, goodbye: bool = True) -> CloseReport:
         """Close a publisher that was started with `start_in_thread`, and wait for its thread. See `aclose`."""
         if self._thread is None or self._thread_loop is None:
             raise PublisherStateError(f"publisher {self._settings.worker} was not started in a thread: use aclose()")
-        closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s), self._thread_loop)
+        closing = asyncio.run_coroutine_threadsafe(self.aclose(deadline_s, goodbye=goodbye), self._thread_loop)
         report = closing.result(deadline_s + _THREAD_GRACE_S)
         self._thread.join(_THREAD_GRACE_S)
         self._thread_loop = None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
-from kv_events.schema import ResyncRequest, SnapshotBegin, SnapshotEnd
+from kv_events.schema import CLOSED, ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher.change_kernels import advance_digest
 from publisher.change_queue import PageChanges
 from publisher.change_tracker import ChangeTracker
@@ -145,6 +145,11 @@ class RecordBuilder:
         if self._resync_at is not None:
             due.append(self._resync_at)
         return max(0.0, min(due) - self._clock)
+
+    def goodbye(self, now: float) -> OutRecord:
+        """Return the last record of the epoch. Readers then leave the worker out of scores."""
+        self.degraded_reason = CLOSED
+        return self._heartbeat(now)
 
     def request_resync(self, reason: str) -> None:
         """Request a resync. It is rate-limited and begins after a random delay. Thread-safe.

@@ -133,7 +133,7 @@ class EnginePublisher:
 def _replace(old: EventPublisher, new: EventPublisher) -> None:
     """Start a publisher once the old one has closed its sink. Runs on a thread of its own."""
     try:
-        old.close(_CLOSE_S)
+        old.close(_CLOSE_S, goodbye=False)
         new.start_in_thread()
     except Exception:
         logger.exception("a publisher of %s could not take over", new.stream.key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from typer.core import TyperCommand
 
 from kv_events.errors import InvalidValueError
 from kv_events.variables import variable
+from kvsight.cli.logs import Level, configure_logs
 
 
 class App(typer.Typer):
@@ -57,7 +57,7 @@ def print_version(wanted: bool) -> None:
 def log_more(wanted: bool) -> None:
     """Log informational lines, if `-v` is given."""
     if wanted:
-        logging.getLogger().setLevel(logging.INFO)
+        configure_logs(Level.INFO)
 
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log informational lines to stderr.", callback=log_more)]

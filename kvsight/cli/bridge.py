@@ -11,6 +11,7 @@ import typer
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import UsageError, at_most_one, compile_kernels, err, stop_signals
 from kvsight.cli.kafka_flags import with_kafka_flags
+from kvsight.cli.logs import with_log_flags
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from publisher import PublisherSettings
 
 
+@with_log_flags
 @with_kafka_flags
 def bridge(
     engine: Annotated[

@@ -13,6 +13,7 @@ import typer
 
 from kvsight.cli.answers import Asked, answer_lines
 from kvsight.cli.console import compile_kernels, err, out, print_lines, stop_signals
+from kvsight.cli.logs import with_log_flags
 from kvsight.cli.simulate import load_requests, policy_progress
 from kvsight.cli.streams import rows_of
 from kvsight.extras import require_serve
@@ -33,6 +34,7 @@ _PAGE_SIZE = 16
 _SHOWN_RATE = 5.0
 
 
+@with_log_flags
 def demo(
     port: Annotated[int, typer.Option(help="Port of the API.", envvar="KVSIGHT_PORT")] = 8000,
     requests: Annotated[

@@ -9,11 +9,13 @@ import typer
 
 from kvsight.cli.console import compile_kernels, err, stop_signals
 from kvsight.cli.kafka_flags import with_kafka_flags
+from kvsight.cli.logs import with_log_flags
 
 if TYPE_CHECKING:
     from publisher import PublisherSettings
 
 
+@with_log_flags
 @with_kafka_flags
 def engine(
     worker: Annotated[str, typer.Option(help="Name of the worker.", envvar="KVSIGHT_WORKER")],

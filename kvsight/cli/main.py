@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ from kvsight.cli import (
 from kvsight.cli.app import App, Version
 from kvsight.cli.console import EXIT_USAGE, compile_kernels
 from kvsight.cli.hash import hash_prompt
+from kvsight.cli.logs import Level, configure_logs
 from kvsight.extras import MissingExtraError
 
 app = App(
@@ -72,9 +72,7 @@ def _settings(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log informational lines to stderr.")] = False,
     version: Version = False,
 ) -> None:
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logs(Level.INFO if verbose else Level.WARNING)
     report_unknown_variables()
 
 

@@ -10,6 +10,7 @@ import typer
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import at_most_one, compile_kernels, err
 from kvsight.cli.kafka_flags import with_kafka_flags
+from kvsight.cli.logs import with_log_flags
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def _redis_option(text: str, variable: str) -> Any:
     return typer.Option(help=text, envvar=variable, show_envvar=False, rich_help_panel="Redis connection")
 
 
+@with_log_flags
 @with_kafka_flags
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,

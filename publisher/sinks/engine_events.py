@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kv_events.codec import decode_batch
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes
 from kv_events.schema import (
+    CLOSED,
     MEDIA,
     AllBlocksCleared,
     EventBatch,
@@ -62,15 +63,18 @@ class EngineEvents:
     def encode(self, record: bytes) -> bytes | None:
         """Convert one record. Returns None if it contains nothing for readers. Raises RecordRejectedError.
 
-        The first batch clears all blocks, for readers that know an earlier worker of this name.
+        The first batch clears all blocks, for readers that know an earlier worker of this name. The last one clears
+        them, too.
         """
-        decode_batch(record)  # checks the whole record
+        is_last = decode_batch(record).degraded_reason == CLOSED  # also checks the whole record
         batch = self._batch_decoder.decode(record)
         events: list[Any] = [] if self._has_begun else [self._event(_CLEARED)]
         self._has_begun = True
         for raw in batch.events:
             with contextlib.suppress(msgspec.ValidationError):  # a tag of a newer version
                 events += self._translated(self._event_decoder.decode(raw), batch.block_size)
+        if is_last:
+            events += self._translated(AllBlocksCleared(), batch.block_size)
         return self._encoder.encode([batch.timestamp, events, batch.dp_rank]) if events else None
 
     def _translated(self, event: WireEvent, block_size: int) -> list[Any]:

@@ -27,7 +27,8 @@ class HandFed:
         self.consumer = Consumer(MemorySource(self.log), applier, settings)
 
     async def feed(self, *records: LogRecord) -> None:
-        """Append records and wait until they are applied."""
+        """Append records to the log of a consumer that has caught up, and wait until they are applied."""
+        await async_wait_until(lambda: self.consumer.ready, what="a consumer that has caught up")
         for record in records:
             self.log.append(record.key, record.payload, record.timestamp_ms)
         await async_wait_until(lambda: self.consumer.positions.get(0) == self.log.next_offset, what="records applied")

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import uuid
@@ -84,6 +85,11 @@ class KafkaBroker:
         """Send SIGKILL, without a shutdown."""
         if self._process is not None:
             self._process.kill()
+
+    def stop(self) -> None:
+        """Send SIGSTOP: the broker then accepts connections and never answers."""
+        assert self._process is not None
+        self._process.send(signal.SIGSTOP)
 
     def _format_storage(self, users: Sequence[str]) -> None:
         cluster = str(uuid.uuid4())

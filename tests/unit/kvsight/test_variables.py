@@ -39,6 +39,8 @@ WITHOUT_CLASS = {
     DEBUG_POOLS: 0,
     HOST_MEMORY_RESERVE: HICACHE_HOST_MEMORY_RESERVE_BYTES,
     "KVSIGHT_URL": "http://127.0.0.1:8000",
+    "KVSIGHT_LOG_LEVEL": "info",
+    "KVSIGHT_LOG_FORMAT": "text",
 }
 """Variables that no settings class reads, with their defaults."""
 _ROW = re.compile(r"^\| `(KVSIGHT_\w+)` \| (.+?) \| .+ \|$", re.MULTILINE)
@@ -103,7 +105,7 @@ def run(program: str, **variables: str) -> str:
 def test_a_command_reports_an_unknown_variable_with_the_nearest_name() -> None:
     said = run(
         "import sys; from kvsight.cli.main import run; sys.argv[1:] = ['version']; run()",
-        KVSIGHT_LOG_FOLDER="secret",
+        KVSIGHT_REDDIS="secret",
         KVSIGHT_KAKFA="secret",
         KVSIGHT_TENANT="t",
     )
@@ -111,8 +113,8 @@ def test_a_command_reports_an_unknown_variable_with_the_nearest_name() -> None:
     assert len(lines) == 2
     assert "KVSIGHT_KAKFA" in lines[0]
     assert lines[0].endswith("KVSIGHT_KAFKA.")
-    assert "KVSIGHT_LOG_FOLDER" in lines[1]
-    assert lines[1].endswith("KVSIGHT_EVENT_LOG_DIR.")
+    assert "KVSIGHT_REDDIS" in lines[1]
+    assert lines[1].endswith("KVSIGHT_REDIS.")
     assert "secret" not in said
 
 

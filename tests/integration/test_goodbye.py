@@ -1,0 +1,158 @@
+"""A publisher that is closed says goodbye: its worker leaves the scores at once."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_cache import InsertParams, RadixCache, RadixKey
+from indexer.assembly import create_consumer
+from indexer.replay import Replay, log_records
+from indexer.settings import IndexerSettings
+from indexer.views import ViewState
+from kv_events.memory_log import MemoryLog
+from kv_events.schema import CLOSED
+from publisher import EventPublisher, PublisherSettings
+from publisher.sinks.base import Sink
+from publisher.sinks.file import FileSink
+from publisher.sinks.memory import MemorySink
+from tests.support.bridge.rig import GPU, LiveBridge, on
+from tests.support.engines import event_payloads
+from tests.support.engines.event_payloads import names_of, payload
+from tests.support.engines.publishing_process import MODEL, PublishingProcess
+from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
+from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.service_process import ServiceProcess
+from tests.support.waiting import async_wait_until, wait_until
+
+GRACE_S = 3.0
+"""Beyond its deadline, a close may stop the sink."""
+
+
+@pytest.fixture(scope="module")
+def topics(kafka_bootstrap: str) -> dict[str, Any]:
+    name = uuid.uuid4().hex
+    return {
+        "KVSIGHT_KAFKA": kafka_bootstrap,
+        "KVSIGHT_EVENTS_TOPIC": f"events-{name}",
+        "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
+        "KVSIGHT_TOPIC_PARTITIONS": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def service(topics: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("service"), **topics, KVSIGHT_WORKER_TTL_S=300) as service:
+        service.wait_until_ready()
+        yield service
+
+
+@pytest.fixture
+def worker() -> str:
+    return uuid.uuid4().hex
+
+
+def scored(service: ServiceProcess) -> dict[str, Any]:
+    instances: dict[str, Any] = service.query(MODEL, [1, 2]).json().get("instances", {})
+    return instances
+
+
+@pytest.mark.parametrize("way", ["close", "terminate"])
+def test_a_closed_publisher_leaves_the_scores_at_once_and_can_come_back(
+    service: ServiceProcess, topics: dict[str, Any], worker: str, way: str
+) -> None:
+    with PublishingProcess(worker, **topics) as engine:
+        engine.store(1, 2)
+        wait_until(lambda: scored(service).get(worker, {}).get("gpu") == 8, what="the worker in the scores")
+        getattr(engine, way)()
+    wait_until(lambda: worker not in scored(service), deadline_s=2, what="the worker to leave the scores")
+    listener = service.listener(worker)
+    assert (listener["state"], listener["stale_reason"]) == ("expired", CLOSED)
+    assert service.pages(worker) == {1, 2}
+    with PublishingProcess(worker, clock_ahead_s=-60, **topics) as engine:
+        engine.store(1)
+        wait_until(lambda: scored(service).get(worker, {}).get("gpu") == 4, what="the worker back in the scores")
+        assert scored(service)[worker]["state"] == "live"
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_publisher_closes_within_its_bound_while_the_broker_is_away(kafka_broker: KafkaBroker, fault: str) -> None:
+    with PublishingProcess("w", KVSIGHT_KAFKA=kafka_broker.bootstrap) as engine:
+        engine.store(1, 2)
+        getattr(kafka_broker, fault)()
+        try:
+            engine.store(3)
+            assert engine.close(deadline_s=1.0) < 1.0 + GRACE_S
+        finally:
+            kafka_broker.restart()
+
+
+def test_a_publisher_that_never_reached_its_broker_closes_within_its_bound() -> None:
+    with PublishingProcess("w", KVSIGHT_KAFKA=f"127.0.0.1:{free_port()}") as engine:
+        engine.store(1)
+        assert engine.close(deadline_s=0.5) < 0.5 + GRACE_S
+
+
+def publisher_of(sink: Sink) -> EventPublisher:
+    return EventPublisher(PublisherSettings(model="m", worker="w", block_size=4), sink)
+
+
+def insert(publisher: EventPublisher) -> None:
+    cache = RadixCache(page_size=4, enable_kv_cache_events=True)
+    cache.insert(InsertParams(RadixKey(np.arange(8)), np.arange(8)))
+    publisher.publish(cache.take_events())
+
+
+async def test_the_file_sink_writes_the_goodbye(tmp_path: Path) -> None:
+    async with publisher_of(FileSink(tmp_path)) as publisher:
+        insert(publisher)
+    replay = Replay().apply_all(log_records(tmp_path))
+    view = replay.namespaces.view(publisher.stream)
+    assert view is not None
+    assert (view.num_pages[0], view.reason, replay.freshness.state(view)) == (2, CLOSED, ViewState.EXPIRED)
+
+
+async def test_the_memory_sink_passes_the_goodbye_on() -> None:
+    log = MemoryLog()
+    consumer = create_consumer(IndexerSettings(), log)
+    async with consumer.running():
+        async with publisher_of(MemorySink(log)) as publisher:
+            insert(publisher)
+            await async_wait_until(lambda: consumer.namespaces.view(publisher.stream) is not None, what="a view")
+            view = consumer.namespaces.view(publisher.stream)
+            assert view is not None
+            await async_wait_until(lambda: consumer.freshness.state(view) is ViewState.LIVE, what="a live view")
+        await async_wait_until(lambda: view.is_closed, what="the goodbye")
+        assert consumer.freshness.state(view) is ViewState.EXPIRED
+
+
+async def test_a_publisher_whose_place_another_one_takes_says_no_goodbye() -> None:
+    log = MemoryLog()
+    consumer = create_consumer(IndexerSettings(), log)
+    async with consumer.running():
+        old = publisher_of(MemorySink(log))
+        await old.start()
+        insert(old)
+        await old.aclose(goodbye=False)
+        await async_wait_until(lambda: consumer.positions.get(0) == log.next_offset, what="all records")
+        view = consumer.namespaces.view(old.stream)
+        assert view is not None
+        assert consumer.freshness.state(view) is ViewState.LIVE
+
+
+async def test_a_bridge_says_goodbye_for_its_engines() -> None:
+    tokens = [7, 8, 9, 10]
+    page = on(GPU, names_of(tokens))
+    with ZmqEngine() as engine:
+        async with LiveBridge() as bridge:
+            await bridge.read(engine)
+            engine.send(payload(event_payloads.stored([1], tokens), rank=None))
+            await bridge.shows(page)
+            assert bridge.view().degraded_reason == ""
+    assert (bridge.view().pages, bridge.view().degraded_reason) == (page, CLOSED)
