@@ -23,8 +23,8 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve]"
 USER kvsight
 WORKDIR /home/kvsight
-# Compiled for the building machine's processor. On another kind numba compiles anew at the first start, into the same
-# folder: the health check's start period leaves time for that.
+# Compiled for the building machine's processor. On another kind, or as another user, kernels are compiled at the start
+# (docs/operations.md): the health check's start period leaves time for that.
 RUN kvsight compile-kernels
 EXPOSE 8000
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \

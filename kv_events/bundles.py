@@ -11,24 +11,21 @@ The annotations of a bundle's fields declare their types for mypy and for numba:
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
-from types import FunctionType
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, typeof, types
+from numba import typeof, types
 from numba.extending import intrinsic
 
-from kv_events.kernel_cache import kept_on_disk
 from kv_events.numba_internals import (
-    NO_MEMORY_RUNTIME,
     array_length,
     element_address,
     native_size,
     native_type,
+    native_words,
     num_words,
     raise_unless,
     tuple_type,
@@ -62,7 +59,6 @@ RESIDENT_TYPE = types.uint64[::1]
 
 _WORD = ir.IntType(64)
 _typeof: Any = typeof
-_intrinsic: Any = intrinsic
 
 
 class Spread(NamedTuple):
@@ -110,8 +106,7 @@ def resident(bundle: NamedTuple) -> Resident:
     words = _KeepingWords(8 * (1 + num_words(declared)))
     words.bundle = bundle
     block = np.frombuffer(words, np.uint64)
-    block[0] = class_number(type(bundle))
-    _writer(type(bundle))(block, bundle)
+    block[:] = [class_number(type(bundle)), *native_words(bundle)]
     return block
 
 
@@ -140,56 +135,16 @@ def reader(bundle: type) -> Any:
     def read(_typing: Any, block: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             array_type, array = signature.args[0], args[0]
-            _check_length(context, builder, array_type, array, bundle_type, message)
+            length = array_length(context, builder, array_type, array)
+            wanted = length.type(1 + native_size(context, bundle_type) // 8)
+            raise_unless(context, builder, builder.icmp_unsigned("==", length, wanted), TypeError, message)
             stated = builder.load(element_address(context, builder, array_type, array, _WORD(0)))
             is_ours = builder.icmp_unsigned("==", stated, _WORD(number))
             raise_unless(context, builder, is_ours, TypeError, message)
-            return builder.load(_place(context, builder, array_type, array, bundle_type), align=8)
+            address = element_address(context, builder, array_type, array, _WORD(1))
+            place = builder.bitcast(address, native_type(context, bundle_type).as_pointer())
+            return builder.load(place, align=8)
 
         return bundle_type(block), codegen
 
     return read
-
-
-@_intrinsic
-def _write(_typing: Any, block: Any, bundle: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _check_length(context, builder, signature.args[0], args[0], signature.args[1], "another size than numba's")
-        builder.store(args[1], _place(context, builder, signature.args[0], args[0], signature.args[1]), align=8)
-        return context.get_dummy_value()
-
-    return types.none(block, bundle), codegen
-
-
-def _check_length(context: Any, builder: Any, array_type: Any, array: Any, bundle_type: Any, message: str) -> None:
-    length = array_length(context, builder, array_type, array)
-    wanted = length.type(1 + native_size(context, bundle_type) // 8)
-    raise_unless(context, builder, builder.icmp_unsigned("==", length, wanted), TypeError, message)
-
-
-def _place(context: Any, builder: Any, array_type: Any, array: Any, bundle_type: Any) -> Any:
-    """Return the address of a bundle in its words."""
-    address = element_address(context, builder, array_type, array, _WORD(1))
-    return builder.bitcast(address, native_type(context, bundle_type).as_pointer())
-
-
-def _write_bundle(block: Any, bundle: Any) -> None:
-    _write(block, bundle)
-
-
-@lru_cache
-def _writer(bundle: type) -> Any:
-    """Return the kernel that writes bundles of one class.
-
-    Each kernel has its own name and therefore its own index in numba's cache. Reading a shared index would import the
-    packages of all classes.
-    """
-    function = FunctionType(_write_bundle.__code__, globals())
-    function.__qualname__ = f"_write_{bundle.__module__}_{bundle.__qualname__}".replace(".", "_")
-    with kept_on_disk(Path(__file__)):
-        return njit(cache=True, **NO_MEMORY_RUNTIME)(function)
-
-
-def prepare(bundle: type) -> None:
-    """Compile the code that makes bundles of a class resident, so that `resident` does not compile it later."""
-    _writer(bundle).compile((RESIDENT_TYPE, numba_type(bundle)))

@@ -7,8 +7,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from kv_events.numba_internals import declared_function, element_address
 
 NUM_LANES = 8
 """Number of u64 that `lanes_equal` compares at once: one cache line."""
@@ -61,11 +62,8 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = builder.bitcast(_element(context, builder, signature, args), _BYTE.as_pointer())
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [address.type, _WORD32, _WORD32, _WORD32]),
-            "llvm.prefetch.p0",
-        )
+        parameters = [address.type, _WORD32, _WORD32, _WORD32]
+        function = declared_function(builder, "llvm.prefetch.p0", ir.VoidType(), parameters)
         builder.call(function, [address, _WORD32(0), _WORD32(3), _WORD32(1)])  # for reading, to keep, data
         return context.get_dummy_value()
 
@@ -93,8 +91,7 @@ def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) ->
 
 def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """Return the address of element args[1] of the array args[0]."""
-    view = context.make_array(signature.args[0])(context, builder, args[0])
-    return builder.gep(view.data, [args[1]])
+    return element_address(context, builder, signature.args[0], args[0], args[1])
 
 
 def _splat(builder: Any, value: Any) -> Any:

@@ -7,41 +7,40 @@ references are not counted, and an allocation inside a kernel is a compile error
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import njit
 
-from kv_events.bundles import RESIDENT_TYPE, Spread, field_names, numba_type, prepare, reader
-from kv_events.kernel_cache import kept_on_disk
-from kv_events.numba_internals import CHECKS_BOUNDS, NO_MEMORY_RUNTIME, member_types
+from kv_events.bundles import RESIDENT_TYPE, Spread, field_names, numba_type, reader
+from kv_events.kernel_cache import compile_kernel
+from kv_events.numba_internals import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, member_types
 
-array_helper = njit(inline="always", **NO_MEMORY_RUNTIME)
-"""Decorator of short functions that are inlined into their callers."""
+array_helper = njit(forceinline=True, **FOR_KERNELS_ONLY)
+"""Decorator of short functions that are inlined into their callers. Python cannot call them."""
 
-array_function = njit(**NO_MEMORY_RUNTIME)
-"""Decorator of functions that only kernels call. They are compiled with their callers."""
-
-# With bounds checks, bodies that are inlined by force were observed to return wrong results (numba 0.68, LLVM 22).
-_array_body = njit(forceinline=not CHECKS_BOUNDS, **NO_MEMORY_RUNTIME)
+array_function = njit(forceinline=False, **FOR_KERNELS_ONLY)
+"""Decorator of functions that only kernels call. They are compiled with their callers. Python cannot call them."""
 
 
-def array_kernel(returns, *parameters):
+def array_kernel(returns, *parameters, allocates=False):
     """Decorator of kernels that are called from Python. Compiles at import or loads from the disk cache.
 
     returns: a numba type. parameters: the type of each parameter of the function. It is a numba type, an annotated
     array of `bundles` (such as `U64Vector`), the class of a bundle if callers pass a `resident` bundle, or `spread` of
-    such a class if callers pass the named tuple itself. Inside the function, all bundles are named tuples.
+    such a class if callers pass the named tuple itself. Inside the function, all bundles are named tuples. allocates:
+    whether the kernel makes arrays, which costs the counting of references.
     """
 
     def compiled(function):
         entry = _entry_point(function, parameters)
         types = [each for parameter in parameters for each in _entry_types(parameter)]
-        source = Path(function.__code__.co_filename)
-        with kept_on_disk(source):
-            kernel = njit(returns(*types), nogil=True, cache=True, **NO_MEMORY_RUNTIME)(entry)
+        kernel = njit(nogil=True, **({} if allocates else NO_MEMORY_RUNTIME))(entry)
+        compile_kernel(kernel, returns(*types), Path(function.__code__.co_filename))
         return _caller(function, parameters, kernel) if any(isinstance(each, Spread) for each in parameters) else kernel
 
     return compiled
@@ -59,45 +58,50 @@ def _is_resident(parameter: Any) -> bool:
 
 
 def _entry_point(function: Callable[..., Any], parameters: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the function that numba compiles. It builds the bundles from bare arrays and calls the kernel's body."""
-    names: dict[str, Any] = {"_body": _array_body(function)}
-    arguments, values = [], []
+    """Return the function that numba compiles: the kernel, on bare arrays, of which its first lines make the bundles.
+
+    A kernel that calls the function instead would be compiled twice, and one into which numba inlines it takes longer.
+    """
+    names: dict[str, Any] = dict(function.__globals__)
+    arguments, lines = [], []
     for name, parameter in zip(inspect.signature(function).parameters, parameters, strict=True):
         if isinstance(parameter, Spread):
             names[f"_make_{name}"] = parameter.bundle
             members = [f"{name}_{field}" for field in field_names(parameter.bundle)]
             arguments += members
-            values.append(f"_make_{name}({', '.join(members)})")
+            lines.append(f"{name} = _make_{name}({', '.join(members)})")
         elif _is_resident(parameter):
-            prepare(parameter)
             names[f"_read_{name}"] = reader(parameter)
-            arguments.append(name)
-            values.append(f"_read_{name}({name})")
+            arguments.append(f"{name}_words")
+            lines.append(f"{name} = _read_{name}({name}_words)")
         else:
             arguments.append(name)
-            values.append(name)
-    return _defined(function, arguments, f"_body({', '.join(values)})", names)
+    definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list, definition.args.args = [], [ast.arg(name) for name in arguments]
+    first = 1 if ast.get_docstring(definition) is not None else 0
+    definition.body[first:first] = ast.parse("\n".join(lines)).body
+    return _defined(function, definition, names)
 
 
 def _caller(function: Callable[..., Any], parameters: tuple[Any, ...], kernel: Any) -> Callable[..., Any]:
-    """Return the function that Python calls. It spreads bundles over the kernel's arguments."""
+    """Return the function that Python calls. It spreads bundles over the kernel's arguments.
+
+    A numba function with a variable number of arguments would be slower to call.
+    """
     names = list(inspect.signature(function).parameters)
     arguments = [f"*{name}" if isinstance(each, Spread) else name for name, each in zip(names, parameters, strict=True)]
-    return _defined(function, names, f"_kernel({', '.join(arguments)})", {"_kernel": kernel})
+    text = f"def {function.__name__}({', '.join(names)}): return _kernel({', '.join(arguments)})"
+    definition = ast.parse(text).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    return _defined(function, definition, {"_kernel": kernel, "__name__": function.__module__})
 
 
-def _defined(
-    function: Callable[..., Any], arguments: list[str], value: str, names: dict[str, Any]
-) -> Callable[..., Any]:
-    """Return a function that evaluates an expression, with the name, location and docstring of another function.
-
-    A numba function with a variable number of arguments would be slower to call. The source is therefore generated from
-    parameter names, as in `collections.namedtuple`.
-    """
-    name, code = function.__name__, function.__code__
-    text = "\n" * (code.co_firstlineno - 1) + f"def {name}({', '.join(arguments)}): return {value}"
-    names["__name__"] = function.__module__
-    exec(compile(text, code.co_filename, "exec"), names)  # noqa: S102  names of parameters in our own sources
-    defined: Callable[..., Any] = names[name]
+def _defined(function: Callable[..., Any], definition: ast.FunctionDef, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function made from a definition, with the location and docstring of another function."""
+    code = function.__code__
+    tree = ast.increment_lineno(ast.fix_missing_locations(ast.Module([definition], [])), code.co_firstlineno - 1)
+    exec(compile(tree, code.co_filename, "exec"), names)  # noqa: S102  made of our own sources
+    defined: Callable[..., Any] = names[function.__name__]
     defined.__doc__ = function.__doc__
     return defined

@@ -5,15 +5,20 @@ If a new version of numba breaks one of them, `tests/unit/kv_events/test_numba_i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numba.core.config
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.lowering import Lower
+from numba.core.typed_passes import BaseNativeLowering, NativeLowering
 
 _config: Any = numba.core.config
 _cgutils: Any = cgutils
@@ -22,8 +27,45 @@ _types: Any = types
 NO_MEMORY_RUNTIME: dict[str, Any] = {"_nrt": False}
 """Options of `njit` without numba's memory runtime: references are not counted and allocations do not compile."""
 
-CHECKS_BOUNDS = bool(_config.BOUNDSCHECK)
-"""Whether kernels are compiled with bounds checks, by NUMBA_BOUNDSCHECK."""
+
+class _LowerForCallers(Lower):
+    """Keeps a copy of a function's code for its callers, from before machine code is generated.
+
+    LLVM changes the code when it generates machine code, in ways that are not valid for code that is optimised again.
+    numba links the changed code into callers and optimises it again. See docs/decisions/inlined_functions.md.
+    """
+
+    def lower(self) -> None:
+        super().lower()  # type: ignore[no-untyped-call]
+        self.library._shared_module = self.library._get_module_for_linking().clone()
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)  # type: ignore[no-untyped-call]
+class _LoweringForCallers(BaseNativeLowering):
+    _name = "lowering_for_callers"  # type: ignore[assignment]
+
+    @property
+    def lowering_class(self) -> type:
+        return _LowerForCallers
+
+
+class _CompilerForCallers(CompilerBase):
+    def define_pipelines(self) -> list[Any]:
+        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)  # type: ignore[no-untyped-call]
+        pipeline.passes = [
+            (_LoweringForCallers if each is NativeLowering else each, what) for each, what in pipeline.passes
+        ]
+        pipeline.finalize()
+        return [pipeline]
+
+
+FOR_KERNELS_ONLY: dict[str, Any] = {
+    **NO_MEMORY_RUNTIME,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "pipeline_class": _CompilerForCallers,
+}
+"""Options of `njit` for functions that only kernels call. Python cannot call them; this halves the compile time."""
 
 
 def cache_dir() -> str:
@@ -32,15 +74,61 @@ def cache_dir() -> str:
     return folder
 
 
-@contextmanager
-def cached_in(folder: Path) -> Iterator[None]:
-    """Cache the compiled code of kernels that are declared in the block in a folder."""
-    usual = _config.CACHE_DIR
-    _config.CACHE_DIR = str(folder)
-    try:
-        yield
-    finally:
-        _config.CACHE_DIR = usual
+class _Locator(_CacheLocator):
+    """Tells numba to keep a function in a given folder, whose name stands for the state of all sources."""
+
+    def __init__(self, folder: Path, function: Any) -> None:
+        self._folder, self._function = folder, function
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> int:
+        return 0
+
+    def get_disambiguator(self) -> str:
+        return str(self._function.__code__.co_firstlineno)
+
+
+class _CacheImpl(CompileResultCacheImpl):
+    def __init__(self, function: Any, folder: Path) -> None:
+        self._locator_classes = [SimpleNamespace(from_function=lambda *_: _Locator(folder, function))]  # type: ignore[list-item]
+        super().__init__(function)  # type: ignore[no-untyped-call]
+
+
+class _Cache(FunctionCache):
+    def __init__(self, function: Any, folder: Path, is_writable: bool) -> None:
+        self._impl_class = partial(_CacheImpl, folder=folder)  # type: ignore[assignment]
+        self._is_writable = is_writable
+        super().__init__(function)  # type: ignore[no-untyped-call]
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if self._is_writable:
+            super().save_overload(signature, result)  # type: ignore[no-untyped-call]
+
+    def holds(self, signature: Any, codegen: Any) -> bool:
+        return self._index_key(signature, codegen) in self._cache_file._load_index()  # type: ignore[no-untyped-call]
+
+
+class KernelCode:
+    """A kernel and its compiled code in a folder. The folder must be named after the state of all its sources."""
+
+    def __init__(self, dispatcher: Any, folder: Path, *, is_writable: bool) -> None:
+        """dispatcher: the result of `njit` without a signature."""
+        self._dispatcher = dispatcher
+        self._cache = dispatcher._cache = _Cache(dispatcher.py_func, folder, is_writable)
+        self.lock = folder / f"{self._cache._impl.filename_base}.lock"
+
+    def is_kept(self, signature: Any) -> bool:
+        """Return whether the folder holds the kernel for this signature, processor and version of numba."""
+        return self._cache.holds(signature, self._dispatcher.targetctx.codegen())
+
+    def compile(self, signature: Any) -> None:
+        """Load the kernel, or compile and keep it. Raises OSError if it is compiled, but cannot be kept."""
+        self._dispatcher.compile(signature)
 
 
 # --- helpers for intrinsics -----------------------------------------------------------------------------------------
@@ -88,6 +176,13 @@ def member_types(bundle_type: Any) -> tuple[Any, ...]:
     """Return the numba types of a named tuple's members."""
     members: tuple[Any, ...] = tuple(bundle_type)
     return members
+
+
+def native_words(value: Any) -> list[int]:
+    """Return an array, or a named tuple of arrays, as the 64-bit words that `num_words` counts, without owners."""
+    if isinstance(value, tuple):
+        return [word for member in value for word in native_words(member)]
+    return [0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides]
 
 
 def num_words(bundle_type: Any) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
-from kv_events.bundles import I64Input, I64Vector, numba_type
+from kv_events.bundles import I64Input, I64Vector
 from kv_events.hashing import U64Array
+from kv_events.kernels import array_kernel
 
 
 def prefix_order(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
@@ -24,7 +25,7 @@ def prefix_order(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
     return order
 
 
-@njit(types.void(numba_type(I64Input), numba_type(I64Vector)), nogil=True, cache=True)
+@array_kernel(types.void, I64Input, I64Vector, allocates=True)
 def _walk_down(parents, order):
     """Write all pages to `order`. parents: int64[n], index of the parent, or -1. order: int64[n]."""
     n = parents.shape[0]

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit, types
 
 from kv_events.instructions import multiply_fold
+from kv_events.kernels import array_function, array_helper, array_kernel
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -38,32 +39,32 @@ U64_IN = types.Array(types.uint64, 1, "C", readonly=True)
 U64_OUT = types.Array(types.uint64, 1, "C")
 
 
-@njit(inline="always")
+@array_helper
 def _rotate_left(x, bits):
     return (x << np.uint64(bits)) | (x >> np.uint64(64 - bits))
 
 
-@njit(inline="always")
+@array_helper
 def _swap64(x):
     x = ((x & np.uint64(0x00FF00FF00FF00FF)) << np.uint64(8)) | ((x >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF))
     x = ((x & np.uint64(0x0000FFFF0000FFFF)) << np.uint64(16)) | ((x >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
     return _rotate_left(x, 32)
 
 
-@njit(inline="always")
+@array_helper
 def _avalanche(h):
     h ^= h >> np.uint64(37)
     h *= _AVALANCHE
     return h ^ (h >> np.uint64(32))
 
 
-@njit(inline="always")
+@array_helper
 def _word(tokens, i):
     """Return the u64 that starts at token i."""
     return np.uint64(tokens[i]) | (np.uint64(tokens[i + 1]) << np.uint64(32))
 
 
-@njit(inline="always")
+@array_helper
 def _mix16(tokens, i, offset, seed):
     """Mix the four tokens from i on with the secret at a byte offset."""
     return multiply_fold(
@@ -71,7 +72,7 @@ def _mix16(tokens, i, offset, seed):
     )
 
 
-@njit(inline="always")
+@array_helper
 def hash_pair(low, high, seed):
     """Return XXH3-64 of the 16 bytes low ‖ high (both u64, little-endian)."""
     lo = low ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
@@ -79,7 +80,7 @@ def hash_pair(low, high, seed):
     return _avalanche(np.uint64(16) + _swap64(lo) + hi + multiply_fold(lo, hi))
 
 
-@njit(inline="always")
+@array_helper
 def _hash_up_to_8(tokens, start, n, seed):
     swapped = _swap64(seed & _LOW32) >> np.uint64(32)
     seed = seed ^ (swapped << np.uint64(32))
@@ -92,14 +93,14 @@ def _hash_up_to_8(tokens, start, n, seed):
     return h ^ (h >> np.uint64(28))
 
 
-@njit(inline="always")
+@array_helper
 def _hash_up_to_16(tokens, start, n, seed):
     lo = _word(tokens, start) ^ ((_SECRET_AT[24] ^ _SECRET_AT[32]) + seed)
     hi = _word(tokens, start + n - 2) ^ ((_SECRET_AT[40] ^ _SECRET_AT[48]) - seed)
     return _avalanche(np.uint64(4 * n) + _swap64(lo) + hi + multiply_fold(lo, hi))
 
 
-@njit(inline="always")
+@array_helper
 def _hash_up_to_128(tokens, start, n, seed):
     end = start + n
     acc = np.uint64(4 * n) * _P64_1
@@ -113,7 +114,7 @@ def _hash_up_to_128(tokens, start, n, seed):
     return _avalanche(acc)
 
 
-@njit(inline="always")
+@array_helper
 def _hash_up_to_240(tokens, start, n, seed):
     acc = np.uint64(4 * n) * _P64_1
     for i in range(8):
@@ -124,7 +125,7 @@ def _hash_up_to_240(tokens, start, n, seed):
     return _avalanche(acc + _mix16(tokens, start + n - 4, 119, seed))
 
 
-@njit(inline="always")
+@array_helper
 def _accumulate(acc, tokens, start, secret, offset):
     for i in range(8):
         value = _word(tokens, start + 2 * i)
@@ -133,7 +134,7 @@ def _accumulate(acc, tokens, start, secret, offset):
         acc[i] += (keyed & _LOW32) * (keyed >> np.uint64(32))
 
 
-@njit
+@array_function
 def _hash_long(tokens, start, n, secret, acc):
     """Hash more than 240 bytes.
 
@@ -170,7 +171,7 @@ def _seeded_secret(seed):
     return words
 
 
-@njit(types.void(U32_IN, types.int64, types.int64, types.uint64, U64_OUT), nogil=True, cache=True)
+@array_kernel(types.void, U32_IN, types.int64, types.int64, types.uint64, U64_OUT, allocates=True)
 def hash_windows(tokens, width, stride, seed, out):
     """Compute XXH3-64 of windows of a token array.
 
@@ -197,7 +198,7 @@ def hash_windows(tokens, width, stride, seed, out):
             out[i] = _hash_up_to_8(tokens, i * stride, width, seed)
 
 
-@njit(types.void(U64_IN, types.uint64, types.uint64, types.boolean, U64_OUT), nogil=True, cache=True)
+@array_kernel(types.void, U64_IN, types.uint64, types.uint64, types.boolean, U64_OUT)
 def roll(local, base, parent, has_parent, out):
     """Roll local hashes into sequence hashes: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
 

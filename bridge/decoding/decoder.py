@@ -143,7 +143,7 @@ class Decoder(threading.local):
 
     def _single(self, data: bytes, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
-        begin_run(self._events.rows, number)
+        begin_run.py_func(self._events.rows, number)
         self._events.location_indices[number] = 0
         row = self._events.rows[number].tolist()
         try:

@@ -45,7 +45,7 @@ from bridge.decoding.msgpack_kernels import (
 )
 from bridge.decoding.token_kernels import read_tokens
 from kv_events.instructions import eight_bytes
-from kv_events.kernels import array_function
+from kv_events.kernels import array_function, array_helper
 
 # fields; the first ones are strings, whose pairs of columns begin at MEDIUM
 _F_MEDIUM, _F_LORA, _F_SALT, _F_SPEC, _F_LOCALITY = range(5)
@@ -90,7 +90,7 @@ _ZERO = np.uint64(0)
 _UINT64, _INT64 = 0xCF, 0xD3
 
 
-@array_function
+@array_helper
 def _read_hash(data, at, stop):
     """Read a block hash. Returns (whether it is valid, 64 bits, position after it).
 
@@ -107,7 +107,7 @@ def _read_hash(data, at, stop):
     return False, _ZERO, at
 
 
-@array_function
+@array_helper
 def _read_hashes(data, at, stop, row, hashes):
     kind, count, at = read_head(data, at, stop)
     if kind != ARRAY:
@@ -137,7 +137,7 @@ def _read_parent(data, at, stop, row):
     return at
 
 
-@array_function
+@array_helper
 def _read_number(data, at, stop, row, column):
     """Read an integer. Sizes and indices must fit 31 bits. Nil counts as absent."""
     kind, value, at = read_head(data, at, stop)
@@ -214,7 +214,7 @@ def read_tag(data, at, stop, row):
     return at + length
 
 
-@array_function
+@array_helper
 def read_field(data, at, stop, field, row, hashes, tokens):
     """Read one value into the row. Returns the position after it, or -1 with a reason in the row."""
     if field < NUM_TEXTS:

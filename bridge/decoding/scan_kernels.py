@@ -65,10 +65,10 @@ from bridge.decoding.field_kernels import (
 from bridge.decoding.msgpack_kernels import ARRAY, MAP, read_head, read_key, skip
 from bridge.decoding.run_kernels import begin_run, join_run, leave_run, shape
 from kv_events.bundles import I64Vector, U8Input
-from kv_events.kernels import array_function, array_kernel
+from kv_events.kernels import array_function, array_helper, array_kernel
 
 
-@array_function
+@array_helper
 def _read_event(data, at, stop, row, hashes, tokens):
     """Read an event into a row. Returns the position after it, or -1 with a reason in the row."""
     form, value, at = read_head(data, at, stop)
@@ -120,7 +120,7 @@ def _is_mooncake_event(data, at, stop):
     return False
 
 
-@array_function
+@array_helper
 def _read_row(data, stop, header, rows, hashes, tokens):
     """Read the next event into the next row, and advance the header."""
     row = rows[header[NUM_ROWS]]
@@ -146,7 +146,7 @@ def _read_row(data, stop, header, rows, hashes, tokens):
     row[STOP] = header[AT] = end
 
 
-@array_function
+@array_helper
 def _put_in_run(data, header, rows, location_indices):
     """Add the newest row to the current run, or begin a new run with it."""
     number = header[NUM_ROWS]

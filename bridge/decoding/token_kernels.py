@@ -93,7 +93,7 @@ def _read_pairs(data, at, stop, row, tokens, count):
     return at
 
 
-@array_function
+@array_helper
 def read_tokens(data, at, stop, row, tokens):
     kind, value, at = read_head(data, at, stop)
     if kind == NIL:

@@ -206,7 +206,7 @@ def _remember_page(arrays, block_hash, salt, namespace, sequence_hash, seed):
     return block_hash, flag
 
 
-@array_function
+@array_helper
 def _look_up(arrays, block_hash, salt, seed, is_stated):
     """Find a page with this seed, or with any seed unless is_stated. Returns (entry or -1, ledger hash)."""
     entry = find(arrays.blocks.table, block_hash ^ salt)
@@ -242,7 +242,7 @@ def _translate_event(arrays, out, cursor, pages, event, local, salt, namespace, 
     cursor[PAGE_OUT] = position
 
 
-@array_function
+@array_helper
 def _pass_on(out, cursor, block_hashes, num_pages):
     """Copy removed pages to the output unchanged."""
     first, position = cursor[PAGE_IN], cursor[PAGE_OUT]

@@ -90,9 +90,3 @@ def test_kernels_are_loaded_without_the_modules_of_other_kernels(tmp_path: Path)
     assert run(tmp_path, cache, "one") == ["1"]
     (tmp_path / "one.py").unlink()
     assert run(tmp_path, cache, "two") == ["2"]
-
-
-def test_without_a_place_to_write_kernels_work_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "entry.py").write_text(_ENTRY)
-    (tmp_path / "callee.py").write_text(_CALLEE.format(value=7))
-    assert run(tmp_path, Path("/proc/nowhere"))[0] == "7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from numba.core.errors import NumbaError
 from numba.extending import intrinsic as numba_intrinsic
 
 from kv_events import numba_internals
-from kv_events.numba_internals import NO_MEMORY_RUNTIME, cache_dir, cached_in
+from kv_events.numba_internals import FOR_KERNELS_ONLY, NO_MEMORY_RUNTIME, KernelCode, cache_dir
 
 intrinsic: Any = numba_intrinsic
 
@@ -55,17 +56,38 @@ def test_the_option_that_leaves_the_memory_runtime_out() -> None:
     pytest.fail("njit ignores the option `_nrt`: kernels count references again")
 
 
-def test_the_configuration_that_names_the_cache_folder(tmp_path: Path) -> None:
-    usual = cache_dir()
-    with cached_in(tmp_path):
-        assert cache_dir() == str(tmp_path), "numba.core.config.CACHE_DIR does not name the cache folder any more"
+def test_callers_get_the_code_of_a_function_from_before_machine_code_is_generated() -> None:
+    double: Any = njit(forceinline=True, **FOR_KERNELS_ONLY)(lambda number: 2 * number)
 
-        @njit(types.int64(), cache=True)
-        def answer() -> int:
-            return 42
+    @njit(types.int64(types.int64))
+    def entry(number: int) -> Any:
+        return double(number) + 1
 
-    assert cache_dir() == usual
-    assert [*tmp_path.rglob("*.nbi")], "numba.core.config.CACHE_DIR is not looked at when a function is declared"
+    assert entry(20) == 41
+    library = next(iter(double.overloads.values())).library
+    linked = library._get_module_for_linking()
+    assert linked is not library._final_module, "_get_module_for_linking ignores _shared_module: see _LowerForCallers"
+    assert "cpython" not in str(linked), "njit ignores no_cpython_wrapper: functions of kernels take longer to compile"
+
+
+def test_kernels_are_kept_in_a_given_folder_and_found_there(tmp_path: Path) -> None:
+    signature: Any = types.int64()
+
+    def answer() -> int:
+        return 42
+
+    for was_kept in (False, True):
+        kernel: Any = njit(answer)
+        code = KernelCode(kernel, tmp_path, is_writable=True)
+        assert code.is_kept(signature) is was_kept, "numba.core.caching keeps or finds nothing in the folder"
+        code.compile(signature)
+        assert kernel() == 42
+        assert sum(kernel.stats.cache_hits.values()) == was_kept
+    assert [*tmp_path.glob("*.nbi")], "numba.core.caching ignores the locator"
+
+
+def test_the_variable_that_names_the_cache_folder() -> None:
+    assert cache_dir() == os.environ.get("NUMBA_CACHE_DIR", ""), "numba.core.config.CACHE_DIR has another name"
 
 
 def test_addresses_and_lengths_of_arrays() -> None:
