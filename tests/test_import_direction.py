@@ -60,7 +60,7 @@ ROOMS = {
     },
     "engine_cache.tree": {"errors", "types"},
     "indexer.kernels": set(),
-    "indexer.snapshots": {"errors", "index", "namespaces", "settings", "slices", "views"},
+    "indexer.snapshots": {"errors", "index", "namespaces", "position", "settings", "slices", "views"},
     "indexer.sources": {"errors", "settings"},
     "publisher.sinks": {"settings"},
 }

@@ -198,7 +198,7 @@ def test_a_service_monitor_finds_its_service() -> None:
 def test_probes_ask_the_routes_of_the_service() -> None:
     found = container("serve", PLAIN)
     paths = {name: found[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
-    assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+    assert paths == {"startup": "/ready", "liveness": "/health", "readiness": "/health"}
 
 
 def test_settings_reach_the_containers() -> None:

@@ -36,7 +36,7 @@ def events(tmp_path: Path) -> Path:
 def test_the_query_finds_the_tokens_that_are_shown(events: Path) -> None:
     (prompt,) = re.findall(r"echo '(.*?)' \| kvsight query -", PAGE)
     (shown,) = re.findall(r"^ *engine-0 +0 +(\d+)  live", PAGE, re.MULTILINE)
-    done = CliRunner().invoke(app, ["replay", str(events), "--query", "-", "--json"], input=prompt)
+    done = CliRunner().invoke(app, ["replay", str(events), "--at", "1", "--query", "-", "--json"], input=prompt)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["instances"]["engine-0"]["gpu"] == int(shown) == 16
 
