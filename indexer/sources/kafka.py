@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _FETCH_WAIT_MS = 100
 _PROBE_TIMEOUT_S = 3.0
 _MAX_RECORDS = 2000
+_ID_TRIES, _ID_PAUSE_S = 4, 0.1
 _PARTITION_BYTES = 4 * 2**20
 
 
@@ -52,7 +53,6 @@ class KafkaSource:
         self._topic_id: bytes | None = None  # of the topic that is read; None if there is none, or if it is unknown
         self._next_offsets: dict[int, int] = {}  # partition -> offset after the newest record that was fetched
         self._was_found = False  # whether the topic existed before
-        self._num_missed = 0  # probes in a row that did not find it; a broker that has just started may not know it yet
         self._is_replaced = False  # whether positions of before mean nothing
         self._assigned: set[TopicPartition] = set()
         self._times_ms: dict[int, int] = {}  # partition -> time of its newest record
@@ -75,7 +75,7 @@ class KafkaSource:
         if self._was_found and not begins:
             await self._clients.aclose()
             raise self._missing()
-        self._topic_id, self._num_missed = found_id or self._topic_id, 0
+        self._topic_id = found_id or self._topic_id
         self._is_replaced = False
         return begins
 
@@ -113,23 +113,25 @@ class KafkaSource:
     async def ends(self) -> Mapping[int, int]:
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                found_id = await topic_id(self._consumer, self._events_topic)
-                if self._topic_id is not None:
-                    self._check_id(self._topic_id, found_id)
-                self._topic_id = found_id
                 await self._assign_new({})
+                if self._topic_id is None:
+                    self._topic_id = await topic_id(self._consumer, self._events_topic)
+                elif await self._current_id() != self._topic_id:
+                    self._is_replaced = True
+                    raise self._replaced()
                 ends = await self._consumer.end_offsets(list(self._assigned))
         except (KafkaError, TimeoutError) as error:
             detail = "does not answer" if isinstance(error, TimeoutError) else repr(error)
             raise SourceUnavailableError(f"Kafka at {self._connection.bootstrap} {detail}") from error
         return {tp.partition: offset for tp, offset in ends.items()}
 
-    def _check_id(self, known: bytes, found: bytes | None) -> None:
-        self._num_missed = self._num_missed + 1 if found is None else 0
-        if self._num_missed == 1:
-            raise self._missing()
-        if found != known:
-            raise self._replaced()
+    async def _current_id(self) -> bytes | None:
+        """Return the id of the topic that exists now. A broker that has just started may not know it at once."""
+        for _ in range(_ID_TRIES - 1):
+            if (found_id := await topic_id(self._consumer, self._events_topic)) is not None:
+                return found_id
+            await asyncio.sleep(_ID_PAUSE_S)
+        return await topic_id(self._consumer, self._events_topic)
 
     async def request(self, request: ResyncRequest) -> None:
         try:

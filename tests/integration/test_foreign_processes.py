@@ -31,8 +31,9 @@ ROUTER = """
 import asyncio, sys
 import numpy as np
 from kvsight import (
-    AsyncClient, Client, KvsightConnectionError, KvsightError, KvsightHttpError, Prompt, RetryPolicy, StorageMedium,
-    WorkerChoice, best_worker, sequence_hashes,
+    AsyncClient, BatchApplied, Client, ClientDropped, FeedEvent, InvalidValueError, KvsightConnectionError,
+    KvsightError, KvsightHttpError, Listener, PeerAnswer, PeerInstance, Prompt, RadixView, RetryPolicy, StateChanged,
+    StorageMedium, UnexpectedAnswerError, ViewPage, Worker, WorkerChoice, best_worker, sequence_hashes,
 )
 
 url, tokens = sys.argv[1], list(range(1, 17))
@@ -42,13 +43,23 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     assert isinstance(chosen, WorkerChoice) and (chosen.worker, chosen.tokens) == ("one", 16), chosen
     hashes = sequence_hashes(np.array(tokens, np.uint32), 4)
     first, refused = client.query_batch([Prompt("m", seq_hashes=hashes), Prompt("other", tokens)])
+    assert isinstance(first, PeerAnswer) and isinstance(first.instances["one"], PeerInstance), first
     assert first.instances["one"].gpu == 16, first
     assert isinstance(refused, KvsightHttpError) and isinstance(refused, KvsightError), refused
     (worker,) = client.workers()
+    assert isinstance(worker, Worker) and isinstance(worker.listeners[0], Listener), worker
     assert worker.listeners[0].pages[StorageMedium.GPU.value] == 4, worker
-    assert len(client.view("one").pages) == 4
+    view = client.view("one")
+    assert isinstance(view, RadixView) and all(isinstance(page, ViewPage) for page in view.pages), view
+    assert len(view.pages) == 4
     assert client.health() and client.ready() and client.dump()
-    assert next(client.events()).state == "live"
+    event = next(client.events())
+    assert isinstance(event, StateChanged) and event.state == "live", event
+    assert event.__class__ in (StateChanged, BatchApplied, ClientDropped) and FeedEvent, event
+    try:
+        client.query("m", [-1])
+    except InvalidValueError as error:
+        assert error.field == "token_ids[0]" and not isinstance(error, UnexpectedAnswerError), error
     assert client.resync("one") == [worker.endpoints[0]]
 
 async def main():

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import re
 import socket
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def test_workers_are_listed_uncut_in_natural_order(screen: Callable[..., Shown],
     lines = shown.output.splitlines()
     assert lines[0] == "model m, pages of 4 tokens: 4 workers"
     assert [line.split()[0] for line in lines[2:6]] == ["engine-2", "engine-9", "engine-10", LONG]
-    assert all("live" in line for line in lines[2:6])
+    assert all(re.search(r"\b(live|stale)\b", line) for line in lines[2:6])  # stale once two heartbeats are missing
     assert max(map(len, lines)) <= COLUMNS
 
 
@@ -206,7 +207,7 @@ async def test_text_is_tokenized_by_an_engine(url: str) -> None:
 def test_tail_shows_the_states_of_the_views_first(url: str) -> None:
     shown = piped("tail", "--url", url, "--kind", "state", "--limit", 4)
     assert shown.code == 0
-    assert sum(" -> live" in line for line in shown.output.splitlines()) == 4
+    assert sum(re.search(" -> (live|stale)", line) is not None for line in shown.output.splitlines()) == 4
     assert LONG in shown.output
     events = [json.loads(line) for line in piped("tail", "--url", url, "-n", 2, "--json").output.splitlines()]
     assert [event["kinds"] for event in events] == [["state"], ["state"]]
