@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import re
+import signal
 import socket
 import subprocess
 import sys
