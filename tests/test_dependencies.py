@@ -138,5 +138,6 @@ except KvsightConnectionError as error:
     assert used.returncode == 0, used.stderr
     assert used.stdout.startswith("http://127.0.0.1:9/workers")
     refused = run(kvsight, "serve")
-    line = "kvsight serve needs fastapi, httptools, prometheus_client, redis, uvicorn: pip install 'kvsight[serve]'\n"
+    missing = "fastapi, fastapi_offline, httptools, prometheus_client, redis, uvicorn"
+    line = f"kvsight serve needs {missing}: pip install 'kvsight[serve]'\n"
     assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", line)
