@@ -13,12 +13,16 @@ from tests.support.servers.child_process import ChildProcess, PartMissingError, 
 class RedisServer:
     """A server that a test may kill and restart. It persists nothing."""
 
-    def __init__(self, folder: Path, tls: Sequence[str] = ()) -> None:
-        """`restart()` starts the server. tls: options of a server with TLS only. Raises PartMissingError."""
+    def __init__(self, folder: Path, tls: Sequence[str] = (), password: str | None = None) -> None:
+        """`restart()` starts the server. tls: options of a server with TLS only. password: of the default user.
+
+        Raises PartMissingError.
+        """
         self._port = free_port()
         self._log = folder / "redis.log"
         ports = ["--port", "0", "--tls-port", str(self._port), *tls] if tls else ["--port", str(self._port)]
-        where = ["--bind", "127.0.0.1", *ports, "--dir", str(folder)]
+        login = ["--requirepass", password] if password is not None else []
+        where = ["--bind", "127.0.0.1", *ports, "--dir", str(folder), *login]
         self._command = [str(_binary()), *where, "--save", "", "--appendonly", "no"]
         self._process: ChildProcess | None = None
 
