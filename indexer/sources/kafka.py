@@ -127,11 +127,11 @@ class KafkaSource:
 
     async def _current_id(self) -> bytes | None:
         """Return the id of the topic that exists now. A broker that has just started may not know it at once."""
-        for _ in range(_ID_TRIES - 1):
+        for _ in range(_ID_TRIES):
             if (found_id := await topic_id(self._consumer, self._events_topic)) is not None:
                 return found_id
             await asyncio.sleep(_ID_PAUSE_S)
-        return await topic_id(self._consumer, self._events_topic)
+        return None
 
     async def request(self, request: ResyncRequest) -> None:
         try:
