@@ -28,7 +28,7 @@ from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.servers.kafka_broker import KafkaBroker
-from tests.support.servers.service_process import ServiceProcess
+from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import async_wait_until, wait_until
 
 GRACE_S = 3.0
@@ -37,13 +37,7 @@ GRACE_S = 3.0
 
 @pytest.fixture(scope="module")
 def topics(kafka_bootstrap: str) -> dict[str, Any]:
-    name = uuid.uuid4().hex
-    return {
-        "KVSIGHT_KAFKA": kafka_bootstrap,
-        "KVSIGHT_EVENTS_TOPIC": f"events-{name}",
-        "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
-        "KVSIGHT_TOPIC_PARTITIONS": 1,
-    }
+    return own_topics(kafka_bootstrap, KVSIGHT_TOPIC_PARTITIONS=1)
 
 
 @pytest.fixture(scope="module")

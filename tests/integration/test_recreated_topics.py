@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.support.engines.publishing_process import PublishingProcess
-from tests.support.servers.service_process import ServiceProcess
+from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
 _LONGEST_LIE_S = 2.0
@@ -25,12 +24,7 @@ _LONGEST_LIE_S = 2.0
 
 @pytest.fixture
 def topics(kafka_bootstrap: str) -> dict[str, Any]:
-    name = uuid.uuid4().hex
-    return {
-        "KVSIGHT_KAFKA": kafka_bootstrap,
-        "KVSIGHT_EVENTS_TOPIC": f"events-{name}",
-        "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
-    }
+    return own_topics(kafka_bootstrap)
 
 
 @pytest.fixture

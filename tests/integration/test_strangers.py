@@ -6,7 +6,6 @@ A real broker, a real `kvsight serve` and real publisher processes.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from aiokafka import AIOKafkaProducer
 from kv_events.records import LogRecord
 from tests.support.engines.publishing_process import BLOCK_SIZE, MODEL, PublishingProcess
 from tests.support.log.records import Stream, stored
-from tests.support.servers.service_process import ServiceProcess
+from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
 _DEADLINE_S = 8.0
@@ -27,12 +26,7 @@ _DEADLINE_S = 8.0
 
 @pytest.fixture
 def topics(kafka_bootstrap: str) -> dict[str, Any]:
-    name = uuid.uuid4().hex
-    return {
-        "KVSIGHT_KAFKA": kafka_bootstrap,
-        "KVSIGHT_EVENTS_TOPIC": f"events-{name}",
-        "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
-    }
+    return own_topics(kafka_bootstrap)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaProducer
 from kv_events.records import LogRecord
 from tests.support.engines.publishing_process import BLOCK_SIZE, MODEL, PublishingProcess
 from tests.support.log.records import Stream, splitmix, stored, words
-from tests.support.servers.service_process import ServiceProcess
+from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
 TTL_S = 1.5
@@ -26,13 +26,7 @@ TTL_S = 1.5
 @pytest.fixture(scope="module")
 def topics(kafka_bootstrap: str) -> dict[str, Any]:
     """Settings that name the broker, and topics of these tests alone."""
-    name = uuid.uuid4().hex
-    return {
-        "KVSIGHT_KAFKA": kafka_bootstrap,
-        "KVSIGHT_EVENTS_TOPIC": f"events-{name}",
-        "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
-        "KVSIGHT_TOPIC_PARTITIONS": 1,
-    }
+    return own_topics(kafka_bootstrap, KVSIGHT_TOPIC_PARTITIONS=1)
 
 
 @pytest.fixture(scope="module")

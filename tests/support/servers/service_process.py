@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +13,17 @@ import httpx
 
 from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.waiting import wait_until
+
+
+def own_topics(kafka: str, **variables: object) -> dict[str, Any]:
+    """Return `KVSIGHT_*` settings that name a broker and topics of one test alone, and further ones."""
+    name = uuid.uuid4().hex
+    return {
+        "KVSIGHT_KAFKA": kafka,
+        "KVSIGHT_EVENTS_TOPIC": f"events-{name}",
+        "KVSIGHT_CONTROL_TOPIC": f"control-{name}",
+        **variables,
+    }
 
 
 class ServiceProcess:
