@@ -212,7 +212,8 @@ def test_commands_log_in_with_the_same_flags(kafka: SecureKafka, files: Path, tm
     settings = tls(kafka, **login(files / "right"), events_topic=f"e-{name}", control_topic=f"c-{name}")
     flags = [part for field, value in settings.items() for part in flag(field, value)]
     simulate = ["simulate", "--requests", "20", "--workers", "2", "--policy", "random", "--json"]
-    assert kvsight(*simulate, *flags).returncode == 0
+    simulated = kvsight(*simulate, *flags)
+    assert simulated.returncode == 0, simulated.stderr
     assert kvsight("record", tmp_path / "log", "--once", *flags).returncode == 0
     assert EventLogReader(tmp_path / "log").next_index > 0
     wrong = kvsight(*simulate, *flags, "--kafka-password-file", files / "wrong")

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import uuid
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,21 @@ async def test_aiokafka_has_the_private_parts_that_are_used(client: Any, path: s
 async def test_clients_that_never_started_stop() -> None:
     await stop_consumer(AIOKafkaConsumer(bootstrap_servers=_NOWHERE))
     await stop_producer(AIOKafkaProducer(bootstrap_servers=_NOWHERE))
+
+
+@pytest.mark.parametrize("kind", ["consumer", "producer"])
+async def test_clients_stop_in_time_with_a_fake_connection_whose_end_is_never_confirmed(
+    kafka_broker: KafkaBroker, kind: str
+) -> None:
+    """Over TLS, a connection is closed when the broker confirms it, which a busy one may do late."""
+    made = {"consumer": AIOKafkaConsumer, "producer": AIOKafkaProducer}[kind]
+    client = made(bootstrap_servers=kafka_broker.bootstrap)
+    await client.start()
+    never = asyncio.get_running_loop().create_future()
+    connections = (client._client if kind == "consumer" else client.client)._conns
+    connections["unconfirmed"] = SimpleNamespace(close=lambda **_: never, connected=lambda: True)
+    async with asyncio.timeout(10):
+        await {"consumer": stop_consumer, "producer": stop_producer}[kind](client)
 
 
 async def test_clients_of_a_broker_that_is_away_stop_in_time_and_leave_no_task(kafka_broker: KafkaBroker) -> None:
