@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.servers.child_process import ChildProcess, PartMissingError, free_port
@@ -48,18 +48,26 @@ broker.heartbeat.interval.ms=500
 class KafkaBroker:
     """A broker that a test may kill and restart. It keeps its data in `folder`, and its ports."""
 
-    def __init__(self, folder: Path, *, listeners: str = "", more: str = "", users: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, listeners: Mapping[str, int] | None = None, more: str = "", users: Sequence[str] = ()
+    ) -> None:
         """Format the storage. `restart()` starts the broker. Raises PartMissingError.
 
-        listeners: further ones, each after a comma. more: further lines of settings. users: for SCRAM, as the arguments
+        listeners: names and ports of further ones. more: further lines of settings. users: for SCRAM, as the arguments
         of `--add-scram`.
         """
         self._port = free_port()
+        further = listeners or {}
+        self._ports = [self._port, *further.values()]
         self._log = folder / "broker.log"
         self._java = [str(_java()), *_JVM, "-cp", f"{kafka_jars()}/*"]
         self._settings = folder / "server.properties"
         text = _SETTINGS.format(
-            port=self._port, controller_port=free_port(), folder=folder, listeners=listeners, more=more
+            port=self._port,
+            controller_port=free_port(),
+            folder=folder,
+            listeners="".join(f",{name}://127.0.0.1:{port}" for name, port in further.items()),
+            more=more,
         )
         self._settings.write_text(text)
         self._process: ChildProcess | None = None
@@ -76,10 +84,11 @@ class KafkaBroker:
         return self._process is not None and self._process.running
 
     def restart(self) -> None:
-        """Start or restart, and block until the broker listens. Takes about 3 s the first time, 4 s after a kill."""
+        """Start or restart, and block until all listeners accept. Takes about 3 s the first time, 4 s after a kill."""
         self.kill()
         self._process = ChildProcess([*self._java, "kafka.Kafka", self._settings], self._log)
-        self._process.wait_for_port(self._port, deadline_s=60.0)
+        for port in self._ports:
+            self._process.wait_for_port(port, deadline_s=60.0)
 
     def kill(self) -> None:
         """Send SIGKILL, without a shutdown."""

@@ -33,10 +33,9 @@ class SecureKafka:
     def create(folder: Path) -> KafkaBroker:
         """Create one. `restart()` starts it. Raises PartMissingError."""
         ports = {name: free_port() for name in _PROTOCOLS}
-        listeners = "".join(f",{name}://127.0.0.1:{port}" for name, port in ports.items())
         users = [f"{m}=[name={USER},password={PASSWORD}]" for m in ("SCRAM-SHA-256", "SCRAM-SHA-512")]
         more = "\n".join(_settings(Certificates(folder / "certificates")))
-        broker = KafkaBroker(folder, listeners=listeners, more=more, users=users)
+        broker = KafkaBroker(folder, listeners=ports, more=more, users=users)
         ports["PLAINTEXT"] = int(broker.bootstrap.rpartition(":")[2])
         (folder / "ports.json").write_text(json.dumps(ports))
         return broker
