@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Generic, TypeAlias, TypeVar, Unpack
+from typing import Any, Generic, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -18,9 +18,9 @@ from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_
 from kvsight.choice import best_worker as choose
 from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
-from kvsight.prompts import Numbers, Prompt, PromptOptions
+from kvsight.prompts import Numbers, Prompt
 from kvsight.schemas.problems import ProblemDocument
-from kvsight.schemas.queries import BatchAnswer, PeerAnswer
+from kvsight.schemas.queries import BatchAnswer, PeerAnswer, TierWeights
 from kvsight.schemas.workers import RadixView, ResyncAccepted, Worker
 
 T = TypeVar("T")
@@ -68,9 +68,23 @@ class Call(Generic[T]):
 # --- queries --------------------------------------------------------------------------------------------------------
 
 
-def query(model: str, token_ids: Numbers, **options: Unpack[PromptOptions]) -> Call[PeerAnswer]:
-    """How much of a prompt each worker holds. The prompt is given by its tokens."""
-    return _query(Prompt(model, token_ids, **options).body(), _MSGPACK, partial(decode, PeerAnswer))
+def query(
+    model: str,
+    token_ids: Numbers,
+    *,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    is_eagle: bool = False,
+    tenant: str | None = None,
+    tier_weights: TierWeights | None = None,
+) -> Call[PeerAnswer]:
+    """How much of a prompt each worker holds. The prompt is given by its tokens.
+
+    is_eagle: the workers' pages consist of token pairs (EAGLE-type models). tenant: None selects the default tenant.
+    tier_weights: of gpu, cpu, disk and external, in this order or by name; requests the `weighted` fields.
+    """
+    prompt = Prompt(model, token_ids, None, None, lora_name, cache_salt, is_eagle, tenant, tier_weights)
+    return _query(prompt.body(), _MSGPACK, partial(decode, PeerAnswer))
 
 
 def query_by_hash(
@@ -78,10 +92,14 @@ def query_by_hash(
     *,
     seq_hashes: Numbers | None = None,
     block_hashes: Numbers | None = None,
-    **options: Unpack[PromptOptions],
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    is_eagle: bool = False,
+    tenant: str | None = None,
+    tier_weights: TierWeights | None = None,
 ) -> Call[PeerAnswer]:
     """How much of a prompt each worker holds. Its pages are given as rolling unsigned or local signed hashes."""
-    prompt = Prompt(model, seq_hashes=seq_hashes, block_hashes=block_hashes, **options)
+    prompt = Prompt(model, None, seq_hashes, block_hashes, lora_name, cache_salt, is_eagle, tenant, tier_weights)
     return _query(prompt.body(), _MSGPACK, partial(decode, PeerAnswer))
 
 
@@ -97,24 +115,31 @@ def query_raw(body: Mapping[str, Any]) -> Call[dict[str, Any]]:
 
 
 def best_worker(
-    model: str, token_ids: Numbers, *, load: Mapping[str, float] | None = None, **options: Unpack[PromptOptions]
+    model: str,
+    token_ids: Numbers,
+    *,
+    load: Mapping[str, float] | None = None,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    is_eagle: bool = False,
+    tenant: str | None = None,
+    tier_weights: TierWeights | None = None,
 ) -> Call[WorkerChoice | None]:
     """Query, and choose a worker by the rule of `kvsight.best_worker`. No worker holds pages of an unknown model.
 
-    tier_weights: default to `DEFAULT_TIER_WEIGHTS`.
+    tier_weights: default to 1, 0.75, 0.5 and 0.25.
     """
     if load is not None:
         check_load(load)
-    if options.get("tier_weights") is None:
-        options["tier_weights"] = DEFAULT_TIER_WEIGHTS
+    weights = DEFAULT_TIER_WEIGHTS if tier_weights is None else tier_weights
 
     def unknown_model(refusal: KvsightHttpError) -> WorkerChoice | None:
         if refusal.kind != _UNKNOWN_MODEL:
             raise refusal
         return choose(NO_WORKER, load)
 
-    body = Prompt(model, token_ids, **options).body()
-    call = _query(body, _MSGPACK, lambda data: choose(decode(PeerAnswer, data), load))
+    prompt = Prompt(model, token_ids, None, None, lora_name, cache_salt, is_eagle, tenant, weights)
+    call = _query(prompt.body(), _MSGPACK, lambda data: choose(decode(PeerAnswer, data), load))
     return replace(call, refused=unknown_model)
 
 

@@ -8,27 +8,60 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from inspect import Parameter, signature
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import httpx
 
 from kvsight import calls
 from kvsight.base_client import BaseClient, Outcome
 from kvsight.calls import Call
-from kvsight.choice import WorkerChoice
-from kvsight.errors import KvsightHttpError
 from kvsight.feed import feed_request
-from kvsight.prompts import Numbers, Prompt
 from kvsight.retrying import RetryPolicy
 from kvsight.schemas.events import FeedEvent
-from kvsight.schemas.queries import PeerAnswer, TierWeights
-from kvsight.schemas.workers import RadixView, Worker
 
+P = ParamSpec("P")
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def _blocking(call: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
+    """A function of `calls` as a method of `Client`."""
+
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.send(call(*args, **kwargs))
+
+    return _presented_as(call, method, "Client")
+
+
+def _awaitable(call: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """A function of `calls` as a method of `AsyncClient`."""
+
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.send(call(*args, **kwargs))
+
+    return _presented_as(call, method, "AsyncClient")
+
+
+def _presented_as(call: Callable[..., Any], method: M, client: str) -> M:
+    """Give a method the name, docstring and parameters of `call`, and the result of the call as its result."""
+    shown, hints = signature(call), get_type_hints(call)
+    self = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+    result = shown.return_annotation.removeprefix("Call[").removesuffix("]")  # a string, as all annotations are
+    details = {
+        "__name__": call.__name__,
+        "__qualname__": f"{client}.{call.__name__}",
+        "__doc__": call.__doc__,
+        "__annotations__": {**hints, "return": get_args(hints["return"])[0]},
+        "__signature__": shown.replace(parameters=[self, *shown.parameters.values()], return_annotation=result),
+    }
+    for name, value in details.items():
+        setattr(method, name, value)
+    return method
 
 
 class Client(BaseClient):
@@ -66,169 +99,19 @@ class Client(BaseClient):
             result: T = end.value
             return result
 
-    def query(
-        self,
-        model: str,
-        token_ids: Numbers,
-        *,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        is_eagle: bool = False,
-        tenant: str | None = None,
-        tier_weights: TierWeights | None = None,
-    ) -> PeerAnswer:
-        """How much of a prompt each worker holds. The prompt is given by its tokens.
-
-        is_eagle: the workers' pages consist of token pairs (EAGLE-type models). tenant: None selects the default
-        tenant. tier_weights: of gpu, cpu, disk and external, in this order or by name; requests the `weighted` fields.
-        """
-        return self.send(
-            calls.query(
-                model,
-                token_ids,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                is_eagle=is_eagle,
-                tenant=tenant,
-                tier_weights=tier_weights,
-            )
-        )
-
-    def query_by_hash(
-        self,
-        model: str,
-        *,
-        seq_hashes: Numbers | None = None,
-        block_hashes: Numbers | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        is_eagle: bool = False,
-        tenant: str | None = None,
-        tier_weights: TierWeights | None = None,
-    ) -> PeerAnswer:
-        """How much of a prompt each worker holds. Its pages are given as rolling unsigned or local signed hashes."""
-        return self.send(
-            calls.query_by_hash(
-                model,
-                seq_hashes=seq_hashes,
-                block_hashes=block_hashes,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                is_eagle=is_eagle,
-                tenant=tenant,
-                tier_weights=tier_weights,
-            )
-        )
-
-    def query_batch(self, prompts: Sequence[Prompt]) -> list[PeerAnswer | KvsightHttpError]:
-        """An answer for each prompt, in order. For a refused prompt, the error takes its place and is not raised."""
-        return self.send(calls.query_batch(prompts))
-
-    def query_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send the fields of a query in either dialect as they are, and return the answer undecoded."""
-        return self.send(calls.query_raw(body))
-
-    def best_worker(
-        self,
-        model: str,
-        token_ids: Numbers,
-        *,
-        load: Mapping[str, float] | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        is_eagle: bool = False,
-        tenant: str | None = None,
-        tier_weights: TierWeights | None = None,
-    ) -> WorkerChoice | None:
-        """Query, and choose a worker by the rule of `kvsight.best_worker`. No worker holds pages of an unknown model.
-
-        tier_weights: default to 1, 0.75, 0.5 and 0.25.
-        """
-        return self.send(
-            calls.best_worker(
-                model,
-                token_ids,
-                load=load,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                is_eagle=is_eagle,
-                tenant=tenant,
-                tier_weights=tier_weights,
-            )
-        )
-
-    def workers(self, model: str | None = None, tenant: str | None = None) -> list[Worker]:
-        """All workers with the state of their views."""
-        return self.send(calls.workers(model, tenant))
-
-    def view(
-        self,
-        worker: str,
-        *,
-        dp_rank: int | None = None,
-        model: str | None = None,
-        tenant: str | None = None,
-        limit: int = 1000,
-        cursor: int = 0,
-    ) -> RadixView:
-        """Up to `limit` pages of a worker stream. cursor: `next_cursor` of the previous part."""
-        return self.send(calls.view(worker, dp_rank=dp_rank, model=model, tenant=tenant, limit=limit, cursor=cursor))
-
-    def resync(
-        self, worker: str, *, dp_rank: int | None = None, model: str | None = None, tenant: str | None = None
-    ) -> list[str]:
-        """Request a resync from the publishers of a worker. Returns the keys of the streams that will be asked."""
-        return self.send(calls.resync(worker, dp_rank=dp_rank, model=model, tenant=tenant))
-
-    def dump(self) -> dict[str, Any]:
-        """The contents of all views, in Dynamo's format. The answer can be large."""
-        return self.send(calls.dump())
-
-    def register(
-        self,
-        instance_id: str | int,
-        endpoint: str,
-        model: str,
-        block_size: int,
-        *,
-        dp_rank: int = 0,
-        replay_endpoint: str | None = None,
-        tenant: str | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Let the service read an engine's ZMQ events. endpoint: such as tcp://HOST:5557.
-
-        lora_name, cache_salt: defaults for pages whose events contain none. A service that reads a log refuses with
-        404.
-        """
-        self.send(
-            calls.register(
-                instance_id,
-                endpoint,
-                model,
-                block_size,
-                dp_rank=dp_rank,
-                replay_endpoint=replay_endpoint,
-                tenant=tenant,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-            )
-        )
-
-    def unregister(
-        self, instance_id: str | int, model: str, *, dp_rank: int | None = None, tenant: str | None = None
-    ) -> None:
-        """Undo `register`, for one rank or for all."""
-        self.send(calls.unregister(instance_id, model, dp_rank=dp_rank, tenant=tenant))
-
-    def health(self) -> bool:
-        """Whether the service is healthy."""
-        return self.send(calls.health())
-
-    def ready(self) -> bool:
-        """Whether the service has caught up with its log."""
-        return self.send(calls.ready())
+    query = _blocking(calls.query)
+    query_by_hash = _blocking(calls.query_by_hash)
+    query_batch = _blocking(calls.query_batch)
+    query_raw = _blocking(calls.query_raw)
+    best_worker = _blocking(calls.best_worker)
+    workers = _blocking(calls.workers)
+    view = _blocking(calls.view)
+    resync = _blocking(calls.resync)
+    dump = _blocking(calls.dump)
+    register = _blocking(calls.register)
+    unregister = _blocking(calls.unregister)
+    health = _blocking(calls.health)
+    ready = _blocking(calls.ready)
 
     def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None
@@ -296,160 +179,19 @@ class AsyncClient(BaseClient):
             result: T = end.value
             return result
 
-    async def query(
-        self,
-        model: str,
-        token_ids: Numbers,
-        *,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        is_eagle: bool = False,
-        tenant: str | None = None,
-        tier_weights: TierWeights | None = None,
-    ) -> PeerAnswer:
-        """See `Client.query`."""
-        return await self.send(
-            calls.query(
-                model,
-                token_ids,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                is_eagle=is_eagle,
-                tenant=tenant,
-                tier_weights=tier_weights,
-            )
-        )
-
-    async def query_by_hash(
-        self,
-        model: str,
-        *,
-        seq_hashes: Numbers | None = None,
-        block_hashes: Numbers | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        is_eagle: bool = False,
-        tenant: str | None = None,
-        tier_weights: TierWeights | None = None,
-    ) -> PeerAnswer:
-        """See `Client.query_by_hash`."""
-        return await self.send(
-            calls.query_by_hash(
-                model,
-                seq_hashes=seq_hashes,
-                block_hashes=block_hashes,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                is_eagle=is_eagle,
-                tenant=tenant,
-                tier_weights=tier_weights,
-            )
-        )
-
-    async def query_batch(self, prompts: Sequence[Prompt]) -> list[PeerAnswer | KvsightHttpError]:
-        """See `Client.query_batch`."""
-        return await self.send(calls.query_batch(prompts))
-
-    async def query_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Client.query_raw`."""
-        return await self.send(calls.query_raw(body))
-
-    async def best_worker(
-        self,
-        model: str,
-        token_ids: Numbers,
-        *,
-        load: Mapping[str, float] | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        is_eagle: bool = False,
-        tenant: str | None = None,
-        tier_weights: TierWeights | None = None,
-    ) -> WorkerChoice | None:
-        """See `Client.best_worker`."""
-        return await self.send(
-            calls.best_worker(
-                model,
-                token_ids,
-                load=load,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                is_eagle=is_eagle,
-                tenant=tenant,
-                tier_weights=tier_weights,
-            )
-        )
-
-    async def workers(self, model: str | None = None, tenant: str | None = None) -> list[Worker]:
-        """See `Client.workers`."""
-        return await self.send(calls.workers(model, tenant))
-
-    async def view(
-        self,
-        worker: str,
-        *,
-        dp_rank: int | None = None,
-        model: str | None = None,
-        tenant: str | None = None,
-        limit: int = 1000,
-        cursor: int = 0,
-    ) -> RadixView:
-        """See `Client.view`."""
-        return await self.send(
-            calls.view(worker, dp_rank=dp_rank, model=model, tenant=tenant, limit=limit, cursor=cursor)
-        )
-
-    async def resync(
-        self, worker: str, *, dp_rank: int | None = None, model: str | None = None, tenant: str | None = None
-    ) -> list[str]:
-        """See `Client.resync`."""
-        return await self.send(calls.resync(worker, dp_rank=dp_rank, model=model, tenant=tenant))
-
-    async def dump(self) -> dict[str, Any]:
-        """See `Client.dump`."""
-        return await self.send(calls.dump())
-
-    async def register(
-        self,
-        instance_id: str | int,
-        endpoint: str,
-        model: str,
-        block_size: int,
-        *,
-        dp_rank: int = 0,
-        replay_endpoint: str | None = None,
-        tenant: str | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-    ) -> None:
-        """See `Client.register`."""
-        await self.send(
-            calls.register(
-                instance_id,
-                endpoint,
-                model,
-                block_size,
-                dp_rank=dp_rank,
-                replay_endpoint=replay_endpoint,
-                tenant=tenant,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-            )
-        )
-
-    async def unregister(
-        self, instance_id: str | int, model: str, *, dp_rank: int | None = None, tenant: str | None = None
-    ) -> None:
-        """See `Client.unregister`."""
-        await self.send(calls.unregister(instance_id, model, dp_rank=dp_rank, tenant=tenant))
-
-    async def health(self) -> bool:
-        """See `Client.health`."""
-        return await self.send(calls.health())
-
-    async def ready(self) -> bool:
-        """See `Client.ready`."""
-        return await self.send(calls.ready())
+    query = _awaitable(calls.query)
+    query_by_hash = _awaitable(calls.query_by_hash)
+    query_batch = _awaitable(calls.query_batch)
+    query_raw = _awaitable(calls.query_raw)
+    best_worker = _awaitable(calls.best_worker)
+    workers = _awaitable(calls.workers)
+    view = _awaitable(calls.view)
+    resync = _awaitable(calls.resync)
+    dump = _awaitable(calls.dump)
+    register = _awaitable(calls.register)
+    unregister = _awaitable(calls.unregister)
+    health = _awaitable(calls.health)
+    ready = _awaitable(calls.ready)
 
     async def events(
         self, *, worker: str | None = None, model: str | None = None, tenant: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +15,6 @@ from kv_events.tokens import token_array
 from kvsight.schemas.queries import TierWeights
 
 Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
-
-
-class PromptOptions(TypedDict, total=False):
-    """Options of a query."""
-
-    lora_name: str | None
-    cache_salt: str | None
-    is_eagle: bool
-    """The workers' pages consist of token pairs (EAGLE-type models)."""
-    tenant: str | None
-    """None selects the default tenant."""
-    tier_weights: TierWeights | None
-    """Weights of gpu, cpu, disk and external, in this order or by name. Requests the `weighted` fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +31,11 @@ class Prompt:
     lora_name: str | None = None
     cache_salt: str | None = None
     is_eagle: bool = False
+    """The workers' pages consist of token pairs (EAGLE-type models)."""
     tenant: str | None = None
+    """None selects the default tenant."""
     tier_weights: TierWeights | None = None
+    """Weights of gpu, cpu, disk and external, in this order or by name. Requests the `weighted` fields."""
 
     def body(self) -> dict[str, object]:
         """The fields of the request. Raises InvalidValueError."""

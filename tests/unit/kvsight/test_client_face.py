@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import typing
+from pathlib import Path
 
+import griffe
 import pytest
 
 import kvsight
-from kvsight import AsyncClient, Client, calls
+from kvsight import AsyncClient, Client, PeerAnswer, WorkerChoice, calls
 
+ROOT = Path(__file__).resolve().parents[3]
 METHODS = [name for name, member in vars(Client).items() if inspect.isfunction(member) and not name.startswith("_")]
 CALLS = [name for name in METHODS if name not in ("send", "events", "close")]
 
@@ -60,3 +63,25 @@ def test_every_type_that_a_method_returns_is_public(client: type) -> None:
     assert kvsight.Listener in found
     for each in found:
         assert getattr(kvsight, each.__name__) is each
+
+
+def test_the_reference_shows_the_methods_with_their_parameters() -> None:
+    extensions = griffe.load_extensions(str(ROOT / "docs/client_methods.py"))
+    package = griffe.load("kvsight", search_paths=[str(ROOT)], extensions=extensions)
+    for client in (Client, AsyncClient):
+        for name in CALLS:
+            shown, real = package["client"][client.__name__][name], inspect.signature(getattr(client, name))
+            assert [parameter.name for parameter in shown.parameters] == list(real.parameters)
+            assert str(shown.returns) == real.return_annotation
+            assert shown.docstring is not None
+            assert ("async" in shown.labels) == (client is AsyncClient)
+
+
+if typing.TYPE_CHECKING:
+
+    async def type_checkers_know_the_methods(client: Client, other: AsyncClient) -> None:
+        typing.assert_type(client.query("m", [1], tenant="t"), PeerAnswer)
+        typing.assert_type(await other.query("m", [1], tenant="t"), PeerAnswer)
+        typing.assert_type(await other.best_worker("m", [1], load={"w": 1.0}), WorkerChoice | None)
+        client.query("m", [1], tenants="t")  # type: ignore[call-arg]
+        await other.view(5)  # type: ignore[arg-type]
