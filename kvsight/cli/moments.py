@@ -1,4 +1,4 @@
-"""Moments of an event log: `--at` of `kvsight replay`."""
+"""Moments of an event log or a topic: `--at` of `kvsight replay`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kv_events.errors import shorten
@@ -14,7 +13,7 @@ from kvsight.cli.console import UsageError
 from kvsight.cli.tables import count
 
 if TYPE_CHECKING:
-    from indexer.replay import Until
+    from indexer.until import Until
     from kv_events.records import LogRecord
 
 _POSITIONS = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*", re.ASCII)
@@ -33,7 +32,7 @@ class Moment(NamedTuple):
 
 def parse_moment(at: str | None) -> Moment:
     """Read the value of `--at`. Raises UsageError."""
-    from indexer.replay import Until
+    from indexer.until import Until
 
     if at is None:
         return Moment("", Until())
@@ -59,7 +58,8 @@ def local_time(seconds: float) -> str:
 class LogSpan:
     """The extent of a log, from its records."""
 
-    folder: Path
+    name: str
+    """Of the log, for messages."""
     records: int = 0
     first_index: int = 0
     next_index: int = 0
@@ -83,12 +83,12 @@ class LogSpan:
 
     def __str__(self) -> str:
         times = f"{local_time(self.first_ms / 1000)} to {local_time(self.last_ms / 1000)}"
-        return f"{self.folder} has {count(self.records, 'record')}, {times}"
+        return f"{self.name} has {count(self.records, 'record')}, {times}"
 
     def fault(self, moment: Moment) -> str:
         """Why a moment is outside the log; empty if it is inside."""
         if not self.records:
-            return f"{self.folder}: the log is empty"
+            return f"{self.name}: the log is empty"
         until, outside = moment.until, ""
         if until.time_s is not None:
             outside = _side(until.time_s * 1000, self.first_ms, self.last_ms)
@@ -107,9 +107,9 @@ class LogSpan:
         if moment.until.time_s is not None:
             return str(self)
         if moment.until.offset is not None:
-            return f"{self.folder} has records {self.first_index} to {self.next_index - 1}"
+            return f"{self.name} has records {self.first_index} to {self.next_index - 1}"
         ends = (f"{p}:{self.first_offsets[p]} to {p}:{end - 1}" for p, end in sorted(self.next_offsets.items()))
-        return f"{self.folder} has records {', '.join(ends)}"
+        return f"{self.name} has records {', '.join(ends)}"
 
 
 def _side(value: float, first: float, last: float) -> str:

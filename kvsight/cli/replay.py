@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -14,6 +15,7 @@ from kvsight.cli.answers import Asked, answer_lines
 from kvsight.cli.console import (
     EXIT_USAGE,
     UsageError,
+    at_most_one,
     compile_kernels,
     err,
     out,
@@ -22,6 +24,7 @@ from kvsight.cli.console import (
     progress_bar,
     read_json_object,
 )
+from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.streams import StreamRow, streams_lines
@@ -34,17 +37,24 @@ if TYPE_CHECKING:
     from kv_events.records import LogRecord
 
 
+@with_kafka_flags
 def replay(
-    log: Annotated[Path, typer.Argument(help="Folder of an event log, from `kvsight record`.")],
+    log: Annotated[Path | None, typer.Argument(help="Folder of an event log, from `kvsight record`.")] = None,
+    kafka: Annotated[str | None, typer.Option(help="Read a Kafka topic instead: HOST:PORT,...")] = None,
     at: Annotated[str | None, typer.Option(help="The moment. Default: the end of the log.")] = None,
-    query: Annotated[Path | None, typer.Option(help="JSON file with a query. Default: list the views.")] = None,
+    query: Annotated[Path | None, typer.Option(help="JSON file with a query to answer.")] = None,
     as_json: AsJson = False,
+    *,
+    connection: dict[str, Any],
 ) -> None:
     """Rebuild the router's views as of some moment, and query them.
 
-    --at is a time (ISO 8601, or @SECONDS since 1970), a record's index in the log, or PARTITION:OFFSET,... of a Kafka
-    topic. A time without a zone is local. Records before an index or an offset are applied. A moment outside the log is
-    reported, and the exit code is 2. The query may be any body that the API accepts; the answer is the API's.
+    --at is a time (ISO 8601, or @SECONDS since 1970), a record's index in an event log, or PARTITION:OFFSET,... of a
+    Kafka topic. A time without a zone is local. Records before an index or an offset are applied. A moment outside the
+    log is reported, and the exit code is 2.
+
+    The query may be any body that the API accepts; the answer is the API's. Without a query, the views are listed. With
+    --kafka, the topic is read from its oldest record to its present end.
 
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
@@ -52,10 +62,10 @@ def replay(
         require_serve("kvsight replay --query")
     moment = parse_moment(at)
     body = None if query is None else read_json_object(query)
-    reader = EventLogReader(log)
+    history = _history(log, kafka, connection, moment)
     compile_kernels()
     question = None if body is None else _question(body)
-    replayed, span = _replay(reader, LogSpan(log), moment)
+    replayed, span = _replay(history, moment)
     fault = span.fault(moment)
     if not replayed.applier.records:
         raise UsageError(fault or f"--at {moment.text}: no record is before this moment: {span}")
@@ -69,20 +79,57 @@ def replay(
         raise typer.Exit(EXIT_USAGE)
 
 
-def _replay(reader: EventLogReader, span: LogSpan, moment: Moment) -> tuple[Replay, LogSpan]:
+class _History(NamedTuple):
+    """The records to replay."""
+
+    name: str
+    read: Callable[[Callable[[int], None]], Iterator[tuple[int, LogRecord]]]
+    """Yields each record with its index. Passes their number to its argument when it begins."""
+
+
+def _history(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: Moment) -> _History:
+    """The log that was asked for. Raises KvsightError."""
+    if at_most_one({"LOG": log, "--kafka": kafka}) is None:
+        raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
+    if log is None:
+        return _topic(kafka, connection, moment)
+    reader = EventLogReader(log)
+
+    def read(on_start: Callable[[int], None]) -> Iterator[tuple[int, LogRecord]]:
+        on_start(reader.next_index - reader.first_index)
+        return reader.read(reader.first_index)
+
+    return _History(str(log), read)
+
+
+def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> _History:
+    from indexer.sources.history import source_records
+    from indexer.sources.kafka import KafkaSource
+    from kv_events.kafka_clients import KafkaConnection
+    from kv_events.kafka_settings import KafkaSettings
+
+    if moment.until.offset is not None:
+        raise UsageError(f"--at {moment.text}: a topic has no index; give a time or PARTITION:OFFSET,...")
+    settings = KafkaSettings.from_flags(kafka=kafka, **connection)
+    asyncio.run(KafkaConnection(settings).check())  # before kernels are compiled
+    name = f"topic {settings.events_topic}"
+    return _History(name, lambda on_start: enumerate(source_records(KafkaSource(settings), on_start)))
+
+
+def _replay(history: _History, moment: Moment) -> tuple[Replay, LogSpan]:
     from indexer.replay import Replay
 
-    total = reader.next_index
+    span = LogSpan(history.name)
 
     def records() -> Iterable[LogRecord]:
-        for index, record in reader.read(reader.first_index):
+        for index, record in history.read(lambda total: bar.update(task, total=total)):
             span.note(index, record)
-            if index % 256 == 0:
-                bar.update(task, completed=index)
-            yield record if moment.until.positions is not None else record._replace(offset=index)
+            if span.records % 256 == 0:
+                bar.update(task, completed=span.records)
+            yield record if moment.until.offset is None else record._replace(offset=index)
 
     with progress_bar() as bar:
-        task = bar.add_task("replaying", total=total)
+        task = bar.add_task("replaying", total=None)
         return Replay().apply_all(records(), moment.until), span
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from indexer.replay import Replay, Until, log_records
-from indexer.sources.base import Source
+from indexer.replay import Replay, log_records
+from indexer.sources.history import source_records
+from indexer.until import Until
 from indexer.views import View
+from kv_events.kafka_clients import KafkaConnection
 from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka_topics import inspect_topics
 from kv_events.streams import StreamId
+from kvsight.cli.main import app
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from simulation.live import KafkaTransport, live_fleet
 
@@ -40,17 +47,9 @@ def held_by(views: list[View]) -> Held:
     return {v.stream: {h for part in v.index.stream_pages(v.number) for h in part.hashes.tolist()} for v in views}
 
 
-async def replay_of(source: Source, until: Until) -> Replay:
-    """Views from all that a live log holds now, up to `until`."""
-    replay = Replay()
-    reached = await source.start({})
-    ends = await source.ends()
-    while any(reached.get(partition, 0) < end for partition, end in ends.items()):
-        records = await source.fetch()
-        replay.apply_all(records, until)
-        reached = {**reached, **{record.partition: record.offset + 1 for record in records}}
-    await source.stop()
-    return replay
+async def replay_of(transport: KafkaTransport, until: Until) -> Replay:
+    """Views from all that a topic holds now, up to `until`. In a thread, because it has an event loop of its own."""
+    return await asyncio.to_thread(lambda: Replay().apply_all(source_records(transport.source()), until))
 
 
 async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafka_bootstrap: str) -> None:
@@ -69,7 +68,70 @@ async def test_a_topic_replays_to_what_the_live_views_were_then_and_are_now(kafk
             fleet.trial.step(request)
         await fleet.settle()
         now = held_by(fleet.consumer.namespaces.views)
-        replayed = await replay_of(transport.source(), Until())
+        replayed = await replay_of(transport, Until())
         assert held_by(replayed.namespaces.views) == now != then
-        replayed = await replay_of(transport.source(), Until(positions=offsets))
+        replayed = await replay_of(transport, Until(positions=offsets))
         assert held_by(replayed.namespaces.views) == then
+
+
+@pytest.fixture(scope="module")
+def topic(recorded: Path, kafka_bootstrap: str) -> KafkaSettings:
+    """A topic of two partitions with the records of that log."""
+    name = uuid.uuid4().hex
+    settings = KafkaSettings(
+        kafka=kafka_bootstrap, events_topic=f"events-{name}", control_topic=f"control-{name}", topic_partitions=2
+    )
+    asyncio.run(copy(recorded, settings))
+    return settings
+
+
+async def copy(folder: Path, settings: KafkaSettings) -> None:
+    """Write the records of an event log to a topic."""
+    connection = KafkaConnection(settings)
+    await inspect_topics(connection, settings, create=True)
+    producer = connection.producer()
+    await producer.start()
+    for record in log_records(folder):
+        await producer.send(settings.events_topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
+    await producer.stop()
+
+
+def replayed(*arguments: object, topic: KafkaSettings | None = None) -> Result:
+    """The command in this process, which has loaded the kernels. topic: the one to read."""
+    flags = () if topic is None else ("--kafka", topic.kafka, "--events-topic", topic.events_topic)
+    return CliRunner().invoke(app, ["replay", *map(str, (*flags, *arguments))])
+
+
+def views(result: Result) -> list[dict[str, object]]:
+    """What the command printed, in an order that does not depend on that of the records."""
+    return sorted(json.loads(result.stdout), key=lambda view: str(view["worker"]))
+
+
+def test_the_command_replays_a_topic_as_it_does_a_recording(recorded: Path, topic: KafkaSettings) -> None:
+    at_end = replayed("--json", topic=topic)
+    assert at_end.exit_code == 0, at_end.stderr
+    assert views(at_end) == views(replayed(recorded, "--json"))
+    assert at_end.stderr.startswith(f"topic {topic.events_topic} has ")
+    times = sorted(record.timestamp_ms for record in log_records(recorded))
+    moment = f"@{times[len(times) // 2] / 1000}"
+    assert views(replayed("--json", "--at", moment, topic=topic)) == views(replayed(recorded, "--json", "--at", moment))
+    assert "worker-0" in replayed(topic=topic).stdout
+
+
+def test_a_topic_is_replayed_up_to_positions(topic: KafkaSettings) -> None:
+    part = replayed("--json", "--at", "0:3", topic=topic)
+    assert "after 3 records" in part.stderr
+    assert sum(int(str(view["next_seq"])) for view in views(part)) == 3
+    late = replayed("--json", "--at", "0:100000,1:1", topic=topic)
+    assert (late.exit_code, "--at 0:100000,1:1 is behind the end of the log: topic" in late.stderr) == (2, True)
+
+
+def test_a_replay_has_one_log(recorded: Path, topic: KafkaSettings) -> None:
+    for result, words in [
+        (replayed(recorded, topic=topic), "give either LOG or --kafka, not both"),
+        (replayed(), "give the folder of an event log, or --kafka HOST:PORT"),
+        (replayed("--at", "5", topic=topic), "--at 5: a topic has no index; give a time or PARTITION:OFFSET,..."),
+        (replayed("--kafka", "127.0.0.1:1"), "Kafka at 127.0.0.1:1: connection refused"),
+        (replayed("--events-topic", "typo", "--kafka", topic.kafka), "the topic does not exist"),
+    ]:
+        assert words in str(result.exception)

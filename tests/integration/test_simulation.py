@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.replay import Replay, Until, log_records
+from indexer.replay import Replay, log_records
 from indexer.scores import score
+from indexer.until import Until
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka_settings import KafkaSettings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from kvsight.cli.moments import LogSpan, local_time, parse_moment
 
 @pytest.fixture
 def span() -> LogSpan:
-    found = LogSpan(Path("run.log"))
+    found = LogSpan("run.log")
     for index, (partition, offset) in enumerate([(0, 100), (1, 7), (0, 101)], 40):
         found.note(index, LogRecord(partition, offset, 1_000_000 + index * 1000, b"", b""))
     return found
@@ -74,4 +73,4 @@ def test_a_moment_outside_the_log_is_named_with_the_extent(span: LogSpan, outsid
 
 
 def test_an_empty_log_has_no_moment() -> None:
-    assert LogSpan(Path("run.log")).fault(parse_moment(None)) == "run.log: the log is empty"
+    assert LogSpan("run.log").fault(parse_moment(None)) == "run.log: the log is empty"
