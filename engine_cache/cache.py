@@ -342,7 +342,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         counts_evicted = self.rules.counts_hits_of_evicted_nodes
         is_hit = not params.chunked and (self.host is None or self.host.backups.counts_hits)
         for node in nodes:
-            node.priority = max(node.priority, params.priority)
+            if params.priority > node.priority:
+                node.priority = params.priority
             if is_hit and (counts_evicted or node.value is not None):
                 node.hit_count += 1
 
@@ -361,8 +362,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
                 prefix_len += (end - start) * self.rules.counts_evicted_overlap
             else:
                 for component in self.auxiliaries:
-                    component.update_on_overlap(node, start, value[start:end], params)
-                if self.rules.frees_duplicates:
+                    component.update_on_overlap(node, start, params)
+                if self.rules.frees_duplicates and end > params.prev_prefix_len:
                     self.device.free(value[max(start, params.prev_prefix_len) : end])
                 prefix_len += end - start
             start = end

@@ -198,7 +198,9 @@ class AuxiliaryComponent(TreeComponent):
 
     def touched_on_insert(self, node: TreeNode) -> None:
         """Mark a node as used by an insert that passes it on the way down."""
-        self.touched([node])
+        for listed in (self.device_lru_list, self.host_lru_list):
+            if node in listed:
+                listed.move_to_end(node)
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
@@ -260,11 +262,10 @@ class AuxiliaryComponent(TreeComponent):
         """Return whether a leaf that ends after `end` units of the key would be unusable."""
         return False
 
-    def update_on_overlap(self, node: TreeNode, start: int, rows: IndexArray, params: InsertParams) -> None:
+    def update_on_overlap(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """Handle an insert over a node that is on the device.
 
-        start: units of the key before the node. rows: the caller's, one for each unit of the node; their Full rows are
-        freed afterwards.
+        start: units of the key before the node. The Full rows of `params` for the node are freed afterwards.
         """
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:

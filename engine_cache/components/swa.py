@@ -205,7 +205,7 @@ class SWAComponent(AuxiliaryComponent):
     def should_skip_leaf_creation(self, end: int, params: InsertParams) -> bool:
         return params.swa_evicted_seqlen >= end
 
-    def update_on_overlap(self, node: TreeNode, start: int, rows: IndexArray, params: InsertParams) -> None:
+    def update_on_overlap(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """Move the SWA rows of the caller to a tombstone, which keeps its own Full rows: they may be in use."""
         bare = self._bare_units(start, max(params.swa_evicted_seqlen, params.prev_prefix_len))
         if self.data(node).value is not None or bare >= len(node.key):
@@ -213,7 +213,9 @@ class SWAComponent(AuxiliaryComponent):
         if bare:
             self.tree.split(node, bare)
         assert node.value is not None
-        self.put_on_device(node, self.allocator.move_swa(rows[bare:], node.value))
+        assert params.value is not None
+        rows = params.value[start + bare : start + bare + len(node.key)]
+        self.put_on_device(node, self.allocator.move_swa(rows, node.value))
 
     def recover_after_unevict(self, node: TreeNode, start: int, params: InsertParams) -> None:
         """Use the SWA rows of the Full rows that the node received, except those freed before.

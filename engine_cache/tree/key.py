@@ -76,7 +76,8 @@ class RadixKey:
         return array("q", self.raw.astype(np.int64).tobytes())
 
     def __len__(self) -> int:
-        return max(0, len(self.data) // _TOKEN_BYTES - self.is_bigram)
+        num_tokens = len(self.data) // _TOKEN_BYTES
+        return num_tokens - self.is_bigram if num_tokens else 0
 
     def __iter__(self) -> Iterator[Unit]:
         tokens = self.raw.tolist()

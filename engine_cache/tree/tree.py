@@ -95,8 +95,8 @@ class RadixTree:
 
         Splits the last node if the prefix ends inside it. visit: called with each node on the way down.
         """
-        node, done, path = self.root, 0, []
-        while done < len(key):
+        node, done, end, path = self.root, 0, len(key), []
+        while done < end:
             child = self.next_on_path(node, key, done)
             if child is None:
                 break
