@@ -16,6 +16,7 @@ from api.docs_page import docs_routes
 from api.dump import dump_routes
 from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
+from api.hot_lane.lane import HotLane
 from api.metrics import HttpMetrics, MeasureRequests
 from api.register import RegisterRoutes
 from api.request_log import RequestLog
@@ -59,6 +60,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     endpoints = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=not settings.answer_before_ready).endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
+    app.state.lane = HotLane(consumer, settings, metrics)
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
     for path, endpoint in {**endpoints, **RegisterRoutes(registrations).endpoints()}.items():

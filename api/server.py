@@ -8,6 +8,8 @@ import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -17,6 +19,8 @@ from uvicorn.server import ServerState
 
 from api.app import Application
 from api.errors import CannotListenError, PortInUseError
+from api.hot_lane.lane import HotLane
+from api.hot_lane.protocol import HotProtocol
 from api.problems import ProblemError
 from api.settings import ApiSettings
 
@@ -78,9 +82,14 @@ class _Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, settings: ApiSettings) -> None:
         self._app = app
+        http: Any = "httptools"
+        if isinstance(app, Application):
+            lane: HotLane = app.state.lane
+            http = partial(HotProtocol, lane=lane, max_connections=settings.max_connections)
         super().__init__(
             uvicorn.Config(
                 _ConnectionLimit(app, settings.max_connections, lambda: self.server_state),
+                http=http,
                 lifespan="on",
                 access_log=False,
                 log_config=None,

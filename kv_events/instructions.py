@@ -29,6 +29,16 @@ def lowest_bit(_typing: Any, word: Any) -> Any:
 
 
 @intrinsic
+def leading_zeros(_typing: Any, word: Any) -> Any:
+    """Return the number of zero bits above the highest set bit of a non-zero u64, as an int64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
 def multiply_fold(_typing: Any, a: Any, b: Any) -> Any:
     """Return the low 64 bits XOR the high 64 bits of the 128-bit product, with one machine multiplication."""
 

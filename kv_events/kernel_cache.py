@@ -182,7 +182,10 @@ def _cache_root() -> Path:
 
 @lru_cache
 def _digest_of_sources(source: Path) -> str:
-    """Return the digest of a module and of all modules of this project that it imports directly or indirectly."""
+    """Return the digest of a module and of all modules of this project that it imports directly or indirectly.
+
+    Names count as well: a kept kernel is loaded with the module that it was compiled in, which may have moved.
+    """
     found: set[Path] = set()
     waiting = {source}
     while waiting:
@@ -190,8 +193,8 @@ def _digest_of_sources(source: Path) -> str:
         found.add(path)
         waiting |= _imported(path) - found
     digest = sha256()
-    for path in sorted(found):
-        digest.update(path.read_bytes())
+    for name, path in sorted((str(path.relative_to(_import_root(path))), path) for path in found):
+        digest.update(name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -199,14 +202,20 @@ def _digest_of_sources(source: Path) -> str:
 def _imported(source: Path) -> frozenset[Path]:
     """Return the files of this project that a module imports. An imported package counts with all its modules."""
     contract = Path(__file__).parent
-    packages = [folder for folder in source.parents if (folder / "__init__.py").exists()]
-    own = packages[-1] if packages else source.parent
+    root = _import_root(source)
+    own = root / source.relative_to(root).parts[0] if root != source.parent else root
     found: set[Path] = set()
     for name in set(_IMPORT.findall(source.read_bytes())):
-        for root in {own.parent if packages else own, contract.parent}:
-            target = root.joinpath(*name.decode().split("."))
+        for folder in {root, contract.parent}:
+            target = folder.joinpath(*name.decode().split("."))
             paths = [Path(f"{target}.py")] if Path(f"{target}.py").exists() else target.glob("*.py")
             found.update(
                 path for path in paths if {own, contract} & {*path.parents} or b"kv_events" in path.read_bytes()
             )
     return frozenset(found)
+
+
+def _import_root(source: Path) -> Path:
+    """Return the folder from which a module is imported, that of its outermost package."""
+    packages = [folder for folder in source.parents if (folder / "__init__.py").exists()]
+    return packages[-1].parent if packages else source.parent

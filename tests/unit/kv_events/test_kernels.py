@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,17 @@ def test_a_kernel_is_recompiled_when_another_package_that_it_imports_from_change
     assert run(tmp_path, cache, "ours.entry") == ["41", "1"]
     (theirs / "callee.py").write_text(_CALLEE.format(value=42))
     assert run(tmp_path, cache, "ours.entry") == ["42", "0"]
+
+
+def test_a_kernel_is_recompiled_when_its_module_has_moved(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "callee.py").write_text(_CALLEE.format(value=41))
+    for package in (tmp_path / "old", tmp_path / "new"):
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "entry.py").write_text(_ENTRY)
+        assert run(tmp_path, cache, f"{package.name}.entry") == ["41", "0"]
+        shutil.rmtree(package)
 
 
 _BUNDLED = """

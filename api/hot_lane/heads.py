@@ -1,0 +1,98 @@
+"""Heads of query requests, recognised by their bytes.
+
+Clients send the same few heads again and again. httptools parses a head once; what it says is then kept by its bytes.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+from typing import NamedTuple
+
+import httptools
+
+MAX_BYTES = 2048
+"""Longer heads are not kept."""
+
+_MAX_KEPT = 4096
+_UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
+
+
+class Head(NamedTuple):
+    """An accepted head."""
+
+    path: str
+    content_type: str
+    """Without parameters, in lower case."""
+    content_length: int
+
+
+class Heads:
+    """The heads of POST requests to some paths."""
+
+    def __init__(self, paths: Collection[str], authorization: bytes | None, max_body_bytes: int) -> None:
+        """authorization: required value of that header, or None. max_body_bytes: largest accepted Content-Length."""
+        self._paths = {path.encode(): path for path in paths}
+        self._authorization = authorization
+        self._max_body_bytes = max_body_bytes
+        self._kept: dict[bytes, Head | None] = {}
+
+    def find(self, head: bytes) -> Head | None:
+        """Return what a head says, or None if the request must be handled the usual way.
+
+        head: from the request line up to and including the empty line.
+        """
+        if head in self._kept:
+            return self._kept[head]
+        if len(self._kept) == _MAX_KEPT:
+            self._kept.clear()
+        found = self._kept[head] = self._accepted(_Parsed.of(head))
+        return found
+
+    def _accepted(self, parsed: _Parsed | None) -> Head | None:
+        if parsed is None or not parsed.is_simple_post or parsed.url not in self._paths:
+            return None
+        headers = parsed.headers
+        if len(dict(headers)) != len(headers) or not _UNUSUAL.isdisjoint(dict(headers)):
+            return None
+        fields = dict(headers)
+        length = fields.get(b"content-length", b"")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            return None
+        given = fields.get(b"authorization", b"")
+        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+            return None
+        content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        return Head(self._paths[parsed.url], content_type.decode("latin-1"), int(length))
+
+
+class _Parsed:
+    """What httptools reports about a head."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.is_simple_post = False
+        self._parser = httptools.HttpRequestParser(self)
+
+    @classmethod
+    def of(cls, head: bytes) -> _Parsed | None:
+        """Parse a head. Returns None if it is not exactly one valid head."""
+        parsed = cls()
+        try:
+            parsed._parser.feed_data(head)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            return None
+        return parsed
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        self.is_simple_post = (
+            parser.get_method() == b"POST" and parser.get_http_version() == "1.1" and parser.should_keep_alive()
+        )

@@ -1,0 +1,75 @@
+"""The hot lane: usual queries, from the bytes of a request to the bytes of its answer in one call.
+
+It accepts what nearly all callers send and answers exactly as the routes of `api.hot` do. For everything else it
+returns None, and the request takes the way through FastAPI, which also reports all errors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from api.answers import answer
+from api.decoding import codec_of, is_large
+from api.hot_lane.envelopes import Envelopes
+from api.hot_lane.heads import Head, Heads
+from api.metrics import HttpMetrics
+from api.problems import ProblemError
+from api.questions import BY_HASH, BY_TOKENS, Question, decode_question
+from api.settings import ApiSettings
+from indexer.consumer import Consumer
+
+_MAX_BODY_BYTES = 2**21  # read in about a millisecond
+
+_Read = Callable[[bytes, int], Question | None]
+
+
+class HotLane:
+    """Answers usual queries of one application."""
+
+    def __init__(self, consumer: Consumer, settings: ApiSettings, metrics: HttpMetrics) -> None:
+        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
+        token = settings.api_token
+        authorization = None if token is None else b"Bearer " + token.get_secret_value().encode()
+        self.heads = Heads(fields, authorization, min(settings.max_body_bytes, _MAX_BODY_BYTES))
+        self._consumer = consumer
+        self._must_be_ready = not settings.answer_before_ready
+        self._metrics = metrics
+        self._readers: dict[tuple[str, str], _Read] = {}
+        for path, names in fields.items():
+            self._readers[path, "application/json"] = Envelopes(names).question
+            for content_type in ("application/msgpack", "application/x-msgpack"):
+                self._readers[path, content_type] = _packed_reader(content_type, names)
+
+    def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
+        """Return the JSON answer to the body data[start:], or None if the request must take the usual way."""
+        if self._must_be_ready and not self._consumer.ready:
+            return None
+        began = time.perf_counter()
+        read = self._readers.get((head.path, head.content_type))
+        question = None if read is None else read(data, start)
+        if question is None:
+            return None
+        try:
+            body = answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
+        except ProblemError:
+            return None
+        queries, seconds = self._metrics.timed[head.path]
+        queries.inc()
+        seconds.observe(time.perf_counter() - began)
+        return body
+
+
+def _packed_reader(content_type: str, fields: tuple[str, ...]) -> _Read:
+    codec = codec_of(content_type)
+
+    def read(data: bytes, start: int) -> Question | None:
+        body = data[start:]
+        if is_large(body):
+            return None
+        try:
+            return decode_question(body, codec, fields)
+        except ProblemError:
+            return None
+
+    return read

@@ -1,0 +1,158 @@
+"""Kernels that read the numbers of a JSON array straight from a request body, eight digits at a time.
+
+They accept only what nearly all callers send: decimal integers without exponent, separated by commas and white space.
+For anything else they return -1, and the ordinary decoder, which reports errors, reads the body.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from kv_events.bundles import U8Input, U32Vector, U64Vector
+from kv_events.instructions import eight_bytes, leading_zeros
+from kv_events.kernels import array_function, array_helper, array_kernel
+
+_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO = (ord(char) for char in ", ]-0")
+_WHITE = np.zeros(256, np.bool_)
+_WHITE[[ord(c) for c in " \t\n\r"]] = True
+
+_ZEROS = np.uint64(0x3030303030303030)  # eight times "0"
+_LOW7 = np.uint64(0x7F7F7F7F7F7F7F7F)
+_ABOVE_9 = np.uint64(0x7676767676767676)  # moves a byte above 9 into its highest bit
+_HIGH_BITS = np.uint64(0x8080808080808080)
+_BYTES = np.uint64(0x00FF00FF00FF00FF)
+_PAIRS = np.uint64(0x0000FFFF0000FFFF)
+_HALF = np.uint64(0xFFFFFFFF)
+_POWERS = 10 ** np.arange(9, dtype=np.uint64)
+
+_MAX_U32 = np.uint64(2**32 - 1)
+_MAX_U64 = np.uint64(2**64 - 1)
+_MAX_I64 = np.uint64(2**63 - 1)
+_BAD = np.int64(-1)
+
+
+@array_helper
+def _eight_at(data, at):
+    """Return eight bytes as a big-endian word. Bytes beyond the end are zero, which is no digit."""
+    if at + 8 <= data.shape[0]:
+        return eight_bytes(data, at)
+    word = np.uint64(0)
+    for i in range(8):
+        byte = data[at + i] if at + i < data.shape[0] else np.uint8(0)
+        word = (word << np.uint64(8)) | np.uint64(byte)
+    return word
+
+
+@array_helper
+def _digits(data, at):
+    """Read up to eight digits. Returns (value, number of digits).
+
+    Adjacent digits are added up in pairs, then pairs of pairs, then halves, so there is no loop over digits.
+    """
+    word = _eight_at(data, at) ^ _ZEROS
+    others = (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS
+    if others == np.uint64(0):
+        count = np.int64(8)
+    else:
+        count = leading_zeros(others) >> 3
+        if count == 0:
+            return np.uint64(0), count
+    word >>= np.uint64(64 - 8 * count)
+    word = (word & _BYTES) + ((word >> np.uint64(8)) & _BYTES) * np.uint64(10)
+    word = (word & _PAIRS) + ((word >> np.uint64(16)) & _PAIRS) * np.uint64(100)
+    return (word & _HALF) + (word >> np.uint64(32)) * np.uint64(10_000), count
+
+
+@array_function
+def _long_number(data, at, value):
+    """Continue a number after its first eight digits. Returns (value, end), or end -1 if it exceeds 64 bits."""
+    following, count = _digits(data, at + 8)
+    value, end = value * _POWERS[count] + following, at + 8 + count
+    if count < 8:
+        return value, end
+    following, count = _digits(data, end)
+    if count > 4:
+        return value, _BAD
+    if value > (_MAX_U64 - following) // _POWERS[count]:
+        return value, _BAD
+    return value * _POWERS[count] + following, end + count
+
+
+@array_helper
+def _number(data, at):
+    """Read a number without a sign. Returns (value, end), or end -1 if there is none that JSON allows."""
+    value, count = _digits(data, at)
+    end = at + count
+    if count == 8:
+        value, end = _long_number(data, at, value)
+    if count == 0 or (count > 1 and data[at] == _ZERO):  # JSON does not allow leading zeros
+        end = _BAD
+    return value, end
+
+
+@array_helper
+def _after_white(data, at):
+    while at < data.shape[0] and _WHITE[data[at]]:
+        at += 1
+    return at
+
+
+@array_helper
+def _read_short_numbers(data, at, out, count):
+    """Read numbers of up to seven digits that are followed by a comma. Returns (count, start of the next number)."""
+    while count < out.shape[0] and at + 9 <= data.shape[0]:
+        value, digits = _digits(data, at)
+        if digits == 0 or digits == 8 or data[at + digits] != _COMMA or (digits > 1 and data[at] == _ZERO):
+            break
+        out[count] = value
+        count += 1
+        at += digits + 1
+        at += data[at] == _SPACE
+    return count, at
+
+
+@array_helper
+def _read(data, start, out, low, high):
+    """Read an array of numbers. low: largest magnitude of a negative number, 0 if none is allowed."""
+    at, count = start, 0
+    while True:
+        count, at = _read_short_numbers(data, at, out, count)
+        at = _after_white(data, at)
+        negative = low > np.uint64(0) and at < data.shape[0] and data[at] == _MINUS
+        value, at = _number(data, at + negative)
+        if count == out.shape[0] or at < 0 or value > (low if negative else high):
+            return count, _BAD
+        out[count] = -value if negative else value
+        count += 1
+        at = _after_white(data, at)
+        if at >= data.shape[0] or (data[at] != _COMMA and data[at] != _CLOSE):
+            return count, _BAD
+        if data[at] == _CLOSE:
+            return count, at
+        at += 1
+
+
+_FOUND = types.UniTuple(types.int64, 2)
+
+
+@array_kernel(_FOUND, U8Input, types.int64, U32Vector)
+def read_u32(data, start, out):
+    """Read an array of integers in 0 .. 2**32 - 1 from JSON text.
+
+    data: uint8[n]. start: index after the "[". out: uint32[most], written. Returns (count, index of the "]"); the index
+    is -1 for an empty array, more than `most` numbers, a number out of range, or anything that is not a number.
+    """
+    return _read(data, start, out, np.uint64(0), _MAX_U32)
+
+
+@array_kernel(_FOUND, U8Input, types.int64, U64Vector)
+def read_u64(data, start, out):
+    """Read an array of integers in 0 .. 2**64 - 1. See `read_u32`."""
+    return _read(data, start, out, np.uint64(0), _MAX_U64)
+
+
+@array_kernel(_FOUND, U8Input, types.int64, U64Vector)
+def read_i64(data, start, out):
+    """Read an array of integers in -2**63 .. 2**63 - 1, written in two's complement. See `read_u32`."""
+    return _read(data, start, out, np.uint64(2**63), _MAX_I64)

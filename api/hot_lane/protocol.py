@@ -1,0 +1,98 @@
+"""The server's HTTP protocol: usual queries are answered as soon as their last byte has arrived.
+
+A request enters the hot lane if its head is one that `Heads` accepts and no other request of the connection is in
+progress. All its bytes are held until it is complete. If the lane does not answer it, the bytes are passed to
+uvicorn's protocol, as if they had arrived just now.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from api.hot_lane.heads import MAX_BYTES
+from api.hot_lane.lane import HotLane
+
+_END_OF_HEAD = b"\r\n\r\n"
+
+
+class HotProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *, lane: HotLane, max_connections: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._lane = lane
+        self._max_connections = max_connections
+        self._is_parsing = False  # httptools has begun a request that has not arrived completely
+        self._held = bytearray()  # the part of a request in the lane that has arrived
+        self._missing = 0
+
+    def data_received(self, data: bytes) -> None:
+        if self._held:
+            self._held += data
+            self._missing -= len(data)
+            if self._missing > 0:
+                return
+            data = self._take_held()
+        if not (self._is_free() and self._is_taken(data)):
+            super().data_received(data)
+
+    def _is_taken(self, data: bytes) -> bool:
+        """Answer a complete request, or hold one that is still arriving. Returns False if the lane does not take it.
+
+        Several requests at once are not taken: their answers would hold up other connections.
+        """
+        start = data.find(_END_OF_HEAD, 0, MAX_BYTES) + len(_END_OF_HEAD)
+        head = self._lane.heads.find(data[:start]) if start > len(_END_OF_HEAD) else None
+        if head is None:
+            return False
+        self._missing = start + head.content_length - len(data)
+        if self._missing > 0:
+            self._unset_keepalive_if_required()
+            self._held += data
+            return True
+        body = self._lane.answer(head, data, start) if self._missing == 0 else None
+        if body is None:
+            return False
+        self._unset_keepalive_if_required()
+        self._respond(body)
+        return True
+
+    def _is_free(self) -> bool:
+        """Return whether no request is in progress, the client reads its answers and the server is not overloaded."""
+        return (
+            not self._is_parsing
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused
+            and not self.transport.is_closing()
+            and len(self.connections) <= self._max_connections
+        )
+
+    def _respond(self, body: bytes) -> None:
+        parts = [b"HTTP/1.1 200 OK\r\n"]
+        for name, value in self.server_state.default_headers:
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"content-length: %d\r\ncontent-type: application/json\r\n\r\n" % len(body))
+        parts.append(body)
+        self.transport.write(b"".join(parts))
+        self.on_response_complete()
+
+    def on_message_begin(self) -> None:
+        self._is_parsing = True
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._is_parsing = False
+        super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """End the connection after the request that is arriving."""
+        if self._held:
+            super().data_received(self._take_held())
+        super().shutdown()
+
+    def _take_held(self) -> bytes:
+        data = bytes(self._held)
+        self._held.clear()
+        return data

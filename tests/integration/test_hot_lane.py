@@ -1,0 +1,260 @@
+"""Requests in the hot lane get the answers of the ordinary way, over real connections to the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+
+from api.app import create_app
+from api.server import running_server
+from api.settings import ApiSettings
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+
+TOKENS = list(range(1, 17))
+TOKEN = "a-token"
+_AGE = re.compile(rb'"age_ms":\d+')
+
+
+class Line:
+    """One connection, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+
+    @classmethod
+    async def connect(cls, url: str) -> Line:
+        host, _, port = url.removeprefix("http://").partition(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def close(self) -> None:
+        self.writer.close()
+        await self.writer.wait_closed()
+
+    async def is_at_end(self) -> bool:
+        """Return whether the server closes the connection without another byte."""
+        return await self._reader.read() == b""
+
+    async def answer(self) -> tuple[bytes, bytes, bytes]:
+        """Return status line, headers without the date, and the body without ages."""
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"HTTP/1.1 100"):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+        status, *headers = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+        length = next(int(line.partition(b":")[2]) for line in headers if line.startswith(b"content-length:"))
+        body = _AGE.sub(b'"age_ms":0', await self._reader.readexactly(length))
+        shown = sorted(line for line in headers if not line.startswith((b"date:", b"content-length:")))
+        return status, b"\n".join(shown), body
+
+    async def ask(self, data: bytes, *, pieces: int = 1) -> tuple[bytes, bytes, bytes]:
+        """Send a request in some pieces, each in a packet of its own, and return the answer."""
+        size = -(-len(data) // pieces)
+        for start in range(0, len(data), size):
+            self.writer.write(data[start : start + size])
+            await self.writer.drain()
+            await asyncio.sleep(0)
+        return await self.answer()
+
+
+@asynccontextmanager
+async def a_service(**settings: Any) -> AsyncIterator[Callable[[], Coroutine[Any, Any, Line]]]:
+    """Run a service of three workers. Yields a function that connects."""
+    fed = HandFed()
+    api = ApiSettings(port=0, **settings)
+    async with running_server(create_app(fed.consumer, api), api) as url:
+        await fed.hold(Stream("1"), TOKENS)
+        await fed.hold(Stream("2", dp_rank=1), TOKENS[:8])
+        await fed.hold(Stream("3"), TOKENS, {0: range(1), 1: range(1, 3)})
+        async with AsyncExitStack() as lines:
+
+            async def connect() -> Line:
+                line = await Line.connect(url)
+                lines.push_async_callback(line.close)
+                return line
+
+            yield connect
+
+
+async def is_listening(url: str) -> bool:
+    try:
+        await (await Line.connect(url)).close()
+    except ConnectionError:
+        return False
+    return True
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main, 60))
+
+
+def request(body: bytes, path: str = "/query", content_type: str = "application/json", extra: bytes = b"") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nX-Request-ID: r\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + extra + b"\r\n" + body
+
+
+def body_of(**fields: Any) -> bytes:
+    return json.dumps({"model_name": "m", **fields}).encode()
+
+
+QUERY = body_of(token_ids=TOKENS)
+BODIES = [
+    QUERY,
+    body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.25, 0.1]),
+    body_of(token_ids=[9, 9, 9, 9]),
+    body_of(token_ids=[]),
+    body_of(token_ids=[-1]),
+    body_of(token_ids=[1.5]),
+    body_of(token_ids="x"),
+    body_of(),
+    body_of(model_name="unknown", token_ids=TOKENS),
+    json.dumps({"model": "m", "block_size": 4, "token_ids": TOKENS}).encode(),
+    json.dumps({"model": "m", "block_size": 8, "token_ids": TOKENS}).encode(),
+    json.dumps({"model": "m", "block_size": 4, "instance_id": "2", "token_ids": TOKENS}).encode(),
+    b"",
+    b"{",
+    b"[]",
+    b"\xff\xfe",
+    QUERY.replace(b" ", b"\n"),
+    QUERY + b"x",
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_both_ways_answer_alike(body: bytes) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            in_the_lane = await line.ask(request(body))
+            ordinary = await line.ask(request(body, "/query?"))  # with "?" the lane does not take it
+            assert in_the_lane == ordinary
+
+    run(main())
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 7, 10_000])
+def test_a_request_may_arrive_in_pieces(pieces: int) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            whole = await line.ask(request(QUERY))
+            assert await line.ask(request(QUERY), pieces=pieces) == whole
+            assert whole[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            short = body_of(token_ids=TOKENS[:4])
+            health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+            line.writer.write(request(QUERY) + request(short) + health + request(QUERY)[:50])
+            answers = [await line.answer() for _ in range(3)]
+            answers.append(await line.ask(request(QUERY)[50:]))
+            single = await connect()
+            expected = [await single.ask(data) for data in (request(QUERY), request(short), health, request(QUERY))]
+            assert answers == expected
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        b"Expect: 100-continue\r\n",
+        b"Connection: keep-alive\r\n",
+        b"X-Long: " + b"x" * 3000 + b"\r\n",
+        b"A: 1\r\nA: 2\r\n",
+    ],
+)
+def test_other_heads_are_answered_alike(extra: bytes) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            plain = await line.ask(request(QUERY))
+            assert await line.ask(request(QUERY, extra=extra)) == plain
+
+    run(main())
+
+
+def test_a_client_that_asks_for_it_is_disconnected_after_the_answer() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            status, headers, _ = await line.ask(request(QUERY, extra=b"Connection: close\r\n"))
+            assert (status, b"connection: close" in headers) == (b"HTTP/1.1 200 OK", True)
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_chunked_bodies_are_answered_alike() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            plain = await line.ask(request(QUERY))
+            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (QUERY[:10], QUERY[10:]))
+            assert await line.ask(head + chunks + b"0\r\n\r\n") == plain
+
+    run(main())
+
+
+def test_a_token_is_required_where_one_is_set() -> None:
+    async def main() -> None:
+        async with a_service(api_token=TOKEN) as connect:
+            line = await connect()
+            given = {word: b"Authorization: Bearer %s\r\n" % word.encode() for word in (TOKEN, TOKEN[:-1], TOKEN + "x")}
+            statuses = {word: (await line.ask(request(QUERY, extra=extra)))[0] for word, extra in given.items()}
+            assert statuses.pop(TOKEN) == b"HTTP/1.1 200 OK"
+            assert set(statuses.values()) == {b"HTTP/1.1 401 Unauthorized"}
+            assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 401 Unauthorized"
+
+    run(main())
+
+
+def test_queries_in_the_lane_are_counted() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            for _ in range(3):
+                await line.ask(request(QUERY))
+            await line.ask(request(QUERY, "/query?"))
+            scrape = await line.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")
+            assert b'kvsight_queries_total{route="/query"} 4.0' in scrape[2]
+            assert b'kvsight_query_seconds_count{route="/query"} 4.0' in scrape[2]
+
+    run(main())
+
+
+def test_a_request_that_is_arriving_when_the_server_ends_is_answered() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as service:
+            api = ApiSettings(port=0)
+            url = await service.enter_async_context(running_server(create_app(HandFed().consumer, api), api))
+            line = await Line.connect(url)
+            while (known := await line.ask(request(QUERY)))[0] != b"HTTP/1.1 404 Not Found":
+                pass  # the service starts
+            line.writer.write(request(QUERY)[:-5])
+            other = await Line.connect(url)
+            await other.ask(request(QUERY))  # so the server has read what was sent before
+            await other.close()
+            ending = asyncio.create_task(service.aclose())
+            while await is_listening(url):
+                pass
+            status, headers, body = await line.ask(request(QUERY)[-5:])
+            assert (status, body) == (known[0], known[2])
+            assert b"connection: close" in headers
+            await line.close()
+            await ending
+
+    run(main())

@@ -1,0 +1,130 @@
+"""Questions read by envelope equal those of the ordinary decoder. Bodies that differ from it are left to it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.decoding import codec_of
+from api.hot_lane.envelopes import Envelopes
+from api.problems import ProblemError
+from api.questions import BY_HASH, BY_TOKENS, decode_question
+from tests.support.effort import num_examples
+
+JSON = codec_of("application/json")
+readers: dict[tuple[str, ...], Envelopes] = {fields: Envelopes(fields) for fields in (BY_TOKENS, BY_HASH)}
+
+tokens = st.lists(st.integers(0, 2**17) | st.integers(-1, 2**32), max_size=5)
+hashes = st.lists(st.integers(-(2**63) - 1, 2**64), max_size=4)
+words = st.sampled_from(["m", "", "ü", '"token_ids":[1]', "\\", "a" * 40])
+numbers = {"token_ids": tokens, "seq_hashes": hashes, "block_hashes": hashes, "block_hash": hashes}
+others = {
+    **dict.fromkeys(["model_name", "model", "modelname", "lora_name", "cache_salt", "routing_group", "x"], words),
+    **dict.fromkeys(["tenant_id", "instance_id", "additionalsalt", "additional_salt"], words),
+    "block_size": st.sampled_from([4, 16, 0, "16"]),
+    "is_eagle": st.sampled_from([True, False, None, 1]),
+    "tier_weights": st.sampled_from([[1.0, 0.5, 0.2, 0.1], {"gpu": 1}, [1], None]),
+    "nested": st.sampled_from([{"token_ids": [1, 2]}, [{"seq_hashes": [3]}], [[]]]),
+}
+members = st.one_of([st.tuples(st.just(name), values) for name, values in (numbers | others).items()])
+usual = st.tuples(st.just("model_name"), words), st.tuples(st.just("token_ids"), tokens)
+rfc = st.tuples(st.just("model"), words), st.tuples(st.just("block_size"), st.just(4))
+bodies = st.one_of(
+    st.lists(members, max_size=5),
+    st.tuples(*usual).map(list),
+    st.tuples(*rfc, st.tuples(st.just("block_hashes"), hashes), members).map(list),
+)
+separators = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " : ")])
+
+
+def text_of(body: list[tuple[str, Any]], separator: tuple[str, str], *, is_ascii: bool) -> bytes:
+    """Encode an object whose fields may occur twice."""
+    comma, colon = separator
+    encoded = [
+        json.dumps(name) + colon + json.dumps(value, separators=separator, ensure_ascii=is_ascii)
+        for name, value in body
+    ]
+    return ("{" + comma.join(encoded) + "}").encode()
+
+
+def check(data: bytes, fields: tuple[str, ...]) -> bool:
+    """Compare both ways for a body. Returns whether the envelope was accepted."""
+    head = b"POST ...\r\n\r\n"
+    read = readers[fields].question(head + data, len(head))
+    if read is None:
+        return False
+    expected = decode_question(data, JSON, fields)
+    assert np.array_equal(read.numbers, expected.numbers)
+    assert str(read._replace(numbers=expected.numbers)) == str(expected)
+    return True
+
+
+@settings(max_examples=num_examples(8_000))
+@given(bodies, separators, st.booleans(), st.sampled_from([BY_TOKENS, BY_HASH]))
+def test_what_is_read_is_what_the_decoder_reads(
+    body: list[tuple[str, Any]], separator: tuple[str, str], is_ascii: bool, fields: tuple[str, ...]
+) -> None:
+    check(text_of(body, separator, is_ascii=is_ascii), fields)
+
+
+@settings(max_examples=num_examples(8_000))
+@given(bodies, st.data())
+def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]], data: st.DataObject) -> None:
+    text = bytearray(text_of(body, (",", ":"), is_ascii=True))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(text)))
+        text[at : at + data.draw(st.integers(0, 2))] = data.draw(
+            st.sampled_from([b"", b'"', b"[", b"]", b"0", b",", b"\\"])
+        )
+    for fields in (BY_TOKENS, BY_HASH):
+        check(bytes(text), fields)
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        ({"model_name": "m", "token_ids": [1, 2, 3]}, BY_TOKENS),
+        ({"model_name": "m", "token_ids": [1], "lora_name": "a", "cache_salt": "b", "unknown": {"x": [1]}}, BY_TOKENS),
+        ({"model": "m", "block_size": 16, "tenant_id": "t", "token_ids": [5] * 40}, BY_TOKENS),
+        ({"model_name": "m", "seq_hashes": [2**64 - 1, 0]}, BY_HASH),
+        ({"model_name": "m", "block_hashes": [-(2**63), 2**63 - 1]}, BY_HASH),
+        ({"model": "m", "block_size": 16, "block_hash": [7]}, BY_HASH),
+    ],
+)
+def test_usual_bodies_are_read_by_envelope(body: dict[str, Any], fields: tuple[str, ...]) -> None:
+    for separator in ((",", ":"), (", ", ": ")):
+        assert check(text_of(list(body.items()), separator, is_ascii=True), fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"model_name":"m","x":{"token_ids":[1]},"token_ids":[2]}',
+        b'{"model_name":"m","token_ids":[1],"token_ids":[2]}',
+        b'{"model_name":"m","token_ids":[1],"token_ids":null}',
+        b'{"model_name":"m","x":{"token_ids":[1]}}',
+        b'{"model_name":"m","token_ids":[1]',
+        b'{"model_name":"m","token_ids":[1]} {}',
+        b'{"model_name":"m","token_ids":[1],"tier_weights":[2]}',
+        b'{"token_ids":[1]}',
+    ],
+)
+def test_an_array_in_another_place_is_left_to_the_decoder(text: bytes) -> None:
+    assert not check(text, BY_TOKENS)
+
+
+def test_the_numbers_of_a_body_do_not_leak_into_the_next_one() -> None:
+    for values in ([1, 2, 3], [9], [4, 5]):
+        assert check(json.dumps({"model_name": "m", "token_ids": values}).encode(), BY_TOKENS)
+
+
+def test_a_decoder_error_is_that_of_the_ordinary_way() -> None:
+    text = b'{"model_name":"m","token_ids":[4294967296]}'
+    assert not check(text, BY_TOKENS)
+    with pytest.raises(ProblemError, match=r"token_ids\[0\]"):
+        decode_question(text, JSON, BY_TOKENS)
