@@ -21,12 +21,11 @@ from kvsight.calls import Call
 from kvsight.feed import feed_request
 from kvsight.retrying import RetryPolicy
 from kvsight.schemas.events import FeedEvent
+from kvsight.schemas.service import DEFAULT_URL
 
 P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., Any])
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def _blocking(call: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:

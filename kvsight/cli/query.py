@@ -13,6 +13,7 @@ from kvsight.cli.console import UsageError, out, print_json, print_lines, read_j
 from kvsight.cli.options import ApiToken, AsJson, Url
 from kvsight.cli.prompts import parse_tokens, read_text, read_tokens, tokenize
 from kvsight.cli.streams import rows_of
+from kvsight.schemas.service import DEFAULT_URL
 
 _TIMEOUT_S = 30.0  # people wait longer than routers
 
@@ -26,7 +27,7 @@ def query(
     tenant: Annotated[str | None, typer.Option(help="Tenant (routing group).")] = None,
     lora: Annotated[str | None, typer.Option(help="Name of a LoRA adapter.")] = None,
     salt: Annotated[str | None, typer.Option(help="Cache salt.")] = None,
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = DEFAULT_URL,
     api_token: ApiToken = None,
     as_json: AsJson = False,
 ) -> None:

@@ -16,7 +16,7 @@ from kvsight.cli.console import UsageError, at_most_one, err, print_lines
 from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.options import ApiToken
 from kvsight.cli.tail_events import Filter, TailEvent, of_feed, of_record
-from kvsight.client import DEFAULT_URL
+from kvsight.schemas.service import DEFAULT_URL
 
 if TYPE_CHECKING:
     from indexer.sources.base import Source

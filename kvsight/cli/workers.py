@@ -12,6 +12,7 @@ from kvsight.cli.console import err, out, print_json, print_lines
 from kvsight.cli.options import ApiToken, AsJson, Url
 from kvsight.cli.streams import namespace_text, rows_of, streams_lines
 from kvsight.errors import KvsightConnectionError
+from kvsight.schemas.service import DEFAULT_URL
 
 if TYPE_CHECKING:
     from kvsight.client import Client
@@ -25,7 +26,7 @@ def workers(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant (routing group).")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two tables.", min=0.1, max=3600)] = 1.0,
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = DEFAULT_URL,
     api_token: ApiToken = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,8 +1,11 @@
-"""Answers of GET /health and GET /ready."""
+"""The address of a service, and its answers of GET /health and GET /ready."""
 
 from __future__ import annotations
 
 import msgspec
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where a service answers that was started without a host and a port."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
