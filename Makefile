@@ -32,8 +32,8 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.installed ## a fleet, the index and the API in one process; EXIT=1 ends by itself
 	@$(BIN)/kvsight demo $(if $(EXIT),--exit)
 
-# One worker process a core, at most four: some hold 2 GB.
-WORKERS ?= logical --maxprocesses 4
+# One process more than there are cores, because many tests wait for servers; at most five: some hold 2 GB.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 5)))
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: test

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from indexer.applier import Applier
@@ -31,6 +31,7 @@ from simulation.trial import Progress, Trial, publisher_settings
 
 _SETTLE_S = 60.0
 _POLL_S = 0.01
+_FLUSH_S = 5.0
 
 
 class Transport(Protocol):
@@ -129,20 +130,25 @@ async def publishing_fleet(
 ) -> AsyncIterator[LiveFleet]:
     """Run a fleet that publishes inside the block, for a running consumer. All views are up to date at its beginning.
 
+    Publishers close at the same time, because each may wait for a broker; after an error they close without waiting.
     Raises SimulationError.
     """
-    async with AsyncExitStack() as running:
-        publishers = [
-            {
-                group: await running.enter_async_context(EventPublisher(each, transport.sink(each)))
-                for group, each in own.items()
-            }
-            for own in publisher_settings(settings, policy)
-        ]
+    publishers = [
+        {group: EventPublisher(each, transport.sink(each)) for group, each in own.items()}
+        for own in publisher_settings(settings, policy)
+    ]
+    all_publishers = [each for own in publishers for each in own.values()]
+    flush_s = 0.0
+    try:
+        for publisher in all_publishers:
+            await publisher.start()
         trial = Trial(policy, settings, publishers, consumer.namespaces, consumer.freshness)
         fleet = LiveFleet(trial, consumer)
         await fleet.settle()
         yield fleet
+        flush_s = _FLUSH_S
+    finally:
+        await asyncio.gather(*(each.aclose(flush_s) for each in all_publishers))
 
 
 async def run_live(

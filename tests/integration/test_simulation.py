@@ -80,6 +80,7 @@ def test_progress_rises_to_the_whole_for_each_policy(requests: list[Request]) ->
         assert done[-1] == len(requests)
 
 
+@pytest.mark.soak
 def test_the_real_trace_does_not_diverge_and_prefixes_are_found(trace_path: Path) -> None:
     trace = list(islice(MooncakeTrace(trace_path), 1500))
     settings = SimulationSettings(workers=8, capacity_tokens=2**18, page_size=64)
