@@ -57,7 +57,7 @@ from engine_cache.tree.key import RadixKey
 from engine_cache.tree.node import TreeNode, compute_node_hash_values
 from engine_cache.tree.tree import RadixTree
 from engine_cache.types import IndexArray, no_indices
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_type
 from kv_events.hashing import namespace_seed
 from kv_events.schema import BlockStored
 
@@ -115,6 +115,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         disable: bool = False,
         seed_of_extra_key: Callable[[str], int] = salted_seed,
     ) -> None:
+        check_type("page_size", page_size, int)
+        check_type("allocator", allocator, PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator | None)
+        check_type("req_to_token_pool", req_to_token_pool, ReqToTokenPool | None)
         if page_size < 1:
             raise InvalidValueError("page_size", page_size, "a positive integer")
         if allocator is not None and allocator.page_size != page_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from types import UnionType
 from typing import ClassVar
 
 _MAX_ELEMENTS = 16
@@ -38,6 +39,12 @@ class RecordRejectedError(KvsightError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+def check_type(field: str, value: object, kind: type | UnionType) -> None:
+    """Raise InvalidValueError unless an argument of a public constructor or function is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise InvalidValueError(field, value, getattr(kind, "__name__", str(kind)))
 
 
 def shorten(value: object, limit: int = 80) -> str:

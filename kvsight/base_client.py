@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Generator
 from itertools import count
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_type
 from kvsight import calls
 from kvsight.calls import Call
 from kvsight.errors import KvsightConnectionError
@@ -37,6 +38,12 @@ class BaseClient:
     """Everything but the I/O: the address, the headers, the verdict on each attempt."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float, retry: RetryPolicy | None) -> None:
+        if not isinstance(url, str):  # a value of another type may contain a password as well, so it is not shown
+            raise InvalidValueError("url", type(url).__name__, "text")
+        check_type("timeout_s", timeout_s, int | float)
+        if not 0 < timeout_s < math.inf:
+            raise InvalidValueError("timeout_s", timeout_s, "seconds, above 0")
+        check_type("retry", retry, RetryPolicy | None)
         self._shown_url = _CREDENTIALS.sub(r"\1...@", url).rstrip("/")
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
@@ -100,6 +107,8 @@ def _checked(url: str, shown: str) -> httpx.URL:
 
 def _authorization(url: httpx.URL, token: str | None) -> dict[str, Any]:
     """Arguments for httpx. Errors do not contain the credentials."""
+    if token is not None and not isinstance(token, str):
+        raise InvalidValueError("token", type(token).__name__, "text")
     if token and not _TOKEN.fullmatch(token):
         raise InvalidValueError("token", f"{len(token)} characters", "printable ASCII without spaces or line ends")
     if token and url.userinfo:

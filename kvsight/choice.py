@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from kv_events.errors import InvalidValueError, shorten
+from kv_events.errors import InvalidValueError, check_type, shorten
 from kvsight.schemas.queries import PeerAnswer, PeerInstance
 
 DEFAULT_TIER_WEIGHTS = (1.0, 0.75, 0.5, 0.25)
@@ -44,8 +44,9 @@ def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> 
     equal choices. Among equally valuable ranks of a worker, the longer match wins, then more tokens on the device, then
     the lowest number.
 
-    Raises InvalidValueError for a load that is not a number; the message names its key.
+    Raises InvalidValueError for arguments of other types. For a load that is not a number, the message names its key.
     """
+    check_type("answer", answer, PeerAnswer)
     loads = dict.fromkeys(answer.instances, 0.0) if load is None else load
     check_load(loads)
     choices = [_choice(name, answer.instances.get(name), waiting) for name, waiting in loads.items()]

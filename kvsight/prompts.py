@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_type
 from kv_events.tokens import token_array
 from kvsight.schemas.queries import TierWeights
 
@@ -39,6 +39,7 @@ class Prompt:
 
     def body(self) -> dict[str, object]:
         """The fields of the request. Raises InvalidValueError."""
+        check_type("model", self.model, str)
         fields: dict[str, object] = {
             "model_name": self.model,
             **self._numbers(),

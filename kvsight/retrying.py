@@ -9,7 +9,7 @@ from http import HTTPStatus
 import httpx
 
 from kv_events import backoff
-from kv_events.errors import InvalidValueError
+from kv_events.errors import InvalidValueError, check_type
 
 _RETRY_LATER = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
@@ -28,9 +28,11 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         """Raises InvalidValueError."""
+        check_type("attempts", self.attempts, int)
         if self.attempts < 1:
             raise InvalidValueError("attempts", self.attempts, "a positive integer")
         for field in ("first_pause_s", "longest_pause_s"):
+            check_type(field, getattr(self, field), int | float)
             if not 0 <= getattr(self, field) < math.inf:
                 raise InvalidValueError(field, getattr(self, field), "seconds, not negative")
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 import uvloop
 
-from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.errors import InvalidValueError, KvsightError, check_type
 from kv_events.limits import MAX_DEGRADED_REASON_BYTES
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
@@ -80,6 +80,9 @@ class EventPublisher:
     """
 
     def __init__(self, settings: PublisherSettings, sink: Sink) -> None:
+        """Raises InvalidValueError for arguments of other types."""
+        check_type("settings", settings, PublisherSettings)
+        check_type("sink", sink, Sink)
         self._settings = settings
         self._tracker = ChangeTracker(settings)
         self._builder = RecordBuilder(settings, self._tracker, epoch=next_epoch())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from kv_events.errors import KvsightError
 from kv_events.outages import Outage
@@ -35,6 +35,7 @@ class OutRecord(NamedTuple):
     num_pages: int
 
 
+@runtime_checkable
 class Sink(Protocol):
     """A destination of records. All methods belong to one event loop. `start` is called first, `stop` last."""
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kv_events.errors import check_type
 from kv_events.event_log import EventLogError, EventLogWriter
 from kv_events.outages import Outage
 from kv_events.records import LogRecord
@@ -20,8 +21,10 @@ logger = logging.getLogger(__name__)
 class FileSink:
     """Appends to an event log. `send` returns when records would survive a power failure. Has no control channel."""
 
-    def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | Path, *, segment_bytes: int = 64 * 2**20) -> None:
+        """Raises InvalidValueError if `folder` is not a path."""
+        check_type("folder", folder, str | Path)
+        self._folder = Path(folder)
         self.outage = Outage(logger, f"event log {folder} takes no records", f"event log {folder} takes records")
         self._segment_bytes = segment_bytes
         self._writer: EventLogWriter | None = None  # used only in the thread

@@ -27,7 +27,7 @@ from aiokafka.errors import (
 )
 
 from kv_events.codec import decode_resync
-from kv_events.errors import InvalidValueError, RecordRejectedError, shorten
+from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
 from kv_events.kafka_clients import (
     KafkaConnection,
     KafkaUnreachableError,
@@ -58,6 +58,8 @@ class KafkaSink:
     """Sends to `events_topic` and reads `control_topic` from its end. Creates missing topics."""
 
     def __init__(self, settings: PublisherSettings) -> None:
+        """Raises InvalidValueError."""
+        check_type("settings", settings, PublisherSettings)
         if settings.compression != "none" and importlib.util.find_spec("cramjam") is None:
             expected = "none, or the package cramjam installed (pip install 'kvsight[compression]')"
             raise InvalidValueError("KVSIGHT_COMPRESSION", settings.compression, expected)

@@ -14,7 +14,7 @@ import zmq
 
 from kv_events.endpoints import LOCAL_SCHEMES, endpoint_of_rank, has_wildcard, is_ipv6
 from kv_events.engine_wire import seq_frame
-from kv_events.errors import InvalidValueError, RecordRejectedError
+from kv_events.errors import InvalidValueError, RecordRejectedError, check_type
 from kv_events.outages import Outage
 from kv_events.schema import ResyncRequest
 from publisher.settings import PublisherSettings
@@ -36,6 +36,7 @@ class ZmqSink:
 
     def __init__(self, settings: PublisherSettings) -> None:
         """Raises InvalidValueError."""
+        check_type("settings", settings, PublisherSettings)
         if settings.zmq is None:
             raise InvalidValueError("KVSIGHT_ZMQ", None, "an address to publish on, as tcp://*:5557")
         if not settings.with_tokens:
