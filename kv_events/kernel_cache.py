@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import lru_cache
@@ -35,6 +35,14 @@ class _Folder(NamedTuple):
     is_writable: bool
 
 
+class _Declared(NamedTuple):
+    """The arguments of `compile_kernel`."""
+
+    dispatcher: Any
+    signature: Any
+    source: Path
+
+
 class _State:
     """What happened in this process."""
 
@@ -42,12 +50,12 @@ class _State:
     help_with: tuple[str, ...] = ()
     """Modules whose kernels other processes help to compile as soon as one is not in the cache."""
     helpers: ClassVar[list[subprocess.Popen[bytes]]] = []
-    postponed: list[tuple[KernelCode, Any]] | None = None
-    """In a helper: the kernels declared so far, which it compiles later."""
+    postponed: list[_Declared] | None = None
+    """Kernels that are declared now and compiled later. None: kernels are compiled when they are declared."""
 
 
 def has_compiled() -> bool:
-    """Return whether this process compiled a kernel that was not in the cache."""
+    """Return whether a kernel was not in the cache since `compiled_in_parallel` began last, or since the start."""
     return _State.has_compiled
 
 
@@ -56,15 +64,15 @@ def compile_kernel(dispatcher: Any, signature: Any, source: Path) -> None:
 
     dispatcher: the result of numba's `njit` without a signature. source: the file that declares the kernel.
     """
+    if _State.postponed is not None:
+        _State.postponed.append(_Declared(dispatcher, signature, source))
+        return
     folder = _folder(source)
     if folder is None:
         _announce("in memory at each start", f"{_cache_root_or_reason()} cannot be used")
         dispatcher.compile(signature)
     else:
         code = KernelCode(dispatcher, folder.path, is_writable=folder.is_writable)
-        if _State.postponed is not None:
-            _State.postponed.append((code, signature))
-            return
         _load_or_compile(code, signature, folder)
     dispatcher.disable_compile()
 
@@ -109,7 +117,7 @@ def compiled_in_parallel(*modules: str) -> Iterator[None]:
 
     No process is started if all kernels are in the cache or the cache cannot be written.
     """
-    _State.help_with = modules
+    _State.help_with, _State.has_compiled = modules, False
     try:
         yield
     finally:
@@ -120,22 +128,47 @@ def compiled_in_parallel(*modules: str) -> Iterator[None]:
         _State.helpers.clear()
 
 
+def import_without_kernels(*modules: str) -> Callable[[], None]:
+    """Import modules without compiling or loading their kernels, which takes little time.
+
+    Returns a function that does the rest, in any thread. No kernel of the modules may be called before it returns.
+    """
+    declared = _declare(modules)
+
+    def compile_all() -> None:
+        with compiled_in_parallel(*modules):
+            for kernel in declared:
+                compile_kernel(*kernel)
+
+    return compile_all
+
+
 def help_compile(modules: tuple[str, ...], number: int, num_helpers: int) -> None:
     """Compile kernels of modules into the cache, except those that another process compiles or that are there.
 
     The last kernels come first, because the process that needs them begins with the first. Each helper begins at
     another one.
     """
-    kernels: list[tuple[KernelCode, Any]] = []
-    _State.postponed = kernels
-    for module in modules:
-        import_module(module)
-    kernels.reverse()
+    kernels = _declare(modules)[::-1]
     first = number * len(kernels) // num_helpers
-    for code, signature in kernels[first:] + kernels[:first]:
+    for dispatcher, signature, source in kernels[first:] + kernels[:first]:
+        folder = _folder(source)
+        assert folder is not None
+        code = KernelCode(dispatcher, folder.path, is_writable=True)
         with suppress(OSError), _locked(code.lock, LOCK_EX | LOCK_NB):
             if not code.is_kept(signature):
                 code.compile(signature)
+
+
+def _declare(modules: tuple[str, ...]) -> list[_Declared]:
+    """Import modules. Returns their kernels in the order of declaration, so that a kernel follows those it calls."""
+    declared = _State.postponed = []
+    try:
+        for module in modules:
+            import_module(module)
+    finally:
+        _State.postponed = None
+    return declared
 
 
 @contextmanager

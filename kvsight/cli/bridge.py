@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.console import UsageError, at_most_one, compile_kernels, err, stop_signals
+from kvsight.cli.console import UsageError, at_most_one, err, import_without_kernels, stop_signals
 from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.logs import with_log_flags
 from kvsight.extras import require_serve
@@ -58,7 +58,7 @@ def bridge(
     if metrics_port is not None:
         require_serve("kvsight bridge --metrics-port")
     keep_freed_memory()
-    compile_kernels("bridge")
+    load_kernels = import_without_kernels("bridge")
     import uvloop
 
     from bridge import BridgeSettings, parse_engine, read_engines
@@ -77,6 +77,7 @@ def bridge(
         **connection,
         event_log_dir=event_log_dir,
     )
+    load_kernels()
     gc.freeze()  # as `kvsight serve` does
     uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port))
 

@@ -6,9 +6,8 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from kv_events.errors import KvsightError
 out = Console()
 """Standard output: data and tables."""
 
-err = Console(stderr=True, highlight=False)
-"""Standard error: progress and messages, never data."""
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+"""Standard error: progress and messages, never data. Lines are never wrapped."""
 
 
 EXIT_USAGE = 2
@@ -104,17 +103,35 @@ def _place(data: bytes, position: int) -> str:
 
 
 def compile_kernels(*packages: str) -> None:
-    """Load the numba kernels, also those of further packages.
+    """Load the numba kernels of the index, and those of further packages.
 
     On a new machine they are compiled by all cores and kept on disk; the log says so.
     """
-    from kv_events.kernel_cache import compiled_in_parallel, has_compiled
+    import_without_kernels(*packages)()
+
+
+def import_without_kernels(*packages: str) -> Callable[[], None]:
+    """Import the index and further packages, so that settings can be checked before kernels are compiled.
+
+    Returns what `compile_kernels` does then. None of the kernels may be called before.
+    """
+    from kv_events import kernel_cache
+
+    load = kernel_cache.import_without_kernels("kv_events.hashing", "api.json_kernels", "indexer.index", *packages)
+
+    def load_and_report() -> None:
+        with waiting("loading kernels"):
+            report_compilation(load)
+
+    return load_and_report
+
+
+def report_compilation(load: Callable[[], None]) -> None:
+    """Load kernels, and print how long it took if they had to be compiled."""
+    from kv_events.kernel_cache import has_compiled
 
     began = time.perf_counter()
-    modules = ("kv_events.hashing", "api.json_kernels", "indexer.index", "publisher", *packages)
-    with waiting("loading kernels"), compiled_in_parallel(*modules):
-        for module in modules:
-            import_module(module)
+    load()
     if has_compiled():
         err.print(f"kernels compiled in {time.perf_counter() - began:.0f} s")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsight.cli.console import compile_kernels, err, stop_signals
+from kvsight.cli.console import err, import_without_kernels, stop_signals
 from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.logs import with_log_flags
 
@@ -35,12 +35,13 @@ def engine(
 
     Runs until Ctrl-C, then flushes and reports undelivered pages.
     """
-    compile_kernels()
+    load_kernels = import_without_kernels("publisher", "simulation")
     from publisher import PublisherSettings
 
     settings = PublisherSettings.from_flags(
         worker=worker, kafka=kafka, **connection, model=model, block_size=block_size
     )
+    load_kernels()
     asyncio.run(_serve(settings, capacity_tokens, rate, seed))
 
 

@@ -58,10 +58,10 @@ def record(
         segment = int(_amount("--segment-bytes", segment_bytes, _BYTES))
     with EventLogWriter(folder, segment_bytes=max(1, segment)) as writer:
         retention = LogRetention(folder, writer, size, age_s)
-        err.print(f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops", soft_wrap=True)
+        err.print(f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops")
         asyncio.run(_copy(source, writer, retention, next_offsets(folder), once))
         num_records = writer.next_index - EventLogReader(folder).first_index
-        err.print(f"stopped; {folder} holds {num_records} records", soft_wrap=True)
+        err.print(f"stopped; {folder} holds {num_records} records")
 
 
 def next_offsets(folder: Path) -> dict[int, int]:
@@ -118,7 +118,7 @@ def _keep(writer: EventLogWriter, retention: LogRetention) -> None:
     writer.flush()
     for segment in retention.enforce():
         records = f"records {segment.first_index} to {segment.last_index}, {segment.num_bytes} bytes"
-        err.print(f"deleted {segment.path.name}: {records}", soft_wrap=True)
+        err.print(f"deleted {segment.path.name}: {records}")
 
 
 def _append(writer: EventLogWriter, found: LogRecord) -> None:

@@ -73,9 +73,9 @@ def replay(
         _show_views(replayed, as_json)
     else:
         _show_answer(body, question, replayed, as_json)
-    err.print(f"{span}\n{_used(moment, replayed)}", markup=False, soft_wrap=True)
+    err.print(f"{span}\n{_used(moment, replayed)}", markup=False)
     if fault:
-        err.print(f"warning: {fault}", markup=False, soft_wrap=True)
+        err.print(f"warning: {fault}", markup=False)
         raise typer.Exit(EXIT_USAGE)
 
 

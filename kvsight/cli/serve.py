@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
-from kvsight.cli.console import at_most_one, compile_kernels, err
+from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
 from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.logs import with_log_flags
 from kvsight.extras import require_serve
@@ -101,8 +101,13 @@ def serve(
 
 
 def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
-    """The application that reads engines itself: their events pass through a log in memory."""
-    compile_kernels("bridge")
+    """The application that reads engines itself: their events pass through a log in memory.
+
+    The kernels that read engines are loaded while the service answers already.
+    """
+    from kv_events.kernel_cache import import_without_kernels
+
+    load = import_without_kernels("bridge")
     from api.app import create_app
     from api.registrations import Registrations
     from api.settings import RegistrationSettings
@@ -113,4 +118,7 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     log = MemoryLog(is_read_once=True)
     consumer = create_consumer(indexer, log)
     store = create_store(indexer, "registrations")
-    return create_app(consumer, settings, Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), store))
+    registrations = Registrations(
+        consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load)
+    )
+    return create_app(consumer, settings, registrations)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsight.cli.console import at_most_one, compile_kernels, out, print_json, progress_bar
+from kvsight.cli.console import at_most_one, import_without_kernels, out, print_json, progress_bar
 from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def simulate(
     broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **connection)
     if broker is not None:
         asyncio.run(KafkaConnection(broker).check())  # before a minute of compiling
-    compile_kernels()
-    from simulation import POLICIES, SimulationSettings, reports_table
+    load_kernels = import_without_kernels("simulation")
+    from simulation import POLICIES, SimulationSettings, create_policy, reports_table
     from simulation import simulate as run
 
     settings = SimulationSettings(
@@ -77,10 +77,13 @@ def simulate(
         kafka=broker,
         event_log_dir=record,
     )
+    policies = policy or list(POLICIES)
+    for name in policies:
+        create_policy(name, workers, seed)
+    workload = load_requests(trace, requests or _NUM_REQUESTS, seed)
+    load_kernels()
     with policy_progress() as progress:
-        reports = run(
-            load_requests(trace, requests or _NUM_REQUESTS, seed), settings, policy or list(POLICIES), progress
-        )
+        reports = run(workload, settings, policies, progress)
     if as_json:
         print_json([report.to_dict() for report in reports])
     else:

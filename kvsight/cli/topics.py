@@ -52,7 +52,7 @@ def create(
     for topic in topics.found.values():
         out.print(f"{'created' if topic.name in topics.created else 'exists'}: {_described(topic)}", soft_wrap=True)
         for problem in _problems(topic, settings):
-            err.print(f"warning: {topic.name}: {problem}", soft_wrap=True)
+            err.print(f"warning: {topic.name}: {problem}")
 
 
 @app.command("check")

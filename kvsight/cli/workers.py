@@ -72,7 +72,7 @@ def _watch(client: Client, model: str | None, tenant: str | None, interval: floa
                 found = client.workers(model, tenant)
             except KvsightConnectionError as error:
                 if not is_away:
-                    err.print(f"{error}; trying again", markup=False, soft_wrap=True)
+                    err.print(f"{error}; trying again", markup=False)
                 is_away = True
             else:
                 is_away = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +21,7 @@ from indexer.settings import IndexerSettings
 from kv_events.errors import InvalidValueError
 from kv_events.memory_log import MemoryLog
 from tests.support.http_checks import check_problem
+from tests.support.waiting import async_wait_until
 
 ENDPOINT = "tcp://127.0.0.1:18001"
 PEER = {"instance_id": 1, "endpoint": ENDPOINT, "model_name": "m", "block_size": 4}
@@ -65,6 +68,25 @@ async def test_the_rfcs_dialect_is_answered_as_the_rfc_requires() -> None:
         assert worker["instance_id"] == "pod-1"
         answer = await client.post("/unregister", json=RFC)
         assert answer.json() == {"status": "unregistered successfully", "removed_instances": ["pod-1|t|0"]}
+
+
+async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> None:
+    log, are_compiled = MemoryLog(), threading.Event()
+    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
+    wait: Any = are_compiled.wait
+    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None, wait)
+    app = create_app(consumer, ApiSettings(), registrations)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        registering = asyncio.create_task(client.post("/register", json=PEER))
+        await async_wait_until(lambda: not consumer.why_not_ready(), deadline_s=10, what="the log")
+        assert (await client.post("/query", json={"model_name": "m", "token_ids": [1]})).status_code == 404
+        assert (await client.get("/workers")).json() == []
+        assert "kernels" in check_problem(await client.get("/ready"), 503)["detail"]
+        assert not registering.done()
+        are_compiled.set()
+        assert (await registering).status_code == 201
+        assert len((await client.get("/workers")).json()) == 1
 
 
 async def test_msgpack_is_taken_too() -> None:

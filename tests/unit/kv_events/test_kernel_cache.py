@@ -128,3 +128,16 @@ assert not psutil.Process().children()
 {_RUN}"""
     assert ended(start(folder, program))[0][:2] == ["2", "3"]
     assert ended(start(folder)) == (["2", "3", "1", "1"], [])
+
+
+def test_modules_can_be_imported_before_their_kernels_are_compiled(folder: Path) -> None:
+    program = f"""
+import sys
+from kv_events import kernel_cache
+load = kernel_cache.import_without_kernels("entry")
+assert "entry" in sys.modules and not kernel_cache.has_compiled()
+load()
+assert kernel_cache.has_compiled()
+{_RUN}"""
+    assert ended(start(folder, program))[0] == ["2", "3", "0", "0"]
+    assert ended(start(folder)) == (["2", "3", "1", "1"], [])
