@@ -182,6 +182,30 @@ def test_a_bad_setting_is_one_clear_line(name: str, value: str, words: tuple[str
     assert "secret" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment", "line"),
+    [
+        (["serve"], {"KVSIGHT_PORT": "abc"}, "KVSIGHT_PORT: got 'abc', expected a valid integer"),
+        (["serve", "--port", "abc"], {"KVSIGHT_PORT": "9"}, "--port: got 'abc', expected a valid integer"),
+        (["serve"], {"KVSIGHT_KAFKA_TLS": "maybe"}, "KVSIGHT_KAFKA_TLS: got 'maybe', expected a valid boolean"),
+        (
+            ["serve", "--log-level", "loud"],
+            {},
+            "--log-level: got 'loud', expected one of 'debug', 'info', 'warning', 'error'",
+        ),
+        (["tail", "-n", "0"], {}, "--limit: got '0', expected a number greater than or equal to 1"),
+        (["simulate", "--capacity", "3"], {}, "--capacity: got 3, expected a positive multiple of the page size 64"),
+        (["simulate", "--policy", "best"], {}, "--policy: got 'best', expected one of random, round-robin, kv-aware"),
+    ],
+)
+def test_a_bad_option_is_one_line_that_names_what_was_set(
+    arguments: list[str], environment: dict[str, str], line: str, tmp_path: Path
+) -> None:
+    done = kvsight(*arguments, environment={**environment, "NUMBA_CACHE_DIR": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (2, f"kvsight: {line}\n")
+    assert not [*tmp_path.iterdir()]  # no kernel was compiled before
+
+
 def test_an_address_without_a_server_is_one_clear_line(prompt: Path, free_port: int) -> None:
     assert_one_clear_line(kvsight("query", prompt, "--url", f"http://127.0.0.1:{free_port}"), str(free_port))
 
