@@ -16,6 +16,8 @@ import pytest
 
 from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
+from kv_events.schema import CLOSED
+from kvsight import Client, StateChanged
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import wait_until
 
@@ -296,7 +298,7 @@ def test_an_unknown_cache_is_one_clear_line_with_the_known_ones() -> None:
         assert_one_clear_line(kvsight(command, "--cache", "best"), "cache", "himamba")
 
 
-def test_the_demo_ends_cleanly_on_ctrl_c(free_port: int) -> None:
+def test_the_demo_ends_cleanly_on_ctrl_c_and_its_engines_say_goodbye(free_port: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "kvsight", "demo", "--port", str(free_port), "--requests", "320"],
         env=ENVIRONMENT,
@@ -309,7 +311,12 @@ def test_the_demo_ends_cleanly_on_ctrl_c(free_port: int) -> None:
     while "Ctrl-C" not in line:
         line = process.stderr.readline()
         assert line, process.communicate()
-    process.send_signal(signal.SIGINT)
+    with Client(f"http://127.0.0.1:{free_port}") as client:
+        events = client.events()
+        next(events)
+        process.send_signal(signal.SIGINT)
+        states = {event.instance_id: (event.state, event.reason) for event in events if isinstance(event, StateChanged)}
+    assert states == {f"worker-{number}": ("expired", CLOSED) for number in range(4)}
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
