@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,20 +16,11 @@ from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
 from kv_events.schema import CLOSED
 from kvsight import Client, StateChanged
+from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import wait_until
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 TOKENS = list(range(1, 33))
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-
-
-def kvsight(
-    *arguments: object, stdin: str = "", environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvsight", *[str(argument) for argument in arguments]]
-    env = {**ENVIRONMENT, **(environment or {})}
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=100, env=env)
 
 
 @pytest.fixture
@@ -223,7 +212,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 
 def test_a_server_that_no_engine_can_reach_reports_it(free_port: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port)],
+        [*KVSIGHT, "serve", "--port", str(free_port)],
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
@@ -244,7 +233,7 @@ def test_a_server_that_no_engine_can_reach_reports_it(free_port: int) -> None:
 @pytest.fixture
 def server(recorded: Path, free_port: int, tmp_path: Path) -> Iterator[str]:
     """`kvsight serve` following the recorded log, with snapshots in a folder."""
-    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port), "--event-log-dir", str(recorded)]
+    command = [*KVSIGHT, "serve", "--port", str(free_port), "--event-log-dir", str(recorded)]
     settings = {"KVSIGHT_WORKER_TTL_S": "1000000000000", "KVSIGHT_FORGET_AFTER_S": "1000000000000"}
     process = subprocess.Popen(
         [*command, "--snapshot-dir", str(tmp_path / "snapshots")], env=ENVIRONMENT | settings, stderr=subprocess.PIPE
@@ -300,7 +289,7 @@ def test_an_unknown_cache_is_one_clear_line_with_the_known_ones() -> None:
 
 def test_the_demo_ends_cleanly_on_ctrl_c_and_its_engines_say_goodbye(free_port: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvsight", "demo", "--port", str(free_port), "--requests", "320"],
+        [*KVSIGHT, "demo", "--port", str(free_port), "--requests", "320"],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
