@@ -39,20 +39,6 @@ def leading_zeros(_typing: Any, word: Any) -> Any:
 
 
 @intrinsic
-def multiply_fold(_typing: Any, a: Any, b: Any) -> Any:
-    """Return the low 64 bits XOR the high 64 bits of the 128-bit product, with one machine multiplication."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        wide = ir.IntType(128)
-        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
-        low = builder.trunc(product, _WORD64)
-        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _WORD64)
-        return builder.xor(low, high)
-
-    return types.uint64(types.uint64, types.uint64), codegen
-
-
-@intrinsic
 def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
     """Load eight bytes of a u8 array, from index `at` on, as a big-endian u64. The caller checks the bounds."""
 

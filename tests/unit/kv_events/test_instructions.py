@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numba import njit
 from numba.core.errors import TypingError
 
-from kv_events.instructions import NUM_LANES, eight_bytes, lanes_equal, lowest_bit, multiply_fold
+from kv_events.instructions import NUM_LANES, eight_bytes, lanes_equal, lowest_bit
 
 U64 = st.integers(0, 2**64 - 1)
 FEW = st.sampled_from([0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1])
@@ -25,11 +25,6 @@ def _lanes_equal(array: Any, index: Any, mask: Any, wanted: Any) -> Any:
 @njit
 def _lowest_bit(word: Any) -> Any:
     return lowest_bit(word)  # type: ignore[call-arg]  # compiled, without its first parameter
-
-
-@njit
-def _multiply_fold(a: Any, b: Any) -> Any:
-    return multiply_fold(a, b)  # type: ignore[call-arg]  # compiled, without its first parameter
 
 
 @njit
@@ -54,11 +49,6 @@ def test_lanes_of_other_arrays_are_refused_when_compiled(array: np.ndarray[Any, 
 @given(U64.filter(bool))
 def test_the_lowest_bit_is_the_first_that_is_set(word: int) -> None:
     assert _lowest_bit(np.uint64(word)) == f"{word:b}"[::-1].index("1")
-
-
-@given(U64, U64)
-def test_a_product_is_folded_from_all_its_128_bits(a: int, b: int) -> None:
-    assert _multiply_fold(np.uint64(a), np.uint64(b)) == (a * b & 2**64 - 1) ^ (a * b >> 64)
 
 
 @given(st.binary(min_size=8, max_size=30), st.data())
