@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
 
-import msgspec
-from msgspec import UNSET, UnsetType
-
+from api.answer_writer import AnswerWriter
+from api.encoded_answers import encoded_answer
 from api.problems import ProblemError
-from api.questions import Question, Weights
+from api.questions import Numbers, Question
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.questions import score_all
-from indexer.scores import WorkerScore
 from kv_events.errors import InvalidValueError
-from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 
 _MAX_NAMES = 20
 
-_encoder = msgspec.json.Encoder()
+
+class Answers:
+    """Answers questions. One thread calls it."""
+
+    def __init__(self) -> None:
+        self._writer = AnswerWriter()
+
+    def answer(
+        self, question: Question, numbers: Numbers, namespaces: Namespaces, freshness: Freshness, now: float
+    ) -> bytes:
+        """Return the answer as JSON. numbers: those of the prompt. now: seconds since 1970. Raises ProblemError."""
+        asked = _namespaces_of(question, namespaces)
+        if len(asked) == 1 and question.instance is None:
+            written = self._writer.write(question, numbers, asked[0], freshness, now)
+            if written is not None:
+                return written
+        hashes = partial(question.hashes, numbers)
+        return encoded_answer(question, score_all(asked, hashes, freshness), now)
 
 
-def answer(question: Question, namespaces: Namespaces, freshness: Freshness, now: float) -> bytes:
-    """Return the answer as JSON. now: seconds since 1970. Raises ProblemError."""
-    found = _namespaces_of(question, namespaces)
-    scores = score_all(found, question.hashes, freshness)
-    if question.is_peer:
-        return _encoder.encode(_peer_answer(scores, question.weights, now))
-    return _encoder.encode(_rfc_answer(scores, question, now))
-
-
-def _namespaces_of(question: Question, namespaces: Namespaces) -> list[Namespace]:
+def _namespaces_of(question: Question, namespaces: Namespaces) -> Sequence[Namespace]:
     """Return the namespaces of the question. Dynamo's dialect names no block size, so there may be several."""
     found = namespaces.find(question.model, question.tenant)
     if not found:
@@ -51,86 +57,3 @@ def _unknown_model(question: Question, namespaces: Namespaces) -> ProblemError:
     names = ", ".join(known[:_MAX_NAMES]) + (f" and {len(known) - _MAX_NAMES} more" if known[_MAX_NAMES:] else "")
     detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
     return ProblemError(404, "unknown-model", detail, model, question.model)
-
-
-def age_ms(heard_at: float, now: float) -> int:
-    """Return the age of a view in whole milliseconds. It is never negative, even if the clock was set back."""
-    return max(0, round((now - heard_at) * 1000))
-
-
-def _device_tokens(worker: WorkerScore) -> dict[int, int]:
-    return {rank: tiers.gpu for rank, tiers in worker.ranks.items()}
-
-
-def _matched_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
-    """Omitted if it equals `dp`, as for most workers."""
-    for tiers in worker.ranks.values():
-        if tiers.external != tiers.gpu:
-            return {rank: tiers.external for rank, tiers in worker.ranks.items()}
-    return UNSET
-
-
-def _weighted(worker: WorkerScore, weights: Weights | None) -> float | UnsetType:
-    return UNSET if weights is None else worker.tiers.weighted(weights)
-
-
-def _weighted_dp(worker: WorkerScore, weights: Weights | None) -> dict[int, float] | UnsetType:
-    """Omitted for workers with one rank, where it equals `weighted`."""
-    if weights is None or len(worker.ranks) == 1:
-        return UNSET
-    return {rank: tiers.weighted(weights) for rank, tiers in worker.ranks.items()}
-
-
-def _reusable_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
-    return UNSET if worker.reusable_by_rank is None else worker.reusable_by_rank
-
-
-def _peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float) -> PeerAnswer:
-    instances = {
-        worker.worker: PeerInstance(
-            longest_matched=worker.longest_matched,
-            gpu=worker.tiers.gpu,
-            dp=_device_tokens(worker),
-            cpu=worker.tiers.cpu,
-            disk=worker.tiers.external,  # as in Dynamo: disk or external
-            external=worker.tiers.external,
-            state=worker.state.value,
-            age_ms=age_ms(worker.heard_at, now),
-            matched_dp=_matched_dp(worker),
-            weighted=_weighted(worker, weights),
-            weighted_dp=_weighted_dp(worker, weights),
-            reusable=worker.reusable if worker.has_groups else UNSET,
-            reusable_dp=_reusable_dp(worker),
-        )
-        for worker in scores
-    }
-    return PeerAnswer(scores=dict(_on_device(scores)), instances=instances)
-
-
-def _on_device(scores: list[WorkerScore]) -> Iterator[tuple[str, dict[int, int]]]:
-    for worker in scores:
-        if worker.tiers.gpu:
-            yield worker.worker, {rank: tokens for rank, tokens in _device_tokens(worker).items() if tokens}
-
-
-def _rfc_answer(scores: list[WorkerScore], question: Question, now: float) -> RfcAnswer:
-    instances = {
-        worker.worker: RfcInstance(
-            longest_matched=worker.longest_matched,
-            gpu=worker.tiers.gpu,
-            cpu=worker.tiers.cpu,
-            disk=worker.tiers.external,
-            external=worker.tiers.external,
-            dp=_device_tokens(worker),
-            state=worker.state.value,
-            age_ms=age_ms(worker.heard_at, now),
-            matched_dp=_matched_dp(worker),
-            weighted=_weighted(worker, question.weights),
-            weighted_dp=_weighted_dp(worker, question.weights),
-            reusable=worker.reusable if worker.has_groups else UNSET,
-            reusable_dp=_reusable_dp(worker),
-        )
-        for worker in scores
-        if question.instance is None or worker.worker == question.instance
-    }
-    return {question.tenant: instances}

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.answers import answer
+from api.answers import Answers
 from api.decoding import Codec, codec_of, decode_query_batch, is_large
 from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, decode_question
@@ -39,6 +39,7 @@ class HotRoutes:
         self._consumer = consumer
         self._max_body_bytes = max_body_bytes
         self._must_be_ready = must_be_ready
+        self._answers = Answers()
         self._large_decodes = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
 
     def endpoints(self) -> dict[str, HotEndpoint]:
@@ -71,9 +72,11 @@ class HotRoutes:
             raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, fields: Collection[str]) -> bytes:
-        question = await self._in_thread(data, decode_question, data, codec, fields)
+        question, numbers = await self._in_thread(data, decode_question, data, codec, fields)
         try:
-            return answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
+            return self._answers.answer(
+                question, numbers, self._consumer.namespaces, self._consumer.freshness, time.time()
+            )
         except ProblemError as problem:
             if problem.kind == "unknown-model" and (reason := self._consumer.why_not_ready()):
                 detail = f"{problem.detail}; {reason}"  # the model may be in what is not applied yet

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,7 @@ from api.large_bodies import number_slices
 from api.problems import ProblemError
 from api.query_requests import PeerQuery, RfcQuery
 from kv_events.errors import InvalidValueError
-from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
+from kv_events.hashing import U64Array, namespace_seed, prompt_hashes, rolling_hashes
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
 from kv_events.streams import DEFAULT_TENANT
 from kvsight.schemas.queries import TierWeights
@@ -25,6 +27,7 @@ TIERS = ("gpu", "cpu", "disk", "external")
 _HIGHEST_WEIGHT = 1e6
 
 Weights = tuple[float, ...]
+Numbers: TypeAlias = npt.NDArray[Any]
 
 
 class _Kind(NamedTuple):
@@ -48,15 +51,14 @@ BY_HASH = ("seq_hashes", "block_hashes", "block_hash")
 BY_ANY = BY_TOKENS + BY_HASH
 
 
-class Question(NamedTuple):
-    """A query: which workers hold how much of a prompt."""
+@dataclass(frozen=True)
+class Question:
+    """A query without the numbers of its prompt: which workers hold how much of the prompt?"""
 
     model: str
     tenant: str
     field: str
-    """Key of `_KINDS`: the kind of `numbers`."""
-    numbers: npt.NDArray[Any]
-    """uint32[n] tokens, or uint64[n] hashes."""
+    """Key of `_KINDS`: what the numbers are."""
     lora_name: str | None
     cache_salt: str | None
     is_bigram: bool
@@ -70,23 +72,27 @@ class Question(NamedTuple):
     instance: str | None
     """The only worker in the answer, or None for all."""
 
-    def hashes(self, block_size: int) -> U64Array:
+    def hashes(self, numbers: Numbers, block_size: int) -> U64Array:
         """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
-        if self.field in ("seq_hashes", "block_hash"):
-            return self.numbers
-        if self.field == "block_hashes":
-            return rolling_hashes(self.numbers)
-        seed = namespace_seed(self.lora_name, self.cache_salt)
-        return sequence_hashes(self.numbers, block_size, seed, is_bigram=self.is_bigram)
+        if self.field == "token_ids":
+            return prompt_hashes(numbers, block_size, self._seed, is_bigram=self.is_bigram)
+        return rolling_hashes(numbers) if self.field == "block_hashes" else numbers
+
+    @cached_property
+    def _seed(self) -> np.uint64:
+        return np.uint64(namespace_seed(self.lora_name, self.cache_salt))
 
 
-def decode_question(data: bytes | Raw, codec: Codec, fields: Collection[str]) -> Question:
-    """Decode one query in either dialect. fields: see `question_of`. Raises ProblemError."""
+def decode_question(data: bytes | Raw, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
+    """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
     return question_of(decode_query(data, codec), fields)
 
 
-def question_of(query: Query, fields: Collection[str]) -> Question:
-    """Check a request. fields: the fields in which this route accepts a prompt. Raises ProblemError."""
+def question_of(query: Query, fields: Collection[str]) -> tuple[Question, Numbers]:
+    """Check a request. Return the question and the numbers of its prompt, uint32[n] tokens or uint64[n] hashes.
+
+    fields: the fields in which this route accepts a prompt. Raises ProblemError.
+    """
     if isinstance(query, PeerQuery):
         return _question(query, fields, query.model_name, query.routing_group, query.cache_salt)
     salt = query.cache_salt or query.additionalsalt or query.additional_salt
@@ -96,13 +102,14 @@ def question_of(query: Query, fields: Collection[str]) -> Question:
     if lora_name is None and query.lora_id:  # the bridge uses the number as the name if the engine sends no name
         lora_name = str(query.lora_id)
     instance = None if query.instance_id is None else str(query.instance_id)
-    question = _question(query, fields, model, query.tenant_id, salt)
-    return question._replace(is_peer=False, block_size=query.block_size, instance=instance, lora_name=lora_name)
+    question, numbers = _question(query, fields, model, query.tenant_id, salt)
+    rfc = replace(question, is_peer=False, block_size=query.block_size, instance=instance, lora_name=lora_name)
+    return rfc, numbers
 
 
 def _question(
     query: PeerQuery[Any] | RfcQuery[Any], fields: Collection[str], model: str, tenant: str | None, salt: str | None
-) -> Question:
+) -> tuple[Question, Numbers]:
     field = _prompt_field(query, fields)
     if field == "block_hashes" and salt:
         detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
@@ -112,11 +119,10 @@ def _question(
         weights = None if query.tier_weights is None else _weights(query.tier_weights)
     except InvalidValueError as error:
         raise ProblemError.of_value(error) from None
-    return Question(
+    question = Question(
         model=model,
         tenant=tenant or DEFAULT_TENANT,
         field=field,
-        numbers=numbers,
         lora_name=query.lora_name,
         cache_salt=salt,
         is_bigram=bool(query.is_eagle),
@@ -125,6 +131,7 @@ def _question(
         block_size=None,
         instance=None,
     )
+    return question, numbers
 
 
 def _prompt_field(query: Query, fields: Collection[str]) -> str:
@@ -137,7 +144,7 @@ def _prompt_field(query: Query, fields: Collection[str]) -> str:
     return given[0]
 
 
-def _numbers(field: str, value: list[int] | bytes | Raw) -> npt.NDArray[Any]:
+def _numbers(field: str, value: list[int] | bytes | Raw) -> Numbers:
     """Pack a list of numbers. Raises InvalidValueError naming the first element out of range."""
     kind = _KINDS[field]
     dtype = np.dtype(kind.dtype)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import to_builtins
 
-from api.answers import age_ms
+from api.encoded_answers import age_ms
 from api.stream_pages import is_known
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace, NamespaceKey

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from api.answers import age_ms
+from api.encoded_answers import age_ms
 from api.hot import json_response
 from api.openapi import answers, problem
 from api.problems import ProblemError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from indexer.views import View, ViewState
@@ -52,7 +53,7 @@ class Freshness:
 
     def state(self, view: View) -> ViewState:
         """Return the state to report and to act on."""
-        if view.is_closed or self.silence_s(view) > self._ttl_s:
+        if view.is_closed or view.heard_tick < self.expired_before():
             return ViewState.EXPIRED
         if view.state is not ViewState.LIVE:
             return view.state
@@ -60,10 +61,19 @@ class Freshness:
             return ViewState.SYNCING
         return ViewState.STALE if view.degraded_reason or self.is_late(view) else ViewState.LIVE
 
+    def expired_before(self) -> float:
+        """Return the time such that views which were heard last before it are expired."""
+        at = self._log_read_at - self._ttl_s
+        return at if self._resumed_at < at else -math.inf
+
+    def late_before(self) -> float:
+        """Return the time such that views which were heard last before it miss two heartbeats."""
+        at = (self._log_read_at if self._clock is None else self._clock()) - _LATE_S
+        return at if self._began_at < at else -math.inf
+
     def is_late(self, view: View) -> bool:
         """Return whether two heartbeats of the worker are missing, for example because the event log is unreadable."""
-        now = self._log_read_at if self._clock is None else self._clock()
-        return now - max(view.heard_tick, self._began_at) > _LATE_S
+        return view.heard_tick < self.late_before()
 
     def reason(self, view: View) -> str:
         """Return why the view cannot be fully trusted, or "" if it can."""

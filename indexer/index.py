@@ -181,10 +181,19 @@ class OverlapIndex:
 
     def find(self, hashes: U64Array) -> Matches:
         """Find how far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from page 0."""
-        streams = np.empty(64 * self._width, _INT32)
-        pages = np.empty((64 * self._width, NUM_MEDIA), _UINT32)
-        found = find(self._lookup, hashes, self._alive, streams, pages)
-        return Matches(streams[:found], pages)
+        streams = np.empty(self.most_streams, _INT32)
+        pages = np.empty((self.most_streams, NUM_MEDIA), _UINT32)
+        return Matches(streams[: self.find_into(hashes, streams, pages)], pages)
+
+    def find_into(self, hashes: U64Array, streams: npt.NDArray[np.int32], pages: npt.NDArray[np.uint32]) -> int:
+        """Write what `find` returns to arrays of at least `most_streams` rows. Returns the number of streams."""
+        found: int = find(self._lookup, hashes, self._alive, streams, pages)
+        return found
+
+    @property
+    def most_streams(self) -> int:
+        """Number of streams that the columns of this index have room for. It grows with the streams."""
+        return 64 * self._width
 
     def holders(self, hashes: U64Array) -> npt.NDArray[np.uint32]:
         """Return uint32[n], the ids of the pages' holder sets for `trim_to_reusable`. Valid until the next change.

@@ -5,13 +5,14 @@ Namespaces of group streams are attached to the namespace of their model, in whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from indexer.errors import IndexFullError
 from indexer.index import OverlapIndex
 from indexer.settings import IndexerSettings
+from indexer.view_columns import ViewColumns
 from indexer.views import View
 from kv_events.streams import StreamId, split_group
 
@@ -24,12 +25,16 @@ class NamespaceKey(NamedTuple):
     block_size: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Namespace:
     """One index with its views."""
 
     key: NamespaceKey
     index: OverlapIndex
+    columns: ViewColumns = field(default_factory=ViewColumns, repr=False)
+    """State and times of the views."""
+    num_changes: int = 0
+    """Views added and dropped so far."""
     views: dict[int, View] = field(default_factory=dict)
     """Views by the stream number of the index."""
     by_rank: dict[tuple[str, int], View] = field(default_factory=dict)
@@ -44,6 +49,7 @@ class Namespaces:
     def __init__(self, settings: IndexerSettings | None = None) -> None:
         self._settings = settings or IndexerSettings()
         self._namespaces: dict[NamespaceKey, Namespace] = {}
+        self._by_model: dict[tuple[str, str], list[Namespace]] = {}
         self._homes: dict[StreamId, Namespace] = {}
         self._views: dict[StreamId, View] = {}
         self._groups_of: dict[NamespaceKey, dict[str, Namespace]] = {}  # also for namespaces that do not exist (yet)
@@ -64,9 +70,9 @@ class Namespaces:
         """Return the block size of a known stream."""
         return self._homes[stream].key.block_size
 
-    def find(self, model: str, tenant: str) -> list[Namespace]:
+    def find(self, model: str, tenant: str) -> Sequence[Namespace]:
         """Return the namespaces of a model and tenant, one for each block size that workers use."""
-        return [n for n in self._namespaces.values() if n.key.model == model and n.key.tenant == tenant]
+        return self._by_model.get((model, tenant), ())
 
     def is_group(self, namespace: Namespace) -> bool:
         """Return whether the namespace is that of a group whose model has a namespace, too."""
@@ -76,12 +82,13 @@ class Namespaces:
     def add_view(self, stream: StreamId, block_size: int) -> View:
         """Create an empty view. Raises IndexFullError if a limit of the settings is reached."""
         namespace = self.add_namespace(stream.model, stream.tenant, block_size)
-        view = View(stream, namespace.index, namespace.index.add_stream())
+        view = View(stream, namespace.index, namespace.index.add_stream(), namespace.columns)
         self.adopt(namespace, view)
         return view
 
     def adopt(self, namespace: Namespace, view: View) -> None:
         """Add a view whose stream number the index of the namespace already knows."""
+        namespace.num_changes += 1
         namespace.views[view.number] = view
         namespace.by_rank[view.stream.worker, view.stream.dp_rank] = view
         self._homes[view.stream], self._views[view.stream] = namespace, view
@@ -95,6 +102,7 @@ class Namespaces:
                 raise self._too_many_namespaces()
             index = OverlapIndex(self._settings.max_pages, self._settings.max_streams, self._settings.max_set_bytes)
             namespace = self._namespaces[key] = Namespace(key, index, groups=self._groups_of.setdefault(key, {}))
+            self._by_model.setdefault((model, tenant), []).append(namespace)
             base, group = _base_key(key)
             if group is not None:
                 self._groups_of.setdefault(base, {})[group] = namespace
@@ -126,11 +134,19 @@ class Namespaces:
         if any(view.num_pages):
             return
         namespace.index.drop_stream(view.number)
+        namespace.num_changes += 1
         del namespace.views[view.number], self._homes[stream], self._views[stream]
         del namespace.by_rank[stream.worker, stream.dp_rank]
         if not namespace.views:
-            del self._namespaces[namespace.key]
+            self._drop_namespace(namespace)
             self._drop_groups_of(namespace.key)
+
+    def _drop_namespace(self, namespace: Namespace) -> None:
+        del self._namespaces[namespace.key]
+        model, tenant, _ = namespace.key
+        self._by_model[model, tenant].remove(namespace)
+        if not self._by_model[model, tenant]:
+            del self._by_model[model, tenant]
 
     def _drop_groups_of(self, gone: NamespaceKey) -> None:
         """Drop the links of a removed namespace to its groups, unless some groups remain."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from indexer.freshness import Freshness
 from indexer.index import Matches
@@ -18,15 +19,17 @@ from indexer.views import View, ViewState
 from kv_events.hashing import U64Array
 from kv_events.streams import group_window
 
+NO_GROUPS = -1
 _NO_STREAM = -1
 
 
 def reusable_pages(
     namespace: Namespace, hashes: U64Array, matches: Matches, freshness: Freshness
-) -> dict[tuple[str, int], int]:
-    """Return the number of pages that each (worker, DP rank) with group streams can reuse, on any tier.
+) -> npt.NDArray[np.int64]:
+    """Return int64[streams]: the pages that each stream of `matches` can reuse, on any tier. -1: it has no groups.
 
     An expired group stream counts as empty. hashes: uint64[n], C order. matches: the result of the main namespace.
+    Streams that are not in `matches` have undefined values.
     """
     ranks = [_rank(namespace.views[stream]) for stream in matches.streams.tolist()]
     lengths = matches.pages[matches.streams, -1].astype(np.int64)
@@ -42,7 +45,9 @@ def reusable_pages(
         steps.append(partial(group.index.trim_to_reusable, group.index.holders(hashes), streams, window))
     while any(step(lengths) for step in steps):
         pass  # all groups must allow a prefix to end at the same page
-    return {rank: int(lengths[i]) for i, rank in enumerate(ranks) if has_groups[i]}
+    reusable = np.full(len(matches.pages), NO_GROUPS, np.int64)
+    reusable[matches.streams] = np.where(has_groups, lengths, NO_GROUPS)
+    return reusable
 
 
 def _rank(view: View) -> tuple[str, int]:

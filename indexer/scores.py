@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
-from indexer.reuse import reusable_pages
+from indexer.reuse import NO_GROUPS, reusable_pages
 from indexer.views import View, ViewState, least_trusted
 from kv_events.hashing import U64Array
 
@@ -83,7 +83,9 @@ def score(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[
             by_worker.setdefault(view.stream.worker, []).append((view, state, tokens))
     scores = [_worker_score(worker, ranks) for worker, ranks in by_worker.items()]
     if namespace.groups:
-        reusable = reusable_pages(namespace, hashes, matches, freshness)
+        pages = reusable_pages(namespace, hashes, matches, freshness)
+        found = [(namespace.views[stream].stream, int(pages[stream])) for stream in matches.streams.tolist()]
+        reusable = {(stream.worker, stream.dp_rank): count for stream, count in found if count != NO_GROUPS}
         return [_with_reusable(each, reusable, block_size) for each in scores]
     return scores
 

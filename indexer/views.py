@@ -11,6 +11,7 @@ import numpy as np
 
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex
 from indexer.position import START, Admission, Position
+from indexer.view_columns import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, ViewColumns
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import page_counts
 from kv_events.schema import CLOSED, ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -38,7 +39,8 @@ class ViewState(str, Enum):  # noqa: UP042  (serialised as its value, like the s
     """Silent for longer than the time-to-live, or closed by its publisher; left out of scores."""
 
 
-_TRUST = tuple(ViewState).index
+STATES = tuple(ViewState)
+_TRUST = STATES.index
 
 
 def least_trusted(states: Iterable[ViewState]) -> ViewState:
@@ -73,22 +75,60 @@ class View:
     index: OverlapIndex
     number: int
     """The stream's number in the index."""
+    columns: ViewColumns
+    """The columns of its namespace, which hold the state and the times of this view."""
     position: Position = START
-    heard_at: float = 0.0
-    """Seconds since 1970, by the reader's clock: the newest batch whose publisher was in contact with its engine."""
-    heard_tick: float = -math.inf
-    """The newest batch on the clock of `Freshness`."""
-    state: ViewState = ViewState.STALE
-    """LIVE, STALE or SYNCING, from the batches alone. `freshness` adds silence and degradation."""
     stale_reason: str = "new"
-    degraded_reason: str = ""
-    """Why the publisher called its stream incomplete with the newest batch. A resync would not help."""
     counters: ViewCounters = field(default_factory=ViewCounters)
+    _degraded_reason: str = ""
     _marks: Marks | None = None
     _resync_began: float = 0.0
     """`heard_tick` at the beginning of the resync in progress."""
     _refused_now: int = 0
     """Pages refused since the last resync or clear. The digest cannot match before the next one."""
+
+    def __post_init__(self) -> None:
+        self.columns.reserve(self.number)
+        self.heard_at, self.heard_tick = 0.0, -math.inf
+        self.state, self.degraded_reason = ViewState.STALE, ""
+
+    @property
+    def state(self) -> ViewState:
+        """LIVE, STALE or SYNCING, from the batches alone. `freshness` adds silence and degradation."""
+        return STATES[self.columns.states.item(self.number)]
+
+    @state.setter
+    def state(self, state: ViewState) -> None:
+        self.columns.states[self.number] = _TRUST(state)
+
+    @property
+    def heard_at(self) -> float:
+        """Seconds since 1970, by the reader's clock: the newest batch of a publisher in contact with its engine."""
+        return self.columns.heard_at.item(self.number)
+
+    @heard_at.setter
+    def heard_at(self, at: float) -> None:
+        self.columns.heard_at[self.number] = at
+
+    @property
+    def heard_tick(self) -> float:
+        """The newest batch on the clock of `Freshness`."""
+        return self.columns.heard_tick.item(self.number)
+
+    @heard_tick.setter
+    def heard_tick(self, tick: float) -> None:
+        self.columns.heard_tick[self.number] = tick
+
+    @property
+    def degraded_reason(self) -> str:
+        """Why the publisher called its stream incomplete with the newest batch. A resync would not help."""
+        return self._degraded_reason
+
+    @degraded_reason.setter
+    def degraded_reason(self, reason: str) -> None:
+        fault = FAULT_CLOSED if reason == CLOSED else FAULT_DEGRADED if reason else FAULT_NONE
+        self.columns.faults[self.number] = fault
+        self._degraded_reason = reason
 
     @property
     def epoch(self) -> int:

@@ -38,6 +38,7 @@ U32Vector: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[::1]]
 U64Vector: TypeAlias = Annotated[npt.NDArray[np.uint64], types.uint64[::1]]
 I32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], types.int32[::1]]
 I64Vector: TypeAlias = Annotated[npt.NDArray[np.int64], types.int64[::1]]
+F64Vector: TypeAlias = Annotated[npt.NDArray[np.float64], types.float64[::1]]
 BoolVector: TypeAlias = Annotated[npt.NDArray[np.bool_], types.boolean[::1]]
 
 # the same, for reading only; read-only arrays are accepted as well
@@ -45,6 +46,7 @@ U8Input: TypeAlias = Annotated[npt.NDArray[np.uint8], types.Array(types.uint8, 1
 U32Input: TypeAlias = Annotated[npt.NDArray[np.uint32], types.Array(types.uint32, 1, "C", readonly=True)]
 U64Input: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64, 1, "C", readonly=True)]
 I64Input: TypeAlias = Annotated[npt.NDArray[np.int64], types.Array(types.int64, 1, "C", readonly=True)]
+F64Input: TypeAlias = Annotated[npt.NDArray[np.float64], types.Array(types.float64, 1, "C", readonly=True)]
 
 # two-dimensional, in C order
 U32Matrix: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[:, ::1]]

@@ -13,6 +13,7 @@ Dynamo 1.6, so that a caller with local hashes need not know the namespace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from hashlib import sha256
 
 import numpy as np
@@ -29,6 +30,8 @@ from kv_events.xxh3 import hash_windows, roll
 
 _SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
 _MASK64 = 2**64 - 1
+_UINT64 = np.dtype(np.uint64)
+_NO_PARENT = np.uint64(0)
 
 
 def _utf8(name: str, field: str) -> bytes:
@@ -193,6 +196,22 @@ def sequence_hashes(
     """
     local = local_hashes(tokens, block_size, base if seed is None else seed, is_bigram=is_bigram)
     return rolling_hashes(local, parent=parent, base=base)
+
+
+def prompt_hashes(tokens: U32Array, block_size: int, seed: np.uint64, *, is_bigram: bool = False) -> U64Array:
+    """Return `sequence_hashes` with the seed of the process as base. Checks nothing, so that a short call is quick.
+
+    tokens: uint32[n], C order. block_size: tokens a page, at least 1. seed: the `namespace_seed`.
+    """
+    out = np.empty(max(0, len(tokens) - is_bigram) // block_size, _UINT64)
+    hash_windows(tokens, block_size + is_bigram, block_size, seed, out)
+    roll(out, _process_base(), _NO_PARENT, False, out)
+    return out
+
+
+@cache
+def _process_base() -> np.uint64:
+    return np.uint64(process_seed())
 
 
 def _seed_word(seed: int | None, field: str) -> np.uint64:

@@ -51,6 +51,22 @@ def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
 
 
 @intrinsic
+def copy_sixteen(_typing: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
+    """Copy 16 bytes between u8 arrays, from index `start` to index `at`. The caller checks the bounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array, place, origin, first = args
+        types_of = signature.args
+        kind = ir.VectorType(_BYTE, 16).as_pointer()
+        read = builder.bitcast(element_address(context, builder, types_of[2], origin, first), kind)
+        write = builder.bitcast(element_address(context, builder, types_of[0], array, place), kind)
+        builder.store(builder.load(read, align=1), write, align=1)
+        return context.get_dummy_value()
+
+    return types.none(target, types.int64, source, types.int64), codegen
+
+
+@intrinsic
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
     """Prefetch the cache line of an array's element. The call does not wait, and an index out of bounds is harmless."""
     if not isinstance(array, types.Array):

@@ -212,8 +212,8 @@ def hash_windows(tokens, width, stride, seed, out):
 def roll(local, base, parent, has_parent, out):
     """Roll local hashes into sequence hashes: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
 
-    local, out: uint64 of equal lengths. base: the hash seed, equal for all namespaces. parent: the sequence hash of the
-    page before the first one, used if has_parent is set. Otherwise, out[0] = local[0].
+    local, out: uint64 of equal lengths, which may be the same array. base: the hash seed, equal for all namespaces.
+    parent: the sequence hash of the page before the first one, used if has_parent is set. Otherwise, out[0] = local[0].
     """
     previous = parent
     for i in range(local.shape[0]):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from api.decoding import codec_of
 from api.hot_lane.number_kernels import read_i64, read_u32, read_u64
 from api.problems import ProblemError
-from api.questions import Question, decode_question
+from api.questions import Numbers, Question, decode_question
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
 
 _JSON = codec_of("application/json")
@@ -53,10 +53,10 @@ class Envelopes:
         }
         self._kept: dict[bytes, Question | None] = {}
 
-    def question(self, data: bytes, start: int) -> Question | None:
-        """Return the question of the body data[start:], or None if the ordinary decoder must read it.
+    def question(self, data: bytes, start: int) -> tuple[Question, Numbers] | None:
+        """Return the question of the body data[start:] and its numbers, or None if the ordinary decoder must read it.
 
-        The numbers of the question are valid until the next call.
+        The numbers are valid until the next call.
         """
         found = self._array.search(data, start)
         if found is None:
@@ -67,7 +67,7 @@ class Envelopes:
         if end < 0 or first - start + len(data) - end > _MAX_BYTES:
             return None
         question = self._decoded(data[start:first], data[end:])
-        return None if question is None else question._replace(numbers=scratch[:count])
+        return None if question is None else (question, scratch[:count])
 
     def _decoded(self, before: bytes, after: bytes) -> Question | None:
         """Return the question of an envelope. before: up to the "["; after: from the "]" on."""
@@ -83,7 +83,7 @@ class Envelopes:
         sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
         body = before + ",".join(map(str, sentinels)).encode() + after
         try:
-            question = decode_question(body, _JSON, self._fields)
+            question, numbers = decode_question(body, _JSON, self._fields)
         except ProblemError:
             return None
-        return question if question.numbers.tolist() == sentinels else None
+        return question if numbers.tolist() == sentinels else None

@@ -9,19 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from api.answers import answer
+from api.answers import Answers
 from api.decoding import codec_of, is_large
 from api.hot_lane.envelopes import Envelopes
 from api.hot_lane.heads import Head, Heads
 from api.metrics import HttpMetrics
 from api.problems import ProblemError
-from api.questions import BY_HASH, BY_TOKENS, Question, decode_question
+from api.questions import BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from api.settings import ApiSettings
 from indexer.consumer import Consumer
 
 _MAX_BODY_BYTES = 2**21  # read in about a millisecond
 
-_Read = Callable[[bytes, int], Question | None]
+_Read = Callable[[bytes, int], tuple[Question, Numbers] | None]
 
 
 class HotLane:
@@ -33,6 +33,7 @@ class HotLane:
         authorization = None if token is None else b"Bearer " + token.get_secret_value().encode()
         self.heads = Heads(fields, authorization, min(settings.max_body_bytes, _MAX_BODY_BYTES))
         self._consumer = consumer
+        self._answers = Answers()
         self._must_be_ready = not settings.answer_before_ready
         self._metrics = metrics
         self._readers: dict[tuple[str, str], _Read] = {}
@@ -47,23 +48,22 @@ class HotLane:
             return None
         began = time.perf_counter()
         read = self._readers.get((head.path, head.content_type))
-        question = None if read is None else read(data, start)
-        if question is None:
+        asked = None if read is None else read(data, start)
+        if asked is None:
             return None
+        consumer = self._consumer
         try:
-            body = answer(question, self._consumer.namespaces, self._consumer.freshness, time.time())
+            body = self._answers.answer(*asked, consumer.namespaces, consumer.freshness, time.time())
         except ProblemError:
             return None
-        queries, seconds = self._metrics.timed[head.path]
-        queries.inc()
-        seconds.observe(time.perf_counter() - began)
+        self._metrics.queries.note(head.path, time.perf_counter() - began)
         return body
 
 
 def _packed_reader(content_type: str, fields: tuple[str, ...]) -> _Read:
     codec = codec_of(content_type)
 
-    def read(data: bytes, start: int) -> Question | None:
+    def read(data: bytes, start: int) -> tuple[Question, Numbers] | None:
         body = data[start:]
         if is_large(body):
             return None

@@ -7,7 +7,7 @@ uvicorn's protocol, as if they had arrived just now.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,6 +20,10 @@ _END_OF_HEAD = b"\r\n\r\n"
 class HotProtocol(HttpToolsProtocol):
     """One connection."""
 
+    _encoded_of: ClassVar[list[tuple[bytes, bytes]] | None] = None
+    _encoded: ClassVar[bytes] = b""
+    """The server's own headers, encoded, and what they were encoded from."""
+
     def __init__(self, *, lane: HotLane, max_connections: int, **options: Any) -> None:
         super().__init__(**options)
         self._lane = lane
@@ -27,6 +31,7 @@ class HotProtocol(HttpToolsProtocol):
         self._is_parsing = False  # httptools has begun a request that has not arrived completely
         self._held = bytearray()  # the part of a request in the lane that has arrived
         self._missing = 0
+        self._answered_at = 0.0  # by the clock of the loop
 
     def data_received(self, data: bytes) -> None:
         if self._held:
@@ -49,13 +54,11 @@ class HotProtocol(HttpToolsProtocol):
             return False
         self._missing = start + head.content_length - len(data)
         if self._missing > 0:
-            self._unset_keepalive_if_required()
             self._held += data
             return True
         body = self._lane.answer(head, data, start) if self._missing == 0 else None
         if body is None:
             return False
-        self._unset_keepalive_if_required()
         self._respond(body)
         return True
 
@@ -70,13 +73,37 @@ class HotProtocol(HttpToolsProtocol):
         )
 
     def _respond(self, body: bytes) -> None:
-        parts = [b"HTTP/1.1 200 OK\r\n"]
-        for name, value in self.server_state.default_headers:
-            parts += (name, b": ", value, b"\r\n")
-        parts.append(b"content-length: %d\r\ncontent-type: application/json\r\n\r\n" % len(body))
-        parts.append(body)
-        self.transport.write(b"".join(parts))
-        self.on_response_complete()
+        head = b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\ncontent-type: application/json\r\n\r\n"
+        self.transport.write(head % (self._default_headers(), len(body)) + body)
+        self.server_state.total_requests += 1
+        self._answered_at = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._wait_for_request(self.timeout_keep_alive)
+
+    def _default_headers(self) -> bytes:
+        """Return the server's name and the date, which uvicorn renews every second."""
+        headers = self.server_state.default_headers
+        if headers is not self._encoded_of:
+            lines = (b"%b: %b\r\n" % header for header in headers)
+            HotProtocol._encoded_of, HotProtocol._encoded = headers, b"".join(lines)
+        return self._encoded
+
+    def _wait_for_request(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection, unless the lane answered or began a request since the timer was set.
+
+        To set it anew for each answer would take a tenth of the time of a short query.
+        """
+        self.timeout_keep_alive_task = None
+        idle_s = self.loop.time() - self._answered_at
+        if self._held:
+            return
+        if idle_s < self.timeout_keep_alive:
+            self._wait_for_request(self.timeout_keep_alive - idle_s)
+        else:
+            super().timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
         self._is_parsing = True

@@ -168,11 +168,10 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             stream,
             namespace.index,
             v.number,
+            namespace.columns,
             position=Position(v.epoch, v.next_seq),
-            heard_at=v.heard_at,
-            state=v.state,
             stale_reason=v.stale_reason,
-            degraded_reason=v.degraded_reason,
             counters=v.counters,
         )
+        view.state, view.heard_at, view.degraded_reason = v.state, v.heard_at, v.degraded_reason
         namespaces.adopt(namespace, view)

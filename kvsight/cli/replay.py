@@ -32,7 +32,7 @@ from kvsight.cli.tables import count
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from api.questions import Question
+    from api.questions import Numbers, Question
     from indexer.replay import Replay
     from kv_events.records import LogRecord
 
@@ -64,15 +64,15 @@ def replay(
     body = None if query is None else read_json_object(query)
     history = _history(log, kafka, connection, moment)
     compile_kernels()
-    question = None if body is None else _question(body)
+    asked = None if body is None else _question(body)
     replayed, span = _replay(history, moment)
     fault = span.fault(moment)
     if not replayed.applier.records:
         raise UsageError(fault or f"--at {moment.text}: no record is before this moment: {span}")
-    if body is None or question is None:
+    if body is None or asked is None:
         _show_views(replayed, as_json)
     else:
-        _show_answer(body, question, replayed, as_json)
+        _show_answer(body, *asked, replayed, as_json)
     err.print(f"{span}\n{_used(moment, replayed)}", markup=False)
     if fault:
         err.print(f"warning: {fault}", markup=False)
@@ -140,7 +140,7 @@ def _used(moment: Moment, replayed: Replay) -> str:
     return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
 
 
-def _question(body: dict[str, msgspec.Raw]) -> Question:
+def _question(body: dict[str, msgspec.Raw]) -> tuple[Question, Numbers]:
     from api.decoding import codec_of
     from api.questions import BY_ANY, decode_question
 
@@ -154,10 +154,12 @@ def _show_views(replayed: Replay, as_json: bool) -> None:
         print_lines(streams_lines(_rows(replayed), out.width))
 
 
-def _show_answer(body: dict[str, msgspec.Raw], question: Question, replayed: Replay, as_json: bool) -> None:
-    from api.answers import answer
+def _show_answer(
+    body: dict[str, msgspec.Raw], question: Question, numbers: Numbers, replayed: Replay, as_json: bool
+) -> None:
+    from api.answers import Answers
 
-    encoded = answer(question, replayed.namespaces, replayed.freshness, replayed.now)
+    encoded = Answers().answer(question, numbers, replayed.namespaces, replayed.freshness, replayed.now)
     found = msgspec.json.decode(encoded, type=dict[str, Any])
     if as_json:
         print_json(found)
@@ -182,7 +184,7 @@ def _views(replayed: Replay) -> Iterator[dict[str, Any]]:
 
 
 def _rows(replayed: Replay) -> Iterator[StreamRow]:
-    from api.answers import age_ms
+    from api.encoded_answers import age_ms
     from kv_events.schema import MEDIA
     from kv_events.streams import split_group
 

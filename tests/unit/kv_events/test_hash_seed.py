@@ -38,7 +38,8 @@ for salt in ("", "x"):
     bridged = {name for _, name in Rig().take(stored([1, 2, 3, 4], tokens, cache_salt=salt), form="map").pages}
     of_bridge = sorted(bridged, key=of_cache.index)
     body = json % (str(tokens).encode(), salt.encode())
-    of_api = decode_question(body, codec_of("application/json"), BY_ANY).hashes(4).tolist()
+    question, numbers = decode_question(body, codec_of("application/json"), BY_ANY)
+    of_api = question.hashes(numbers, 4).tolist()
     of_library = sequence_hashes(token_array(tokens), 4, namespace_seed(cache_salt=salt)).tolist()
     for hashes in (of_cache, of_publisher, of_bridge, of_api, of_library):
         print(*(f"{value:016x}" for value in hashes))

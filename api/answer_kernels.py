@@ -1,0 +1,396 @@
+"""The kernel that writes the answer to a query as JSON text: fixed texts, and numbers in the gaps between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from indexer.view_columns import FAULT_CLOSED, FAULT_NONE
+from indexer.views import STATES, ViewState
+from kv_events.bundles import F64Input, F64Vector, I32Vector, I64Input, I64Vector, U8Vector, U32Matrix
+from kv_events.instructions import copy_sixteen
+from kv_events.kernels import array_function, array_helper, array_kernel
+
+_LIVE, _SYNCING, _STALE, _EXPIRED = (
+    np.uint8(STATES.index(state)) for state in (ViewState.LIVE, ViewState.SYNCING, ViewState.STALE, ViewState.EXPIRED)
+)
+BYTES_PER_WORKER, BYTES_PER_RANK = 512, 192
+"""Bounds on the text of a worker without its name, and on that of one of its ranks."""
+
+GPU, CPU, DISK, EXTERNAL, RANKS, STATE, AGE = range(7)
+"""What a gap is filled with: tokens on a tier, tokens on the device by rank, the state, the age in ms."""
+
+MARGIN = 16
+"""Bytes that an array of text must have beyond its end."""
+
+_ZERO, _POINT = np.uint8(ord("0")), ord(".")
+_TEN, _MOST_DIGITS = np.uint64(10), 19
+_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (np.uint8(ord(char)) for char in ',:"{}')
+
+
+def _fixed(text: bytes) -> npt.NDArray[np.uint8]:
+    """Return a fixed text and its margin."""
+    return np.frombuffer(text + bytes(MARGIN), np.uint8)
+
+
+_BETWEEN_PARTS = _fixed(b'},"frequencies":[],"instances":{')
+_MATCHED_DP = _fixed(b',"matched_dp":{')
+_WEIGHTED = _fixed(b',"weighted":')
+_WEIGHTED_DP = _fixed(b',"weighted_dp":{')
+
+_REUSABLE = _fixed(b',"reusable":')
+_REUSABLE_DP = _fixed(b',"reusable_dp":{')
+
+_MOST_DECIMALS = 6
+_LARGEST_EXACT = 2.0**53
+_SMALLEST_PLAIN = 1e-3  # smaller numbers may be written with an exponent
+_NOT_PLAIN = np.int64(-1)
+
+
+class Texts(NamedTuple):
+    """Pieces of text, one after the other in one array."""
+
+    data: U8Vector
+    """The text, and `MARGIN` bytes."""
+    ends: I64Vector
+    """[pieces + 1] piece i is `data[ends[i]:ends[i + 1]]`."""
+
+
+class Roster(NamedTuple):
+    """The streams of a namespace by number, and the names of their workers."""
+
+    states: U8Vector
+    """[streams] `ViewColumns.states`; the next three are those of `ViewColumns`, too."""
+    faults: U8Vector
+    heard_at: F64Vector
+    heard_tick: F64Vector
+    workers: I32Vector
+    """[streams] number of the worker, -1 if the stream number is not in use."""
+    ranks: I32Vector
+    """[streams] DP rank."""
+    following: I32Vector
+    """[streams] next stream of the same worker, -1 after the last one."""
+    names: Texts
+    """Names of the workers, as JSON strings."""
+    shown: U8Vector
+    """[streams] scratch: the state to show."""
+    found_in: I64Vector
+    """[streams] scratch: the last query that found the stream."""
+    written_in: I64Vector
+    """[workers] scratch: the last part of an answer that contains the worker."""
+    mine: I64Vector
+    """[streams] scratch: the found streams of one worker."""
+    query: I64Vector
+    """[1] number of the last query."""
+
+
+class Layout(NamedTuple):
+    """The text of one worker in a dialect. Gap i follows piece i."""
+
+    pieces: Texts
+    gaps: U8Vector
+    state_names: Texts
+
+
+@array_helper
+def _put(out, at, data, start, stop):
+    """Write a piece of text. The arrays have `MARGIN` bytes more than the text that is read or written."""
+    for i in range(0, stop - start, MARGIN):
+        copy_sixteen(out, at + i, data, start + i)
+    return at + stop - start
+
+
+@array_helper
+def _put_piece(out, at, texts, number):
+    return _put(out, at, texts.data, texts.ends[number], texts.ends[number + 1])
+
+
+@array_helper
+def _put_byte(out, at, byte):
+    out[at] = byte
+    return at + 1
+
+
+@array_function
+def _put_number(out, at, value):
+    """Write a non-negative integer."""
+    rest, bound, digits = np.uint64(value), _TEN, 1
+    while rest >= bound and digits < _MOST_DIGITS:
+        bound *= _TEN
+        digits += 1
+    for i in range(digits - 1, -1, -1):
+        out[at + i] = _ZERO + np.uint8(rest % _TEN)
+        rest //= _TEN
+    return at + digits
+
+
+@array_function
+def _put_float(out, at, value):
+    """Write a float with as few decimals as identify it. Returns -1 if it needs more than six or an exponent."""
+    if value >= _LARGEST_EXACT or (value != 0.0 and value < _SMALLEST_PLAIN):
+        return _NOT_PLAIN
+    scale = 1.0
+    for decimals in range(_MOST_DECIMALS + 1):
+        scaled = np.rint(value * scale)
+        if scaled >= _LARGEST_EXACT:
+            return _NOT_PLAIN
+        if scaled / scale == value:
+            whole = np.int64(scaled) // np.int64(scale)
+            at = _put_byte(out, _put_number(out, at, whole), np.uint8(_POINT))
+            rest = np.int64(scaled) - whole * np.int64(scale)
+            for i in range(at + max(decimals, 1) - 1, at - 1, -1):
+                out[i] = _ZERO + np.uint8(rest % 10)
+                rest //= 10
+            return at + max(decimals, 1)
+        scale *= 10.0
+    return _NOT_PLAIN
+
+
+@array_helper
+def _put_key(out, at, number, rank):
+    """Write the key of a rank. number: how many keys precede it."""
+    if number > 0:
+        at = _put_byte(out, at, _COMMA)
+    at = _put_number(out, _put_byte(out, at, _QUOTE), np.int64(rank))
+    return _put_byte(out, _put_byte(out, at, _QUOTE), _COLON)
+
+
+@array_helper
+def _shown_state(roster, stream, expired_before, late_before, is_catching_up):
+    """Return the state to show, as `Freshness.state` does."""
+    tick, fault, state = roster.heard_tick[stream], roster.faults[stream], roster.states[stream]
+    if fault == FAULT_CLOSED or tick < expired_before:
+        return _EXPIRED
+    if state != _LIVE:
+        return state
+    if is_catching_up:
+        return _SYNCING
+    return _STALE if fault != FAULT_NONE or tick < late_before else _LIVE
+
+
+@array_helper
+def _gather(roster, stream, query, mine):
+    """Write the found streams of a worker, one for each rank, to `mine`. stream: the first one. Returns how many."""
+    count = 0
+    while stream >= 0:
+        if roster.found_in[stream] == query:
+            mine[count] = stream
+            count += 1
+        stream = np.int64(roster.following[stream])
+    return count
+
+
+@array_helper
+def _most(pages, mine, tier):
+    """Return the pages of the best rank on a tier."""
+    most = np.int64(0)
+    for stream in mine:
+        most = max(most, np.int64(pages[stream, tier]))
+    return most
+
+
+@array_function
+def _put_ranks(out, at, roster, pages, mine, tier, block_size, with_zeros):
+    """Write the tokens of each rank on a tier."""
+    written = 0
+    for stream in mine:
+        num_pages = np.int64(pages[stream, tier])
+        if with_zeros or num_pages > 0:
+            at = _put_number(out, _put_key(out, at, written, roster.ranks[stream]), num_pages * block_size)
+            written += 1
+    return at
+
+
+@array_helper
+def _put_gap(out, at, roster, layout, pages, mine, block_size, now, gap):
+    """Write the number or word of one gap."""
+    if gap <= EXTERNAL:
+        return _put_number(out, at, _most(pages, mine, gap) * block_size)
+    if gap == RANKS:
+        return _put_ranks(out, at, roster, pages, mine, GPU, block_size, True)
+    if gap == STATE:
+        state = roster.shown[mine[0]]
+        for stream in mine:
+            state = max(state, roster.shown[stream])
+        return _put_piece(out, at, layout.state_names, state)
+    heard_at = roster.heard_at[mine[0]]
+    for stream in mine:
+        heard_at = min(heard_at, roster.heard_at[stream])
+    return _put_number(out, at, max(np.int64(0), np.int64(np.rint((now - heard_at) * 1000.0))))
+
+
+@array_helper
+def _put_matched_ranks(out, at, roster, pages, mine, block_size):
+    """Write the tokens of each rank on any tier, unless they equal those on the device."""
+    differ = False
+    for stream in mine:
+        differ |= pages[stream, GPU] != pages[stream, EXTERNAL]
+    if differ:
+        at = _put(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
+        at = _put_ranks(out, at, roster, pages, mine, EXTERNAL, block_size, True)
+        at = _put_byte(out, at, _CLOSE)
+    return at
+
+
+@array_helper
+def _weighted(gpu, cpu, disk, external, block_size, weights):
+    """Return tokens by weight, in the order of operations of `TierTokens.weighted`."""
+    gpu, cpu, disk, external = gpu * block_size, cpu * block_size, disk * block_size, external * block_size
+    return gpu * weights[0] + (cpu - gpu) * weights[1] + (disk - cpu) * weights[2] + (external - disk) * weights[3]
+
+
+@array_helper
+def _put_weighted(out, at, roster, pages, mine, block_size, weights):
+    """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `_put_float`."""
+    best = (_most(pages, mine, GPU), _most(pages, mine, CPU), _most(pages, mine, DISK), _most(pages, mine, EXTERNAL))
+    at = _put(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
+    at = _put_float(out, at, _weighted(best[0], best[1], best[2], best[3], block_size, weights))
+    if at < 0 or len(mine) == 1:
+        return at
+    at = _put(out, at, _WEIGHTED_DP, 0, len(_WEIGHTED_DP) - MARGIN)
+    for i in range(len(mine)):
+        held = pages[mine[i]]
+        gpu, cpu, disk, external = (
+            np.int64(held[GPU]),
+            np.int64(held[CPU]),
+            np.int64(held[DISK]),
+            np.int64(held[EXTERNAL]),
+        )
+        at = _put_key(out, at, i, roster.ranks[mine[i]])
+        at = _put_float(out, at, _weighted(gpu, cpu, disk, external, block_size, weights))
+        if at < 0:
+            return at
+    return _put_byte(out, at, _CLOSE)
+
+
+@array_helper
+def _put_worker(out, at, roster, layout, pages, mine, block_size, now, weights):
+    """Write the name of a worker and what it holds."""
+    at = _put_piece(out, at, roster.names, roster.workers[mine[0]])
+    for i in range(len(layout.gaps)):
+        at = _put_piece(out, at, layout.pieces, i)
+        at = _put_gap(out, at, roster, layout, pages, mine, block_size, now, layout.gaps[i])
+    at = _put_matched_ranks(out, at, roster, pages, mine, block_size)
+    if len(weights) > 0:
+        at = _put_weighted(out, at, roster, pages, mine, block_size, weights)
+    return at
+
+
+@array_helper
+def _put_reusable(out, at, roster, pages, reusable, mine, block_size):
+    """Write the reusable tokens of a worker with group streams, and of each of its ranks."""
+    has_groups = False
+    if len(reusable) > 0:
+        for stream in mine:
+            has_groups |= reusable[stream] >= 0
+    if not has_groups:
+        return at
+    most = np.int64(0)
+    for stream in mine:
+        most = max(most, _reusable_of(pages, reusable, stream))
+    at = _put(out, at, _REUSABLE, 0, len(_REUSABLE) - MARGIN)
+    at = _put_number(out, at, most * block_size)
+    at = _put(out, at, _REUSABLE_DP, 0, len(_REUSABLE_DP) - MARGIN)
+    for i in range(len(mine)):
+        at = _put_key(out, at, i, roster.ranks[mine[i]])
+        at = _put_number(out, at, _reusable_of(pages, reusable, mine[i]) * block_size)
+    return _put_byte(out, at, _CLOSE)
+
+
+@array_helper
+def _reusable_of(pages, reusable, stream):
+    return reusable[stream] if reusable[stream] >= 0 else np.int64(pages[stream, EXTERNAL])
+
+
+@array_helper
+def _put_scores(out, at, roster, pages, streams, query, mine, block_size):
+    """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
+    written = 0
+    for stream in streams:
+        worker = roster.workers[stream]
+        if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query:
+            continue
+        roster.written_in[worker] = 2 * query
+        ranks = mine[: _gather(roster, stream, query, mine)]
+        if _most(pages, ranks, GPU) > 0:
+            if written > 0:
+                at = _put_byte(out, at, _COMMA)
+            written += 1
+            at = _put_piece(out, at, roster.names, worker)
+            at = _put_byte(out, _put_byte(out, at, _COLON), _OPEN)
+            at = _put_ranks(out, at, roster, pages, ranks, GPU, block_size, False)
+            at = _put_byte(out, at, _CLOSE)
+    return at
+
+
+@array_kernel(
+    types.int64,
+    Roster,
+    Layout,
+    types.float64,
+    types.float64,
+    types.float64,
+    types.boolean,
+    types.int64,
+    I32Vector,
+    U32Matrix,
+    I64Input,
+    types.int64,
+    F64Input,
+    types.boolean,
+    types.int64,
+    U8Vector,
+)
+def write_answer(
+    roster,
+    layout,
+    now,
+    expired_before,
+    late_before,
+    is_catching_up,
+    num_found,
+    found,
+    pages,
+    reusable,
+    block_size,
+    weights,
+    with_scores,
+    start,
+    out,
+):
+    """Write an answer, up to the end of its list of workers.
+
+    now: seconds since 1970. expired_before, late_before, is_catching_up: see `Freshness`. num_found, found:
+    int32[streams], pages: uint32[streams, 4]: from `find`. Expired streams are left out. reusable: int64[streams],
+    pages that each stream can reuse, -1 for those without group streams; or [0]. weights: float64[4], or [0] without
+    weights. with_scores: write `scores` and `frequencies` first. start: index in `out` after the beginning of the
+    answer. out: at least twice the names of all workers, plus `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each one.
+    Returns the length of the answer, or -1 if a weighted number needs another form.
+    """
+    roster.query[0] += 1
+    query, at, written, streams = roster.query[0], start, 0, found[:num_found]
+    for stream in streams:
+        roster.shown[stream] = _shown_state(roster, stream, expired_before, late_before, is_catching_up)
+        if roster.shown[stream] != _EXPIRED:
+            roster.found_in[stream] = query
+    if with_scores:
+        at = _put_scores(out, at, roster, pages, streams, query, roster.mine, block_size)
+        at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
+    for stream in streams:
+        worker = roster.workers[stream]
+        if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query + 1:
+            continue
+        roster.written_in[worker] = 2 * query + 1
+        ranks = roster.mine[: _gather(roster, stream, query, roster.mine)]
+        if written > 0:
+            at = _put_byte(out, at, _COMMA)
+        written += 1
+        at = _put_worker(out, at, roster, layout, pages, ranks, block_size, now, weights)
+        if at < 0:
+            return at
+        at = _put_reusable(out, at, roster, pages, reusable, ranks, block_size)
+        at = _put_byte(out, at, _CLOSE)
+    return _put_byte(out, _put_byte(out, at, _CLOSE), _CLOSE)

@@ -1,0 +1,105 @@
+"""Answers to queries as structs that msgspec encodes: for questions that `api.answer_writer` does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from api.questions import Question, Weights
+from indexer.scores import WorkerScore
+from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcInstance
+
+_encoder = msgspec.json.Encoder()
+
+
+def encoded_answer(question: Question, scores: list[WorkerScore], now: float) -> bytes:
+    """Return the answer as JSON. now: seconds since 1970."""
+    if question.is_peer:
+        return _encoder.encode(peer_answer(scores, question.weights, now))
+    asked = [each for each in scores if question.instance is None or each.worker == question.instance]
+    return _encoder.encode({question.tenant: rfc_instances(asked, question.weights, now)})
+
+
+def age_ms(heard_at: float, now: float) -> int:
+    """Return the age of a view in whole milliseconds. It is never negative, even if the clock was set back."""
+    return max(0, round((now - heard_at) * 1000))
+
+
+def _device_tokens(worker: WorkerScore) -> dict[int, int]:
+    return {rank: tiers.gpu for rank, tiers in worker.ranks.items()}
+
+
+def _matched_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
+    """Omitted if it equals `dp`, as for most workers."""
+    for tiers in worker.ranks.values():
+        if tiers.external != tiers.gpu:
+            return {rank: tiers.external for rank, tiers in worker.ranks.items()}
+    return UNSET
+
+
+def _weighted(worker: WorkerScore, weights: Weights | None) -> float | UnsetType:
+    return UNSET if weights is None else worker.tiers.weighted(weights)
+
+
+def _weighted_dp(worker: WorkerScore, weights: Weights | None) -> dict[int, float] | UnsetType:
+    """Omitted for workers with one rank, where it equals `weighted`."""
+    if weights is None or len(worker.ranks) == 1:
+        return UNSET
+    return {rank: tiers.weighted(weights) for rank, tiers in worker.ranks.items()}
+
+
+def _reusable_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
+    return UNSET if worker.reusable_by_rank is None else worker.reusable_by_rank
+
+
+def peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float) -> PeerAnswer:
+    """Return the answer in Dynamo's dialect."""
+    instances = {
+        worker.worker: PeerInstance(
+            longest_matched=worker.longest_matched,
+            gpu=worker.tiers.gpu,
+            dp=_device_tokens(worker),
+            cpu=worker.tiers.cpu,
+            disk=worker.tiers.external,  # as in Dynamo: disk or external
+            external=worker.tiers.external,
+            state=worker.state.value,
+            age_ms=age_ms(worker.heard_at, now),
+            matched_dp=_matched_dp(worker),
+            weighted=_weighted(worker, weights),
+            weighted_dp=_weighted_dp(worker, weights),
+            reusable=worker.reusable if worker.has_groups else UNSET,
+            reusable_dp=_reusable_dp(worker),
+        )
+        for worker in scores
+    }
+    return PeerAnswer(scores=dict(_on_device(scores)), instances=instances)
+
+
+def _on_device(scores: list[WorkerScore]) -> Iterator[tuple[str, dict[int, int]]]:
+    for worker in scores:
+        if worker.tiers.gpu:
+            yield worker.worker, {rank: tokens for rank, tokens in _device_tokens(worker).items() if tokens}
+
+
+def rfc_instances(scores: list[WorkerScore], weights: Weights | None, now: float) -> dict[str, RfcInstance]:
+    """Return the part of an answer in the RFC's dialect that concerns one tenant."""
+    return {
+        worker.worker: RfcInstance(
+            longest_matched=worker.longest_matched,
+            gpu=worker.tiers.gpu,
+            cpu=worker.tiers.cpu,
+            disk=worker.tiers.external,
+            external=worker.tiers.external,
+            dp=_device_tokens(worker),
+            state=worker.state.value,
+            age_ms=age_ms(worker.heard_at, now),
+            matched_dp=_matched_dp(worker),
+            weighted=_weighted(worker, weights),
+            weighted_dp=_weighted_dp(worker, weights),
+            reusable=worker.reusable if worker.has_groups else UNSET,
+            reusable_dp=_reusable_dp(worker),
+        )
+        for worker in scores
+    }
