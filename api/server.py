@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -101,6 +103,13 @@ class _Server(uvicorn.Server):
         if isinstance(self._app, Application):  # other ASGI applications end their own streams
             self._app.end_streams()
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End on the first signal, and at once on the second one, without a traceback of what was under way."""
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
 
 
 class _EmbeddedServer(_Server):

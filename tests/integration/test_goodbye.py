@@ -84,7 +84,7 @@ def test_a_publisher_closes_within_its_bound_while_the_broker_is_away(kafka_brok
             engine.store(3)
             assert engine.close(deadline_s=1.0) < 1.0 + GRACE_S
         finally:
-            kafka_broker.restart()
+            kafka_broker.kill()  # the next test that needs it gets a running one
 
 
 def test_a_publisher_that_never_reached_its_broker_closes_within_its_bound() -> None:

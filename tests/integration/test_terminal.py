@@ -126,6 +126,7 @@ def url(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     process.send_signal(signal.SIGINT)  # an impatient user
     _, errors = process.communicate(timeout=20)
     assert b"Traceback" not in errors
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("screen", SCREENS)

@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import numpy as np
 
+from tests.support.prepared_python import PreparedProcess
+
 MODEL = "m"
 BLOCK_SIZE = 4
+_STDERR = 2
 
 
 class PublishingProcess:
@@ -32,13 +34,10 @@ class PublishingProcess:
         settings = {"KVSIGHT_MODEL": MODEL, "KVSIGHT_WORKER": worker, "KVSIGHT_BLOCK_SIZE": BLOCK_SIZE, **variables}
         self.worker = worker
         self.held: set[int] = set()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(clock_ahead_s)],
-            env=_environment(settings),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        (orders, self._orders), (self._answers, answers) = _pipe(), _pipe()
+        with orders, answers:
+            streams = orders.fileno(), answers.fileno(), _STDERR
+            self._process = PreparedProcess(__name__, [clock_ahead_s], _environment(settings), streams)
         self.epoch: int = self._answer()
 
     def store(self, *hashes: int) -> None:
@@ -61,23 +60,20 @@ class PublishingProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM and wait for the end."""
-        self._process.terminate()
+        self._process.send(signal.SIGTERM)
         self._process.wait(30)
 
     def kill(self) -> None:
         """Send SIGKILL. Idempotent."""
         self._process.kill()
-        self._process.wait()
 
     def _order(self, command: str, argument: object) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, argument]) + "\n")
-        self._process.stdin.flush()
+        self._orders.write(json.dumps([command, argument]) + "\n")
+        self._orders.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        return json.loads(self._answers.readline())
 
     def __enter__(self) -> Self:
         return self
@@ -86,9 +82,14 @@ class PublishingProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._orders.close()
+        self._answers.close()
+
+
+def _pipe() -> tuple[TextIO, TextIO]:
+    """Return the reading and the writing end."""
+    reader, writer = os.pipe()
+    return os.fdopen(reader), os.fdopen(writer, "w")
 
 
 def _environment(settings: Mapping[str, object]) -> dict[str, str]:
