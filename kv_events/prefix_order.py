@@ -18,11 +18,26 @@ def prefix_order(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
     int64[n], indices. A cycle of parents, which only a faulty publisher sends, is cut at an arbitrary page.
     """
     order = np.empty(len(hashes), np.int64)
-    if len(hashes):
-        by_hash = np.argsort(hashes)
-        entries = by_hash[np.minimum(np.searchsorted(hashes, parents, sorter=by_hash), len(hashes) - 1)]
-        _walk_down(np.where((hashes[entries] == parents) & (parents != 0), entries, -1), order)
+    _walk_down(_parent_indices(hashes, parents), order)
     return order
+
+
+def _parent_indices(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
+    """Return the index of each page's parent, or -1.
+
+    Pages come mostly in the order in which they were stored, so the parent is looked for in front of its child first.
+    """
+    indices = np.full(len(hashes), -1, np.int64)
+    follows = 1 + np.flatnonzero((hashes[:-1] == parents[1:]) & (parents[1:] != 0))
+    indices[follows] = follows - 1
+    others = np.flatnonzero((indices < 0) & (parents != 0))
+    if len(others):
+        by_hash = np.argsort(hashes)
+        in_order = hashes[by_hash]  # a search through a sorter would read memory at random
+        places = np.minimum(np.searchsorted(in_order, parents[others]), len(hashes) - 1)
+        is_held = in_order[places] == parents[others]
+        indices[others[is_held]] = by_hash[places[is_held]]
+    return indices
 
 
 @array_kernel(types.void, I64Input, I64Vector, allocates=True)
