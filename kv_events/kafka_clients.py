@@ -18,6 +18,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -47,7 +48,8 @@ class KafkaUnreachableError(KvsightError):
 class KafkaConnection:
     """The way to one Kafka cluster, for every client of a process. Holds no open connection.
 
-    Files of certificates and passwords are read for each client, and tokens for each connection.
+    Files of certificates and passwords are read for each client and when it connects again, and tokens for each
+    connection. Rotated secrets therefore need no restart.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -66,7 +68,7 @@ class KafkaConnection:
         from aiokafka import AIOKafkaConsumer
 
         consumer = AIOKafkaConsumer(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
-        _never_creates_topics(consumer._client)
+        self._adapt(consumer._client)
         return consumer
 
     def producer(self, **options: Any) -> Any:
@@ -74,14 +76,16 @@ class KafkaConnection:
         from aiokafka import AIOKafkaProducer
 
         producer = AIOKafkaProducer(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
-        _never_creates_topics(producer.client)
+        self._adapt(producer.client)
         return producer
 
     def admin(self, **options: Any) -> Any:
         """Create an AIOKafkaAdminClient that is not started."""
         from aiokafka.admin import AIOKafkaAdminClient
 
-        return AIOKafkaAdminClient(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap, **self._current_options(), **options)
+        self._adapt(admin._client)
+        return admin
 
     async def check(self) -> None:
         """Return if a broker lets this client in. Raises KafkaUnreachableError with the reason, within seconds.
@@ -92,6 +96,24 @@ class KafkaConnection:
 
         hosts = collect_hosts(self.bootstrap)
         await _first_success([partial(self._bootstrap_from, host, port) for host, port, _ in hosts])
+
+    def failure(self, error: Exception, operation: str) -> str:
+        """Say in one line why an operation failed after the login. operation: a right, such as `read` or `write`."""
+        from aiokafka.errors import TopicAuthorizationFailedError
+
+        reason = f"{error}" or repr(error)
+        if isinstance(error, TopicAuthorizationFailedError):
+            reason = f"{self.user} may not {operation} topic {' '.join(map(str, error.args))}: an ACL must allow it"
+        elif isinstance(error, TimeoutError):
+            reason = "no answer in time"
+        return f"Kafka at {self.bootstrap}: {reason}"
+
+    @property
+    def user(self) -> str:
+        """The user of this login, for messages."""
+        if self._settings.kafka_username is not None:
+            return f"user {shorten(self._settings.kafka_username)}"
+        return "this client"
 
     async def _bootstrap_from(self, host: str, port: int) -> None:
         """Log in to one broker, and to one of the addresses that it gives to clients."""
@@ -165,6 +187,30 @@ class KafkaConnection:
         if self._settings.kafka_sasl_mechanism is None:
             return f"{closed}; the port may require a login: set {variable('kafka_sasl_mechanism')}"
         return closed
+
+    def _adapt(self, client: Any) -> None:
+        """Change one AIOKafkaClient in two ways.
+
+        It does not create topics: a broker creates each one that it is asked about, unless the request forbids it.
+        aiokafka sends its requests for metadata, and only these, to what `_get_conn` returns. And it connects with the
+        present content of the files, where aiokafka keeps that of its start.
+        """
+        get_connection = client._get_conn
+
+        async def get_metadata_connection(node: Any, **options: Any) -> _MetadataConnection | None:
+            if not any(kept.connected() for (kept_node, _), kept in client._conns.items() if kept_node == node):
+                self._refresh(client)
+            connection = await get_connection(node, **options)
+            return None if connection is None else _MetadataConnection(connection)
+
+        client._get_conn = get_metadata_connection
+
+    def _refresh(self, client: Any) -> None:
+        """Give a client the present certificates and password."""
+        with suppress(InvalidValueError):  # a file that is being replaced; the next attempt reads it
+            options = self._options()
+            client._ssl_context = options.get("ssl_context")
+            client._sasl_plain_password = options.get("sasl_plain_password")
 
     def _current_options(self) -> dict[str, Any]:
         """Options of any client. Raises KafkaUnreachableError: a file that was right at the start is not now."""
@@ -325,20 +371,6 @@ class _MetadataConnection:
         request._allow_auto_topic_creation = False
         answer: Awaitable[Any] = self._connection.send(request)
         return answer
-
-
-def _never_creates_topics(client: Any) -> None:
-    """Change one AIOKafkaClient: a broker creates every topic that it is asked about, unless the request forbids it.
-
-    aiokafka sends its requests for metadata, and only these, to what `_get_conn` returns.
-    """
-    get_connection = client._get_conn
-
-    async def get_metadata_connection(*args: Any, **options: Any) -> _MetadataConnection | None:
-        connection = await get_connection(*args, **options)
-        return None if connection is None else _MetadataConnection(connection)
-
-    client._get_conn = get_metadata_connection
 
 
 class _TokenProvider:

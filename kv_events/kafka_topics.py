@@ -50,11 +50,11 @@ async def inspect_topics(connection: KafkaConnection, settings: KafkaSettings, *
         found = await describe_topics(admin, names)
         missing = [name for name in names if name not in found] if create else []
         if missing:
-            await _create(admin, settings, missing)
+            await _create(admin, settings, missing, connection.user)
             found |= await describe_topics(admin, missing)
         configs = await _configs(admin, list(found))
     except (KafkaError, OSError) as error:
-        raise KafkaUnreachableError(f"Kafka at {connection.bootstrap}: {error}") from error
+        raise KafkaUnreachableError(connection.failure(error, "describe")) from error
     finally:
         await admin.close()
     topics = {
@@ -106,9 +106,9 @@ def retention_mismatches(topic: Topic, snapshot_interval_s: float) -> list[str]:
     return found
 
 
-async def _create(admin: Any, settings: KafkaSettings, names: list[str]) -> None:
+async def _create(admin: Any, settings: KafkaSettings, names: list[str], user: str) -> None:
     from aiokafka.admin import NewTopic
-    from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+    from aiokafka.errors import KafkaError, TopicAlreadyExistsError, TopicAuthorizationFailedError, for_code
 
     retention_ms = settings.topic_retention_s * 1000
     configs = {
@@ -120,6 +120,8 @@ async def _create(admin: Any, settings: KafkaSettings, names: list[str]) -> None
     topics = [NewTopic(name, partitions[name], replicas, topic_configs=configs) for name in names]
     answer = await admin.create_topics(topics, timeout_ms=_TIMEOUT_MS)
     for name, code, *message in answer.topic_errors:
+        if code == TopicAuthorizationFailedError.errno:
+            raise KafkaError(f"{user} may not create topic {name}: create it, or an ACL must allow it")
         if code not in (0, TopicAlreadyExistsError.errno):
             reason = " ".join(filter(None, message)) or for_code(code).description
             raise KafkaError(f"topic {name} cannot be created: {reason}")

@@ -71,7 +71,7 @@ class KafkaSource:
             raise SourceUnavailableError(str(error)) from error
         except KafkaError as error:
             await self._clients.aclose()
-            raise SourceUnavailableError(f"Kafka at {self._connection.bootstrap}: {error}") from error
+            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
         if self._was_found and not begins:
             await self._clients.aclose()
             raise self._missing()
@@ -86,7 +86,7 @@ class KafkaSource:
         try:
             fetched = await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS)
         except KafkaError as error:
-            raise SourceUnavailableError(f"Kafka: {error}") from error
+            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
         for tp, records in fetched.items():
             if records[0].offset < self._next_offsets.get(tp.partition, 0):  # aiokafka went back to the beginning
                 self._is_replaced = True
@@ -121,8 +121,7 @@ class KafkaSource:
                     raise self._replaced()
                 ends = await self._consumer.end_offsets(list(self._assigned))
         except (KafkaError, TimeoutError) as error:
-            detail = "does not answer" if isinstance(error, TimeoutError) else repr(error)
-            raise SourceUnavailableError(f"Kafka at {self._connection.bootstrap} {detail}") from error
+            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
         return {tp.partition: offset for tp, offset in ends.items()}
 
     async def _current_id(self) -> bytes | None:
@@ -148,7 +147,7 @@ class KafkaSource:
         except KafkaUnreachableError as error:
             raise SourceUnavailableError(str(error)) from error
         except (KafkaError, TimeoutError) as error:
-            raise SourceUnavailableError(f"Kafka does not take a request: {error!r}") from error
+            raise SourceUnavailableError(self._connection.failure(error, "write")) from error
 
     async def stop(self) -> None:
         self._producer = None

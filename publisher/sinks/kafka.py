@@ -23,7 +23,6 @@ from aiokafka.errors import (
     KafkaError,
     MessageSizeTooLargeError,
     RecordTooLargeError,
-    TopicAuthorizationFailedError,
 )
 
 from kv_events.codec import decode_resync
@@ -45,7 +44,7 @@ from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableEr
 
 logger = logging.getLogger(__name__)
 
-_FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError, TopicAuthorizationFailedError)
+_FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError)
 _RETRY_S = 1.0
 _NO_TIME = -1
 _TIME_MARGIN_MS = 60_000
@@ -88,7 +87,7 @@ class KafkaSink:
             raise SinkUnavailableError(str(error)) from error
         except (KafkaError, OSError) as error:
             await self.stop()
-            raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {error}") from error
+            raise SinkUnavailableError(self._connection.failure(error, "read")) from error
 
     async def send(self, records: Sequence[OutRecord]) -> None:
         """Send records concurrently and wait for all acknowledgements.
@@ -101,7 +100,7 @@ class KafkaSink:
         try:
             await self._deliver(records)
         except _FOR_GOOD as error:
-            raise SinkRejectedError(f"Kafka at {self._connection.bootstrap}: {error}") from error
+            raise SinkRejectedError(self._connection.failure(error, "write")) from error
         except KafkaUnreachableError as error:
             raise SinkUnavailableError(str(error)) from error
         except InvalidTimestampError as error:
@@ -111,7 +110,7 @@ class KafkaSink:
             raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {detail}") from error
         except (KafkaError, OSError) as error:
             await self._stop_producer()  # its idempotent session may be lost; the retry starts a new one
-            raise SinkUnavailableError(f"Kafka at {self._connection.bootstrap}: {error!r}") from error
+            raise SinkUnavailableError(self._connection.failure(error, "write")) from error
         self._records, self._acknowledged = (), []
 
     async def stop(self) -> None:
@@ -129,7 +128,7 @@ class KafkaSink:
             except ConsumerStoppedError:
                 return
             except KafkaError as error:
-                self._limited_logger.warning("%s; listening again", error)
+                self._limited_logger.warning("%s; listening again", self._connection.failure(error, "read"))
                 await asyncio.sleep(_RETRY_S)
                 continue
             yield self._decoded(message.value)

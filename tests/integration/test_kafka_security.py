@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import subprocess
@@ -16,17 +17,23 @@ from pydantic import SecretStr
 
 from indexer.assembly import create_consumer
 from indexer.settings import IndexerSettings
+from indexer.sources.base import SourceUnavailableError
+from indexer.sources.kafka import KafkaSource
 from indexer.views import View, ViewState
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader
 from kv_events.kafka_clients import KafkaConnection, KafkaUnreachableError
 from kv_events.kafka_settings import KafkaSettings
-from kv_events.schema import BlockStored, StorageMedium
+from kv_events.kafka_topics import inspect_topics
+from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
+from publisher.sinks.base import OutRecord, SinkUnavailableError
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.secure_kafka import PASSWORD, USER, SecureKafka, unsecured_token
 from tests.support.waiting import async_wait_until
+
+NO_LOGIN = {"kafka_username": None, "kafka_password_file": None}
 
 
 @pytest.fixture
@@ -205,6 +212,98 @@ async def test_a_page_goes_from_a_publisher_to_an_index_over_tls_with_a_login(ka
         resyncs = publisher.stats().resyncs
         consumer.demand_resync(consumer.namespaces.views[0])
         await async_wait_until(lambda: publisher.stats().resyncs > resyncs, deadline_s=30, what="a resync")
+
+
+async def test_a_password_that_is_rotated_needs_no_restart(
+    kafka: SecureKafka, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    user, name = uuid.uuid4().hex, uuid.uuid4().hex
+    password = tmp_path / "password"
+    password.write_text("the-first-secret")
+    await asyncio.to_thread(kafka.set_password, user, "the-first-secret")
+    own = {
+        "kafka": kafka.address("BRIEF"),
+        **login(password),
+        "kafka_username": user,
+        "events_topic": f"e-{name}",
+        "control_topic": f"c-{name}",
+    }
+    settings = PublisherSettings(model="m", worker="w", block_size=4, heartbeat_s=0.2, **own)
+    consumer = create_consumer(IndexerSettings(**own))
+    async with EventPublisher(settings, create_sink(settings)) as publisher, consumer.running():
+
+        async def shows(num_pages: int) -> None:
+            publisher.publish([BlockStored([num_pages], None, [num_pages] * 4, 4, None, StorageMedium.GPU, None)])
+            await async_wait_until(
+                lambda: [view.num_pages[0] for view in consumer.namespaces.views] == [num_pages],
+                deadline_s=30,
+                what=f"{num_pages} pages in the index",
+            )
+
+        await shows(1)
+        await asyncio.to_thread(kafka.set_password, user, "the-second-secret")
+        password.write_text("the-second-secret")
+        await shows(2)
+        resyncs = publisher.stats().resyncs
+        consumer.demand_resync(consumer.namespaces.views[0])
+        await async_wait_until(lambda: publisher.stats().resyncs > resyncs, deadline_s=30, what="a resync")
+    password.write_text("the-first-secret")
+    assert "wrong user or password" in await refusal(**own)
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("right", ["describe", "read", "write"])
+async def test_a_missing_right_on_a_topic_is_one_line_that_names_user_topic_and_right(
+    kafka: SecureKafka, files: Path, right: str
+) -> None:
+    name = uuid.uuid4().hex
+    own = {**login(files / "right"), "kafka": kafka.address("OPEN")}
+    own |= {"events_topic": f"e-{name}", "control_topic": f"c-{name}"}
+    plain = KafkaSettings(**{**own, "kafka": kafka.address("PLAINTEXT"), "kafka_sasl_mechanism": None, **NO_LOGIN})
+    await inspect_topics(KafkaConnection(plain), plain, create=True)
+    for topic in (own["events_topic"], own["control_topic"]):
+        await kafka.allow(topic, right)
+    source, sink = (
+        KafkaSource(KafkaSettings(**own)),
+        create_sink(PublisherSettings(model="m", worker="w", block_size=4, **own)),
+    )
+    record = OutRecord(b"k", b"v", time.time_ns() // 10**6, 1)
+
+    async def reads() -> str:
+        await source.start({})
+        try:
+            return str(await source.fetch()) and ""
+        except SourceUnavailableError as error:
+            return str(error)
+        finally:
+            await source.stop()
+
+    async def requests() -> str:
+        try:
+            await source.request(ResyncRequest("default/m/w/0", 1, "test"))
+        except SourceUnavailableError as error:
+            return str(error)
+        finally:
+            await source.stop()
+        return ""
+
+    async def writes() -> str:
+        await sink.start()
+        try:
+            await sink.send([record])
+        except SinkUnavailableError as error:
+            return str(error)
+        finally:
+            await sink.stop()
+        return ""
+
+    def refused(operation: str, topic: str) -> str:
+        who = f"Kafka at {own['kafka']}: user '{USER}'"
+        return "" if operation == right else f"{who} may not {operation} topic {topic}: an ACL must allow it"
+
+    assert await reads() == refused("read", own["events_topic"])
+    assert await requests() == refused("write", own["control_topic"])
+    assert await writes() == refused("write", own["events_topic"])
 
 
 def test_commands_log_in_with_the_same_flags(kafka: SecureKafka, files: Path, tmp_path: Path) -> None:

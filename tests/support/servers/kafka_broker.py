@@ -60,7 +60,7 @@ class KafkaBroker:
         further = listeners or {}
         self._ports = [self._port, *further.values()]
         self._log = folder / "broker.log"
-        self._java = [str(_java()), *_JVM, "-cp", f"{kafka_jars()}/*"]
+        self._java = _kafka_command()
         self._settings = folder / "server.properties"
         text = _SETTINGS.format(
             port=self._port,
@@ -115,6 +115,17 @@ class KafkaBroker:
         done = subprocess.run([*self._java, *arguments], capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
             raise RuntimeError(f"formatting Kafka's storage failed:\n{done.stdout}{done.stderr}")
+
+
+def run_kafka_tool(name: str, *arguments: str) -> None:
+    """Run one of Kafka's own tools, such as `kafka.admin.ConfigCommand`. Takes about 2 s."""
+    done = subprocess.run([*_kafka_command(), name, *arguments], capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} failed:\n{done.stdout}{done.stderr}")
+
+
+def _kafka_command() -> list[str]:
+    return [str(_java()), *_JVM, "-cp", f"{kafka_jars()}/*"]
 
 
 def kafka_jars() -> Path:

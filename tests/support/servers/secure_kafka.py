@@ -7,15 +7,21 @@ import json
 import time
 from pathlib import Path
 
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.protocol.admin import CreateAclsRequest
+
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.child_process import free_port
-from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.kafka_broker import KafkaBroker, run_kafka_tool
 
 USER, PASSWORD = "kvsight-user", "a-secret-of-the-tests"
 _MODULES = "org.apache.kafka.common.security"
+_TOPIC = 2
+_OPERATIONS = {"read": 3, "write": 4, "describe": 8}
 _PROTOCOLS = {
     "LOGIN": "SASL_SSL",  # PLAIN, SCRAM and OAUTHBEARER over TLS
     "OPEN": "SASL_PLAINTEXT",  # the same without TLS
+    "BRIEF": "SASL_PLAINTEXT",  # the same; the broker closes each connection after a second
     "MUTUAL": "SSL",  # TLS with client certificates
     "EXPIRED": "SSL",  # a certificate that has expired
     "ELSEWHERE": "SSL",  # a certificate for another host
@@ -44,12 +50,35 @@ class SecureKafka:
         """The address of a listener, `host:port`."""
         return f"127.0.0.1:{self._ports[listener]}"
 
+    async def allow(self, topic: str, *operations: str, user: str = USER) -> None:
+        """Let one user `read`, `write` or `describe` a topic, and no other user anything."""
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.address("PLAINTEXT"))
+        await admin.start()
+        try:
+            for operation in operations:
+                is_literal, is_allowed = 3, 3
+                rule = (_TOPIC, topic, is_literal, f"User:{user}", "*", _OPERATIONS[operation], is_allowed)
+                answer = await admin._send_request(CreateAclsRequest(*rule))
+                assert not any(code for code, _ in answer.creation_responses), answer
+        finally:
+            await admin.close()
+
+    def set_password(self, user: str, password: str) -> None:
+        """Create a user of SCRAM-SHA-512, or change its password. Takes about 2 s."""
+        server = ("--bootstrap-server", self.address("PLAINTEXT"))
+        change = ("--alter", "--entity-type", "users", "--entity-name", user)
+        config = f"SCRAM-SHA-512=[password={password}]"
+        run_kafka_tool("kafka.admin.ConfigCommand", *server, *change, "--add-config", config)
+
 
 def _settings(certificates: Certificates) -> list[str]:
     protocols = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", **_PROTOCOLS}
     lines = [
         "inter.broker.listener.name=PLAINTEXT",
         "listener.security.protocol.map=" + ",".join(f"{name}:{p}" for name, p in protocols.items()),
+        "authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users=User:ANONYMOUS",  # of the listeners without a login
+        "allow.everyone.if.no.acl.found=true",
         "sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",
     ]
     stores = {
@@ -69,7 +98,8 @@ def _settings(certificates: Certificates) -> list[str]:
         f"listener.name.mutual.ssl.truststore.location={certificates.ca}",
     ]
     token_login = f'{_MODULES}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'
-    for name in ("login", "open"):
+    lines.append("listener.name.brief.connections.max.reauth.ms=1000")
+    for name in ("login", "open", "brief"):
         where = f"listener.name.{name}"
         lines += [
             f'{where}.plain.sasl.jaas.config={_MODULES}.plain.PlainLoginModule required user_{USER}="{PASSWORD}";',

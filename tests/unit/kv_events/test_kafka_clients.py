@@ -35,6 +35,13 @@ async def test_aiokafka_has_the_private_parts_that_are_used(client: Any, path: s
     assert inspect.iscoroutinefunction(part), f"{where}: adapt kv_events/kafka_clients.py"
 
 
+async def test_aiokafka_has_the_private_fields_that_are_refreshed() -> None:
+    consumer = AIOKafkaConsumer(bootstrap_servers=_NOWHERE)
+    fields = {"_conns", "_get_conn", "_ssl_context", "_sasl_plain_password"}
+    assert fields <= set(dir(consumer._client)), "adapt KafkaConnection._refresh in kv_events/kafka_clients.py"
+    await consumer.stop()
+
+
 async def test_clients_that_never_started_stop() -> None:
     await stop_consumer(AIOKafkaConsumer(bootstrap_servers=_NOWHERE))
     await stop_producer(AIOKafkaProducer(bootstrap_servers=_NOWHERE))
