@@ -11,6 +11,7 @@ from bridge.shared_sink import SharedSink
 from bridge.worker_stream import StreamContext, WorkerStream
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.streams import StreamId
+from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 
@@ -62,6 +63,6 @@ class StreamRegistry:
                 del self._streams[stream.stream]
                 self._registered.discard(stream.stream)
 
-    def _new_publisher(self, stream: StreamId, block_size: int) -> EventPublisher:
+    def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable) -> EventPublisher:
         own = {**stream._asdict(), "block_size": block_size}
-        return EventPublisher(PublisherSettings(**{**self._template, **own}), self._sink.lane(stream))
+        return EventPublisher(PublisherSettings(**{**self._template, **own}), self._sink.lane(stream), blocks)

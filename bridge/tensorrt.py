@@ -21,7 +21,9 @@ from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST
+from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
+from publisher.settings import PublisherSettings
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +61,18 @@ def widest_window_of(events: Iterable[Mapping[str, Any]], known: int = 0) -> int
 class PolledEvents:
     """Publishes the events of one engine. Each attention DP rank is a worker stream."""
 
-    def __init__(self, make_publisher: Callable[[int], EventPublisher], *, name_pages: int = 4_000_000) -> None:
-        """make_publisher: called once for each rank; makes a publisher for exclusive use. name_pages:
-        most former pages to remember for each rank.
+    def __init__(
+        self,
+        settings: PublisherSettings,
+        make_publisher: Callable[[PublisherSettings, BlockTable], EventPublisher],
+        *,
+        name_pages: int = 4_000_000,
+    ) -> None:
+        """settings: those of rank 0. make_publisher: called once for each rank, with its settings and its table of
+        blocks; makes a publisher for exclusive use. name_pages: most former pages to remember for each rank.
         """
         self.counters = BridgeCounters()
+        self._settings = settings
         self._make_publisher = make_publisher
         self._name_pages = name_pages
         self._widest_window = 0
@@ -99,25 +108,25 @@ class PolledEvents:
                 publisher.set_degraded_reason(BATCHES_LOST)
             self._last_ids[rank] = number
         self.counters.events += 1
-        for run in from_tensorrt(event, publisher.block_size, self._widest_window):
+        for run in from_tensorrt(event, self._settings.block_size, self._widest_window):
             translator.apply(run)
             if isinstance(run, BadEvent) and run.may_remove:
                 publisher.set_degraded_reason(BATCHES_LOST)
 
     def _rank(self, rank: int) -> tuple[EventTranslator, EventPublisher]:
         if rank not in self._rank_streams:
-            publisher = self._make_publisher(rank)
-            stream = publisher.stream
+            settings = PublisherSettings(**{**self._settings.model_dump(), "dp_rank": rank})
             translator = EventTranslator(
-                StreamIdentity(stream.model, stream.tenant),
+                StreamIdentity(settings.model, settings.tenant),
                 self.counters,
-                RateLimitedLogger(logger, f"engine {stream.key}"),
-                lambda _: publisher,
-                block_size=publisher.block_size,
-                ledger_pages=publisher.ledger_pages,
+                RateLimitedLogger(logger, f"engine {settings.stream.key}"),
+                lambda _, blocks: self._make_publisher(settings, blocks),
+                block_size=settings.block_size,
+                ledger_pages=settings.ledger_pages,
                 name_pages=self._name_pages,
             )
-            self._rank_streams[rank] = translator, publisher
+            assert translator.publisher is not None  # the block size is given
+            self._rank_streams[rank] = translator, translator.publisher
         return self._rank_streams[rank]
 
 

@@ -12,6 +12,7 @@ from bridge.naming.identity import RegistrationDefaults, StreamIdentity
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
 from kv_events.streams import StreamId
+from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher, PublisherStats
 
 _OLD_DEADLINE_S = 0.2
@@ -39,8 +40,8 @@ class StreamStatus(NamedTuple):
 class StreamContext(NamedTuple):
     """What a worker stream needs of the registry that opened it."""
 
-    new_publisher: Callable[[StreamId, int], EventPublisher]
-    """(stream, block size) -> a publisher that is not started."""
+    new_publisher: Callable[[StreamId, int, BlockTable], EventPublisher]
+    """(stream, block size, its table of blocks) -> a publisher that is not started."""
     release: Callable[[WorkerStream], None]
     """Called when the stream is closed."""
     ledger_pages: int
@@ -118,7 +119,7 @@ class WorkerStream:
             if is_certain:
                 self._forget(old.block_size)
             else:
-                self._translator.replace_publisher(self._make_publisher(old.block_size))
+                self._translator.replace_publisher(old.block_size)
         self._update_degraded_reason()
 
     async def settle(self) -> None:
@@ -160,7 +161,7 @@ class WorkerStream:
         """Begin with an empty translator, and with a publisher whose block size is not certain yet."""
         self._translator = self._new_translator()
         if self._translator.publisher is None:
-            self._spare = self._translator.publisher = self._make_publisher(block_size)
+            self._spare = self._translator.open_publisher(block_size)
 
     def _new_translator(self) -> EventTranslator:
         return EventTranslator(
@@ -173,13 +174,11 @@ class WorkerStream:
             name_pages=self._home.name_pages,
         )
 
-    def _publisher_of_size(self, block_size: int) -> EventPublisher:
+    def _publisher_of_size(self, block_size: int, blocks: BlockTable) -> EventPublisher:
         """The spare publisher if its block size is right, else a new one."""
         spare, self._spare = self._spare, None
-        is_fit = spare is not None and spare.block_size == block_size
-        return spare if spare is not None and is_fit else self._make_publisher(block_size)
-
-    def _make_publisher(self, block_size: int) -> EventPublisher:
-        publisher = self._home.new_publisher(self.stream, block_size)
+        if spare is not None and spare.block_size == block_size:
+            return spare
+        publisher = self._home.new_publisher(self.stream, block_size, blocks)
         self._unstarted.append(publisher)
         return publisher

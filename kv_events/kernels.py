@@ -34,6 +34,8 @@ def array_kernel(returns, *parameters, allocates=False):
     array of `bundles` (such as `U64Vector`), the class of a bundle if callers pass a `resident` bundle, or `spread` of
     such a class if callers pass the named tuple itself. Inside the function, all bundles are named tuples. allocates:
     whether the kernel makes arrays, which costs the counting of references.
+
+    A function defined inside another may use its variables. They are constants of the kernel.
     """
 
     def compiled(function):
@@ -62,7 +64,8 @@ def _entry_point(function: Callable[..., Any], parameters: tuple[Any, ...]) -> C
 
     A kernel that calls the function instead would be compiled twice, and one into which numba inlines it takes longer.
     """
-    names: dict[str, Any] = dict(function.__globals__)
+    constants = inspect.getclosurevars(function).nonlocals
+    names: dict[str, Any] = {**function.__globals__, **constants}
     arguments, lines = [], []
     for name, parameter in zip(inspect.signature(function).parameters, parameters, strict=True):
         if isinstance(parameter, Spread):
@@ -79,6 +82,8 @@ def _entry_point(function: Callable[..., Any], parameters: tuple[Any, ...]) -> C
     definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list, definition.args.args = [], [ast.arg(name) for name in arguments]
+    for name, value in constants.items():  # numba's cache tells kernels apart by name and line, not by constants
+        definition.name += f"_{name}_{value}"
     first = 1 if ast.get_docstring(definition) is not None else 0
     definition.body[first:first] = ast.parse("\n".join(lines)).body
     return _defined(function, definition, names)
@@ -102,6 +107,6 @@ def _defined(function: Callable[..., Any], definition: ast.FunctionDef, names: d
     code = function.__code__
     tree = ast.increment_lineno(ast.fix_missing_locations(ast.Module([definition], [])), code.co_firstlineno - 1)
     exec(compile(tree, code.co_filename, "exec"), names)  # noqa: S102  made of our own sources
-    defined: Callable[..., Any] = names[function.__name__]
+    defined: Callable[..., Any] = names[definition.name]
     defined.__doc__ = function.__doc__
     return defined

@@ -1,12 +1,12 @@
 """Blocks: pages by the engine's identifier (block hash XOR the salt of its namespace), with their media.
 
-A ledger has a table of blocks. The bridge, which remembers hashes longer than pages are held, may supply the table; it
-then owns insertion and removal of entries, and the ledger only marks which blocks are held on a medium.
+A ledger either owns its table of blocks (`own_blocks`), or uses one that another object owns (`shared_blocks`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,12 @@ PAGE, STATE = range(2)
 # bits of a state, after bits m: held on medium m
 ON_MEDIA = 2**NUM_MEDIA - 1
 REMEMBERED = 1 << NUM_MEDIA
-"""The entry stays when the block is no longer held."""
-ASKED_FOR = 2 << NUM_MEDIA
+"""Set for each entry of a shared table, which remembers blocks that are no longer held."""
+RECENTLY_USED = 2 << NUM_MEDIA
 """The entry was used since the last search for entries to drop."""
 
 # elements of tally
-HELD, MOST_HELD, IS_SHARED = range(3)
+HELD, MOST_HELD = range(2)
 
 
 class Blocks(NamedTuple):
@@ -39,45 +39,36 @@ class Blocks(NamedTuple):
     """[capacity + 1, 2] entry of the block's page, valid while the block is held; state, 0 for a free entry. The last
     row stays free."""
     tally: I64Vector
-    """[3] number of blocks held; the largest such number, as far as recorded; 1 if the table is shared, so that the
-    ledger does not insert and remove its entries."""
+    """[2] number of blocks held; the largest such number, as far as recorded."""
 
 
-def make_blocks(capacity: int, *, is_shared: bool = False) -> Blocks:
+class BlockTable(Protocol):
+    """What a ledger needs of a table of blocks: the arrays, and what depends on who owns them."""
+
+    @property
+    def arrays(self) -> Blocks:
+        """The table and its columns."""
+        ...
+
+    @property
+    def change_pages(self) -> Callable[..., None]:
+        """The kernel for ledgers with such a table, see `ledger_kernels.make_change_pages`."""
+        ...
+
+    def clear_residency(self) -> None:
+        """Record that no block is on any medium."""
+        ...
+
+
+def make_blocks(capacity: int) -> Blocks:
     """Create an empty table for at most `capacity` entries. Reserves address space, not memory."""
-    tally = np.zeros(3, np.int64)
-    tally[IS_SHARED] = is_shared
-    return Blocks(page_table.make_table(capacity), np.zeros((capacity + 1, 2), np.uint32), tally)
+    return Blocks(page_table.make_table(capacity), np.zeros((capacity + 1, 2), np.uint32), np.zeros(2, np.int64))
 
 
 def states(blocks: Blocks) -> npt.NDArray[np.uint32]:
     """Return a view of the states, uint32[entries ever used]."""
     used: npt.NDArray[np.uint32] = blocks.columns[: page_table.high_water(blocks.table), STATE]
     return used
-
-
-def put_down(blocks: Blocks) -> None:
-    """Clear all residency.
-
-    A shared table keeps its entries and marks those that were held as used, because the engine may still hold them.
-    This takes a few ms for each million entries; otherwise all entries are dropped at once.
-    """
-    if blocks.tally[IS_SHARED]:
-        used = states(blocks)
-        lay = used & np.uint32(ON_MEDIA) != 0
-        used &= np.uint32(REMEMBERED | ASKED_FOR)
-        used[lay] |= np.uint32(ASKED_FOR)
-    else:
-        page_table.clear(blocks.table)
-    blocks.tally[MOST_HELD] = max(blocks.tally[MOST_HELD], blocks.tally[HELD])
-    blocks.tally[HELD] = 0
-
-
-def forget_all(blocks: Blocks) -> None:
-    """Drop all entries."""
-    states(blocks)[:] = 0
-    page_table.clear(blocks.table)
-    blocks.tally[[HELD, MOST_HELD]] = 0
 
 
 @array_helper

@@ -12,7 +12,7 @@ from kv_events.digest import Digest
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_EXTRA_KEY_BYTES
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
-from publisher.blocks import Blocks
+from publisher.blocks import BlockTable
 from publisher.change_kernels import REMOVAL
 from publisher.change_queue import ChangeQueue, PageChanges, QueueStats
 from publisher.event_columns import (
@@ -54,7 +54,8 @@ class TakenChanges(NamedTuple):
 class ChangeTracker:
     """The ledger and the change queue behind one lock. Thread-safe. The lock is only held for short steps."""
 
-    def __init__(self, settings: PublisherSettings) -> None:
+    def __init__(self, settings: PublisherSettings, blocks: BlockTable | None = None) -> None:
+        """blocks: None for a table of its own."""
         self._block_size = settings.block_size
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
         self._token_bytes = 0
@@ -64,7 +65,11 @@ class ChangeTracker:
             self._token_bytes = 4 * (settings.block_size + 1) + EVENT_BYTES + MAX_EXTRA_KEY_BYTES
         self._lock = FairLock()  # guards everything below
         self._change_queue = ChangeQueue(settings.queue_pages)
-        self._ledger = Ledger(settings.ledger_pages, self._change_queue)
+        if blocks is None:
+            from publisher.own_blocks import OwnBlocks  # has a kernel that the bridge does not need
+
+            blocks = OwnBlocks(settings.ledger_pages)
+        self._ledger = Ledger(settings.ledger_pages, self._change_queue, blocks)
         self._rejected: Counter[str] = Counter()
         self._is_closed = False
 
@@ -100,11 +105,6 @@ class ChangeTracker:
                     self._rejected["closed"] += len(part.kinds)
                 else:
                     self._ledger.change(part, extra_key)
-
-    def share(self, blocks: Blocks) -> None:
-        """See `Ledger.share`."""
-        with self._lock:
-            self._ledger.share(blocks)
 
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):

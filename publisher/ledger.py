@@ -12,10 +12,9 @@ import xxhash
 from kv_events import page_table
 from kv_events.bundles import resident
 from kv_events.digest import DIGEST_WORDS, Digest, empty_digest
-from kv_events.errors import InvalidValueError
 from kv_events.page_table import make_table
 from kv_events.schema import NUM_MEDIA
-from publisher.blocks import HELD, ON_MEDIA, PAGE, STATE, Blocks, make_blocks, put_down
+from publisher.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.change_kernels import advance_digest
 from publisher.change_queue import ChangeQueue
 from publisher.event_columns import EventColumns
@@ -26,7 +25,6 @@ from publisher.ledger_kernels import (
     PARENT,
     SLICE_PAGES,
     LedgerArrays,
-    change_pages,
     find_entry,
 )
 from publisher.queue_kernels import queue_cleared
@@ -54,13 +52,16 @@ class Ledger:
     """Pages by block hash and by sequence hash, with their media and the running digest.
 
     Each page that becomes resident or is removed is queued in the `ChangeQueue` in the same step. Not thread-safe: the
-    publisher's lock guards it. `capacity` is the maximum number of pages, and of blocks if the ledger owns the table of
-    blocks. Further pages are only counted, neither kept nor queued, so that ledger, digest and indexer agree.
+    publisher's lock guards it. Pages beyond `capacity`, and blocks for which `blocks` has no room, are only counted,
+    neither kept nor queued, so that ledger, digest and indexer agree.
     """
 
-    def __init__(self, capacity: int, change_queue: ChangeQueue) -> None:
+    def __init__(self, capacity: int, change_queue: ChangeQueue, blocks: BlockTable) -> None:
+        """capacity: most pages. blocks: for this ledger alone from now on; an earlier ledger may have used it."""
+        blocks.clear_residency()
+        self._blocks = blocks
         self._arrays = LedgerArrays(
-            blocks=make_blocks(capacity),
+            blocks=blocks.arrays,
             pages=make_table(capacity),
             page_media=np.zeros(capacity, np.uint8),
             page_copies=np.zeros((NUM_MEDIA, capacity), np.uint32),
@@ -72,18 +73,6 @@ class Ledger:
             counts=np.zeros(len(COUNT_NAMES), np.int64),
         )
         self._queue = change_queue.resident
-        self._resident = resident(self._arrays)
-
-    def share(self, blocks: Blocks) -> None:
-        """Use the caller's shared table of blocks instead of the ledger's own.
-
-        A store of a block that is not in the table is treated as one beyond `capacity`. Raises InvalidValueError while
-        pages are held.
-        """
-        if self.num_pages:
-            raise InvalidValueError("pages held", self.num_pages, "none")
-        put_down(blocks)
-        self._arrays = self._arrays._replace(blocks=blocks)
         self._resident = resident(self._arrays)
 
     @property
@@ -106,16 +95,17 @@ class Ledger:
         unknown pages are counted.
         """
         queued = np.zeros(len(events.pages.block_hashes), np.bool_)
-        change_pages(self._resident, self._queue, events.kinds, events.pages, namespace_salt(extra_key), queued)
+        salt = namespace_salt(extra_key)
+        self._blocks.change_pages(self._resident, self._queue, events.kinds, events.pages, salt, queued)
         return queued
 
     def clear(self) -> None:
         """Remove all pages.
 
-        Costs about 0.6 ms per million pages and medium. Shared blocks add the cost of `put_down`.
+        Costs about 0.6 ms per million pages and medium, and what `clear_residency` of the blocks costs.
         """
         arrays = self._arrays
-        put_down(arrays.blocks)
+        self._blocks.clear_residency()
         arrays.page_media[: self._num_used] = 0
         arrays.page_copies[arrays.digest[:NUM_MEDIA] != 0, : self._num_used] = 0
         page_table.clear(arrays.pages)

@@ -4,10 +4,13 @@ The ledger has two tables of `kv_events.page_table`. *Blocks* are pages by the e
 `publisher.blocks`. *Pages* are pages by sequence hash. Several blocks may carry the same page, for example multimodal
 prompts with equal tokens, or copies with two block hashes. A page counts once per medium, because the indexer keeps a
 set; the digest is also that of a set.
+
+`is_shared` is a constant of each compiled kernel: whether another object owns the table of blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +32,7 @@ from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import Table
 from kv_events.page_table_kernels import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
-from publisher.blocks import HELD, IS_SHARED, PAGE, STATE, Blocks, is_held
+from publisher.blocks import HELD, PAGE, STATE, Blocks, is_held
 from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.event_columns import StoredColumns
 from publisher.queue_kernels import SPAN, QueueArrays, append
@@ -134,14 +137,15 @@ def _find_block(ledger, expected_after, key):
 
 
 @array_function
-def _make_block(ledger, key):
-    """Return the entry of a block that was not at the expected position, or -1.
+def _find_shared_block(ledger, key):
+    """Return the entry of a block, or -1."""
+    return find(ledger.blocks.table, key)
 
-    An absent block is inserted if the ledger owns the table.
-    """
+
+@array_function
+def _find_or_insert_block(ledger, key):
+    """Return the entry of a block, or -1 if the table is full. An absent block is inserted."""
     blocks = ledger.blocks
-    if blocks.tally[IS_SHARED]:
-        return find(blocks.table, key)
     entry, is_new = find_or_insert(blocks.table, key)
     if is_new and entry >= 0:
         blocks.columns[entry, STATE] = np.uint32(0)  # a clear leaves old values
@@ -149,14 +153,14 @@ def _make_block(ledger, key):
 
 
 @array_helper
-def _pick_up(ledger, entry, block_hash, sequence_hash, parent):
+def _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared):
     """Prepare a block that is on no medium for a store. Its page is inserted if it is unknown.
 
     Returns the block's entry, or -1 if the ledger is full.
     """
     page, is_new = find_or_insert(ledger.pages, sequence_hash)
     if page < 0:
-        if ledger.blocks.tally[IS_SHARED] == 0:
+        if not is_shared:
             remove(ledger.blocks.table, entry)
         return page
     if is_new:
@@ -168,24 +172,26 @@ def _pick_up(ledger, entry, block_hash, sequence_hash, parent):
 
 
 @array_helper
-def _lay_down(ledger, entry, page):
-    """Release a block that is no longer on any medium."""
-    blocks = ledger.blocks
-    blocks.tally[HELD] -= 1
-    if blocks.columns[entry, STATE] == 0:
-        remove(blocks.table, entry)
+def _release_block(ledger, entry, page, is_shared):
+    """Release a block that is no longer on any medium, and its page if no other block carries it."""
+    ledger.blocks.tally[HELD] -= 1
+    if not is_shared:
+        remove(ledger.blocks.table, entry)
     if ledger.page_media[page] == 0:
         remove(ledger.pages, page)
 
 
 @array_helper
-def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent):
-    """Return the entry of a block, or -1 if the ledger is full. Block and page are inserted if they are unknown."""
+def _enter_block(ledger, expected_after, key, block_hash, sequence_hash, parent, is_shared):
+    """Return the entry of a block, or -1 if there is no room for it.
+
+    Its page is inserted if it is unknown, and the block itself if the ledger owns the table.
+    """
     entry = _expected_block(ledger, expected_after, key)
     if entry < 0:
-        entry = _make_block(ledger, key)
+        entry = _find_shared_block(ledger, key) if is_shared else _find_or_insert_block(ledger, key)
     if entry >= 0 and not is_held(ledger.blocks, entry):
-        entry = _pick_up(ledger, entry, block_hash, sequence_hash, parent)
+        entry = _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared)
     return entry
 
 
@@ -248,14 +254,13 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
 
 
 @array_helper
-def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry):
+def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry, is_shared):
     """Store the pages of one event.
 
     entry: entry of the block stored before, next to which the first block is expected. Returns the sequence hash of
     the last page and the entry of its block.
     """
-    block_hashes, hashes = pages.block_hashes, pages.hashes
-    name, is_shared = parent, ledger.blocks.tally[IS_SHARED] != 0
+    block_hashes, hashes, name = pages.block_hashes, pages.hashes, parent
     for i in range(start, stop):
         ahead = i + AHEAD
         if ahead < block_hashes.shape[0]:
@@ -263,7 +268,7 @@ def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entr
                 fetch(ledger.blocks.table, block_hashes[ahead] ^ salt)
             fetch(ledger.pages, hashes[ahead])
         key, name = block_hashes[i] ^ salt, hashes[i]
-        entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent)
+        entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent, is_shared)
         if entry < 0:
             ledger.counts[_LEDGER_FULL] += 1
         else:
@@ -273,12 +278,11 @@ def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entr
 
 
 @array_helper
-def _find_blocks(ledger, block_hashes, start, stop, salt, entry):
+def _find_blocks(ledger, block_hashes, start, stop, salt, entry, is_shared):
     """Write the entries of blocks to `found` and prefetch the memory needed to remove their pages.
 
     entry: entry of the block before. Returns the entry of the last block.
     """
-    is_shared = ledger.blocks.tally[IS_SHARED] != 0
     for i in range(start, stop):
         if i + AHEAD < block_hashes.shape[0] and not is_shared:  # entries of a shared table stay adjacent
             fetch(ledger.blocks.table, block_hashes[i + AHEAD] ^ salt)
@@ -290,7 +294,7 @@ def _find_blocks(ledger, block_hashes, start, stop, salt, entry):
 
 
 @array_helper
-def _remove_block(ledger, queue, entry, block_hash, medium):
+def _remove_block(ledger, queue, entry, block_hash, medium, is_shared):
     """Remove a block from a medium.
 
     entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
@@ -305,54 +309,63 @@ def _remove_block(ledger, queue, entry, block_hash, medium):
         _queue_removal(ledger, queue, page, medium, block_hash)
     ledger.blocks.columns[entry, STATE] &= ~bit
     if not is_held(ledger.blocks, entry):
-        _lay_down(ledger, entry, page)
+        _release_block(ledger, entry, page, is_shared)
 
 
 @array_helper
-def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry):
+def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_shared):
     """Remove the pages of one event.
 
     Returns the entry of the last block, next to which the first block of the next event is expected.
     """
     for first in range(start, stop, FOUND_BLOCKS):
         end = min(first + FOUND_BLOCKS, stop)
-        entry = _find_blocks(ledger, block_hashes, first, end, salt, entry)
+        entry = _find_blocks(ledger, block_hashes, first, end, salt, entry, is_shared)
         for i in range(first, end):
-            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium)
+            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_shared)
     return entry
 
 
 # --- entry points -------------------------------------------------------------------------------------------------
 
 
-@array_kernel(types.void, LedgerArrays, QueueArrays, U8Input, spread(StoredColumns), types.uint64, BoolVector)
-def change_pages(ledger, queue, kinds, pages, salt, queued):
-    """Apply the events of one namespace in order, and queue each page that became resident or was removed.
+def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
+    """Return the kernel `change_pages` for ledgers that share their table of blocks, or for those that own it."""
 
-    kinds: uint8[m], medium for a store, REMOVAL + medium for a removal; events with larger values are skipped. pages: m
-    events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on its medium.
-    """
-    previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
-    stored, removed = np.int64(-1), np.int64(-1)
-    start = event = 0
-    while event < pages.lengths.shape[0]:
-        kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
-        if kind < REMOVAL:
-            parent = _NO_HASH
-            if pages.has_parent[event]:
-                key = pages.parents[event] ^ salt
-                parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
-            name, stored = _store(ledger, queue, pages, start, stop, parent, salt, kind, queued, stored)
-            if stop > start:
-                previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
-        elif kind < CLEARED:
-            while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # merge adjacent removals
-                event += 1
-                stop += pages.lengths[event]
-            removed = _remove(ledger, queue, pages.block_hashes, start, stop, salt, kind - REMOVAL, removed)
-            is_held = False
-        start = stop
-        event += 1
+    @array_kernel(types.void, LedgerArrays, QueueArrays, U8Input, spread(StoredColumns), types.uint64, BoolVector)
+    def change_pages(ledger, queue, kinds, pages, salt, queued):
+        """Apply the events of one namespace in order, and queue each page that became resident or was removed.
+
+        kinds: uint8[m], medium for a store, REMOVAL + medium for a removal; events with larger values are skipped.
+        pages: m events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on
+        its medium.
+        """
+        previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
+        stored, removed = np.int64(-1), np.int64(-1)
+        start = event = 0
+        while event < pages.lengths.shape[0]:
+            kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
+            if kind < REMOVAL:
+                parent = _NO_HASH
+                if pages.has_parent[event]:
+                    key = pages.parents[event] ^ salt
+                    parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
+                name, stored = _store(ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, is_shared)
+                if stop > start:
+                    previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
+            elif kind < CLEARED:
+                while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # merge adjacent removals
+                    event += 1
+                    stop += pages.lengths[event]
+                removed = _remove(
+                    ledger, queue, pages.block_hashes, start, stop, salt, kind - REMOVAL, removed, is_shared
+                )
+                is_held = False
+            start = stop
+            event += 1
+
+    kernel: Callable[..., None] = change_pages
+    return kernel
 
 
 @array_kernel(types.int64, types.uint64, spread(Table))

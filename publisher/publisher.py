@@ -17,7 +17,7 @@ from kv_events.errors import InvalidValueError, KvsightError, check_type
 from kv_events.limits import MAX_DEGRADED_REASON_BYTES
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
-from publisher.blocks import Blocks
+from publisher.blocks import BlockTable
 from publisher.change_queue import QueueStats
 from publisher.change_tracker import ChangeTracker
 from publisher.drain import Drain
@@ -79,12 +79,16 @@ class EventPublisher:
     `with`, which runs everything on its own daemon thread. Without either, `take_records` returns the records.
     """
 
-    def __init__(self, settings: PublisherSettings, sink: Sink) -> None:
-        """Raises InvalidValueError for arguments of other types."""
+    def __init__(self, settings: PublisherSettings, sink: Sink, blocks: BlockTable | None = None) -> None:
+        """blocks: a table that the caller fills, such as the bridge's `SharedBlocks`. Only stores of its blocks are
+        accepted. A publisher that used the table before must not be used any further. None for a table of its own.
+
+        Raises InvalidValueError for arguments of other types.
+        """
         check_type("settings", settings, PublisherSettings)
         check_type("sink", sink, Sink)
         self._settings = settings
-        self._tracker = ChangeTracker(settings)
+        self._tracker = ChangeTracker(settings, blocks)
         self._builder = RecordBuilder(settings, self._tracker, epoch=next_epoch())
         self._drain = Drain(settings.worker, self._builder, sink, settings.inflight_batches)
         self._logged_at = -_LOG_INTERVAL_S
@@ -105,11 +109,6 @@ class EventPublisher:
         return self._settings.block_size
 
     @property
-    def ledger_pages(self) -> int:
-        """Largest number of pages that are published as held."""
-        return self._settings.ledger_pages
-
-    @property
     def epoch(self) -> int:
         """Epoch of this publisher: nanoseconds since 1970 at construction, see `next_epoch`."""
         return self._builder.epoch
@@ -120,13 +119,6 @@ class EventPublisher:
         Invalid events are dropped and counted by reason; all others are published.
         """
         self._take(lambda: self._tracker.record(events))
-
-    def share_blocks(self, blocks: Blocks) -> None:
-        """Use the caller's table of blocks. Accept stores of its blocks by `publish_columns` only.
-
-        For the bridge, which keeps such a table anyway. Raises InvalidValueError while pages are held.
-        """
-        self._tracker.share(blocks)
 
     def publish_columns(self, events: EventColumns, extra_key: str | None) -> None:
         """Publish stores and removals of one namespace that are given as columns. See `publish`."""

@@ -25,6 +25,7 @@ from kv_events.errors import shorten
 from kv_events.hashing import U64Array, local_hashes, namespace_seed
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.rate_limited_logger import RateLimitedLogger
+from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
 
 _seed_of = lru_cache(4096)(namespace_seed)
@@ -38,15 +39,15 @@ class EventTranslator:
         identity: StreamIdentity,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
-        make_publisher: Callable[[int], EventPublisher],
+        make_publisher: Callable[[int, BlockTable], EventPublisher],
         *,
         block_size: int | None,
         ledger_pages: int,
         name_pages: int,
     ) -> None:
-        """block_size: None to learn it from stores. make_publisher: called with the block size, and again if another
-        one is learned. ledger_pages: most pages that a publisher holds. name_pages: most pages remembered beyond those
-        held.
+        """block_size: None to learn it from stores. make_publisher: called with the block size and the publisher's
+        table of blocks, and again for each later publisher. ledger_pages: most pages that a publisher holds.
+        name_pages: most pages remembered beyond those held.
         """
         self._identity = identity
         self._counters = counters
@@ -57,17 +58,17 @@ class EventTranslator:
         self._tier_mapper = TierMapper(counters, limited_logger)
         self._size = PageSize(block_size)
         if block_size is not None:
-            self.publisher = make_publisher(block_size)
+            self.open_publisher(block_size)
 
     @property
     def publisher(self) -> EventPublisher | None:
         """None until the block size is known."""
         return self._tier_mapper.publisher
 
-    @publisher.setter
-    def publisher(self, publisher: EventPublisher) -> None:
-        publisher.share_blocks(self._hashes.blocks)
-        self._tier_mapper.publisher = publisher
+    def open_publisher(self, block_size: int) -> EventPublisher:
+        """Publish with a new publisher from now on."""
+        self._tier_mapper.publisher = publisher = self._make_publisher(block_size, self._hashes.blocks)
+        return publisher
 
     @property
     def block_size(self) -> int | None:
@@ -103,12 +104,12 @@ class EventTranslator:
                 if run.may_remove:
                     self.clear()
 
-    def replace_publisher(self, publisher: EventPublisher) -> None:
+    def replace_publisher(self, block_size: int) -> None:
         """Begin a new epoch without pages, because the engine may have restarted.
 
         Hashes stay remembered: it may be the same engine, and hashes of another one mean the same content or nothing.
         """
-        self.publisher = publisher
+        self.open_publisher(block_size)
         self.clear()
         self._size.forget_proof()
 
@@ -199,10 +200,10 @@ class EventTranslator:
         return self._size.admits(size, is_on_device=is_on_device)
 
     def _begin_with_size(self, block_size: int) -> None:
-        publisher = self._make_publisher(block_size)
+        publisher = self._make_publisher(block_size, self._hashes.blocks)
         self.clear()
         self._hashes.clear()
-        self.publisher = publisher
+        self._tier_mapper.publisher = publisher
         self._size.learn(block_size)
 
     def _refuse_size(self, block_size: int, num_pages: int) -> None:

@@ -33,7 +33,7 @@ from kv_events.page_table_kernels import (
     was_used,
 )
 from kv_events.xxh3 import hash_pair
-from publisher.blocks import ASKED_FOR, HELD, MOST_HELD, REMEMBERED, STATE, Blocks, is_held
+from publisher.blocks import HELD, MOST_HELD, RECENTLY_USED, REMEMBERED, STATE, Blocks, is_held
 
 # elements of the cursor: next event, positions in input and output, and counts of unknown and ambiguous pages
 EVENT, PAGE_IN, LOCAL_IN, PAGE_OUT, NUM_UNKNOWN, NUM_AMBIGUOUS = range(6)
@@ -155,7 +155,7 @@ def _remember(arrays, key, sequence_hash, seed, namespace):
 
 @array_helper
 def _mark_used(arrays, entry):
-    arrays.blocks.columns[entry, STATE] |= np.uint32(ASKED_FOR)
+    arrays.blocks.columns[entry, STATE] |= np.uint32(RECENTLY_USED)
 
 
 @array_helper

@@ -31,8 +31,9 @@ from kv_events.bundles import resident
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.page_table import MAX_CAPACITY
-from publisher.blocks import Blocks, forget_all, make_blocks, states
+from publisher.blocks import states
 from publisher.event_columns import StoredColumns
+from publisher.shared_blocks import SharedBlocks
 
 
 class HashNamespace(NamedTuple):
@@ -95,10 +96,10 @@ class HashTranslator:
         If several engine hashes mean the same page, each counts.
         """
         capacity = min(held_pages + idle_pages + min(held_pages, _UNAPPLIED_PAGES), MAX_CAPACITY)
-        self.blocks: Blocks = make_blocks(capacity, is_shared=True)
+        self.blocks = SharedBlocks(capacity)
         """For the ledger, which marks the pages that are held."""
         self._arrays = HashArrays(
-            self.blocks,
+            self.blocks.arrays,
             np.zeros(capacity + 1, np.uint64),
             np.zeros(capacity + 1, np.uint64),
             np.zeros(capacity + 1, np.uint16),
@@ -111,7 +112,7 @@ class HashTranslator:
         self._seeds = np.empty(0, np.uint64)
 
     def __len__(self) -> int:
-        return page_table.num_live(self.blocks.table)
+        return page_table.num_live(self._arrays.blocks.table)
 
     def translate(
         self, pages: PageEvents, local: U64Array, local_of: LocalHashes, seed: NamespaceSeed, namespace: HashNamespace
@@ -170,14 +171,14 @@ class HashTranslator:
 
     def block_hashes_in(self, namespace: HashNamespace) -> U64Array:
         """The ledger's hashes of all pages remembered in a namespace."""
-        known = states(self.blocks) != 0
+        known = states(self._arrays.blocks) != 0
         here = np.flatnonzero(known & (self._arrays.namespaces[: len(known)] == namespace.number))
-        hashes: U64Array = self.blocks.table.keys[here] ^ namespace.salt
+        hashes: U64Array = self._arrays.blocks.table.keys[here] ^ namespace.salt
         return hashes
 
     def clear(self) -> None:
         """Forget all pages."""
-        forget_all(self.blocks)
+        self.blocks.clear()
         self._arrays.clock[HAND], self._arrays.clock[HAS_COLLISIONS] = -1, 0
 
     def _room(self, num_pages: int, num_events: int) -> tuple[TranslatedColumns, U64Array]:

@@ -18,6 +18,7 @@ from bridge.settings import BridgeSettings
 from kv_events.errors import InvalidValueError
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST
+from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
 from publisher.sinks import create_sink
@@ -118,10 +119,10 @@ class EnginePublisher:
         if self._publisher is not None:
             self._publisher.set_degraded_reason(degraded_reason)
 
-    def _start_publisher(self, block_size: int) -> EventPublisher:
+    def _start_publisher(self, block_size: int, blocks: BlockTable) -> EventPublisher:
         settings = PublisherSettings(**{**self._settings.model_dump(), "block_size": block_size})
         old, sink = self._publisher, self._sink if self._publisher is None else create_sink(settings)
-        self._publisher = publisher = EventPublisher(settings, sink)
+        self._publisher = publisher = EventPublisher(settings, sink, blocks)
         if old is None:
             publisher.start_in_thread()
         else:

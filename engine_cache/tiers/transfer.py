@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -94,12 +93,14 @@ class HiCacheController:
         """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
-        undo = self._allocate_rows(transfers, "host_indices")
-        if undo is None:
+        lacking = [transfer for transfer in transfers if transfer.host_indices is None]
+        if not self._allocate_rows(transfers, "host_indices"):
             return None
-        with undo:
+        try:
             ticket = self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))])
-            undo.pop_all()
+        except BaseException:
+            self._give_back(lacking, "host_indices")
+            raise
         self._writes.append(Ack(ticket, [ack_id]))
         return kv.host_indices
 
@@ -135,7 +136,7 @@ class HiCacheController:
         self.require_loads()
         kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
         transfers = [kv, *extra_pools]
-        if self._allocate_rows(transfers, "device_indices") is None:
+        if not self._allocate_rows(transfers, "device_indices"):
             return None
         self._load_queue.append((ack_id, transfers))
         return kv.device_indices
@@ -195,24 +196,35 @@ class HiCacheController:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> ExitStack | None:
+    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
         """Allocate the rows that transfers lack on the side `wanted`. Transfers that share rows are resolved last.
 
-        Returns the callbacks that undo it, or None, with nothing allocated, if a pool has no room.
+        Returns False, with nothing allocated, if a pool has no room.
         """
         if len(transfers) > 1 or len(self.entries) > 1:  # most models have KV alone
             self._check_transfers(transfers, wanted)
-        with ExitStack() as undo:
-            for transfer in transfers:
-                is_lacking = getattr(transfer, wanted) is None and self.group.source_of(transfer) is None
-                if is_lacking and not self._take_rows(transfer, wanted, undo):
-                    return None
-            for transfer in transfers:
-                source = self._source(transfer, transfers)
-                if source is not None:
-                    transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
-                    undo.callback(setattr, transfer, wanted, None)
-            return undo.pop_all()
+        lacking = [transfer for transfer in transfers if getattr(transfer, wanted) is None]
+        has_room = False
+        try:
+            has_room = all(self._take_rows(each, wanted) for each in lacking if self.group.source_of(each) is None)
+        finally:
+            if not has_room:
+                self._give_back(lacking, wanted)
+        for transfer in transfers if has_room else ():
+            source = self._source(transfer, transfers)
+            if source is not None:
+                transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
+        return has_room
+
+    def _give_back(self, transfers: Sequence[PoolTransfer], side: Side) -> None:
+        """Take rows that were allocated back from transfers. Those that share rows own none."""
+        for transfer in transfers:
+            rows = getattr(transfer, side)
+            setattr(transfer, side, None)
+            if rows is not None and self.group.source_of(transfer) is None:
+                entry = self.entry(transfer.name)
+                pool: RowAllocator = entry.host_pool if side == "host_indices" else entry.device_allocator
+                pool.free(rows)
 
     def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
         """Check that every transfer has a source of rows, and that all pools on KV's rows move with it."""
@@ -248,20 +260,12 @@ class HiCacheController:
             )
         return source
 
-    def _take_rows(self, transfer: PoolTransfer, wanted: Side, undo: ExitStack) -> bool:
+    def _take_rows(self, transfer: PoolTransfer, wanted: Side) -> bool:
         """Allocate rows for one transfer. False if there is no room."""
         entry, num_rows = self.entry(transfer.name), len(_first_of(transfer.device_indices, transfer.host_indices))
-        pool: RowAllocator = entry.host_pool
-        if wanted == "host_indices":
-            rows = entry.alloc_host(num_rows)
-        else:
-            pool, rows = entry.device_allocator, entry.alloc_device(num_rows)
-        if rows is None:
-            return False
-        undo.callback(setattr, transfer, wanted, None)
-        undo.callback(pool.free, rows)
+        rows = entry.alloc_host(num_rows) if wanted == "host_indices" else entry.alloc_device(num_rows)
         setattr(transfer, wanted, rows)
-        return True
+        return rows is not None
 
 
 HybridCacheController = HiCacheController

@@ -28,6 +28,12 @@ class App(typer.Typer):
 class Command(TyperCommand):
     """A command whose errors name the flag that was typed, not the variable that could have been set instead."""
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().make_context(*args, **options)
+        except typer.BadParameter as error:
+            raise _invalid_value(error) or error from error
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -36,6 +42,28 @@ class Command(TyperCommand):
             if flag is None:
                 raise
             raise InvalidValueError(flag, error.value, error.expected) from error
+
+
+def _invalid_value(error: typer.BadParameter) -> InvalidValueError | None:
+    """The same error as of any other setting, or None if a value is missing or is no single value."""
+    from pydantic import ValidationError
+
+    if not isinstance(error.__cause__, ValidationError) or error.param is None or error.ctx is None:
+        return None
+    found = error.__cause__.errors()[0]
+    source = error.ctx.get_parameter_source(error.param.name or "")
+    is_variable = source is not None and source.name == "ENVIRONMENT"
+    name = error.param.envvar if is_variable else max(error.param.opts, key=len)
+    return InvalidValueError(str(name), found["input"], _expected(found["msg"]))
+
+
+def _expected(message: str) -> str:
+    """What a message of pydantic or Typer demands of a value."""
+    choices = message.partition(" is not ")[2]
+    if choices:
+        return choices.rstrip(".")
+    demanded = message.removeprefix("Input should be ").partition(",")[0]
+    return f"a number {demanded}" if demanded.startswith(("greater", "less")) else demanded
 
 
 def _typed_flag(ctx: Any, field: str) -> str | None:

@@ -35,7 +35,7 @@ def engine(
 
     Runs until Ctrl-C, then flushes and reports undelivered pages.
     """
-    load_kernels = import_without_kernels("publisher", "simulation")
+    load_kernels = import_without_kernels("simulation", "publisher.own_blocks")
     from publisher import PublisherSettings
 
     settings = PublisherSettings.from_flags(

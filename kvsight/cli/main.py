@@ -64,7 +64,7 @@ app.command("version")(version.version)
 @app.command("compile-kernels", hidden=True)
 def compile_all_kernels() -> None:
     """Compile all numba kernels into the cache. For container images."""
-    compile_kernels("publisher", "bridge")
+    compile_kernels("publisher.own_blocks", "bridge")
 
 
 @app.callback()

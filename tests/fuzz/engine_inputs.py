@@ -17,17 +17,21 @@ from kv_events.codec import decode_batch
 from kv_events.memory_log import MemoryLog
 from kv_events.rate_limited_logger import RateLimitedLogger
 from publisher import EventPublisher, PublisherSettings
+from publisher.blocks import BlockTable
 from publisher.sinks import MemorySink
 from tests.support.engines.event_payloads import cleared, payload, removed, stored
 
 _TOKENS = list(range(1, 17))
 
 
-def _publisher(block_size: int, rank: int = 0) -> EventPublisher:
-    settings = PublisherSettings.ignoring_environment(
-        model="m", worker="w", dp_rank=rank, block_size=block_size, ledger_pages=4096, queue_pages=4096
+def _settings(block_size: int) -> PublisherSettings:
+    return PublisherSettings.ignoring_environment(
+        model="m", worker="w", block_size=block_size, ledger_pages=4096, queue_pages=4096
     )
-    return EventPublisher(settings, MemorySink(MemoryLog()))
+
+
+def _publisher(block_size: int, blocks: BlockTable) -> EventPublisher:
+    return EventPublisher(_settings(block_size), MemorySink(MemoryLog()), blocks)
 
 
 _EVENTS: list[Any] = [
@@ -98,12 +102,12 @@ def run_polled(data: bytes) -> None:
     """data: one event of TensorRT-LLM or a list of them, as msgpack or JSON."""
     publishers: list[EventPublisher] = []
 
-    def made(rank: int) -> EventPublisher:
-        publishers.append(_publisher(4, rank))
+    def made(settings: PublisherSettings, blocks: BlockTable) -> EventPublisher:
+        publishers.append(EventPublisher(settings, MemorySink(MemoryLog()), blocks))
         return publishers[-1]
 
     events = _plain(data)
-    PolledEvents(made, name_pages=4096).take(events if isinstance(events, list) else [events])
+    PolledEvents(_settings(4), made, name_pages=4096).take(events if isinstance(events, list) else [events])
     for publisher in publishers:
         _check(publisher)
 

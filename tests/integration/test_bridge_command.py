@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +12,11 @@ import pytest
 
 from kv_events.event_log import EventLogReader
 from tests.support.bridge.rig import GPU, View, on
+from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
 from tests.support.engines.event_payloads import names_of, payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-COMMAND = [sys.executable, "-m", "kvsight", "bridge"]
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def test_engines_listed_in_a_file_are_bridged_into_a_log_until_it_is_stopped(tmp
         f'replay_endpoint = "{engine.replay_endpoint}"\n'
     )
     engine.send(payload(stored([1, 2], range(8))))
-    command = [*COMMAND, "--config", str(config), "--event-log-dir", str(log), "--metrics-port", str(port)]
+    command = [*KVSIGHT, "bridge", "--config", str(config), "--event-log-dir", str(log), "--metrics-port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         engine.wait_for_readers(deadline_s=60)
         engine.send(payload(stored([3], range(8, 12), parent=2), ["BlockStored", ["x"]]))
@@ -77,7 +73,7 @@ def test_engines_listed_in_a_file_are_bridged_into_a_log_until_it_is_stopped(tmp
     ],
 )
 def test_a_mistake_is_one_clear_line(arguments: list[str], complaint: str) -> None:
-    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, env=ENVIRONMENT)
+    ended = kvsight("bridge", *arguments)
     assert ended.returncode == 2
     assert complaint in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,20 +14,13 @@ import pytest
 
 from kv_events.event_log import EventLogWriter
 from kv_events.hashing import sequence_hashes, token_array
+from kv_events.schema import CLOSED
+from kvsight import Client, StateChanged
+from tests.support.commands import ENVIRONMENT, KVSIGHT, kvsight
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import wait_until
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 TOKENS = list(range(1, 33))
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-
-
-def kvsight(
-    *arguments: object, stdin: str = "", environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvsight", *[str(argument) for argument in arguments]]
-    env = {**ENVIRONMENT, **(environment or {})}
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=100, env=env)
 
 
 @pytest.fixture
@@ -182,6 +173,30 @@ def test_a_bad_setting_is_one_clear_line(name: str, value: str, words: tuple[str
     assert "secret" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment", "line"),
+    [
+        (["serve"], {"KVSIGHT_PORT": "abc"}, "KVSIGHT_PORT: got 'abc', expected a valid integer"),
+        (["serve", "--port", "abc"], {"KVSIGHT_PORT": "9"}, "--port: got 'abc', expected a valid integer"),
+        (["serve"], {"KVSIGHT_KAFKA_TLS": "maybe"}, "KVSIGHT_KAFKA_TLS: got 'maybe', expected a valid boolean"),
+        (
+            ["serve", "--log-level", "loud"],
+            {},
+            "--log-level: got 'loud', expected one of 'debug', 'info', 'warning', 'error'",
+        ),
+        (["tail", "-n", "0"], {}, "--limit: got '0', expected a number greater than or equal to 1"),
+        (["simulate", "--capacity", "3"], {}, "--capacity: got 3, expected a positive multiple of the page size 64"),
+        (["simulate", "--policy", "best"], {}, "--policy: got 'best', expected one of random, round-robin, kv-aware"),
+    ],
+)
+def test_a_bad_option_is_one_line_that_names_what_was_set(
+    arguments: list[str], environment: dict[str, str], line: str, tmp_path: Path
+) -> None:
+    done = kvsight(*arguments, environment={**environment, "NUMBA_CACHE_DIR": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (2, f"kvsight: {line}\n")
+    assert not [*tmp_path.iterdir()]  # no kernel was compiled before
+
+
 def test_an_address_without_a_server_is_one_clear_line(prompt: Path, free_port: int) -> None:
     assert_one_clear_line(kvsight("query", prompt, "--url", f"http://127.0.0.1:{free_port}"), str(free_port))
 
@@ -197,7 +212,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 
 def test_a_server_that_no_engine_can_reach_reports_it(free_port: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port)],
+        [*KVSIGHT, "serve", "--port", str(free_port)],
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
@@ -218,7 +233,7 @@ def test_a_server_that_no_engine_can_reach_reports_it(free_port: int) -> None:
 @pytest.fixture
 def server(recorded: Path, free_port: int, tmp_path: Path) -> Iterator[str]:
     """`kvsight serve` following the recorded log, with snapshots in a folder."""
-    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(free_port), "--event-log-dir", str(recorded)]
+    command = [*KVSIGHT, "serve", "--port", str(free_port), "--event-log-dir", str(recorded)]
     settings = {"KVSIGHT_WORKER_TTL_S": "1000000000000", "KVSIGHT_FORGET_AFTER_S": "1000000000000"}
     process = subprocess.Popen(
         [*command, "--snapshot-dir", str(tmp_path / "snapshots")], env=ENVIRONMENT | settings, stderr=subprocess.PIPE
@@ -272,9 +287,9 @@ def test_an_unknown_cache_is_one_clear_line_with_the_known_ones() -> None:
         assert_one_clear_line(kvsight(command, "--cache", "best"), "cache", "himamba")
 
 
-def test_the_demo_ends_cleanly_on_ctrl_c(free_port: int) -> None:
+def test_the_demo_ends_cleanly_on_ctrl_c_and_its_engines_say_goodbye(free_port: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvsight", "demo", "--port", str(free_port), "--requests", "320"],
+        [*KVSIGHT, "demo", "--port", str(free_port), "--requests", "320"],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -285,7 +300,12 @@ def test_the_demo_ends_cleanly_on_ctrl_c(free_port: int) -> None:
     while "Ctrl-C" not in line:
         line = process.stderr.readline()
         assert line, process.communicate()
-    process.send_signal(signal.SIGINT)
+    with Client(f"http://127.0.0.1:{free_port}") as client:
+        events = client.events()
+        next(events)
+        process.send_signal(signal.SIGINT)
+        states = {event.instance_id: (event.state, event.reason) for event in events if isinstance(event, StateChanged)}
+    assert states == {f"worker-{number}": ("expired", CLOSED) for number in range(4)}
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors

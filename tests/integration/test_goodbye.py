@@ -10,17 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bridge import EngineSettings
 from engine_cache import InsertParams, RadixCache, RadixKey
 from indexer.assembly import create_consumer
 from indexer.replay import Replay, log_records
 from indexer.settings import IndexerSettings
 from indexer.views import ViewState
 from kv_events.memory_log import MemoryLog
-from kv_events.schema import CLOSED
+from kv_events.schema import CLOSED, BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.base import Sink
 from publisher.sinks.file import FileSink
 from publisher.sinks.memory import MemorySink
+from publisher.sinks.zmq import ZmqSink
+from simulation import SimulationSettings, WorkloadSettings, generate
+from simulation.live import MemoryTransport, publishing_fleet
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines import event_payloads
 from tests.support.engines.event_payloads import names_of, payload
@@ -150,3 +154,39 @@ async def test_a_bridge_says_goodbye_for_its_engines() -> None:
             await bridge.shows(page)
             assert bridge.view().degraded_reason == ""
     assert (bridge.view().pages, bridge.view().degraded_reason) == (page, CLOSED)
+
+
+async def test_a_bridge_drops_the_pages_of_an_engine_that_closes_its_zmq_sink() -> None:
+    port, replay = free_port(), free_port()
+    settings = PublisherSettings(
+        model="m", worker="w", block_size=4, with_tokens=True, zmq=f"tcp://*:{port}", zmq_replay=f"tcp://*:{replay}"
+    )
+    tokens = list(range(8))
+    engine = EngineSettings(
+        worker="w",
+        model="m",
+        endpoint=f"tcp://127.0.0.1:{port}",
+        replay_endpoint=f"tcp://127.0.0.1:{replay}",
+    )
+    async with LiveBridge() as bridge:
+        async with EventPublisher(settings, ZmqSink(settings)) as publisher:
+            await bridge.fleet.add(engine)
+            publisher.publish([BlockStored([1, 2], None, tokens, 4, medium=StorageMedium.GPU)])
+            await bridge.shows(on(GPU, names_of(tokens)))
+        await bridge.shows(set(), deadline_s=2)
+
+
+async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> None:
+    log = MemoryLog()
+    consumer = create_consumer(IndexerSettings(), log)
+    settings = SimulationSettings(workers=2, capacity_tokens=4096, page_size=16)
+    async with consumer.running():
+        async with publishing_fleet(settings, "round-robin", MemoryTransport(log), consumer) as fleet:
+            for request in generate(WorkloadSettings(num_requests=4)):
+                fleet.trial.step(request)
+            await fleet.settle()
+            views = consumer.namespaces.views
+            assert [consumer.freshness.state(view) for view in views] == [ViewState.LIVE] * 2
+        await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=2, what="the goodbyes")
+        assert [consumer.freshness.state(view) for view in views] == [ViewState.EXPIRED] * 2
+        assert all(sum(view.num_pages) for view in views)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -29,6 +26,7 @@ from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
 from publisher.sinks.base import OutRecord, SinkUnavailableError
+from tests.support.commands import kvsight
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.secure_kafka import PASSWORD, USER, SecureKafka, unsecured_token
 from tests.support.waiting import async_wait_until
@@ -323,9 +321,3 @@ def test_commands_log_in_with_the_same_flags(kafka: SecureKafka, files: Path, tm
 def flag(field: str, value: object) -> list[str]:
     name = "--" + field.replace("_", "-")
     return [name] if value is True else [name, str(value)]
-
-
-def kvsight(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvsight", *map(str, arguments)]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=env)

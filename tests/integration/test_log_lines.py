@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
+from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess
 from tests.support.log.hand_fed import HandFed
 from tests.support.servers.service_process import ServiceProcess
@@ -58,8 +57,7 @@ def test_the_life_of_a_worker_is_in_the_log_of_a_service(service: tuple[ServiceP
 
 
 def test_a_wrong_level_is_refused_with_the_known_ones() -> None:
-    command = [sys.executable, "-m", "kvsight", "serve", "--log-level", "loud"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = kvsight("serve", "--log-level", "loud")
     assert done.returncode == 2
     assert "warning" in done.stderr
 

@@ -175,8 +175,9 @@ def test_a_restarted_service_claims_nothing_before_it_has_caught_up(
             answer = service.query(worker, pages)
             if answer.is_success and service.get("/ready").status_code != 200:
                 shown |= {each["state"] for each in answer.json()["instances"].values()}
-                assert service.listener(worker)["state"] in {"syncing", "live"}
-        assert shown == {"syncing"}
+                assert service.listener(worker)["state"] in {"syncing", "stale", "live"}
+        assert "syncing" in shown
+        assert shown <= {"syncing", "stale"}  # stale if catching up takes longer than three heartbeats
         instance = service.query(worker, pages).json()["instances"][worker]
         assert (instance["state"], instance["gpu"]) == ("live", len(pages) * BLOCK_SIZE)
 

@@ -17,6 +17,7 @@ from publisher.change_kernels import CLEARED, REMOVAL
 from publisher.change_queue import ChangeQueue
 from publisher.event_columns import EventColumns, StoredColumns
 from publisher.ledger import Ledger
+from publisher.own_blocks import OwnBlocks
 from publisher.packing import pack
 
 CAPACITY = 300
@@ -52,17 +53,17 @@ class Model:
     """A model of blocks by medium."""
 
     def __init__(self) -> None:
-        self.lies: set[tuple[int, int]] = set()
+        self.held: set[tuple[int, int]] = set()
 
     @property
     def pages(self) -> set[tuple[int, int]]:
-        return {(medium, name_of(block)) for medium, block in self.lies}
+        return {(medium, name_of(block)) for medium, block in self.held}
 
     def take(self, event: Event) -> None:
         if event.kind < REMOVAL:
-            self.lies |= {(event.kind, block) for block in event.blocks}
+            self.held |= {(event.kind, block) for block in event.blocks}
         elif event.kind < CLEARED:
-            self.lies -= {(event.kind - REMOVAL, block) for block in event.blocks}
+            self.held -= {(event.kind - REMOVAL, block) for block in event.blocks}
 
 
 def columns(events: list[Event]) -> EventColumns:
@@ -96,14 +97,13 @@ def drained(queue: ChangeQueue, pages: set[tuple[int, int]]) -> set[tuple[int, i
 @given(calls=calls)
 def test_any_events_in_one_call_are_taken_in_their_order(is_shared: bool, calls: list[list[Event] | None]) -> None:
     queue = ChangeQueue(10_000)
-    ledger, names, model = Ledger(CAPACITY, queue), HashTranslator(CAPACITY, CAPACITY), Model()
-    if is_shared:
-        ledger.share(names.blocks)
+    names, model = HashTranslator(CAPACITY, CAPACITY), Model()
+    ledger = Ledger(CAPACITY, queue, names.blocks if is_shared else OwnBlocks(CAPACITY))
     view: set[tuple[int, int]] = set()
     for events in calls:
         if events is None:
             ledger.clear()
-            model.lies.clear()
+            model.held.clear()
         else:
             blocks = np.array([block for each in events if each.kind < REMOVAL for block in each.blocks], np.uint64)
             named = np.array([name_of(int(block)) for block in blocks], np.uint64)

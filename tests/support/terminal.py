@@ -12,6 +12,8 @@ import sys
 import termios
 from typing import NamedTuple
 
+from tests.support.prepared_python import run_module
+
 COLUMNS = 80
 ENVIRONMENT = {
     name: value
@@ -47,9 +49,7 @@ def on_terminal(*arguments: object) -> Shown:
 
 def piped(*arguments: object, stdin: str = "") -> Shown:
     """Run the command with pipes until it ends."""
-    done = subprocess.run(
-        command(*arguments), input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=100, check=False
-    )
+    done = run_module("kvsight", *arguments, stdin=stdin, environment=ENVIRONMENT)
     return Shown(done.returncode, done.stdout)
 
 

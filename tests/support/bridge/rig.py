@@ -20,6 +20,7 @@ from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings
+from publisher.blocks import BlockTable
 from publisher.sinks import MemorySink
 from tests.support.engines.event_payloads import payload
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -163,11 +164,11 @@ class Rig:
             publisher.check()
         return self._view.pages
 
-    def _publisher(self, block_size: int) -> EventPublisher:
+    def _publisher(self, block_size: int, blocks: BlockTable) -> EventPublisher:
         if self._failures:
             raise self._failures.pop(0)
         settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=self._ledger_pages)
-        return EventPublisher(settings, MemorySink(MemoryLog()))
+        return EventPublisher(settings, MemorySink(MemoryLog()), blocks)
 
 
 def on(tier: int, names: list[int]) -> Pages:

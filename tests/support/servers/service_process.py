@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import httpx
 
-from tests.support.servers.child_process import ChildProcess, free_port
+from tests.support.prepared_python import PreparedProcess
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
 
@@ -36,13 +37,15 @@ class ServiceProcess:
         self.log = folder / f"service-{port}.log"
         self._port = port
         self._variables = {name: str(value) for name, value in variables.items()}
-        self._process: ChildProcess | None = None
+        self._process: PreparedProcess | None = None
         self._http = httpx.Client(base_url=self.url, timeout=10)
 
     def start(self) -> None:
         """Start, and return once the service listens. It may not be ready yet."""
-        command = [sys.executable, "-m", "kvsight", "serve", "--port", str(self._port)]
-        self._process = ChildProcess(command, self.log, self._variables)
+        arguments = ["serve", "--port", self._port]
+        with self.log.open("ab") as output, Path(os.devnull).open() as nothing:
+            streams = nothing.fileno(), output.fileno(), output.fileno()
+            self._process = PreparedProcess("kvsight", arguments, os.environ | self._variables, streams)
         wait_until(self._answers, deadline_s=120, what="kvsight serve to listen")
 
     def kill(self) -> None:

@@ -10,6 +10,7 @@ from bridge.decoding.runs import BadEvent
 from bridge.tensorrt import PolledEvents, from_tensorrt, widest_window_of
 from kv_events.memory_log import MemoryLog
 from publisher import EventPublisher, PublisherSettings
+from publisher.blocks import BlockTable
 from publisher.sinks import MemorySink
 from tests.support.bridge.rig import CPU, GPU, NOW, Pages, View, on
 from tests.support.engines.event_payloads import names_of
@@ -50,7 +51,8 @@ class Rig:
     """Passes polled events to the bridge and returns the content of the streams."""
 
     def __init__(self) -> None:
-        self.polled = PolledEvents(self._publisher, name_pages=4096)
+        settings = PublisherSettings(model="m", worker="w", block_size=4, ledger_pages=4096)
+        self.polled = PolledEvents(settings, self._publisher, name_pages=4096)
         self._publishers: dict[int, EventPublisher] = {}
         self._views: dict[int, View] = {}
         self._next = 0
@@ -75,11 +77,10 @@ class Rig:
         self.pages(rank)
         return self._views[rank].degraded_reason
 
-    def _publisher(self, rank: int) -> EventPublisher:
-        settings = PublisherSettings(model="m", worker="w", dp_rank=rank, block_size=4, ledger_pages=4096)
-        self._publishers[rank] = EventPublisher(settings, MemorySink(MemoryLog()))
-        self._views[rank] = View()
-        return self._publishers[rank]
+    def _publisher(self, settings: PublisherSettings, blocks: BlockTable) -> EventPublisher:
+        self._publishers[settings.dp_rank] = publisher = EventPublisher(settings, MemorySink(MemoryLog()), blocks)
+        self._views[settings.dp_rank] = View()
+        return publisher
 
 
 def test_a_chain_of_blocks_is_named_from_its_parent_on() -> None:

@@ -80,6 +80,25 @@ def test_a_kernel_is_recompiled_when_its_module_has_moved(tmp_path: Path) -> Non
         shutil.rmtree(package)
 
 
+_MADE = """
+from numba import types
+from kv_events.kernels import array_kernel
+def make(is_negative):
+    @array_kernel(types.int64, types.int64)
+    def signed(number):
+        return -number if is_negative else number
+    return signed
+for kernel in [make(False), make(True)]:
+    print(kernel(7), sum(kernel.stats.cache_hits.values()))
+"""
+
+
+def test_kernels_that_differ_by_a_constant_are_kept_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(_MADE)
+    assert run(tmp_path, tmp_path / "cache", "made") == ["7", "0", "-7", "0"]
+    assert run(tmp_path, tmp_path / "cache", "made") == ["7", "1", "-7", "1"]
+
+
 _BUNDLED = """
 from typing import NamedTuple
 import numpy as np

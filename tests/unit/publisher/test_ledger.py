@@ -10,13 +10,14 @@ import pytest
 from publisher.change_queue import ChangeQueue
 from publisher.event_columns import EventColumns, StoredColumns
 from publisher.ledger import SLICE_PAGES, Ledger, LedgerCopy
+from publisher.own_blocks import OwnBlocks
 
 NUM_PAGES = 3 * SLICE_PAGES + 5
 
 
 @pytest.fixture
 def ledger() -> Ledger:
-    ledger = Ledger(2 * NUM_PAGES, ChangeQueue(10))
+    ledger = Ledger(2 * NUM_PAGES, ChangeQueue(10), OwnBlocks(2 * NUM_PAGES))
     store(ledger, range(NUM_PAGES))
     return ledger
 

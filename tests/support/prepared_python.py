@@ -1,0 +1,211 @@
+"""Runs modules as processes of their own that start in milliseconds, because they are forked from a prepared one.
+
+Starting Python, numba and the kernels takes two seconds of CPU time, and the tests run some hundred commands. The
+prepared process has imported what commands import, except for the commands themselves. It has one thread, so that it
+can be forked. A forked process has its own environment, folder, streams and session, and ends as any other one does.
+
+Usage: `python -m tests.support.prepared_python SOCKET`, with the file descriptor of a Unix socket. Each request is a
+JSON array `[MODULE, ARGUMENTS, ENVIRONMENT, FOLDER]` with four file descriptors: the standard streams, and a socket to
+which the process id and, at the end, the exit code are written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+_MODULES = (
+    "aiokafka.admin",
+    "api.app",
+    "api.json_kernels",
+    "api.server",
+    "bridge",
+    "engine_cache",
+    "httpx",
+    "indexer.assembly",
+    "indexer.replay",
+    "kv_events.hashing",
+    "kvsight.client",
+    "publisher.sinks.kafka",
+    "pythonjsonlogger.json",
+    "rich.progress",
+    "rich.table",
+    "simulation.live",
+    "typer",
+    "uvloop",
+)
+_MAX_REQUEST_BYTES = 2**20
+_TIMEOUT_S = 100.0
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets at the end of its parent
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class PreparedProcess:
+    """A process that runs `python -m MODULE`, in a session of its own. It ends with the test run at the latest."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[object], environment: Mapping[str, str], streams: Sequence[int]
+    ) -> None:
+        """environment: the whole one. streams: descriptors for stdin, stdout and stderr."""
+        request = json.dumps([module, [*map(str, arguments)], dict(environment), str(Path.cwd())]).encode()
+        assert len(request) <= _MAX_REQUEST_BYTES
+        self._events, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(_prepared(), [request], [*streams, theirs.fileno()])
+        self._pid = int(self._events.recv(16))
+        self._code: int | None = None
+
+    @property
+    def running(self) -> bool:
+        """Return whether the process is alive."""
+        with suppress(BlockingIOError):
+            self.wait(0)
+        return self._code is None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return the exit code, negative for a signal. Raises TimeoutError, or BlockingIOError if the timeout is 0."""
+        if self._code is None:
+            self._events.settimeout(timeout_s)
+            self._code = int(self._events.recv(16))
+            self._events.close()
+        return self._code
+
+    def send(self, number: int) -> None:
+        """Send a signal to the whole session."""
+        os.killpg(self._pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait for the end. Idempotent."""
+        if self.running:
+            self.send(signal.SIGKILL)
+            self.wait()
+
+
+def run_module(
+    module: str, *arguments: object, stdin: str = "", environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE` until it ends, with its output captured. Raises TimeoutError."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin.encode())
+        given.seek(0)
+        streams = given.fileno(), out.fileno(), err.fileno()
+        process = PreparedProcess(module, arguments, environment, streams)
+        try:
+            code = process.wait(_TIMEOUT_S)
+        finally:
+            process.kill()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(
+            [module, *map(str, arguments)], code, out.read().decode(), err.read().decode()
+        )
+
+
+@lru_cache
+def _prepared() -> socket.socket:
+    """Start the prepared process of this test process. Returns the socket for requests."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
+    process = subprocess.Popen(command, cwd=_ROOT, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+class _Request(NamedTuple):
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+
+
+def _main(requests: socket.socket) -> None:
+    for module in _MODULES:
+        import_module(module)
+    gc.freeze()  # a forked process would copy what its garbage collector looks at
+    request = _serve(requests)
+    if request is not None:
+        os.chdir(request.folder)
+        os.environ.clear()
+        os.environ.update(request.environment)
+        sys.argv = [request.module, *request.arguments]
+        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+def _serve(requests: socket.socket) -> _Request | None:
+    """Fork a process for each request. Returns the request in a forked process, and None once there are no more."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    with selectors.DefaultSelector() as ready:
+        ready.register(requests, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is not requests:
+                    ready.unregister(key.fd)
+                    pid, events = running.pop(key.fd)
+                    os.close(key.fd)
+                    _tell(events, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                    events.close()
+                    continue
+                text, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 4)
+                if not text:
+                    return None
+                *streams, last = descriptors
+                events = socket.socket(fileno=last)
+                pid = os.fork()
+                if pid == 0:
+                    _take_over(streams)
+                    for handle, (_, others) in running.items():
+                        os.close(handle)
+                        others.close()
+                    events.close()
+                    requests.close()
+                    return _Request(*json.loads(text))
+                for stream in streams:
+                    os.close(stream)
+                _tell(events, pid)
+                handle = os.pidfd_open(pid)
+                running[handle] = pid, events
+                ready.register(handle, selectors.EVENT_READ)
+
+
+def _tell(events: socket.socket, number: int) -> None:
+    with suppress(OSError):  # no test waits for it
+        events.send(b"%d" % number)
+
+
+def _take_over(streams: Sequence[int]) -> None:
+    """In a forked process: use these standard streams, in a session of its own."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))
