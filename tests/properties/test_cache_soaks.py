@@ -4,6 +4,8 @@ Every row and every slot records the tokens that it was computed from, so that a
 detected. Caches with several tiers have their own soaks.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ from engine_cache import (
     ReqToTokenPool,
     Request,
 )
-from engine_cache.tree.node import iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation, soak
 from tests.support.caches.checks import check_cache
 
@@ -29,7 +31,7 @@ POOL_PAGES, SLOTS = 20, 7
 NOTHING = np.empty(0, np.int64)
 
 
-class Contents(dict):
+class Contents(dict[int, Any]):
     """Row or slot -> namespace and the tokens that it was computed from."""
 
     def copy_from(self, src, dst):
@@ -56,7 +58,7 @@ class RadixSoak(CacheMachine):
 
     def walk(self):
         """Yield every node with the prefixes at the ends of its pages."""
-        raw_of = {self.cache.root_node: ()}
+        raw_of: dict[TreeNode, tuple[int, ...]] = {self.cache.root_node: ()}
         for node in iter_nodes(self.cache.root_node):
             above, extra_key = raw_of[node.parent], node.key.extra_key
             raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)

@@ -210,7 +210,8 @@ def test_a_resync_names_parents_before_children_on_every_tier(
     prompts: list[tuple[list[int], int]], data: st.DataObject
 ) -> None:
     publisher = make(batch_pages=3)
-    parent_of, tiers_of = {}, [set() for _ in MEDIA]
+    parent_of = dict[int, int]()
+    tiers_of = [set[int]() for _ in MEDIA]
     for prompt, tier in prompts:
         names = [int("1" + "".join(map(str, prompt[: i + 1]))) for i in range(len(prompt))]
         publisher.publish([BlockStored(names, None, [], 4, None, MEDIA[tier], None, words(names))])
@@ -220,7 +221,7 @@ def test_a_resync_names_parents_before_children_on_every_tier(
         gone = data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
         publisher.publish([BlockRemoved(sorted(gone), MEDIA[tier])])
         held -= gone
-    named = [set() for _ in MEDIA]
+    named = [set[int]() for _ in MEDIA]
     for tier, name, parent in pages_of(publisher.take_records(1000.0, force=True)):
         assert parent == parent_of[name]
         assert parent in named[tier] or parent not in tiers_of[tier]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from engine_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
-from engine_cache.tree.node import iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.cache_machine import CacheMachine, operation, soak
 from tests.support.caches.mamba_engine import CHUNK, Hybrid, evicted_by_hand
@@ -31,7 +31,7 @@ class MambaCacheMachine(CacheMachine):
         "events": (True, True, False),
     }
 
-    def begin(self, page_size, is_bigram, extra_buffer, events=True):
+    def begin(self, page_size, is_bigram, extra_buffer, events=True):  # type: ignore[override]
         extra_buffer |= page_size > 1 or is_bigram
         self.engine = Hybrid(page_size, is_bigram, extra_buffer, events)
         self.cache = self.engine.cache
@@ -55,7 +55,8 @@ class MambaCacheMachine(CacheMachine):
 
     def walk(self):
         """Return the prefixes with KV and those with a state. Checks that their contents were computed from them."""
-        raw_of, held, states = {self.cache.root_node: ()}, set(), set()
+        raw_of: dict[TreeNode, tuple[int, ...]] = {self.cache.root_node: ()}
+        held, states = set(), set()
         for node in iter_nodes(self.cache.root_node):
             above, extra_key = raw_of[node.parent], node.key.extra_key
             raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)

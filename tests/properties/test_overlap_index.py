@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -161,7 +163,7 @@ TestIndex.settings = settings(max_examples=num_examples(60), stateful_step_count
 def test_large_random_views_equal_the_model(seed: int, num_streams: int) -> None:
     random = np.random.default_rng(seed)
     prompts = random.integers(1, 2**64, (20, 300), dtype=np.uint64)
-    index, held = OverlapIndex(max_pages=10_000), {}
+    index, held = OverlapIndex(max_pages=10_000), dict[int, Any]()
     for _ in range(num_streams):
         stream = index.add_stream()
         held[stream] = set()

@@ -64,7 +64,7 @@ KERNELS = st.sampled_from([_insert_all, _enter_all, _remove_all])
 
 @given(st.lists(st.tuples(KERNELS, st.lists(KEYS, min_size=1, max_size=30)), max_size=30))
 def test_any_order_of_inserts_and_removals_equals_a_dict(steps: list[tuple[object, list[int]]]) -> None:
-    table, model = page_table.make_table(100), {}
+    table, model = page_table.make_table(100), dict[int, int]()
     for kernel, keys in steps:
         if kernel is not _remove_all:
             for key, entry in zip(keys, run(kernel, table, keys), strict=True):

@@ -18,7 +18,7 @@ from engine_cache import (
     RadixCache,
     RadixKey,
 )
-from engine_cache.tree.node import iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from tests.support.caches.cache_machine import CacheMachine, operation
 from tests.support.caches.checks import check_cache
 from tests.support.effort import num_examples
@@ -34,7 +34,7 @@ class RadixCacheMachine(CacheMachine):
         "enable_kv_cache_events": (True, False),
     }
 
-    def begin(self, page_size, is_eagle, enable_kv_cache_events, **options):
+    def begin(self, page_size, is_eagle, enable_kv_cache_events, **options):  # type: ignore[override]
         self.pool = PagedTokenToKVPoolAllocator(POOL_PAGES * page_size, page_size)
         self.cache = RadixCache(
             page_size=page_size,
@@ -60,7 +60,8 @@ class RadixCacheMachine(CacheMachine):
 
     def walk(self):
         """Return the contents of the tree in the form of the model."""
-        raw_of, found = {self.cache.root_node: ()}, {}
+        raw_of: dict[TreeNode, tuple[int, ...]] = {self.cache.root_node: ()}
+        found = {}
         for node in iter_nodes(self.cache.root_node):
             above = raw_of[node.parent]
             raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)

@@ -40,9 +40,9 @@ def operation(weight=1, when=None):
 class CacheMachine(RuleBasedStateMachine):
     """Base class of the machines. `begin` must set `cache` and call `watch`."""
 
-    OPTIONS: ClassVar[dict[str, tuple]] = {}
+    OPTIONS: ClassVar[dict[str, tuple[object, ...]]] = {}
     """Arguments of `begin`: possible values by name."""
-    MEDIA = (StorageMedium.GPU,)
+    MEDIA: ClassVar[tuple[StorageMedium, ...]] = (StorageMedium.GPU,)
     """Media that `held` supports."""
 
     cache: Any
@@ -63,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.replay = Replay(page_size, ordered)
         self.groups = {group: GroupReplay(page_size) for group in self.cache.event_groups}
         self.locks = []
-        self.told = Counter()  # (kind of event, medium) -> number of events
+        self.told: Counter[Any] = Counter()  # (kind of event, medium) -> number of events
 
     def held(self, medium):
         """Return `(namespace, raw tokens)` of every prefix whose last page is on the medium."""
@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_events()
         self.check()
 
-    def check_events(self):
+    def check_events(self, all_taken=False):
         """Check that the events replay to the content of the cache."""
         if not self.events:
             assert self.cache.kv_event_queue == []

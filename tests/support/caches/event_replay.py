@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache as memoize
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
 from tests.support.caches.page_names import block_name, sequence_hash
@@ -19,7 +19,7 @@ class PageFacts(NamedTuple):
 
     parent: int | None
     sequence_hash: int
-    token_ids: list
+    token_ids: list[Any]
 
 
 class PageNames:
@@ -56,7 +56,7 @@ class Replay:
 
     def __init__(self, page_size, ordered=frozenset({StorageMedium.GPU})):
         # per medium: (namespace, block hash) -> PageFacts
-        self.pages = {medium: {} for medium in StorageMedium}
+        self.pages: dict[StorageMedium, dict[Any, Any]] = {medium: {} for medium in StorageMedium}
         self._page_size, self._ordered = page_size, ordered
         self._orphans = []  # children of the page that was removed last
 
@@ -94,7 +94,7 @@ class GroupReplay:
 
     def __init__(self, page_size):
         # per medium: (namespace, block hash) -> sequence hash
-        self.pages = {medium: {} for medium in StorageMedium}
+        self.pages: dict[StorageMedium, dict[Any, Any]] = {medium: {} for medium in StorageMedium}
         self._page_size = page_size
 
     def apply(self, event):

@@ -197,8 +197,8 @@ class HybridRig(Rig):
         if not (match.host_hit_length or match.mamba_host_hit_length):
             return None
         req = Request(f"r{len(self.loaded)}", [], 0, extra_key) if with_request else None
-        params = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req, **params)
-        rows, node = self.cache.init_load_back(params)
+        load = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req, **params)
+        rows, node = self.cache.init_load_back(load)
         if req is not None and req.mamba_pool_idx is not None:
             raw = next(prefixes[-1] for held, _, prefixes in self.walk() if held is node)
             self.loaded[req] = (node, page_content(extra_key, raw))

@@ -5,6 +5,8 @@ Each row and each slot records the tokens it was computed from, so that a state 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from engine_cache import (
@@ -24,7 +26,7 @@ from tests.support.caches.checks import check_cache
 CHUNK = 4
 
 
-class Contents(dict):
+class Contents(dict[int, Any]):
     """Maps a slot to the tokens that its state was computed from."""
 
     def copy_from(self, src, dst):

@@ -9,6 +9,7 @@ import ctypes
 import re
 import socket
 from collections import deque
+from typing import Any
 
 from engine_cache.settings import MooncakeSettings
 
@@ -48,7 +49,8 @@ class NativeDouble:
 
     def __init__(self, master):
         self.master = master
-        self.exist_answers, self.get_answers = deque(), deque()
+        self.exist_answers: deque[Any] = deque()
+        self.get_answers: deque[Any] = deque()
         self.registrations = []  # (address, bytes) of every call
         self.registered = {}
         self.left_registered = None  # buffers still registered when the client was closed

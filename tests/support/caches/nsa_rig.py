@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 import torch
 
@@ -49,7 +51,7 @@ class FlakyStore(MemoryStorage):
 class NsaRig:
     """A cache with 8 device pages and 16 host pages."""
 
-    settle = Rig.settle
+    settle: ClassVar[Any] = Rig.settle
 
     def __init__(self, page_size=4, layout="page_first", store=None, batch_pages=2, **stack):
         self.page_size = page_size
@@ -58,8 +60,9 @@ class NsaRig:
         if store is not None:
             policy = StoragePolicy(prefetch_threshold=1, batch_pages=batch_pages, emit_storage_events=True)
             stack |= {"open_store": lambda: store, "policy": policy}
-        stack = {"config": HostTierConfig(layout=layout, reserve_bytes=0), "make_engine": ManualCopyEngine} | stack
-        self.stack = build_nsa_hybrid_stack(self._cache, self.device, self.pool, **stack)
+        config = HostTierConfig(layout=layout, reserve_bytes=0)
+        defaults: dict[str, Any] = {"config": config, "make_engine": ManualCopyEngine}
+        self.stack = build_nsa_hybrid_stack(self._cache, self.device, self.pool, **defaults | stack)
         self.cache, self.controller = self.stack.cache, self.stack.cache_controller
         self.engine, self.group = self.controller.engine, self.stack.token_to_kv_pool_host
         self.index = self.group.get_pool(PoolName.INDEXER)

@@ -36,7 +36,7 @@ def is_stepped(machine):
 class StorageMachine(CacheMachine):
     """Subclasses must provide `rig`, `engine`, `store`, `num_stores`, `num_requests`, `seen` and `checked_match`."""
 
-    STORES = ("memory", "directory")
+    STORES: ClassVar[tuple[str, ...]] = ("memory", "directory")
     """Kinds that are attached at run time."""
 
     STORE_OPTIONS: ClassVar = {
@@ -223,7 +223,7 @@ class StorageMachine(CacheMachine):
         assert announced.keys() >= {_page_of(key) for key in self.archived - in_flight}
         allowed = self.once_archived & (held | self.unnoticed) if all_taken else self.once_archived
         assert announced.keys() <= {_page_of(key) for key in allowed}
-        if not announced.keys() <= self.facts.keys():
+        if not announced.keys() <= self.facts.keys():  # type: ignore[has-type]
             self.facts = dict(map(self.names.named, self.seen))
         assert all(self.facts[page] == facts for page, facts in announced.items())
 

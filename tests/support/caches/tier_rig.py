@@ -7,6 +7,7 @@ found.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from engine_cache.pools.device import MHATokenToKVPool, MLATokenToKVPool, PoolSh
 from engine_cache.pools.host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from engine_cache.storage.base import HiCacheStorage, PoolName, StorageStats
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
-from engine_cache.tree.node import iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.checks import check_cache
 
@@ -51,19 +52,19 @@ class _Faults:
         if self.refusals:
             self.refusals -= 1
             return None
-        return super().alloc(need_size)
+        return super().alloc(need_size)  # type: ignore[misc]
 
     def backup_from_device_all_layer(self, device_pool, host_indices, device_indices):
         if self.write_faults:
             self.write_faults -= 1
             raise RuntimeError("injected write fault")
-        super().backup_from_device_all_layer(device_pool, host_indices, device_indices)
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices)  # type: ignore[misc]
 
     def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id):
         if self.load_faults:
             self.load_faults -= 1
             raise RuntimeError("injected load fault")
-        super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id)
+        super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id)  # type: ignore[misc]
 
 
 class FaultyHostPool(_Faults, MHATokenToKVPoolHost):
@@ -81,6 +82,8 @@ class KVPools:
         shape = PoolShape(device_pages * page_size, page_size, LAYERS, torch.int64)
         ratio = (host_pages - 0.5) / device_pages
         self.page_size, self.is_mla, self.layout = page_size, attention == "mla", layout
+        self.device: Any
+        self.host: Any
         if self.is_mla:
             self.device = MLATokenToKVPool(shape, 1, 1)
             self.host = FaultyMLAHostPool(self.device, ratio=ratio, layout=layout, reserve_bytes=0)
@@ -256,7 +259,7 @@ class Rig:
 
     def walk(self):
         """Yield (node, namespace, raw tokens of the prefix at each page's end) for every node."""
-        raw_of = {self.cache.root_node: ()}
+        raw_of: dict[TreeNode, tuple[int, ...]] = {self.cache.root_node: ()}
         for node in iter_nodes(self.cache.root_node):
             above = raw_of[node.parent]
             raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)

@@ -7,6 +7,8 @@ According to the events, exactly those pages must be on each medium.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine_cache import EvictParams, InitLoadBackParams, Lane, TransferError
@@ -35,8 +37,8 @@ class TieredCacheMachine(StorageMachine):
         events = self.cache.enable_kv_cache_events
         self.watch(rig.page_size, is_bigram=rig.is_bigram, events=events, ordered=ordered)
         self.num_requests = self.num_stores = self.num_fetched = 0
-        self.seen, self.facts = set(), {}  # prefixes of all prompts, and their expected event fields
-        self.fetched = self.inserted = [], None  # the prompts of the last requests
+        self.seen, self.facts = set[Any](), dict[Any, Any]()  # prefixes of all prompts, their expected event fields
+        self.fetched = self.inserted = list[Any](), None  # the prompts of the last requests
         self.on_host = set()
         self.store = None
         self.forget_store()
@@ -277,7 +279,7 @@ class TieredCacheMachine(StorageMachine):
 class OldMatches(TieredCacheMachine):
     """Loads back old matches, whose nodes may have been split, evicted or deleted; the device part is locked."""
 
-    def begin(self, **options):
+    def begin(self, **options):  # type: ignore[override]
         self.old_matches = []
         super().begin(**options)
 

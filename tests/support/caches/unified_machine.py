@@ -52,10 +52,10 @@ class UnifiedSteps(RequestSteps):
         assert len(match.device_indices) == on_device * self.page_size
         assert match.host_hit_length == (any_tier - on_device) * self.page_size
         for node, num_pages in ((match.last_device_node, on_device), (match.best_match_node, any_tier)):
-            assert sum(len(step.key) for step in self.rig.up(node)) == num_pages * self.page_size
+            assert sum(len(step.key) for step in self.rig.up(node)) == num_pages * self.page_size  # type: ignore[misc]
         assert match.last_device_node in [*self.rig.up(match.best_match_node), self.cache.root_node]
         needs_state = any_tier > 0 and "mamba" in self.KINDS and "d" not in pages[any_tier - 1].mamba
-        assert match.mamba_host_hit_length == needs_state
+        assert match.mamba_host_hit_length == int(needs_state)
         self.check_branching(match, pages, any_tier)
         return match
 

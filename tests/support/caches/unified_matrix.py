@@ -29,7 +29,7 @@ STORE_OPTIONS = {"stop": STOP_POLICIES, "emit": (True, True, False)}
 
 
 class DeviceMachine(UnifiedDeviceMachine):
-    OPTIONS: ClassVar = DEVICE_OPTIONS
+    OPTIONS: ClassVar = DEVICE_OPTIONS  # type: ignore[assignment]
 
 
 class HostMachine(UnifiedCacheMachine):
@@ -54,7 +54,7 @@ class DirectoryMachine(UnifiedCacheMachine):
 class MooncakeMachine(UnifiedCacheMachine):
     """A machine with a Mooncake store. `machine_of` needs its master."""
 
-    STORES = ("mooncake",)
+    STORES: ClassVar[tuple[str, ...]] = ("mooncake",)
     OPTIONS: ClassVar = {**HOST_OPTIONS, **STORE_OPTIONS, "store": ("mooncake", "mooncake", None)}
     master = None
     own_client = False

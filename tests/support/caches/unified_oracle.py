@@ -8,9 +8,9 @@ from typing import NamedTuple
 class Page(NamedTuple):
     """The data of one page of a prompt in a tree. The first three fields are sets of tiers, "d" and "h"."""
 
-    full: set
-    swa: set
-    mamba: set
+    full: set[str]
+    swa: set[str]
+    mamba: set[str]
     """The recurrent state after the page, if the page ends a node."""
     ends_node: bool
 

@@ -6,7 +6,7 @@ they are found.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from engine_cache import (
 )
 from engine_cache.storage.base import PoolName
 from engine_cache.storage.object_names import PageLayout, StorageIdentity
-from engine_cache.tree.node import iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import StorageMedium
 from tests.support.caches.checks import check_cache
 from tests.support.caches.number_pools import NumberPools, content
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
     node: object
     extra_key: str | None
-    prefixes: list
+    prefixes: list[tuple[int, ...]]
     """Raw tokens of the prefix up to the end of each page."""
 
 
@@ -85,7 +85,7 @@ class UnifiedRig:
         self.swa = SWATokenToKVPoolAllocator(rows, swa_pages * page_size, page_size) if "swa" in kinds else None
         self.pool = self.swa.full if self.swa else self.pool
         self.tokens = self.swa or self.pool
-        self.pools = {
+        self.pools: dict[PoolName, Any] = {
             PoolName.KV: NumberPools(rows + page_size, host_pages * page_size, page_size),
             PoolName.SWA: NumberPools((swa_pages + 1) * page_size, swa_host_pages * page_size, page_size),
             PoolName.MAMBA: NumberPools(slots + 1, host_slots, 1),
@@ -111,11 +111,11 @@ class UnifiedRig:
                 enable_extra_buffer=True,
             ),
         }
-        cache = {"enable_kv_cache_events": True, "req_to_token_pool": ReqToTokenPool(6, 64)} | cache
-        cache = {"emit_group_events": cache["enable_kv_cache_events"]} | cache
+        options: dict[str, Any] = {"enable_kv_cache_events": True, "req_to_token_pool": ReqToTokenPool(6, 64)} | cache
+        options = {"emit_group_events": options["enable_kv_cache_events"]} | options
         components = [make[kind]() for kind in kinds if kind in make]
         self.cache = UnifiedRadixCache(
-            page_size=page_size, allocator=self.tokens, components=components, is_eagle=is_eagle, **cache
+            page_size=page_size, allocator=self.tokens, components=components, is_eagle=is_eagle, **options
         )
         self.engine = engine or ManualCopyEngine()
         if tiers > 1:
@@ -251,7 +251,7 @@ class UnifiedRig:
         return next(place.node for place in self.walk() if (place.extra_key, place.prefixes[-1]) == (extra_key, raw))
 
     def walk(self):
-        raw_of = {self.cache.root_node: ()}
+        raw_of: dict[TreeNode, tuple[int, ...]] = {self.cache.root_node: ()}
         for node in iter_nodes(self.cache.root_node):
             above = raw_of[node.parent]
             raw_of[node] = raw = above[: len(above) - self.is_bigram] + tuple(node.key.token_ids)

@@ -13,7 +13,7 @@ from tests.support.caches.unified_rig import NOTHING, UnifiedRig, is_pending
 
 
 class UnifiedCacheMachine(UnifiedSteps, TieredCacheMachine):
-    def begin(self, **options):
+    def begin(self, **options):  # type: ignore[override]
         self.anchored = {}  # request -> rows of the start node that its prefetch needs, see `rows_above`
         super().begin(**options)
 

@@ -24,12 +24,12 @@ _FILE = re.compile(r"[0-9a-f]{20}_((?:[0-9a-f]{16}_)?[0-9a-f]{64})_m(?:_0_1)?\.b
 class _Acknowledging:
     def __init__(self, *args, **params):
         super().__init__(*args, **params)
-        self.acknowledged = deque()
+        self.acknowledged: deque[str] = deque()
         self.bare = set()
         self._refused = set()  # (pool, key) of pages besides KV whose last write was refused
 
     def batch_set_v2(self, transfers):
-        done = super().batch_set_v2(transfers)
+        done = super().batch_set_v2(transfers)  # type: ignore[misc]
         for transfer in transfers:
             for key, is_done in zip(transfer.keys, done[transfer.name], strict=True):
                 (self._refused.discard if is_done else self._refused.add)((transfer.name, key))
@@ -37,7 +37,7 @@ class _Acknowledging:
 
     def batch_set_v1(self, keys, host_indices):
         self.bare |= {key for key in keys if (PoolName.INDEXER, key) in self._refused}
-        done = super().batch_set_v1(keys, host_indices)
+        done = super().batch_set_v1(keys, host_indices)  # type: ignore[misc]
         self.acknowledged.extend(keys[: sum(takewhile(bool, done))])
         return done
 
@@ -49,19 +49,19 @@ class Failing(_Acknowledging):
 
     def _present(self, name, keys):
         self._fail_if_broken()
-        return super()._present(name, keys)
+        return super()._present(name, keys)  # type: ignore[misc]
 
     def _read(self, name, pool, keys, rows):
         self._fail_if_broken()
-        return super()._read(name, pool, keys, rows)
+        return super()._read(name, pool, keys, rows)  # type: ignore[misc]
 
     def _write(self, name, pool, keys, rows):
         self._fail_if_broken()
         if name not in self.full:
-            return super()._write(name, pool, keys, rows)
-        there = list(super()._present(name, keys))
+            return super()._write(name, pool, keys, rows)  # type: ignore[misc]
+        there = list(super()._present(name, keys))  # type: ignore[misc]
         known = [(key, row) for key, row, is_there in zip(keys, rows, there, strict=True) if is_there]
-        done = iter(super()._write(name, pool, [key for key, _ in known], [row for _, row in known]))
+        done = iter(super()._write(name, pool, [key for key, _ in known], [row for _, row in known]))  # type: ignore[misc]
         return [is_there and next(done) for is_there in there]
 
     def _fail_if_broken(self):

@@ -26,8 +26,8 @@ FILE_BYTES = 2 * 3 * 2 + 8
 def open_store(tmp_path):
     def opener(num_pages=100, identity=IDENTITY):
         store = DirectoryStorage(tmp_path / "pages", identity, capacity_bytes=num_pages * FILE_BYTES)
-        store.kv = PagePool()
-        store.register_mem_pool_host(store.kv)
+        store.kv = PagePool()  # type: ignore[attr-defined]
+        store.register_mem_pool_host(store.kv)  # type: ignore[attr-defined]
         return store
 
     return opener

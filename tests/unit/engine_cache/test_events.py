@@ -36,7 +36,7 @@ def insert(cache, tokens, extra_key=None):
 def rolling(tokens, page_size, seed=1337, width=None):
     """Independent reference: sequence hashes computed with the xxhash package. seed: seed of the local hashes."""
     width = width or page_size
-    result = []
+    result = list[int]()
     for start in range(0, len(tokens) - width + 1, page_size):
         local = xxhash.xxh3_64_intdigest(struct.pack(f"<{width}I", *tokens[start : start + width]), seed)
         pair = struct.pack("<QQ", result[-1], local) if result else None

@@ -17,7 +17,7 @@ def evicted_order(policy):
     for token in (1, 1, 2):
         cache.insert(InsertParams(RadixKey([token]), np.array([token])))
     cache.match_prefix(MatchPrefixParams(RadixKey([3])))
-    order = []
+    order = list[int]()
     while cache.evictable_size():
         before = {int(node.value[0]) for node in cache.root_node.children.values()}
         assert cache.evict(EvictParams(1)).num_tokens_evicted == 1

@@ -1,6 +1,7 @@
 """The number of nodes that an eviction examines does not depend on the size of the tree."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ CASES = [(kind, policy) for kind in ("radix", "hiradix") for policy in ("lru", "
 CASES += [("mamba", "lru"), ("himamba", "lru")]
 
 
-class Unwalked(dict):
+class Unwalked(dict[Any, Any]):
     """Children that may be looked up but not iterated over."""
 
     def __iter__(self):
@@ -159,7 +160,7 @@ def test_a_leaf_whose_chances_change_while_it_is_refused_has_its_turn_next_time(
     assert cache.cache_controller.kv.host_pool.available_size() == 0
     backups, tried = cache.host.backups, []
     write = backups.write
-    monkeypatch.setattr(backups, "write", lambda node, **how: tried.append(node) or write(node, **how))
+    monkeypatch.setattr(backups, "write", lambda node, **how: tried.append(node) or write(node, **how))  # type: ignore[func-returns-value]
     assert cache.evict(EvictParams(2)).num_tokens_evicted == 0
     assert cache.cache_controller.kv.host_pool.available_size() == 1, "page 3 went, in vain"
     assert tried == list(cache.evictable_leaves) == [leaf]

@@ -476,7 +476,7 @@ def test_copies_on_threads_end_as_those_by_hand_do():
 def test_the_thread_of_the_cache_does_not_wait_for_copies():
     rig = Rig(engine=ThreadCopyEngine())
     gate = threading.Event()
-    rig.engine.submit(Lane.WRITE, [gate.wait])
+    rig.engine.submit(Lane.WRITE, [gate.wait])  # type: ignore[list-item]
     rig.insert([1, 2])
     rig.cache.check_hicache_events()
     assert rig.held(CPU) == set()

@@ -1,6 +1,7 @@
 """The guarantees of all host pools with tensors, for every kind of device pool."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ KINDS = ["mha", "mla", "mamba", "indexer"]
 def pair(kind, **options):
     """Return a device pool and its host pool."""
     options = {"reserve_bytes": 0, **options}
+    device: Any
     match kind:
         case "mha":
             device = MHATokenToKVPool(SHAPE, 3, 5)

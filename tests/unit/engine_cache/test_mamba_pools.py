@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from engine_cache import (
     RadixKey,
     Request,
 )
-from engine_cache.tree.node import iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from kv_events.schema import AllBlocksCleared, BlockStored, StorageMedium
 from tests.support.caches.checks import check_cache
 
@@ -234,12 +236,12 @@ class Server:
         """Check that pages and states in the tree match their tokens, and that the events announce these pages."""
         nothing = np.empty(0, np.int64)
         check_cache(self.cache, nothing, nothing)
-        tokens = {self.cache.root_node: []}
+        tokens: dict[TreeNode, list[Any]] = {self.cache.root_node: []}
         k, v = self.kv.get_kv_buffer(2)
         for node in iter_nodes(self.cache.root_node):
             tokens[node] = [*tokens[node.parent], *node.key]
             assert k[node.value].flatten().tolist() == list(node.key)
-            assert v[node.value].flatten().tolist() == [-token for token in node.key]
+            assert v[node.value].flatten().tolist() == [-token for token in tokens[node][-len(node.key) :]]
             if node.mamba_value is not None:
                 states = [tensor[:, node.mamba_value] for tensor in self.states.mamba_cache.tensors()]
                 assert all(state.eq(sum(tokens[node])).all() for state in states)

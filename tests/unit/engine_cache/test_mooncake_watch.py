@@ -1,6 +1,7 @@
 """The times at which a store is checked again. The client is a test double that can fail at a chosen moment."""
 
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ class ScriptedClient:
     address = "a double"
 
     def __init__(self):
-        self.states = deque()
+        self.states: deque[MasterState] = deque()
         self.num_probes = 0
 
     def probe(self):
@@ -30,7 +31,7 @@ class Looks:
     """Checks of the store. `script` contains the effects of the next checks."""
 
     def __init__(self):
-        self.script = deque()
+        self.script: deque[Any] = deque()
         self.num_done = self.num_begun = 0
 
     def __call__(self):

@@ -35,14 +35,14 @@ def test_an_empty_extra_key_is_a_namespace_of_its_own():
     cache.insert(InsertParams(RadixKey([1, 2])))
     assert len(cache.match_prefix(MatchPrefixParams(RadixKey([1, 2], ""))).device_indices) == 0
     cache.insert(InsertParams(RadixKey([1, 2], "")))
-    assert [event.extra_key for event in cache.take_events()] == [None, None, "", ""]
+    assert [event.extra_key for event in cache.take_events()] == [None, None, "", ""]  # type: ignore[union-attr]
     cache.evict(EvictParams(2))
-    assert [event.extra_key for event in cache.take_events()] == [None, None]
+    assert [event.extra_key for event in cache.take_events()] == [None, None]  # type: ignore[union-attr]
     assert len(cache.match_prefix(MatchPrefixParams(RadixKey([1, 2], ""))).device_indices) == 2
 
 
 def test_pages_that_cannot_be_named_for_events_leave_the_tree_as_it_was():
-    seeds = {}
+    seeds = dict[str, int]()
     pool = PagedTokenToKVPoolAllocator(16, 2)
     cache = RadixCache(
         page_size=2, allocator=pool, enable_kv_cache_events=True, seed_of_extra_key=lambda key: seeds[key]

@@ -144,7 +144,7 @@ def test_a_prefetch_that_is_cut_short_has_the_index_of_every_page_it_brought():
     tokens = prompt(rig, 5)
     rig.cache.prefetch_from_storage("r", rig.cache.root_node, tokens)
     while ("get", INDEXER, 2) not in store.batches:
-        assert rig.engine.step(Lane.PREFETCH)
+        assert rig.engine.step(Lane.PREFETCH)  # type: ignore[attr-defined]
     assert rig.cache.check_prefetch_progress("r")
     assert torch.equal(rig.content(rig.load_back(tokens)), content[:2])
     rig.settle()

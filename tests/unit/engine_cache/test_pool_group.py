@@ -129,7 +129,7 @@ def test_without_room_for_one_sidecar_every_pool_is_as_before(evicts):
     states = entry(MAMBA, 5, 1, device_rows=4)
     controller, _ = nsa(states)
     held = states.host_pool.alloc(5)
-    asked = []
+    asked = list[int]()
     states.host_evict_fn = asked.append if evicts else None
     state, shared = PoolTransfer(MAMBA, device_indices=np.array([3])), share()
     assert controller.write(np.arange(2), 0, [shared, state]) is None

@@ -11,7 +11,7 @@ from engine_cache import (
     RadixKey,
     Request,
 )
-from engine_cache.tree.node import iter_nodes
+from engine_cache.tree.node import TreeNode, iter_nodes
 from tests.support.caches.hybrid_rig import HybridRig
 from tests.support.caches.mamba_rig import Rig as MambaRig
 from tests.support.caches.tier_rig import Rig as TierRig
@@ -62,7 +62,8 @@ def fill(rig, *prompts):
 
 def prefixes_of(cache, wanted):
     """Return the tokens up to the end of each selected node."""
-    raw_of, found = {cache.root_node: ()}, set()
+    raw_of: dict[TreeNode, tuple[int, ...]] = {cache.root_node: ()}
+    found = set()
     for node in iter_nodes(cache.root_node):
         raw_of[node] = raw_of[node.parent] + tuple(node.key.token_ids)
         if wanted(node):

@@ -142,7 +142,7 @@ def test_a_step_that_fails_is_reported_with_its_cause_and_leaves_nothing_behind(
     assert f"kv, indexer failed at: {step}" in caplog.text
     assert len(pools.made) == 2
     assert pools.held_bytes() == 0
-    assert all(part.is_closed for part in (*stores, *ClosingEngine.made))
+    assert all(part.is_closed for part in (*stores, *ClosingEngine.made))  # type: ignore[attr-defined]
     assert threading.active_count() == threads
 
 
@@ -165,7 +165,7 @@ def test_a_stack_that_is_closed_gives_memory_threads_and_store_back():
     stack.close()
     stack.close()
     pools = [stack.token_to_kv_pool_host.get_pool(name) for name in (KV, INDEXER)]
-    assert sum(held.nbytes for pool in pools for held in pool.get_hybrid_pool_buffer()) == 0
+    assert sum(held.nbytes for pool in pools for held in pool.get_hybrid_pool_buffer()) == 0  # type: ignore[attr-defined]
     assert store.is_closed
     assert threading.active_count() == threads
 
@@ -175,7 +175,7 @@ def test_pools_that_fit_one_by_one_but_not_together_are_no_stack(monkeypatch):
     with build_nsa_hybrid_stack(
         hiradix(allocator), nsa_model(), allocator, config=HostTierConfig(reserve_bytes=0)
     ) as s:
-        needed = [s.token_to_kv_pool_host.get_pool(name).required_bytes for name in (KV, INDEXER)]
+        needed = [s.token_to_kv_pool_host.get_pool(name).required_bytes for name in (KV, INDEXER)]  # type: ignore[attr-defined]
     pools = WatchedPools(monkeypatch, MLATokenToKVPoolHost, NSAIndexerPoolHost)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": sum(needed) + 99}))
     with pytest.raises(StackError, match="memory of host pool kv, indexer") as raised:

@@ -1,5 +1,7 @@
 """The parts of a hybrid stack, and the round trip of each kind of state."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -52,9 +54,9 @@ class Mamba:
         self.states = MambaPool(SLOTS, 2, [(3, 2), (5,)], (2, 1, 3), temporal_dtype=torch.float64)
         self.rows, self.slots = PagedTokenToKVPoolAllocator(SIZE, PAGE), MambaSlotAllocator(SLOTS)
         requests = requests_of(self.states, self.slots)
-        options = {"config": HostTierConfig(reserve_bytes=0), "make_engine": ManualCopyEngine} | options
+        defaults: dict[str, Any] = {"config": HostTierConfig(reserve_bytes=0), "make_engine": ManualCopyEngine}
         layers = HybridLinearKVPool(self.kv, [1, 2])
-        self.stack = build_mamba_hybrid_stack(self._cache, layers, requests, self.rows, **options)
+        self.stack = build_mamba_hybrid_stack(self._cache, layers, requests, self.rows, **defaults | options)
         filled(*self._kv_tensors(), *self.states.mamba_cache.tensors())
 
     def _cache(self, controller):

@@ -1,5 +1,7 @@
 """Rows of full and sliding-window layers: their owners and the mapping between them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,7 +99,7 @@ def test_clear_frees_both_sides():
 
 @given(st.lists(st.tuples(st.sampled_from(["alloc", "free", "free_swa"]), st.integers(0, 5)), max_size=40))
 def test_rows_of_both_sides_always_add_up(steps):
-    pool, held = SWATokenToKVPoolAllocator(12, 8, 2), []
+    pool, held = SWATokenToKVPoolAllocator(12, 8, 2), list[Any]()
     for what, number in steps:
         if what == "alloc":
             rows = pool.alloc(number * 2)

@@ -1,3 +1,5 @@
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +45,8 @@ def test_the_page_that_was_seen_longest_ago_goes_first():
 
 @given(STEPS, st.integers(1, 4))
 def test_announcing_what_is_held_and_withdrawing_what_is_lost_ends_as_what_is_held(steps, limit):
-    held, seen, told, before = TrackedPages(limit), [], set(), -1
+    held, told, before = TrackedPages(limit), set(), -1
+    seen: list[Any] = []
     for what, *arguments in steps:
         if what == "hold":
             keys, is_late = arguments

@@ -1,4 +1,5 @@
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_a_ticket_reports_how_far_a_job_is(engine):
 
 
 def test_a_step_that_fails_is_tried_once_more(engine):
-    attempts = []
+    attempts = list[int]()
 
     def fails_once():
         attempts.append(len(attempts))
@@ -122,8 +123,8 @@ def test_drain_stops_after_its_time(engine):
 
 
 def test_a_manual_engine_runs_steps_in_any_order():
-    engine, ran = ManualCopyEngine(), []
-    tickets = [engine.submit(Lane.WRITE, [lambda n=n: ran.append(n)]) for n in range(3)]
+    engine, ran = ManualCopyEngine(), list[int]()
+    tickets = [engine.submit(Lane.WRITE, [partial(ran.append, n)]) for n in range(3)]
     assert engine.num_queued(Lane.WRITE) == 3
     assert engine.step(Lane.WRITE, 1)
     assert [ticket.query() for ticket in tickets] == [False, True, False]
@@ -185,7 +186,7 @@ def test_no_room_takes_nothing():
     assert controller.write(np.arange(14), 0) is None
     assert controller.load(np.arange(10), 0) is None
     assert controller.kv.host_pool.available_size() == 12
-    assert controller.kv.device_allocator.available_size() == 8
+    assert controller.kv.device_allocator.available_size() == 8  # type: ignore[attr-defined]
 
 
 def test_a_load_that_fails_twice_is_an_error():
@@ -241,7 +242,7 @@ def test_without_room_for_a_sidecar_nothing_is_taken():
     assert controller.kv.host_pool.available_size() == 12
     back = PoolTransfer(PoolName.MAMBA, host_indices=np.arange(10))
     assert controller.load(np.arange(4), 0, [back]) is None
-    assert controller.kv.device_allocator.available_size() == 8
+    assert controller.kv.device_allocator.available_size() == 8  # type: ignore[attr-defined]
 
 
 def test_a_sidecar_evicts_once_before_it_stops():
@@ -318,7 +319,7 @@ def test_a_controller_of_kv_alone_refuses_what_would_move_along_and_takes_nothin
         with pytest.raises(InvalidValueError, match="pool: got 'mamba', expected one of kv"):
             move(np.arange(2), 0, [PoolTransfer(PoolName.MAMBA, device_indices=np.arange(2))])
     assert controller.kv.host_pool.available_size() == 12
-    assert controller.kv.device_allocator.available_size() == 8
+    assert controller.kv.device_allocator.available_size() == 8  # type: ignore[attr-defined]
 
 
 def test_a_job_that_a_closed_engine_refuses_is_not_waited_for():

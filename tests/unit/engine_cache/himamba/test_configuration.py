@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -26,7 +28,8 @@ def cache_of(**changes):
     kv = PoolEntry(PoolName.KV, BytelessHostPool(12, 2), None, pool)
     sidecars = changes.pop("sidecars", [PoolEntry(PoolName.MAMBA, BytelessHostPool(4, 1), None, slots)])
     controller = HybridCacheController(HostPoolGroup.of(kv, *sidecars), ManualCopyEngine())
-    options = {"page_size": 2, "allocator": pool, "mamba_allocator": slots, "enable_mamba_extra_buffer": True}
+    options: dict[str, Any] = {"page_size": 2, "allocator": pool, "mamba_allocator": slots}
+    options["enable_mamba_extra_buffer"] = True
     return HiMambaRadixCache(controller=controller, **options | changes)
 
 

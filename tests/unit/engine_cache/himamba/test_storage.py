@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 
 from engine_cache import Lane, StoragePolicy, ThreadCopyEngine
@@ -199,7 +201,7 @@ def test_what_one_cache_archives_in_a_folder_another_continues_from(tmp_path):
     for n, prompt in enumerate(prompts):
         prefetch(reader, prompt, str(n))
     for n in range(len(prompts)):
-        wait_until(lambda n=n: reader.cache.check_prefetch_progress(str(n)))
+        wait_until(partial(reader.cache.check_prefetch_progress, str(n)))
     for prompt in prompts:
         assert len(reader.load_back(prompt)[0]) == 6
     reader.settle()

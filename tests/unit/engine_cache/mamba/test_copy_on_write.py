@@ -64,10 +64,10 @@ def test_an_eviction_that_fails_leaves_no_lock_behind():
     def fail(mamba_num):
         raise RuntimeError("injected")
 
-    evict_mamba, rig.cache.evict_mamba = rig.cache.evict_mamba, fail
+    evict_mamba, rig.cache.evict_mamba = rig.cache.evict_mamba, fail  # type: ignore[method-assign]
     req = Request("r", [], 0)
     with pytest.raises(RuntimeError, match="injected"):
         rig.match([1, 2], cow_mamba=True, req=req)
     assert (rig.cache.protected_size(), rig.cache.states.protected_size, req.mamba_pool_idx) == (0, 0, None)
-    rig.cache.evict_mamba = evict_mamba
+    rig.cache.evict_mamba = evict_mamba  # type: ignore[method-assign]
     check_cache(rig.cache, NOTHING, NOTHING)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from engine_cache import EvictParams, InsertParams, KVCacheEventMixin, MambaRadixCache, RadixKey
@@ -18,7 +20,8 @@ def test_inserted_pages_are_announced_in_a_chain():
     rig = Rig(page_size=4, enable_kv_cache_events=True)
     rig.insert([1, 2, 3, 4])
     rig.insert([*range(1, 13)])
-    cleared, *stored = rig.cache.take_events()
+    events: list[Any] = rig.cache.take_events()
+    cleared, *stored = events
     assert isinstance(cleared, AllBlocksCleared)
     assert [event.block_hashes for event in stored] == [[V1], [V2[0]], [V2[1]]]
     assert [event.parent_block_hash for event in stored] == [None, V1, V2[0]]
@@ -29,7 +32,8 @@ def test_an_eagle_cache_announces_pairs():
     rig = Rig(page_size=2, is_eagle=True, enable_kv_cache_events=True)
     params = InsertParams(RadixKey([1, 2, 3]), rig.pool.alloc(2), mamba_value=rig.slots.alloc(1))
     assert rig.cache.insert(params) == (0, 2, False)
-    assert rig.cache.take_events()[1].token_ids == [(1, 2), (2, 3)]
+    events: list[Any] = rig.cache.take_events()
+    assert events[1].token_ids == [(1, 2), (2, 3)]
 
 
 def test_a_split_is_silent_and_keeps_the_hashes(rig):

@@ -95,8 +95,8 @@ def test_groups_without_events_of_kv_are_refused():
 
 def test_a_state_costs_the_name_of_one_page(rig, monkeypatch):
     rig.insert(list(range(64)))
-    convert, converted = events.hash_strs_to_int64, []
-    monkeypatch.setattr(events, "hash_strs_to_int64", lambda names: converted.append(len(names)) or convert(names))
+    convert, converted = events.hash_strs_to_int64, []  # type: ignore[attr-defined]
+    monkeypatch.setattr(events, "hash_strs_to_int64", lambda names: converted.append(len(names)) or convert(names))  # type: ignore[func-returns-value]
     rig.cache.evict_mamba(1)
     rig.cache.take_group_events()
     assert converted[0] == 1

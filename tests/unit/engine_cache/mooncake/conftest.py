@@ -1,5 +1,7 @@
 """Clients and stores on a test double of a Mooncake master."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.caches.mooncake_double import DoubleMaster
@@ -21,7 +23,7 @@ def open_store(master):
     from engine_cache.storage.mooncake import MooncakeStorage
     from tests.support.caches.mooncake_rig import own_identity
 
-    opened = []
+    opened = list[Any]()
 
     def opener(identity=None, **settings):
         opened.append(MooncakeStorage.connect(identity or own_identity(), master.settings(**settings)))

@@ -82,7 +82,7 @@ def test_memory_that_a_call_may_still_write_to_stays(open_store, monkeypatch):
     store, gate, begun = open_store(), threading.Event(), threading.Event()
     rig = attach(make_rig("mha"), store)
     tensors = watched(rig)
-    store.native.exist_answers.append(lambda codes: begun.set() or (gate.wait() and codes))
+    store.native.exist_answers.append(lambda codes: begun.set() or (gate.wait() and codes))  # type: ignore[func-returns-value]
     thread = threading.Thread(target=store.batch_exists, args=(page_keys(["00" * 32]),), daemon=True)
     thread.start()
     wait_until(begun.is_set, what="the call")

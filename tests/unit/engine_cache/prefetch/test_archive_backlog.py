@@ -1,5 +1,8 @@
 """A slow or blocked store occupies only a limited part of the host. Archives that are skipped for this are counted."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from engine_cache import EvictParams, Lane, StoragePolicy
@@ -10,7 +13,7 @@ from tests.support.caches.tier_rig import MemoryStorage, Rig
 from tests.support.caches.unified_rig import UnifiedRig
 
 pytestmark = pytest.mark.torch
-KINDS = {
+KINDS: dict[str, Callable[[], Any]] = {
     "hiradix": lambda: Rig(host_pages=20),
     "himamba": lambda: HybridRig(host_pages=20, slots=9, host_slots=21),
     "unified": lambda: UnifiedRig(("mamba",), host_pages=20, slots=9, host_slots=21),

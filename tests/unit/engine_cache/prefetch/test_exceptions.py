@@ -1,5 +1,8 @@
 """Exceptions at the start or end of a prefetch leave nothing behind, and the next prefetch works."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from engine_cache import EvictParams, Lane, StoragePolicy
@@ -14,7 +17,11 @@ from tests.support.caches.unified_rig import UnifiedRig
 pytestmark = pytest.mark.torch
 CPU = StorageMedium.CPU
 AB, ABCD = [1, 1, 2, 2], [1, 1, 2, 2, 3, 3, 4, 4]
-KINDS = {"hiradix": Rig, "himamba": HybridRig, "unified": lambda: UnifiedRig(("mamba", "swa"))}
+KINDS: dict[str, Callable[[], Any]] = {
+    "hiradix": Rig,
+    "himamba": HybridRig,
+    "unified": lambda: UnifiedRig(("mamba", "swa")),
+}
 
 
 def attached(kind, store):

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -175,7 +177,7 @@ def test_what_one_cache_archives_in_a_folder_another_prefetches(tmp_path):
     for n, prompt in enumerate(prompts):
         prefetch(reader, prompt, str(n))
     for n in range(len(prompts)):
-        wait_until(lambda n=n: reader.cache.check_prefetch_progress(str(n)))
+        wait_until(partial(reader.cache.check_prefetch_progress, str(n)))
         assert reader.cache.pop_prefetch_loaded_tokens(str(n)) == 6
     for prompt in prompts:
         match = reader.match(prompt)

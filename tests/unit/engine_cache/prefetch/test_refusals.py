@@ -79,7 +79,7 @@ def test_a_prefetch_is_cut_to_the_pages_that_are_free_without_evicting_twice(sto
     rig = attach(Rig(), store)
     held = rig.host.alloc(rig.host.size - 6)
     evictions = []
-    monkeypatch.setattr(rig.cache.host.leaves, "evict", lambda units: evictions.append(units) or 0)
+    monkeypatch.setattr(rig.cache.host.leaves, "evict", lambda units: evictions.append(units) or 0)  # type: ignore[func-returns-value]
     operation = prefetch(rig)
     assert (len(operation.key), evictions) == (6, [8])
     assert rig.cache.prefetch_tokens_occupied == 6

@@ -17,7 +17,7 @@ def test_an_insert_along_a_path_that_found_no_room_looks_for_it_once(depth):
     for key in keys:
         rig.cache.insert(InsertParams(key, rig.alloc(len(key)), chunked=True))
     asked, evict = [], rig.cache.host.leaves.evict
-    rig.cache.host.leaves.evict = lambda num: asked.append(num) or evict(num)
+    rig.cache.host.leaves.evict = lambda num: asked.append(num) or evict(num)  # type: ignore[assignment, func-returns-value, method-assign]
     rig.cache.insert(InsertParams(keys[-1], rig.alloc(depth)))
     assert asked == [1]
     rig.host.free(taken)

@@ -42,7 +42,7 @@ def test_a_component_whose_validator_does_not_know_the_device_alone_fails_as_a_c
         class Lacking(TreeComponent):
             kind: ClassVar = ComponentType.MAMBA
 
-            def create_match_validator(self):
+            def create_match_validator(self):  # type: ignore[override]
                 return lambda node: True
 
 
@@ -51,7 +51,7 @@ def test_a_component_without_a_validator_cannot_be_made():
         kind: ClassVar = ComponentType.MAMBA
 
     with pytest.raises(TypeError, match="create_match_validator"):
-        Abstract()
+        Abstract()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("kinds", [(), ("mamba",), ("swa",), ("swa", "mamba")])

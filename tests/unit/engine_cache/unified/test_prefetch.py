@@ -137,7 +137,7 @@ def test_a_prefetch_is_cut_to_the_pages_that_are_free_without_a_second_eviction(
     taken = rig.host.alloc(rig.host.size - 4)
     evictions = []
     evict = rig.cache.host.leaves.evict
-    rig.cache.host.leaves.evict = lambda num: evictions.append(num) or evict(num)
+    rig.cache.host.leaves.evict = lambda num: evictions.append(num) or evict(num)  # type: ignore[func-returns-value]
     prefetch(rig, ABCD)
     (operation,) = rig.cache.ongoing_prefetch.values()
     assert (len(operation.key), rig.cache.prefetch_tokens_occupied, evictions) == (4, 4, [8])

@@ -14,20 +14,8 @@ pytestmark = pytest.mark.torch
 ABC = [1, 1, 2, 2, 3, 3]
 
 
-class States:
-    """A pool of states of one number each."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def copy_from(self, src, dst):
-        self.rows[dst] = self.rows[src]
-
-
 def rig_for_requests(*kinds, **params):
-    rig = UnifiedRig(kinds, tiers=1, req_to_token_pool=ReqToTokenPool(4, 32), **params)
-    rig.cache.mamba_pool = States(rig.device_pools[PoolName.MAMBA].rows)
-    return rig
+    return UnifiedRig(kinds, tiers=1, req_to_token_pool=ReqToTokenPool(4, 32), **params)
 
 
 def compute(rig, req, tokens):

@@ -1,5 +1,8 @@
 """A tree over the real pools of every kind of model. Data that is copied to the host and back does not change."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,12 +34,12 @@ PAGE, SIZE, SLOTS = 4, 32, 6
 class Model:
     """`kv`, `rows`, other arguments of `pools_of` and the tree, and the `content` of rows and slots."""
 
-    components = ()
-    slots = None
+    components: Sequence[Any] = ()
+    slots: Any = None
 
     def __init__(self):
-        self.rows = PagedTokenToKVPoolAllocator(SIZE, PAGE)
-        self.kv = MHATokenToKVPool(PoolShape(SIZE, PAGE, 2, torch.float16), 2, 3)
+        self.rows: Any = PagedTokenToKVPoolAllocator(SIZE, PAGE)
+        self.kv: Any = MHATokenToKVPool(PoolShape(SIZE, PAGE, 2, torch.float16), 2, 3)
         self.others = {}
 
     def tensors(self, rows, slot):
