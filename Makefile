@@ -45,8 +45,8 @@ soak: $(VENV)/.installed-dev ## the tests that take long: soaks, and many more r
 	@$(PYTEST) --soak $(ARGS)
 
 .PHONY: coverage
-coverage: $(VENV)/.installed-dev ## the tests, and the lines they reach; kernels, compiled, are left out; HTML in build/coverage
-	@$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage $(ARGS)
+coverage: $(VENV)/.installed-dev ## lines that unit tests and contracts reach in their process (no kernels); HTML in build/coverage
+	@$(PYTEST) tests/unit tests/contracts --cov --cov-report=term:skip-covered --cov-report=html:build/coverage $(ARGS)
 
 .PHONY: test-bounds
 test-bounds: $(VENV)/.installed-dev ## the kernels' tests again, every array index checked
