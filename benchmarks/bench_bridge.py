@@ -18,19 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http import HTTPStatus
 from http.client import HTTPConnection
 from itertools import count
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -39,6 +31,7 @@ import numpy as np
 import uvloop
 import zmq
 
+from benchmarks.peers.services import GIVE_UP_S, KVSIGHT, Service, dynamo, posted, running
 from benchmarks.report import Figure, figure, main
 from bridge import BridgeSettings, EngineSettings, Fleet
 from kv_events.memory_log import MemoryLog
@@ -50,10 +43,7 @@ ENGINES, BLOCK_SIZE, PROMPT_PAGES = 4, 16, 64
 HELD_PROMPTS, WARM_UP_PROMPTS, TIMED_PROMPTS = 1024, 1536, 3072
 """Of each engine: prompts that fit into its cache, and prompts that evict others before and during the timed part."""
 ROUNDS = 9
-_GIVE_UP_S = 60.0
 _POLL_S = 0.01
-_PEER_PACKAGE, _PEER_VERSION = "ai_dynamo_runtime", "1.6.1"
-_PEER_FOLDER = Path.home() / ".cache" / "kvsight" / f"{_PEER_PACKAGE}-{_PEER_VERSION}"
 _PEER_THREADS = 4
 
 
@@ -219,8 +209,8 @@ def through_bridge(engines: Engines, kind: Kind) -> float:
 
     def wait(part: int) -> None:
         ours.send(kind.num_events_before + part * kind.num_events)
-        if not ours.poll(_GIVE_UP_S):
-            raise TimeoutError(f"not all events are there after {_GIVE_UP_S} s")
+        if not ours.poll(GIVE_UP_S):
+            raise TimeoutError(f"not all events are there after {GIVE_UP_S} s")
         ours.recv()
 
     try:
@@ -230,92 +220,31 @@ def through_bridge(engines: Engines, kind: Kind) -> float:
         process.join()
 
 
-def over_http(engines: Engines, kind: Kind, command: list[str], env: dict[str, str]) -> float:
-    """One run of an indexer with `POST /register`. `{port}` in the command is replaced."""
-    with _server(command, env) as client:
+def over_http(engines: Engines, kind: Kind, service: Service) -> float:
+    """One run of an indexer with `POST /register`."""
+    with running(service) as client:
 
         def register(endpoints: list[str]) -> None:
             for number, endpoint in enumerate(endpoints):
                 body = {"instance_id": number, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
-                _posted(client, "/register", msgspec.json.encode(body))
+                posted(client, "/register", msgspec.json.encode(body))
 
         def wait(part: int) -> None:
-            give_up = time.monotonic() + _GIVE_UP_S
+            give_up = time.monotonic() + GIVE_UP_S
             for number, prompts in enumerate(engines.last_prompts[kind.name]):
                 body = msgspec.json.encode({"model_name": "m", "token_ids": prompts[part]})
                 while not _holds(client, body, str(number)):
                     if time.monotonic() > give_up:
-                        raise TimeoutError(f"engine {number} is not there after {_GIVE_UP_S} s")
+                        raise TimeoutError(f"engine {number} is not there after {GIVE_UP_S} s")
                     time.sleep(_POLL_S)
 
         return engines.measured(kind, register, wait)
 
 
 def _holds(client: HTTPConnection, body: bytes, instance: str) -> bool:
-    answer = _posted(client, "/query", body)
+    answer = posted(client, "/query", body)
     held: int = answer.get("scores", {}).get(instance, {}).get("0", 0)
     return held == PROMPT_PAGES * BLOCK_SIZE
-
-
-def _posted(client: HTTPConnection, path: str, body: bytes) -> Any:
-    """Send a request with a minimal client, so that polling does not slow the reader down."""
-    client.request("POST", path, body, {"content-type": "application/json"})
-    answer = client.getresponse()
-    text = answer.read()
-    if answer.status >= HTTPStatus.BAD_REQUEST:
-        raise RuntimeError(f"{path}: {answer.status}: {text!r}")
-    return msgspec.json.decode(text)
-
-
-@contextmanager
-def _server(command: list[str], env: dict[str, str]) -> Iterator[HTTPConnection]:
-    port = _free_port()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, *(part.replace("{port}", str(port)) for part in command)],
-            env={**os.environ, **env},
-            stdout=output,
-            stderr=output,
-        )
-        client = HTTPConnection("127.0.0.1", port, timeout=30)
-        try:
-            give_up = time.monotonic() + _GIVE_UP_S
-            while not _is_up(client):
-                if process.poll() is not None or time.monotonic() > give_up:
-                    output.seek(0)
-                    raise RuntimeError(f"{command} did not start: {output.read()[-2000:].decode(errors='replace')}")
-                time.sleep(0.05)
-            yield client
-        finally:
-            client.close()
-            process.kill()
-            process.wait()
-
-
-def _is_up(client: HTTPConnection) -> bool:
-    try:
-        client.request("GET", "/health")
-        answer = client.getresponse()
-        answer.read()
-    except OSError:
-        client.close()
-        return False
-    return answer.status == HTTPStatus.OK
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
-def peer() -> Path | None:
-    """Folder with the peer's package, shared with the tests. None if pip cannot install it."""
-    if not _PEER_FOLDER.is_dir():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(_PEER_FOLDER)]
-        if subprocess.run([*pip, f"{_PEER_PACKAGE}=={_PEER_VERSION}"], check=False).returncode:
-            return None
-    return _PEER_FOLDER
 
 
 # --- figures ---
@@ -326,11 +255,10 @@ def run() -> list[Figure]:
     engines = Engines()
     readers: dict[str, Callable[[Kind], float]] = {
         "bridge": lambda kind: through_bridge(engines, kind),
-        "/register": lambda kind: over_http(engines, kind, ["-m", "kvsight", "serve", "--port", "{port}"], {}),
+        "/register": lambda kind: over_http(engines, kind, KVSIGHT),
     }
-    if (folder := peer()) is not None:
-        command = ["-m", "dynamo.indexer", "--port", "{port}", "--threads", str(_PEER_THREADS)]
-        readers["peer"] = lambda kind: over_http(engines, kind, command, {"PYTHONPATH": str(folder), "DYN_LOG": "warn"})
+    if (peer := dynamo(_PEER_THREADS)) is not None:
+        readers["peer"] = lambda kind: over_http(engines, kind, peer)
     try:
         return [each for kind in KINDS for each in _figures(kind, readers)]
     finally:
