@@ -79,6 +79,7 @@ manifests: $(VENV)/.installed-dev ## deploy/kubernetes/kvsight.yaml, from the He
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the figures of benchmarks/README.md, side by side
 	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks.peers
 
 .PHONY: clean
 clean: ## remove the environment and everything that was built

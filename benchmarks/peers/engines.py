@@ -24,7 +24,8 @@ _SEED = 1
 def prompts() -> list[list[int]]:
     """Return the tokens of each prompt."""
     random = np.random.default_rng(_SEED)
-    return random.integers(0, 128_000, (PROMPTS, PAGES * BLOCK_SIZE)).tolist()
+    tokens: list[list[int]] = random.integers(0, 128_000, (PROMPTS, PAGES * BLOCK_SIZE)).tolist()
+    return tokens
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def _wait(service: HTTPConnection, num_workers: int) -> None:
 
 
 def _publish(pipe: Connection, num_workers: int, num_services: int) -> None:
-    sockets = [zmq.Context.instance().socket(zmq.XPUB) for _ in range(num_workers)]
+    sockets: list[zmq.Socket[bytes]] = [zmq.Context.instance().socket(zmq.XPUB) for _ in range(num_workers)]
     for each in sockets:
         each.setsockopt(zmq.SNDHWM, 0)
         each.setsockopt(zmq.XPUB_VERBOSE, 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tests.fuzz.client_inputs import ANSWERS, FEED, run_answer, run_feed
 from tests.fuzz.engine_inputs import PAYLOADS, POLLED, BridgeTarget, run_polled
-from tests.fuzz.http_inputs import QUERIES, REGISTRATIONS, HttpTarget, run_registration
+from tests.fuzz.http_inputs import QUERIES, REGISTRATIONS, HttpTarget, LaneTarget, run_registration
 from tests.fuzz.log_inputs import (
     SNAPSHOT_BODY,
     RecordTarget,
@@ -53,6 +53,7 @@ def targets() -> dict[str, Target]:
         "segment": Target([segment()], run_segment),
         "snapshot": Target([SNAPSHOT_BODY], run_snapshot),
         "query": Target(QUERIES, HttpTarget()),
+        "hot lane": Target(QUERIES, LaneTarget()),
         "registration": Target(REGISTRATIONS, run_registration),
         "answer": Target(ANSWERS, run_answer),
         "feed": Target([FEED], run_feed),
