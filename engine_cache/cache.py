@@ -115,10 +115,9 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         disable: bool = False,
         seed_of_extra_key: Callable[[str], int] = salted_seed,
     ) -> None:
-        check_type("page_size", page_size, int)
         check_type("allocator", allocator, PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator | None)
         check_type("req_to_token_pool", req_to_token_pool, ReqToTokenPool | None)
-        if page_size < 1:
+        if not isinstance(page_size, int) or page_size < 1:
             raise InvalidValueError("page_size", page_size, "a positive integer")
         if allocator is not None and allocator.page_size != page_size:
             raise InvalidValueError("page_size", page_size, f"the allocator's, {allocator.page_size}")
@@ -162,12 +161,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self._requests = Requests(self, self.device, self.states)
         self.events.all_cleared()
 
-    def _add_host_tier(
-        self,
-        controller: HiCacheController,
-        write_policy: str,
-        load_back_threshold: int,
-    ) -> None:
+    def _add_host_tier(self, controller: HiCacheController, write_policy: str, load_back_threshold: int) -> None:
         """Add a host tier. The cache must be empty.
 
         Raises the errors of `HostTier`, and InvalidValueError if the controller does not use the allocator of a
@@ -245,10 +239,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """Return how far a path can be used, on any tier and on the device."""
         if self.host is not None:
             nodes = list(takewhile(lambda node: node.value is not None or node.host_value is not None, nodes))
-        num_best = len(nodes)
-        if self.auxiliaries:
-            on_device_only = self.host is None
-            num_best = num_accepted(nodes, [each.create_match_validator(on_device_only) for each in self.auxiliaries])
+        validators = [each.create_match_validator(self.host is None) for each in self.auxiliaries]
+        num_best = num_accepted(nodes, validators)
         if self.host is None:
             return MatchedPath(nodes, num_best, num_best)
         if self.auxiliaries and self.rules.device_match_needs_states:
@@ -383,10 +375,8 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         return leaf
 
     def _finish_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        is_taken = True
-        for component in self.auxiliaries:
-            is_taken = component.finish_insert(end, params) and is_taken
-        return is_taken
+        verdicts = [component.finish_insert(end, params) for component in self.auxiliaries]
+        return all(verdicts)
 
     # --- eviction and locks -----------------------------------------------------------------------------------------
 
@@ -395,12 +385,10 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         self._evictor.evict_leaves(params.num_tokens)
         if not self.auxiliaries:
             return EvictResult(full - self.tree.evictable_size)
-        freed = {}
         for component, size in zip(self.auxiliaries, before, strict=True):
             wanted = params.mamba_num if component.pool is PoolName.MAMBA else params.swa_num_tokens
             self.evict_component(component, wanted - (size - component.device_size) * self.rules.shares_eviction)
-        for component, size in zip(self.auxiliaries, before, strict=True):
-            freed[component.pool] = size - component.device_size
+        freed = {each.pool: size - each.device_size for each, size in zip(self.auxiliaries, before, strict=True)}
         return EvictResult(full - self.tree.evictable_size, freed.get(PoolName.MAMBA, 0), freed.get(PoolName.SWA, 0))
 
     def evict_component(self, component: AuxiliaryComponent, num_rows: int) -> int:
@@ -579,17 +567,17 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         """
         if self.host is None:
             return False, "the cache has no host tier"
-        if self.store is not None and self.store.io.backend is not backend:
+        if self.store is None:
+            try:
+                self.attach_store(backend, policy)
+            except Exception as error:  # a backend may raise anything, and the cache works without it
+                logger.exception("the storage backend refuses the pools")
+                return False, f"the storage backend refuses the pools: {error}"
+            return True, "attached"
+        if self.store.io.backend is not backend:
             return False, "another store is attached, detach it first"
-        if self.store is not None:
-            self.store.io.policy = policy or self.store.io.policy
-            return True, "attached already" if policy is None else "attached already, policy updated"
-        try:
-            self.attach_store(backend, policy)
-        except Exception as error:  # a backend may raise anything, and the cache works without it
-            logger.exception("the storage backend refuses the pools")
-            return False, f"the storage backend refuses the pools: {error}"
-        return True, "attached"
+        self.store.io.policy = policy or self.store.io.policy
+        return True, "attached already" if policy is None else "attached already, policy updated"
 
     def attach_store(self, backend: HiCacheStorage, policy: StoragePolicy | None = None) -> None:
         """Attach a storage backend to a cache without one.

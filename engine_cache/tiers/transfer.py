@@ -93,8 +93,8 @@ class HiCacheController:
         """
         kv = PoolTransfer(PoolName.KV, device_indices=device_indices)
         transfers = [kv, *extra_pools]
-        lacking = [transfer for transfer in transfers if transfer.host_indices is None]
-        if not self._allocate_rows(transfers, "host_indices"):
+        lacking = self._allocate_rows(transfers, "host_indices")
+        if lacking is None:
             return None
         try:
             ticket = self.engine.submit(Lane.WRITE, [self._write_step(_moves(transfers))])
@@ -136,7 +136,7 @@ class HiCacheController:
         self.require_loads()
         kv = PoolTransfer(PoolName.KV, host_indices=host_indices)
         transfers = [kv, *extra_pools]
-        if not self._allocate_rows(transfers, "device_indices"):
+        if self._allocate_rows(transfers, "device_indices") is None:
             return None
         self._load_queue.append((ack_id, transfers))
         return kv.device_indices
@@ -196,10 +196,10 @@ class HiCacheController:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> bool:
+    def _allocate_rows(self, transfers: Sequence[PoolTransfer], wanted: Side) -> list[PoolTransfer] | None:
         """Allocate the rows that transfers lack on the side `wanted`. Transfers that share rows are resolved last.
 
-        Returns False, with nothing allocated, if a pool has no room.
+        Returns those transfers, or None, with nothing allocated, if a pool has no room.
         """
         if len(transfers) > 1 or len(self.entries) > 1:  # most models have KV alone
             self._check_transfers(transfers, wanted)
@@ -210,11 +210,13 @@ class HiCacheController:
         finally:
             if not has_room:
                 self._give_back(lacking, wanted)
-        for transfer in transfers if has_room else ():
+        if not has_room:
+            return None
+        for transfer in transfers:
             source = self._source(transfer, transfers)
             if source is not None:
                 transfer.host_indices, transfer.device_indices = source.host_indices, source.device_indices
-        return has_room
+        return lacking
 
     def _give_back(self, transfers: Sequence[PoolTransfer], side: Side) -> None:
         """Take rows that were allocated back from transfers. Those that share rows own none."""
@@ -229,16 +231,14 @@ class HiCacheController:
     def _check_transfers(self, transfers: Sequence[PoolTransfer], wanted: Side) -> None:
         """Check that every transfer has a source of rows, and that all pools on KV's rows move with it."""
         for transfer in transfers:
-            name, given = transfer.name.value, transfer.device_indices
-            if wanted == "device_indices":
-                given = transfer.host_indices
+            name = transfer.name.value
+            given = transfer.host_indices if wanted == "device_indices" else transfer.device_indices
             if self._source(transfer, transfers) is None and given is None:
                 raise InvalidValueError(f"transfer of pool {name}", transfer, f"a source for its {wanted}")
             there = getattr(transfer, wanted)
             if given is not None and there is not None and len(given) != len(there):
-                raise InvalidValueError(
-                    f"{wanted} of pool {name}", len(there), f"as many as on the other side, {len(given)}"
-                )
+                expected = f"as many as on the other side, {len(given)}"
+                raise InvalidValueError(f"{wanted} of pool {name}", len(there), expected)
         left = {entry.name for entry in self.group.sharing_entries()} - {transfer.name for transfer in transfers}
         kv = transfers[0]
         if left and len(_first_of(kv.device_indices, kv.host_indices)):
