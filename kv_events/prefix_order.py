@@ -25,11 +25,13 @@ def prefix_order(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
 def _parent_indices(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
     """Return the index of each page's parent, or -1.
 
-    Pages come mostly in the order in which they were stored, so the parent is looked for in front of its child first.
+    Most parents are in front of their child, or behind it where a prompt took entries that were freed last page first.
     """
     indices = np.full(len(hashes), -1, np.int64)
-    follows = 1 + np.flatnonzero((hashes[:-1] == parents[1:]) & (parents[1:] != 0))
-    indices[follows] = follows - 1
+    in_front = np.flatnonzero((hashes[:-1] == parents[1:]) & (parents[1:] != 0))
+    indices[in_front + 1] = in_front
+    behind = np.flatnonzero((hashes[1:] == parents[:-1]) & (parents[:-1] != 0))
+    indices[behind] = behind + 1
     others = np.flatnonzero((indices < 0) & (parents != 0))
     if len(others):
         by_hash = np.argsort(hashes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,12 @@ def test_no_page_comes_before_its_parent(numbers: list[int], data: st.DataObject
     assert sorted(order) == list(range(len(hashes)))
     place = {int(ours[i]): position for position, i in enumerate(order)}
     assert all(place.get(int(theirs[i]), -1) < place[int(ours[i])] for i in order)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_chain_is_followed_in_either_direction(step: int) -> None:
+    hashes = np.arange(1, 6, dtype=np.uint64)[::step]
+    assert hashes[prefix_order(hashes, hashes - np.uint64(1))].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_a_loop_of_parents_ends() -> None:
