@@ -35,7 +35,7 @@ class _Folder(NamedTuple):
     is_writable: bool
 
 
-class _Declared(NamedTuple):
+class DeclaredKernel(NamedTuple):
     """The arguments of `compile_kernel`."""
 
     dispatcher: Any
@@ -50,7 +50,7 @@ class _State:
     help_with: tuple[str, ...] = ()
     """Modules whose kernels other processes help to compile as soon as one is not in the cache."""
     helpers: ClassVar[list[subprocess.Popen[bytes]]] = []
-    postponed: list[_Declared] | None = None
+    postponed: list[DeclaredKernel] | None = None
     """Kernels that are declared now and compiled later. None: kernels are compiled when they are declared."""
 
 
@@ -65,7 +65,7 @@ def compile_kernel(dispatcher: Any, signature: Any, source: Path) -> None:
     dispatcher: the result of numba's `njit` without a signature. source: the file that declares the kernel.
     """
     if _State.postponed is not None:
-        _State.postponed.append(_Declared(dispatcher, signature, source))
+        _State.postponed.append(DeclaredKernel(dispatcher, signature, source))
         return
     folder = _folder(source)
     if folder is None:
@@ -133,7 +133,7 @@ def import_without_kernels(*modules: str) -> Callable[[], None]:
 
     Returns a function that does the rest, in any thread. No kernel of the modules may be called before it returns.
     """
-    declared = _declare(modules)
+    declared = declared_kernels(modules)
 
     def compile_all() -> None:
         with compiled_in_parallel(*modules):
@@ -149,7 +149,7 @@ def help_compile(modules: tuple[str, ...], number: int, num_helpers: int) -> Non
     The last kernels come first, because the process that needs them begins with the first. Each helper begins at
     another one.
     """
-    kernels = _declare(modules)[::-1]
+    kernels = declared_kernels(modules)[::-1]
     first = number * len(kernels) // num_helpers
     for dispatcher, signature, source in kernels[first:] + kernels[:first]:
         folder = _folder(source)
@@ -160,8 +160,8 @@ def help_compile(modules: tuple[str, ...], number: int, num_helpers: int) -> Non
                 code.compile(signature)
 
 
-def _declare(modules: tuple[str, ...]) -> list[_Declared]:
-    """Import modules. Returns their kernels in the order of declaration, so that a kernel follows those it calls."""
+def declared_kernels(modules: tuple[str, ...]) -> list[DeclaredKernel]:
+    """Import modules without compiling. Returns their kernels, each after those that it calls."""
     declared = _State.postponed = []
     try:
         for module in modules:

@@ -19,8 +19,17 @@ class MissingExtraError(KvsightError):
         self.extra = extra
 
 
+def has_serve() -> bool:
+    """Whether the extra `serve` is installed."""
+    return not _missing()
+
+
 def require_serve(needed_by: str) -> None:
     """Check that the extra `serve` is installed. needed_by: for the message. Raises MissingExtraError."""
-    missing = [module for module in SERVE if find_spec(module) is None]
+    missing = _missing()
     if missing:
         raise MissingExtraError(needed_by, missing, "serve")
+
+
+def _missing() -> list[str]:
+    return [module for module in SERVE if find_spec(module) is None]

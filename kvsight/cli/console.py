@@ -117,7 +117,7 @@ def import_without_kernels(*packages: str) -> Callable[[], None]:
     """
     from kv_events import kernel_cache
 
-    load = kernel_cache.import_without_kernels("kv_events.hashing", "api.json_kernels", "indexer.index", *packages)
+    load = kernel_cache.import_without_kernels("kv_events.hashing", "indexer.index", *packages)
 
     def load_and_report() -> None:
         with waiting("loading kernels"):

@@ -30,7 +30,7 @@ from kvsight.cli.app import App, Version
 from kvsight.cli.console import EXIT_USAGE, compile_kernels
 from kvsight.cli.hash import hash_prompt
 from kvsight.cli.logs import Level, configure_logs
-from kvsight.extras import MissingExtraError
+from kvsight.extras import MissingExtraError, has_serve
 
 app = App(
     name="kvsight",
@@ -64,7 +64,7 @@ app.command("version")(version.version)
 @app.command("compile-kernels", hidden=True)
 def compile_all_kernels() -> None:
     """Compile all numba kernels into the cache. For container images."""
-    compile_kernels("publisher.own_blocks", "bridge")
+    compile_kernels("publisher.own_blocks", "bridge", *(["api.app"] if has_serve() else []))
 
 
 @app.callback()

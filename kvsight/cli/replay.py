@@ -63,7 +63,7 @@ def replay(
     moment = parse_moment(at)
     body = None if query is None else read_json_object(query)
     history = _history(log, kafka, connection, moment)
-    compile_kernels()
+    compile_kernels("api.encoded_answers", *(["api.answers", "api.questions"] if query is not None else []))
     asked = None if body is None else _question(body)
     replayed, span = _replay(history, moment)
     fault = span.fault(moment)

@@ -87,7 +87,7 @@ def serve(
     )
     settings = ApiSettings.from_flags(host=host, port=port)
     keep_freed_memory()
-    compile_kernels()
+    compile_kernels("api.app")
     from api.app import create_app
     from api.server import listen, run_server, url_of
     from indexer.assembly import create_consumer
