@@ -240,7 +240,7 @@ class TreeCache(KVCacheEventMixin, BasePrefixCache):
         if self.host is not None:
             nodes = list(takewhile(lambda node: node.value is not None or node.host_value is not None, nodes))
         validators = [each.create_match_validator(self.host is None) for each in self.auxiliaries]
-        num_best = num_accepted(nodes, validators)
+        num_best = num_accepted(nodes, validators) if validators else len(nodes)
         if self.host is None:
             return MatchedPath(nodes, num_best, num_best)
         if self.auxiliaries and self.rules.device_match_needs_states:
