@@ -29,8 +29,8 @@ EXTRAS_OF = {
     "kvsight": ("serve",),
 }
 """The extras that some modules of a package import: in `kvsight` and `bridge` only for `--metrics-port`."""
-FOUND_BY_NAME = {"cramjam", "httptools"}
-"""Declared, and loaded by aiokafka and uvicorn."""
+FOUND_BY_NAME = {"cramjam"}
+"""Declared, and loaded by aiokafka."""
 FRAGILE = {"aiokafka": "0.15", "llvmlite": "0.51", "numba": "0.69"}
 """Private parts of these are used, so an unknown minor version is not accepted."""
 
