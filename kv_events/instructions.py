@@ -51,6 +51,24 @@ def eight_bytes(_typing: Any, data: Any, at: Any) -> Any:
 
 
 @intrinsic
+def equal_bytes(_typing: Any, data: Any, at: Any, byte: Any) -> Any:
+    """Compare 64 bytes of a u8 array, from index `at` on, with one byte. The caller checks the bounds.
+
+    Bit i of the result, a u64, is set if element at + i equals `byte`. For little-endian machines.
+    """
+    lanes = ir.VectorType(_BYTE, 64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), lanes.as_pointer())
+        wanted = builder.insert_element(ir.Constant(lanes, ir.Undefined), args[2], _WORD32(0))
+        all_wanted = builder.shuffle_vector(wanted, wanted, ir.Constant(ir.VectorType(_WORD32, 64), [0] * 64))
+        equal = builder.icmp_unsigned("==", builder.load(address, align=1), all_wanted)
+        return builder.bitcast(equal, _WORD64)
+
+    return types.uint64(data, types.int64, types.uint8), codegen
+
+
+@intrinsic
 def copy_sixteen(_typing: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
     """Copy 16 bytes between u8 arrays, from index `start` to index `at`. The caller checks the bounds."""
 

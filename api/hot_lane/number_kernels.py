@@ -10,10 +10,11 @@ import numpy as np
 from numba import types
 
 from kv_events.bundles import U8Input, U32Vector, U64Vector
-from kv_events.instructions import eight_bytes, leading_zeros
+from kv_events.instructions import eight_bytes, equal_bytes, leading_zeros, lowest_bit
 from kv_events.kernels import array_function, array_helper, array_kernel
 
-_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO = (ord(char) for char in ", ]-0")
+_COMMA, _SPACE, _CLOSE, _MINUS, _ZERO = (np.uint8(ord(char)) for char in ", ]-0")
+_BLOCK = 64
 _WHITE = np.zeros(256, np.bool_)
 _WHITE[[ord(c) for c in " \t\n\r"]] = True
 
@@ -21,6 +22,7 @@ _ZEROS = np.uint64(0x3030303030303030)  # eight times "0"
 _LOW7 = np.uint64(0x7F7F7F7F7F7F7F7F)
 _ABOVE_9 = np.uint64(0x7676767676767676)  # moves a byte above 9 into its highest bit
 _HIGH_BITS = np.uint64(0x8080808080808080)
+_ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
 _BYTES = np.uint64(0x00FF00FF00FF00FF)
 _PAIRS = np.uint64(0x0000FFFF0000FFFF)
 _HALF = np.uint64(0xFFFFFFFF)
@@ -46,22 +48,33 @@ def _eight_at(data, at):
 
 @array_helper
 def _digits(data, at):
-    """Read up to eight digits. Returns (value, number of digits).
-
-    Adjacent digits are added up in pairs, then pairs of pairs, then halves, so there is no loop over digits.
-    """
+    """Read up to eight digits. Returns (value, number of digits)."""
     word = _eight_at(data, at) ^ _ZEROS
-    others = (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS
+    others = _others(word)
     if others == np.uint64(0):
         count = np.int64(8)
     else:
         count = leading_zeros(others) >> 3
         if count == 0:
             return np.uint64(0), count
-    word >>= np.uint64(64 - 8 * count)
+    return _sum_of_digits(word >> np.uint64(64 - 8 * count)), count
+
+
+@array_helper
+def _others(word):
+    """Return a word with the highest bit of each byte set that is no digit. word: eight bytes XOR `_ZEROS`."""
+    return (((word & _LOW7) + _ABOVE_9) | word) & _HIGH_BITS
+
+
+@array_helper
+def _sum_of_digits(word):
+    """Return the number with eight digits, one in each byte, the last one in the lowest.
+
+    Adjacent digits are added up in pairs, then pairs of pairs, then halves, so there is no loop over digits.
+    """
     word = (word & _BYTES) + ((word >> np.uint64(8)) & _BYTES) * np.uint64(10)
     word = (word & _PAIRS) + ((word >> np.uint64(16)) & _PAIRS) * np.uint64(100)
-    return (word & _HALF) + (word >> np.uint64(32)) * np.uint64(10_000), count
+    return (word & _HALF) + (word >> np.uint64(32)) * np.uint64(10_000)
 
 
 @array_function
@@ -100,24 +113,43 @@ def _after_white(data, at):
 
 @array_helper
 def _read_short_numbers(data, at, out, count):
-    """Read numbers of up to seven digits that are followed by a comma. Returns (count, start of the next number)."""
-    while count < out.shape[0] and at + 9 <= data.shape[0]:
-        value, digits = _digits(data, at)
-        if digits == 0 or digits == 8 or data[at + digits] != _COMMA or (digits > 1 and data[at] == _ZERO):
-            break
-        out[count] = value
-        count += 1
-        at += digits + 1
-        at += data[at] == _SPACE
+    """Read numbers of up to eight digits that are followed by a comma. Returns (count, start of the next number).
+
+    The commas of 64 bytes are found at once, so no number has to wait for the end of the one before it.
+    """
+    block = at
+    while block + _BLOCK <= data.shape[0] and count + _BLOCK <= out.shape[0]:
+        commas, close = equal_bytes(data, block, _COMMA), equal_bytes(data, block, _CLOSE)
+        if close != np.uint64(0):
+            commas &= (close & (~close + np.uint64(1))) - np.uint64(1)  # those before the first "]"
+        while commas != np.uint64(0):
+            end = block + lowest_bit(commas)
+            commas &= commas - np.uint64(1)
+            length = end - at - (data[at] == _SPACE)
+            if length < 1 or length > 8 or end < 8:
+                return count, at
+            word = (eight_bytes(data, end - 8) ^ _ZEROS) & (_ALL_BITS >> np.uint64(64 - 8 * length))
+            is_padded = length > 1 and word >> np.uint64(8 * (length - 1)) == np.uint64(0)
+            if _others(word) != np.uint64(0) or is_padded:
+                return count, at
+            out[count] = _sum_of_digits(word)
+            count += 1
+            at = end + 1
+        if close != np.uint64(0):
+            return count, at
+        block += _BLOCK
     return count, at
 
 
 @array_helper
-def _read(data, start, out, low, high):
-    """Read an array of numbers. low: largest magnitude of a negative number, 0 if none is allowed."""
+def _read(data, start, out, low, high, are_short):
+    """Read an array of numbers. low: largest magnitude of a negative number, 0 if none is allowed. are_short: whether
+    most numbers have at most eight digits.
+    """
     at, count = start, 0
     while True:
-        count, at = _read_short_numbers(data, at, out, count)
+        if are_short:
+            count, at = _read_short_numbers(data, at, out, count)
         at = _after_white(data, at)
         negative = low > np.uint64(0) and at < data.shape[0] and data[at] == _MINUS
         value, at = _number(data, at + negative)
@@ -143,16 +175,16 @@ def read_u32(data, start, out):
     data: uint8[n]. start: index after the "[". out: uint32[most], written. Returns (count, index of the "]"); the index
     is -1 for an empty array, more than `most` numbers, a number out of range, or anything that is not a number.
     """
-    return _read(data, start, out, np.uint64(0), _MAX_U32)
+    return _read(data, start, out, np.uint64(0), _MAX_U32, True)
 
 
 @array_kernel(_FOUND, U8Input, types.int64, U64Vector)
 def read_u64(data, start, out):
     """Read an array of integers in 0 .. 2**64 - 1. See `read_u32`."""
-    return _read(data, start, out, np.uint64(0), _MAX_U64)
+    return _read(data, start, out, np.uint64(0), _MAX_U64, False)
 
 
 @array_kernel(_FOUND, U8Input, types.int64, U64Vector)
 def read_i64(data, start, out):
     """Read an array of integers in -2**63 .. 2**63 - 1, written in two's complement. See `read_u32`."""
-    return _read(data, start, out, np.uint64(2**63), _MAX_I64)
+    return _read(data, start, out, np.uint64(2**63), _MAX_I64, False)

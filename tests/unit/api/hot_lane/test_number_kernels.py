@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.hot_lane.number_kernels import read_i64, read_u32, read_u64
+from tests.support.effort import num_examples
 
-MOST = 64
+MOST = 256
 
 
 class Reader(NamedTuple):
@@ -59,13 +60,24 @@ def expected(name: str, text: str) -> list[int] | None:
 @given(readers, st.data(), st.sampled_from([",", ", ", " ,", "\n,\t"]))
 def test_integers_in_range_are_read(name: str, data: st.DataObject, comma: str) -> None:
     numbers = st.integers(READERS[name].low, READERS[name].high) | st.integers(0, 2**20)
-    values = data.draw(st.lists(numbers, min_size=1, max_size=MOST))
+    values = data.draw(st.lists(numbers, min_size=1, max_size=150))
     assert read(name, f"[{comma.join(map(str, values))}]") == values
 
 
-@given(readers, st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-def test_whatever_is_read_is_what_a_json_decoder_reads(name: str, inside: str) -> None:
-    text = f"[{inside}]"
+@settings(max_examples=num_examples(2000))
+@given(
+    readers,
+    st.lists(st.integers(0, 10**9), max_size=40),
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.integers(0, 40),
+    st.sampled_from([",", ", "]),
+)
+def test_whatever_is_read_is_what_a_json_decoder_reads(
+    name: str, numbers_around: list[int], inside: str, place: int, comma: str
+) -> None:
+    parts = [str(number) for number in numbers_around]
+    parts.insert(place, inside)
+    text = f"[{comma.join(parts)}]"
     numbers = read(name, text)
     if numbers is not None:
         end = text.index("]") + 1
