@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """The process that controls the run owns the shared servers; workers of pytest-xdist ask it."""
     if config.getoption("soak"):
         settings.load_profile(SOAK)
+    # Mooncake's client writes a line for each step, the last ones after the results
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     socket = getattr(config, "workerinput", {}).get("shared_servers")
     config.stash[_SERVERS] = RemoteServers(socket) if socket else SharedServers()
 

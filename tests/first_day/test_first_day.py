@@ -176,10 +176,10 @@ def events_are_recorded_and_replayed(site: Site, folder: Path, prompt: dict[str,
 def broker_goes_away_and_comes_back(serve: Running, broker: KafkaBroker, api: Api) -> None:
     lines = serve.count("")
     broker.kill()
-    wait_until(lambda: api.ready()[0] == 503, 20, "the outage to be told")
+    wait_until(lambda: api.ready()[0] == 503, 60, "the outage to be told")
     assert "log unreadable since" in api.ready()[1]
     assert api.metric("kvsight_log_up") == 0
-    wait_until(lambda: "live" not in api.states().values(), 20, "no view to be called live")
+    wait_until(lambda: "live" not in api.states().values(), 60, "no view to be called live")
     broker.restart()
     wait_until(lambda: api.ready()[0] == 200, 60, "the log to be read again")
     wait_until(lambda: set(api.states().values()) == {"live"}, 60, "all views to be live again")
@@ -199,5 +199,5 @@ def engine_dies_and_comes_back(site: Site, engine: Running, serve: Running, api:
 def engine_says_goodbye(engine: Running, serve: Running, api: Api) -> None:
     assert "engine-1" in api.states()
     engine.terminate()
-    wait_until(lambda: api.states().get("engine-1") != "live", 2, "the worker to leave at once")
+    wait_until(lambda: api.states().get("engine-1") != "live", TTL_S / 2, "the worker to leave before its time-to-live")
     serve.wait_for("engine-1", "left")

@@ -69,7 +69,7 @@ def test_a_closed_publisher_leaves_the_scores_at_once_and_can_come_back(
         engine.store(1, 2)
         wait_until(lambda: scored(service).get(worker, {}).get("gpu") == 8, what="the worker in the scores")
         getattr(engine, way)()
-    wait_until(lambda: worker not in scored(service), deadline_s=2, what="the worker to leave the scores")
+    wait_until(lambda: worker not in scored(service), what="the worker to leave the scores")
     listener = service.listener(worker)
     assert (listener["state"], listener["stale_reason"]) == ("expired", CLOSED)
     assert service.pages(worker) == {1, 2}

@@ -63,7 +63,7 @@ async def refusal(**settings: Any) -> str:
     connection, began = KafkaConnection(KafkaSettings(**settings)), time.monotonic()
     with pytest.raises(KafkaUnreachableError) as caught:
         await connection.check()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
     said = str(caught.value)
     assert said.startswith(f"Kafka at {settings['kafka']}: ")
     assert "\n" not in said

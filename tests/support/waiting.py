@@ -11,7 +11,7 @@ from typing import Any
 _POLL_S = 0.005
 
 
-def wait_until(condition: Callable[[], Any], deadline_s: float = 10.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], Any], deadline_s: float = 30.0, what: str = "") -> None:
     """Return once `condition()` is true. Raises AssertionError naming `what` after `deadline_s` seconds."""
     give_up = time.monotonic() + deadline_s
     while not condition():
@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], Any], deadline_s: float = 10.0, what: str
 
 
 async def async_wait_until(
-    condition: Callable[[], Any | Awaitable[Any]], deadline_s: float = 10.0, what: str = ""
+    condition: Callable[[], Any | Awaitable[Any]], deadline_s: float = 30.0, what: str = ""
 ) -> None:
     """`wait_until` inside an event loop; `condition` may be a coroutine function."""
     give_up = time.monotonic() + deadline_s
