@@ -10,7 +10,7 @@ from numba import types
 
 from indexer.view_columns import FAULT_CLOSED, FAULT_NONE
 from indexer.views import STATES, ViewState
-from kv_events.bundles import F64Input, F64Vector, I32Vector, I64Input, I64Vector, U8Vector, U32Matrix
+from kv_events.bundles import BoolVector, F64Input, F64Vector, I32Vector, I64Input, I64Vector, U8Vector, U32Matrix
 from kv_events.instructions import copy_sixteen
 from kv_events.kernels import array_function, array_helper, array_kernel
 
@@ -93,6 +93,8 @@ class Layout(NamedTuple):
     pieces: Texts
     gaps: U8Vector
     state_names: Texts
+    has_scores: BoolVector
+    """[1] whether an answer begins with `scores` and `frequencies`."""
 
 
 @array_helper
@@ -159,14 +161,14 @@ def _put_key(out, at, number, rank):
 
 
 @array_helper
-def _shown_state(roster, stream, expired_before, late_before, is_catching_up):
+def _shown_state(roster, stream, expired_before, syncing_before, late_before):
     """Return the state to show, as `Freshness.state` does."""
     tick, fault, state = roster.heard_tick[stream], roster.faults[stream], roster.states[stream]
     if fault == FAULT_CLOSED or tick < expired_before:
         return _EXPIRED
     if state != _LIVE:
         return state
-    if is_catching_up:
+    if tick < syncing_before:
         return _SYNCING
     return _STALE if fault != FAULT_NONE or tick < late_before else _LIVE
 
@@ -330,53 +332,46 @@ def _put_scores(out, at, roster, pages, streams, query, mine, block_size):
     types.int64,
     Roster,
     Layout,
-    types.float64,
-    types.float64,
-    types.float64,
-    types.boolean,
+    types.UniTuple(types.float64, 4),
     types.int64,
     I32Vector,
     U32Matrix,
     I64Input,
     types.int64,
     F64Input,
-    types.boolean,
     types.int64,
     U8Vector,
 )
 def write_answer(
     roster,
     layout,
-    now,
-    expired_before,
-    late_before,
-    is_catching_up,
+    times,
     num_found,
     found,
     pages,
     reusable,
     block_size,
     weights,
-    with_scores,
     start,
     out,
 ):
     """Write an answer, up to the end of its list of workers.
 
-    now: seconds since 1970. expired_before, late_before, is_catching_up: see `Freshness`. num_found, found:
-    int32[streams], pages: uint32[streams, 4]: from `find`. Expired streams are left out. reusable: int64[streams],
+    times: seconds since 1970, and `expired_before`, `syncing_before` and `late_before` of `Freshness`. num_found,
+    found: int32[streams], pages: uint32[streams, 4]: from `find`. Expired streams are left out. reusable: int64[streams],
     pages that each stream can reuse, -1 for those without group streams; or [0]. weights: float64[4], or [0] without
-    weights. with_scores: write `scores` and `frequencies` first. start: index in `out` after the beginning of the
-    answer. out: at least twice the names of all workers, plus `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each one.
-    Returns the length of the answer, or -1 if a weighted number needs another form.
+    weights. start: index in `out` after the beginning of the answer. out: at least twice the names of all workers, plus
+    `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each one. Returns the length of the answer, or -1 if a weighted number
+    needs another form.
     """
+    now, expired_before, syncing_before, late_before = times
     roster.query[0] += 1
     query, at, written, streams = roster.query[0], start, 0, found[:num_found]
     for stream in streams:
-        roster.shown[stream] = _shown_state(roster, stream, expired_before, late_before, is_catching_up)
+        roster.shown[stream] = _shown_state(roster, stream, expired_before, syncing_before, late_before)
         if roster.shown[stream] != _EXPIRED:
             roster.found_in[stream] = query
-    if with_scores:
+    if layout.has_scores[0]:
         at = _put_scores(out, at, roster, pages, streams, query, roster.mine, block_size)
         at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
     for stream in streams:

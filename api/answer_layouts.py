@@ -32,8 +32,9 @@ def texts(pieces: Iterable[bytes]) -> Texts:
 def layout_of(instance: PeerInstance | RfcInstance) -> Layout:
     """Return the layout of a dialect. instance: one whose values are those of `_GAPS`."""
     text = b":" + msgspec.json.encode(instance).removesuffix(b"}")
+    has_scores = np.array([isinstance(instance, PeerInstance)])
     gaps = np.array([_GAPS[gap] for gap in _GAP.findall(text)], np.uint8)
-    return Layout(texts(_GAP.split(text)[:-1]), gaps, texts(state.value.encode() for state in STATES))
+    return Layout(texts(_GAP.split(text)[:-1]), gaps, texts(state.value.encode() for state in STATES), has_scores)
 
 
 _SHARED = {"longest_matched": _TOKENS[EXTERNAL], "gpu": _TOKENS[GPU], "cpu": _TOKENS[CPU]}

@@ -61,17 +61,13 @@ class AnswerWriter:
         length = write_answer(
             kept.roster,
             self._peer if question.is_peer else self._rfc,
-            now,
-            freshness.expired_before(),
-            freshness.late_before(),
-            freshness.is_catching_up,
+            (now, freshness.expired_before(), freshness.syncing_before(), freshness.late_before()),
             found,
             self._streams,
             self._pages,
             reusable,
             block_size,
             _NO_WEIGHTS if question.weights is None else np.array(question.weights, np.float64),
-            question.is_peer,
             len(begin),
             out,
         )

@@ -57,7 +57,7 @@ class Freshness:
             return ViewState.EXPIRED
         if view.state is not ViewState.LIVE:
             return view.state
-        if self.is_catching_up:
+        if view.heard_tick < self.syncing_before():
             return ViewState.SYNCING
         return ViewState.STALE if view.degraded_reason or self.is_late(view) else ViewState.LIVE
 
@@ -65,6 +65,10 @@ class Freshness:
         """Return the time such that views which were heard last before it are expired."""
         at = self._log_read_at - self._ttl_s
         return at if self._resumed_at < at else -math.inf
+
+    def syncing_before(self) -> float:
+        """Return the time such that views which were heard last before it are syncing: all while catching up."""
+        return math.inf if self.is_catching_up else -math.inf
 
     def late_before(self) -> float:
         """Return the time such that views which were heard last before it miss two heartbeats."""
