@@ -358,11 +358,11 @@ def write_answer(
     """Write an answer, up to the end of its list of workers.
 
     times: seconds since 1970, and `expired_before`, `syncing_before` and `late_before` of `Freshness`. num_found,
-    found: int32[streams], pages: uint32[streams, 4]: from `find`. Expired streams are left out. reusable: int64[streams],
-    pages that each stream can reuse, -1 for those without group streams; or [0]. weights: float64[4], or [0] without
-    weights. start: index in `out` after the beginning of the answer. out: at least twice the names of all workers, plus
-    `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each one. Returns the length of the answer, or -1 if a weighted number
-    needs another form.
+    found: int32[streams], pages: uint32[streams, 4]: from `find`. Expired streams are left out. reusable:
+    int64[streams], pages that each stream can reuse, -1 for those without group streams; or [0]. weights: float64[4],
+    or [0] without weights. start: index in `out` after the beginning of the answer. out: at least twice the names of
+    all workers, plus `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each one. Returns the length of the answer, or -1 if
+    a weighted number needs another form.
     """
     now, expired_before, syncing_before, late_before = times
     roster.query[0] += 1
