@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 import uuid
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,15 @@ NO_LOGIN = {"kafka_username": None, "kafka_password_file": None}
 @pytest.fixture
 def kafka(secure_kafka: SecureKafka) -> SecureKafka:
     return secure_kafka
+
+
+@pytest.fixture(autouse=True)
+def ends_of_connections() -> Iterator[None]:
+    """Ignore connections that end late: aiokafka does not wait for the end of one that the broker refuses."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture

@@ -300,13 +300,27 @@ async def test_our_own_cache_through_the_zmq_sink(tmp_path: Path) -> None:
     ):
         reach = {"endpoint": f"tcp://127.0.0.1:{live}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
         await asyncio.to_thread(two.peer.register, 1, model_name="m", block_size=BLOCK, **reach)
+
+        def publish() -> None:
+            events = cache.take_events()
+            out.publish(events)
+            own.publish(events)
+
+        marks: list[list[int]] = []
+
+        async def is_read() -> bool:
+            """Store another page. The peer may subscribe late, and asks for what it missed when the next page comes."""
+            marks.append([rng.randrange(2**32) for _ in range(BLOCK)])
+            cache.insert(InsertParams(RadixKey(marks[-1]), np.arange(BLOCK)))
+            publish()
+            return bool((await two.asked(token_ids=marks[0]))[0]["scores"])
+
+        await async_wait_until(is_read, what="the first page at the peer")
         for number, key in enumerate(keys):
             cache.insert(InsertParams(key, np.arange(24)))
             if number % 5 == 4:
                 cache.evict(EvictParams(num_tokens=60))
-            events = cache.take_events()
-            out.publish(events)
-            own.publish(events)
+            publish()
         lengths = [len(cache.match_prefix(MatchPrefixParams(key)).device_indices) for key in keys]
         assert len(set(lengths)) > 2
         for tokens, key, held in zip(prompts, keys, lengths, strict=True):
