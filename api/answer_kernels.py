@@ -174,12 +174,12 @@ def _shown_state(roster, stream, expired_before, syncing_before, late_before):
 
 
 @array_helper
-def _gather(roster, stream, query, mine):
-    """Write the found streams of a worker, one for each rank, to `mine`. stream: the first one. Returns how many."""
+def _gather(roster, stream, query):
+    """Write the found streams of a worker, one for each rank, to `roster.mine`. stream: its first. Returns how many."""
     count = 0
     while stream >= 0:
         if roster.found_in[stream] == query:
-            mine[count] = stream
+            roster.mine[count] = stream
             count += 1
         stream = np.int64(roster.following[stream])
     return count
@@ -308,7 +308,7 @@ def _reusable_of(pages, reusable, stream):
 
 
 @array_helper
-def _put_scores(out, at, roster, pages, streams, query, mine, block_size):
+def _put_scores(out, at, roster, pages, streams, query, block_size):
     """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
     written = 0
     for stream in streams:
@@ -316,7 +316,7 @@ def _put_scores(out, at, roster, pages, streams, query, mine, block_size):
         if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query:
             continue
         roster.written_in[worker] = 2 * query
-        ranks = mine[: _gather(roster, stream, query, mine)]
+        ranks = roster.mine[: _gather(roster, stream, query)]
         if _most(pages, ranks, GPU) > 0:
             if written > 0:
                 at = _put_byte(out, at, _COMMA)
@@ -372,14 +372,14 @@ def write_answer(
         if roster.shown[stream] != _EXPIRED:
             roster.found_in[stream] = query
     if layout.has_scores[0]:
-        at = _put_scores(out, at, roster, pages, streams, query, roster.mine, block_size)
+        at = _put_scores(out, at, roster, pages, streams, query, block_size)
         at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
     for stream in streams:
         worker = roster.workers[stream]
         if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query + 1:
             continue
         roster.written_in[worker] = 2 * query + 1
-        ranks = roster.mine[: _gather(roster, stream, query, roster.mine)]
+        ranks = roster.mine[: _gather(roster, stream, query)]
         if written > 0:
             at = _put_byte(out, at, _COMMA)
         written += 1

@@ -20,7 +20,7 @@ from kv_events.bundles import Resident, resident
 from kv_events.schema import NUM_MEDIA
 
 _PEER_BEGIN = b'{"scores":{'
-_MARGIN_BYTES = 256
+_FRAME_BYTES = 256
 _NO_REUSE = np.zeros(0, np.int64)
 _NO_WEIGHTS = np.zeros(0)
 
@@ -49,7 +49,7 @@ class AnswerWriter:
         found = index.find_into(hashes, self._streams, self._pages)
         reusable = _NO_REUSE
         if namespace.groups:
-            matches = Matches(self._streams[:found], self._pages)
+            matches = Matches(self._streams[:found], self._pages[: index.most_streams])
             reusable = reusable_pages(namespace, hashes, matches, freshness)
         kept = self._rosters.get(id(namespace))
         if kept is None or kept.num_changes != namespace.num_changes:
@@ -122,4 +122,4 @@ class _KeptRoster(NamedTuple):
             query=np.zeros(1, np.int64),
         )
         text_bytes = BYTES_PER_WORKER * len(numbers) + BYTES_PER_RANK * len(namespace.views)
-        return cls(resident(roster), namespace.num_changes, 2 * len(names.data) + text_bytes + _MARGIN_BYTES)
+        return cls(resident(roster), namespace.num_changes, 2 * len(names.data) + text_bytes + _FRAME_BYTES)

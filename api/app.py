@@ -71,6 +71,7 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app.include_router(feed_routes(feed))
     app.include_router(docs_routes())
     problems.install(app)
+    # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
     if settings.api_token is not None:
         app.add_middleware(BearerToken, token=settings.api_token.get_secret_value())

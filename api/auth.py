@@ -13,12 +13,17 @@ OPEN_PATHS = DOCS_PATHS | {"/health", "/ready", "/metrics"}
 """Paths of probes, scrapers and the documentation. Their answers contain no secrets."""
 
 
+def authorization(token: str) -> bytes:
+    """Return the header `Authorization` that a caller must send."""
+    return b"Bearer " + token.encode()
+
+
 class BearerToken:
     """Middleware that accepts requests with the token and requests for `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._expected = b"Bearer " + token.encode()
+        self._expected = authorization(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_known(scope):

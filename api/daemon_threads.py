@@ -20,12 +20,12 @@ async def run_in_daemon_thread(work: Callable[[], None]) -> None:
         error = None
         try:
             work()
-        except Exception as raised:  # noqa: BLE001  (it is raised by the waiting task)
+        except BaseException as raised:  # noqa: BLE001  (it is raised by the waiting task)
             error = raised
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(finish, error)
 
-    def finish(error: Exception | None) -> None:
+    def finish(error: BaseException | None) -> None:
         if ended.cancelled():
             return
         if error is None:
@@ -33,5 +33,5 @@ async def run_in_daemon_thread(work: Callable[[], None]) -> None:
         else:
             ended.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name="daemon-work", daemon=True).start()
     await ended

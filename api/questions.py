@@ -193,4 +193,4 @@ def _weights(given: TierWeights) -> Weights:
     for tier, weight in zip(TIERS, weights, strict=True):
         if not (math.isfinite(weight) and 0 <= weight <= _HIGHEST_WEIGHT):
             raise InvalidValueError(f"tier_weights.{tier}", weight, ITEMS["tier_weights"])
-    return weights
+    return tuple(weight + 0.0 for weight in weights)  # a zero without a sign

@@ -259,6 +259,7 @@ class OverlapIndex:
         if max(image.digests, default=0) >= self._max_streams or not words_per_set or words_per_set % NUM_MEDIA:
             raise InvalidValueError("image", words_per_set, f"at most {self._max_streams} streams")
         self._widen(words_per_set // NUM_MEDIA)
+        self._check_streams(image)
         ids = np.empty(num_sets, np.uint32)
         for hashes, parents, holders in zip(image.hashes, image.parents, image.holders, strict=True):
             if not len(hashes) == len(parents) == len(holders):
@@ -273,6 +274,16 @@ class OverlapIndex:
                     "image.hashes", len(columns[0]), "distinct pages, within the bounds of this index"
                 )
         self._digests = [image.digests.get(stream) for stream in range(max(image.digests, default=-1) + 1)]
+
+    def _check_streams(self, image: IndexImage) -> None:
+        """Check that every holder has a digest. Raises InvalidValueError."""
+        held = np.bitwise_or.reduce(image.sets.reshape(-1, self._width), axis=0)
+        bits = np.unpackbits(held.astype("<u8").view(np.uint8), bitorder="little")
+        strangers = set(np.flatnonzero(bits).tolist()) - image.digests.keys()
+        if strangers:
+            raise InvalidValueError("image.sets", min(strangers), "streams that have a digest")
+        if max(image.digests, default=0) >= self.most_streams:
+            raise InvalidValueError("image.digests", max(image.digests), f"streams below {self.most_streams}")
 
     @property
     def has_room(self) -> bool:

@@ -29,7 +29,6 @@ def reusable_pages(
     """Return int64[streams]: the pages that each stream of `matches` can reuse, on any tier. -1: it has no groups.
 
     An expired group stream counts as empty. hashes: uint64[n], C order. matches: the result of the main namespace.
-    Streams that are not in `matches` have undefined values.
     """
     ranks = [_rank(namespace.views[stream]) for stream in matches.streams.tolist()]
     lengths = matches.pages[matches.streams, -1].astype(np.int64)

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "api", "simulation"},
 }
 ROOMS = {
-    "api.hot_lane": {"answers", "decoding", "metrics", "problems", "questions", "settings"},
+    "api.hot_lane": {"answers", "auth", "decoding", "metrics", "problems", "questions", "settings"},
     "bridge.decoding": set(),
     "bridge.naming": {"decoding", "counters"},
     "bridge.plugins": {"decoding", "naming", "counters", "settings"},

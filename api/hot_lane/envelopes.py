@@ -37,6 +37,12 @@ class _Numbers(NamedTuple):
     scratch: npt.NDArray[Any]
 
 
+def _numbers_of(field: str) -> _Numbers:
+    if field == "token_ids":
+        return _Numbers(read_u32, np.empty(MAX_TOKENS_PER_QUERY, np.uint32))
+    return _Numbers(read_i64 if field == "block_hashes" else read_u64, np.empty(MAX_HASHES_PER_QUERY, np.uint64))
+
+
 class Envelopes:
     """Reads the JSON queries of one route."""
 
@@ -44,13 +50,7 @@ class Envelopes:
         """fields: names of the arrays that the route accepts as a prompt."""
         self._fields = fields
         self._array = re.compile(rb'"(%s)" ?: ?\[' % "|".join(fields).encode())
-        hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
-        self._numbers = {
-            b"token_ids": _Numbers(read_u32, np.empty(MAX_TOKENS_PER_QUERY, np.uint32)),
-            b"seq_hashes": _Numbers(read_u64, hashes),
-            b"block_hash": _Numbers(read_u64, hashes),
-            b"block_hashes": _Numbers(read_i64, hashes),
-        }
+        self._numbers = {field.encode(): _numbers_of(field) for field in fields}
         self._kept: dict[bytes, Question | None] = {}
 
     def question(self, data: bytes, start: int) -> tuple[Question, Numbers] | None:

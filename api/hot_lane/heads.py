@@ -12,7 +12,7 @@ from typing import NamedTuple
 import httptools
 
 MAX_BYTES = 2048
-"""Longer heads are not kept."""
+"""Requests with a longer head take the ordinary way."""
 
 _MAX_KEPT = 4096
 _UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
@@ -73,6 +73,7 @@ class _Parsed:
         self.url = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.is_simple_post = False
+        self._has_more = False
         self._parser = httptools.HttpRequestParser(self)
 
     @classmethod
@@ -83,13 +84,18 @@ class _Parsed:
             parsed._parser.feed_data(head)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             return None
-        return parsed
+        finally:
+            del parsed._parser  # it refers to this object, too
+        return None if parsed._has_more else parsed
 
     def on_url(self, url: bytes) -> None:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))
+
+    def on_body(self, _body: bytes) -> None:
+        self._has_more = True  # httptools sees an earlier end of the head
 
     def on_headers_complete(self) -> None:
         parser = self._parser

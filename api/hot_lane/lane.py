@@ -6,10 +6,12 @@ returns None, and the request takes the way through FastAPI, which also reports 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from api.answers import Answers
+from api.auth import authorization
 from api.decoding import codec_of, is_large
 from api.hot_lane.envelopes import Envelopes
 from api.hot_lane.heads import Head, Heads
@@ -18,6 +20,9 @@ from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from api.settings import ApiSettings
 from indexer.consumer import Consumer
+from kv_events.rate_limited_logger import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 2**21  # read in about a millisecond
 
@@ -30,12 +35,15 @@ class HotLane:
     def __init__(self, consumer: Consumer, settings: ApiSettings, metrics: HttpMetrics) -> None:
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
         token = settings.api_token
-        authorization = None if token is None else b"Bearer " + token.get_secret_value().encode()
-        self.heads = Heads(fields, authorization, min(settings.max_body_bytes, _MAX_BODY_BYTES))
+        expected = None if token is None else authorization(token.get_secret_value())
+        self.heads = Heads(fields, expected, min(settings.max_body_bytes, _MAX_BODY_BYTES))
         self._consumer = consumer
         self._answers = Answers()
         self._must_be_ready = not settings.answer_before_ready
         self._metrics = metrics
+        self._limited_logger = RateLimitedLogger(logger, "hot lane")
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._encoded_headers = b""
         self._readers: dict[tuple[str, str], _Read] = {}
         for path, names in fields.items():
             self._readers[path, "application/json"] = Envelopes(names).question
@@ -47,17 +55,31 @@ class HotLane:
         if self._must_be_ready and not self._consumer.ready:
             return None
         began = time.perf_counter()
+        try:
+            body = self._answer(head, data, start)
+        except ProblemError:
+            return None
+        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
+            self._limited_logger.warning("a query takes the usual way: %r", error)
+            return None
+        if body is not None:
+            self._metrics.queries.note(head.path, time.perf_counter() - began)
+        return body
+
+    def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         read = self._readers.get((head.path, head.content_type))
         asked = None if read is None else read(data, start)
         if asked is None:
             return None
         consumer = self._consumer
-        try:
-            body = self._answers.answer(*asked, consumer.namespaces, consumer.freshness, time.time())
-        except ProblemError:
-            return None
-        self._metrics.queries.note(head.path, time.perf_counter() - began)
-        return body
+        return self._answers.answer(*asked, consumer.namespaces, consumer.freshness, time.time())
+
+    def encoded_headers(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Return the server's name and the date as header lines. uvicorn makes a new list of them every second."""
+        if headers is not self._headers:
+            self._headers = headers
+            self._encoded_headers = b"".join(b"%b: %b\r\n" % header for header in headers)
+        return self._encoded_headers
 
 
 def _packed_reader(content_type: str, fields: tuple[str, ...]) -> _Read:

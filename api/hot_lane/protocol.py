@@ -7,7 +7,7 @@ uvicorn's protocol, as if they had arrived just now.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -19,10 +19,6 @@ _END_OF_HEAD = b"\r\n\r\n"
 
 class HotProtocol(HttpToolsProtocol):
     """One connection."""
-
-    _encoded_of: ClassVar[list[tuple[bytes, bytes]] | None] = None
-    _encoded: ClassVar[bytes] = b""
-    """The server's own headers, encoded, and what they were encoded from."""
 
     def __init__(self, *, lane: HotLane, max_connections: int, **options: Any) -> None:
         super().__init__(**options)
@@ -74,19 +70,12 @@ class HotProtocol(HttpToolsProtocol):
 
     def _respond(self, body: bytes) -> None:
         head = b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\ncontent-type: application/json\r\n\r\n"
-        self.transport.write(head % (self._default_headers(), len(body)) + body)
+        headers = self._lane.encoded_headers(self.server_state.default_headers)
+        self.transport.write(head % (headers, len(body)) + body)
         self.server_state.total_requests += 1
         self._answered_at = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._wait_for_request(self.timeout_keep_alive)
-
-    def _default_headers(self) -> bytes:
-        """Return the server's name and the date, which uvicorn renews every second."""
-        headers = self.server_state.default_headers
-        if headers is not self._encoded_of:
-            lines = (b"%b: %b\r\n" % header for header in headers)
-            HotProtocol._encoded_of, HotProtocol._encoded = headers, b"".join(lines)
-        return self._encoded
 
     def _wait_for_request(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)

@@ -24,9 +24,10 @@ def source_records(source: Source, on_start: Callable[[int], None] = lambda _: N
             positions = dict(runner.run(source.start({})))
             if not positions:
                 raise SourceUnavailableError("the topic does not exist; `kvsight topics check` shows what does")
-            ends = runner.run(source.ends())
-            on_start(sum(ends[partition] - begin for partition, begin in positions.items()))
-            while any(positions.get(partition, 0) < end for partition, end in ends.items()):
+            known = runner.run(source.ends())
+            ends = {partition: known[partition] for partition in positions if partition in known}
+            on_start(sum(end - positions[partition] for partition, end in ends.items()))
+            while any(positions[partition] < end for partition, end in ends.items()):
                 for record in runner.run(_next_records(source)):
                     positions[record.partition] = record.offset + 1
                     if record.offset < ends.get(record.partition, 0):

@@ -258,3 +258,44 @@ def test_a_request_that_is_arriving_when_the_server_ends_is_answered() -> None:
             await ending
 
     run(main())
+
+
+def test_more_connections_than_allowed_get_the_ordinary_refusal() -> None:
+    async def main() -> None:
+        async with a_service(max_connections=1) as connect:
+            line = await connect()
+            assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+            refused = await (await connect()).ask(request(QUERY))
+            assert refused[0] == b"HTTP/1.1 503 Service Unavailable"
+            assert b"KVSIGHT_MAX_CONNECTIONS" in refused[2]
+
+    run(main())
+
+
+def test_a_connection_lost_in_the_middle_of_a_request_leaves_the_others_alone() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            for end in (10, 120, len(request(QUERY)) - 1):
+                lost = await connect()
+                lost.writer.write(request(QUERY)[:end])
+                await lost.close()
+            assert (await (await connect()).ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+@pytest.mark.soak
+def test_an_idle_connection_is_closed_and_a_slow_request_is_not() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            idle, slow = await connect(), await connect()
+            for line in (idle, slow):
+                await line.ask(request(QUERY))
+            slow.writer.write(request(QUERY)[:-1])
+            async with asyncio.timeout(20):
+                assert await idle.is_at_end()  # uvicorn's keep-alive ends after 5 s
+            assert (await slow.ask(request(QUERY)[-1:]))[0] == b"HTTP/1.1 200 OK"
+            async with asyncio.timeout(20):
+                assert await slow.is_at_end()
+
+    run(main())

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from indexer.errors import IndexFullError
-from indexer.index import Marks, OverlapIndex
+from indexer.index import IndexImage, Marks, OverlapIndex
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.digest import empty_digest
 from kv_events.errors import InvalidValueError
+from kv_events.schema import NUM_MEDIA
 from tests.support.effort import num_examples
 from tests.support.log.records import Stream, digest_of, removed, stored
 
@@ -45,14 +47,19 @@ def prefix_held(held: set[tuple[int, int]], prompt: list[int], slowest: int) -> 
 
 def copied(index: OverlapIndex) -> OverlapIndex:
     """Return a copy of the index, made through an image."""
+    copy = OverlapIndex(max_pages=1000)
+    copy.restore(image_of(index))
+    return copy
+
+
+def image_of(index: OverlapIndex) -> IndexImage:
     copying = index.image()
     while True:
         try:
             next(copying)
         except StopIteration as end:
-            copy = OverlapIndex(max_pages=1000)
-            copy.restore(end.value)
-            return copy
+            image: IndexImage = end.value
+            return image
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -241,6 +248,24 @@ def test_holder_sets_are_bounded_and_removals_continue_when_stores_are_refused()
         assert sum(index.sweep(stream)) == len(held[stream])
         index.check()
     assert (index.num_pages, index.num_sets) == (0, 0)
+
+
+@pytest.mark.parametrize("holder", [1, 3, 63, 64, 130])
+def test_an_image_whose_pages_are_held_by_an_unknown_stream_is_refused(holder: int) -> None:
+    index = OverlapIndex(max_pages=1000)
+    for stream in range(65 if holder >= 64 else 1):
+        assert index.add_stream() == stream
+    index.store(0, stored_pages([1, 2], 0), 0, 2)
+    image = image_of(index)
+    sets = image.sets.copy()
+    width = sets.shape[1] // NUM_MEDIA
+    if holder >= 64 * width:
+        image.digests[holder] = empty_digest()
+    elif holder == 64:
+        del image.digests[64]
+    sets[-1, min(holder // 64, width - 1)] |= np.uint64(1 << holder % 64)
+    with pytest.raises(InvalidValueError, match=r"image\.(sets|digests)"):
+        OverlapIndex(max_pages=1000).restore(image._replace(sets=sets))
 
 
 def test_an_image_that_does_not_fit_is_refused() -> None:

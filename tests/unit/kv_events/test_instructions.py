@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from numba import njit
 from numba.core.errors import TypingError
 
-from kv_events.instructions import NUM_LANES, eight_bytes, lanes_equal, lowest_bit
+from kv_events.instructions import (
+    NUM_LANES,
+    copy_sixteen,
+    eight_bytes,
+    equal_bytes,
+    lanes_equal,
+    leading_zeros,
+    lowest_bit,
+)
 
 U64 = st.integers(0, 2**64 - 1)
 FEW = st.sampled_from([0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1])
@@ -55,3 +63,38 @@ def test_the_lowest_bit_is_the_first_that_is_set(word: int) -> None:
 def test_eight_bytes_are_a_big_endian_number(text: bytes, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(text) - 8))
     assert _eight_bytes(np.frombuffer(text, np.uint8), at) == int.from_bytes(text[at : at + 8], "big")
+
+
+@njit
+def _leading_zeros(word: Any) -> Any:
+    return leading_zeros(word)  # type: ignore[call-arg]  # compiled, without its first parameter
+
+
+@njit
+def _equal_bytes(data: Any, at: Any, byte: Any) -> Any:
+    return equal_bytes(data, at, np.uint8(byte))  # type: ignore[call-arg]  # compiled, without its first parameter
+
+
+@njit
+def _copy_sixteen(target: Any, at: Any, source: Any, start: Any) -> None:
+    copy_sixteen(target, at, source, start)  # type: ignore[call-arg]  # compiled, without its first parameter
+
+
+@given(st.integers(1, 2**64 - 1))
+def test_leading_zeros_are_those_of_64_bits(word: int) -> None:
+    assert _leading_zeros(np.uint64(word)) == 64 - word.bit_length()
+
+
+@given(st.binary(min_size=64, max_size=90), st.data())
+def test_64_bytes_are_compared_in_their_order(text: bytes, data: st.DataObject) -> None:
+    at, byte = data.draw(st.integers(0, len(text) - 64)), data.draw(st.sampled_from(text))
+    expected = sum(1 << i for i, each in enumerate(text[at : at + 64]) if each == byte)
+    assert int(_equal_bytes(np.frombuffer(bytearray(text), np.uint8), at, byte)) == expected
+
+
+@given(st.binary(min_size=16, max_size=40), st.binary(min_size=16, max_size=40), st.data())
+def test_16_bytes_are_copied_and_no_others(text: bytes, other: bytes, data: st.DataObject) -> None:
+    start, at = data.draw(st.integers(0, len(text) - 16)), data.draw(st.integers(0, len(other) - 16))
+    target = np.frombuffer(bytearray(other), np.uint8)
+    _copy_sixteen(target, at, np.frombuffer(bytearray(text), np.uint8), start)
+    assert target.tobytes() == other[:at] + text[start : start + 16] + other[at + 16 :]
