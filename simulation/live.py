@@ -18,9 +18,11 @@ from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.sources.base import Source
 from indexer.sources.memory import MemorySource
-from indexer.views import ViewState
+from indexer.views import View, ViewState
+from kv_events.codec import DecodedBatch
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
+from kv_events.streams import StreamId
 from publisher import EventPublisher, PublisherSettings, Sink
 from publisher.sinks.memory import MemorySink
 from simulation.errors import SimulationError
@@ -80,12 +82,28 @@ class KafkaTransport:
         return KafkaSource(self._kafka)
 
 
+class _AppliedBatches:
+    """The newest batch of each stream that is applied completely. A view counts a batch from its first slice on."""
+
+    def __init__(self, applier: Applier) -> None:
+        self._newest: dict[StreamId, tuple[int, int]] = {}
+        applier.on_applied.append(self._note)
+
+    def _note(self, view: View, batch: DecodedBatch) -> None:
+        self._newest[view.stream] = (batch.epoch, batch.seq)
+
+    def is_last(self, publisher: EventPublisher) -> bool:
+        """Return whether the newest batch is the last one that the publisher has made."""
+        return self._newest.get(publisher.stream) == (publisher.epoch, publisher.stats().next_seq - 1)
+
+
 class LiveFleet:
     """Workers with running publishers, and the consumer that watches them."""
 
-    def __init__(self, trial: Trial, consumer: Consumer) -> None:
+    def __init__(self, trial: Trial, consumer: Consumer, applied: _AppliedBatches) -> None:
         self.trial = trial
         self.consumer = consumer
+        self._applied = applied
 
     async def settle(self, deadline_s: float = _SETTLE_S) -> None:
         """Wait until every view is as new as its worker. Raises SimulationError."""
@@ -103,8 +121,8 @@ class LiveFleet:
         stats = publisher.stats()
         if view is None or stats.queue.queued or stats.queue.in_flight or stats.is_resyncing:
             return False
-        state = self.consumer.freshness.state(view)  # a late one counts only with the next heartbeat
-        return (view.epoch, view.next_seq, state) == (publisher.epoch, stats.next_seq, ViewState.LIVE)
+        # a late one counts only with the next heartbeat
+        return self._applied.is_last(publisher) and self.consumer.freshness.state(view) is ViewState.LIVE
 
     def _check_alive(self, publishers: list[EventPublisher]) -> None:
         if self.consumer.failure is not None:
@@ -138,12 +156,13 @@ async def publishing_fleet(
         for own in publisher_settings(settings, policy)
     ]
     all_publishers = [each for own in publishers for each in own.values()]
+    applied = _AppliedBatches(consumer.applier)
     flush_s = 0.0
     try:
         for publisher in all_publishers:
             await publisher.start()
         trial = Trial(policy, settings, publishers, consumer.namespaces, consumer.freshness)
-        fleet = LiveFleet(trial, consumer)
+        fleet = LiveFleet(trial, consumer, applied)
         await fleet.settle()
         yield fleet
         flush_s = _FLUSH_S
