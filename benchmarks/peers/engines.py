@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ def _publish(pipe: Connection, num_workers: int, num_services: int) -> None:
         for number, event in enumerate(_events(held, worker)):
             payload = msgspec.msgpack.encode([time.time(), [event], 0])
             each.send_multipart((b"", number.to_bytes(8, "big"), payload), copy=False)
-    time.sleep(10 * 3600)  # until it is killed: a socket that closes would drop what is not sent yet
+    signal.pause()  # until the process is killed: a socket that closes would drop what is not sent yet
 
 
 def _events(held: list[list[int]], worker: int) -> Iterator[list[Any]]:
