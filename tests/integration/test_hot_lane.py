@@ -13,6 +13,8 @@ import pytest
 import uvloop
 
 from api.app import create_app
+from api.hot_lane.heads import Head
+from api.hot_lane.lane import HotLane
 from api.server import running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
@@ -135,6 +137,33 @@ def test_both_ways_answer_alike(body: bytes) -> None:
             in_the_lane = await line.ask(request(body))
             ordinary = await line.ask(request(body, "/query?"))  # with "?" the lane does not take it
             assert in_the_lane == ordinary
+
+    run(main())
+
+
+def test_usual_queries_are_answered_in_the_lane_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    ordinary = HotLane.answer
+
+    def noted(lane: HotLane, head: Head, data: bytes, start: int) -> bytes | None:
+        body = ordinary(lane, head, data, start)
+        taken.append(body is not None)
+        return body
+
+    monkeypatch.setattr(HotLane, "answer", noted)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line, other = await connect(), await connect()
+            await line.ask(request(QUERY))
+            line.writer.write(request(QUERY)[:-9])  # with the whole head
+            await other.ask(request(QUERY))  # so the server has read what was sent before
+            await line.ask(request(QUERY)[-9:])
+            assert taken == [True, True, True]
+            await line.ask(request(body_of(token_ids=[1.5])))
+            assert taken == [True, True, True, False]
+            await line.ask(request(QUERY, "/query?"))
+            assert len(taken) == 4
 
     run(main())
 
