@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
+from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, at_most_one, err, import_without_kernels, stop_signals
-from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.logs import with_log_flags
 from kvsight.extras import require_serve
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import err, import_without_kernels, stop_signals
-from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.logs import with_log_flags
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import typer
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
+from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, err
-from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
     from indexer.sources.base import Source

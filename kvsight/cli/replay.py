@@ -12,6 +12,7 @@ import typer
 
 from kv_events.event_log import EventLogReader
 from kvsight.cli.answers import Asked, answer_lines
+from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import (
     EXIT_USAGE,
     UsageError,
@@ -24,7 +25,6 @@ from kvsight.cli.console import (
     progress_bar,
     read_json_object,
 )
-from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.streams import StreamRow, streams_lines

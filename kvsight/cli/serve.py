@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.allocator import keep_freed_memory
+from kvsight.cli.connection_flags import with_kafka_and_redis_flags
 from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
-from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.logs import with_log_flags
 from kvsight.extras import require_serve
 
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
 
 
-def _redis_option(text: str, variable: str) -> Any:
-    return typer.Option(help=text, envvar=variable, show_envvar=False, rich_help_panel="Redis connection")
-
-
 @with_log_flags
-@with_kafka_flags
+@with_kafka_and_redis_flags
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
@@ -38,19 +34,6 @@ def serve(
     redis: Annotated[
         str | None,
         typer.Option(help="Save snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS"),
-    ] = None,
-    redis_password_file: Annotated[
-        Path | None, _redis_option("File with the password of the URL's user.", "KVSIGHT_REDIS_PASSWORD_FILE")
-    ] = None,
-    redis_ca_file: Annotated[
-        Path | None, _redis_option("CAs trusted for the server's certificate.", "KVSIGHT_REDIS_CA_FILE")
-    ] = None,
-    redis_cert_file: Annotated[Path | None, _redis_option("Client certificate.", "KVSIGHT_REDIS_CERT_FILE")] = None,
-    redis_key_file: Annotated[
-        Path | None, _redis_option("Its private key, if it is in another file.", "KVSIGHT_REDIS_KEY_FILE")
-    ] = None,
-    redis_key_password_file: Annotated[
-        Path | None, _redis_option("File with the password of that key.", "KVSIGHT_REDIS_KEY_PASSWORD_FILE")
     ] = None,
     snapshot_dir: Annotated[
         Path | None, typer.Option(help="Save snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
@@ -78,11 +61,6 @@ def serve(
         **connection,
         event_log_dir=event_log_dir,
         redis=redis,
-        redis_password_file=redis_password_file,
-        redis_ca_file=redis_ca_file,
-        redis_cert_file=redis_cert_file,
-        redis_key_file=redis_key_file,
-        redis_key_password_file=redis_key_password_file,
         snapshot_dir=snapshot_dir,
     )
     settings = ApiSettings.from_flags(host=host, port=port)

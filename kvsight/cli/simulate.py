@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import at_most_one, import_without_kernels, out, print_json, progress_bar
-from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
     from simulation import Requests

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, at_most_one, err, print_lines
-from kvsight.cli.kafka_flags import with_kafka_flags
 from kvsight.cli.options import ApiToken
 from kvsight.cli.tail_events import Filter, TailEvent, of_feed, of_record
 from kvsight.schemas.service import DEFAULT_URL

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.app import App
+from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import err, out
-from kvsight.cli.kafka_flags import with_kafka_flags
 
 if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
