@@ -1,8 +1,8 @@
-"""All comparisons with peers: `python -m benchmarks.peers [--json FILE]`. Skipped where wrk or the peer is missing."""
+"""All comparisons with peers: `python -m benchmarks.peers [--json FILE]`. Skipped where the peer or wrk is missing."""
 
 from __future__ import annotations
 
-from benchmarks.peers.queries import run
+from benchmarks.peers import ingest, queries
 from benchmarks.report import main
 
-main("peers", lambda: list(run()))
+main("peers", lambda: [*queries.run(), *ingest.run()])

@@ -1,0 +1,181 @@
+"""Ingest of both services, one event a message: from the first byte until the last block is visible to a query.
+
+Eight engines send as fast as a service receives them. Each service is started again for each measurement and first
+receives a few prompts that are not timed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.peers.services import GIVE_UP_S, KVSIGHT, Service, dynamo, posted, running
+from benchmarks.peers.zmtp import Publisher, framed
+from benchmarks.report import Figure, figure
+
+WORKERS, BLOCK_SIZE, PROMPT_PAGES = 8, 16, 64
+ROUNDS = 5
+_PEER_THREADS = 2
+_WARM_UP_PROMPTS = 16
+_POLL_S = 0.005
+_GOAL = "≥ 1.5"
+
+
+class Kind(NamedTuple):
+    """One kind of traffic."""
+
+    blocks: int
+    """Blocks of an event. Each message has one event."""
+    encoding: str
+    """Of events: `array` or `map`."""
+    prompts: int
+    """Timed prompts of each engine."""
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        return f"ingest, events of {self.blocks} blocks, {self.encoding}"
+
+
+KINDS = [
+    Kind(blocks, encoding, prompts)
+    for blocks, prompts in ((1, 256), (8, 1024), (64, 2048))
+    for encoding in ("array", "map")
+]
+
+
+def run() -> Iterator[Figure]:
+    """Yield all figures, ratios first. Services take turns."""
+    peer = dynamo(_PEER_THREADS)
+    if peer is None:
+        return
+    for kind in KINDS:
+        with _engines(kind) as (pipe, last):
+            rates: list[list[float]] = [[], []]
+            for _ in range(ROUNDS):
+                for side, service in zip(rates, (KVSIGHT, peer), strict=True):
+                    side.append(WORKERS * kind.prompts * PROMPT_PAGES / _seconds(service, pipe, last))
+        yield figure(f"{kind.name}: kvsight : Dynamo", "x", [median(rates[0]) / median(rates[1])], _GOAL)
+        yield figure(f"{kind.name}: kvsight", "blocks/s", rates[0])
+        yield figure(f"{kind.name}: Dynamo", "blocks/s", rates[1])
+
+
+def _seconds(service: Service, pipe: Connection, last: list[list[bytes]]) -> float:
+    """Return the seconds of one measurement. last: the query for the last prompt of each engine, by part."""
+    with running(service) as client:
+        pipe.send("accept")
+        for worker, port in enumerate(pipe.recv()):
+            endpoint = f"tcp://127.0.0.1:{port}"
+            body = {"instance_id": worker, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
+            posted(client, "/register", msgspec.json.encode(body))
+        pipe.recv()
+        seconds = 0.0
+        for queries in last:
+            began = time.perf_counter()
+            pipe.send("go")
+            _wait(client, queries)
+            seconds = time.perf_counter() - began
+        pipe.send("end")
+        return seconds
+
+
+def _wait(client: HTTPConnection, queries: list[bytes]) -> None:
+    """Return as soon as each query finds its engine's whole prompt."""
+    give_up = time.monotonic() + GIVE_UP_S
+    for worker, body in enumerate(queries):
+        while _held(posted(client, "/query", body), worker) != PROMPT_PAGES * BLOCK_SIZE:
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"the service at port {client.port} does not hold all blocks after {GIVE_UP_S} s")
+            time.sleep(_POLL_S)
+
+
+def _held(answer: Any, worker: int) -> int:
+    held: int = answer.get("scores", {}).get(str(worker), {}).get("0", 0)
+    return held
+
+
+# --- the engines' process ---
+
+
+@contextmanager
+def _engines(kind: Kind) -> Iterator[tuple[Connection, list[list[bytes]]]]:
+    """Run the engines' process for the duration of the block, which gets a pipe to it and the last queries."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, kind), daemon=True)
+    process.start()
+    theirs.close()  # so that the end of the process ends the wait for it
+    try:
+        yield ours, ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(pipe: Connection, kind: Kind) -> None:
+    """Prepare the traffic, then send it to one subscriber after the other."""
+    traffic = [_traffic(kind, worker) for worker in range(WORKERS)]
+    pipe.send([[each.queries[part] for each in traffic] for part in range(2)])
+    with ThreadPoolExecutor(WORKERS) as threads:
+        while True:
+            pipe.recv()
+            publishers = [Publisher() for _ in range(WORKERS)]
+            pipe.send([each.port for each in publishers])
+            list(threads.map(Publisher.accept, publishers))
+            pipe.send("ready")
+            for part in range(2):
+                pipe.recv()
+                list(threads.map(Publisher.send, publishers, [each.wires[part] for each in traffic]))
+            pipe.recv()
+            for publisher in publishers:
+                publisher.close()
+
+
+class _Traffic(NamedTuple):
+    """What one engine sends before and during the timed part."""
+
+    wires: list[bytes]
+    queries: list[bytes]
+    """For the last prompt of each part."""
+
+
+def _traffic(kind: Kind, worker: int) -> _Traffic:
+    random = np.random.default_rng(worker)
+    wires, queries = [], []
+    seq = prompt = 0
+    for num_prompts in (_WARM_UP_PROMPTS, kind.prompts):
+        messages = []
+        for _ in range(num_prompts):
+            tokens = random.integers(0, 128_000, PROMPT_PAGES * BLOCK_SIZE).tolist()
+            first = ((worker + 1) << 40) + prompt * PROMPT_PAGES
+            for event in _events(kind, first, tokens):
+                payload = msgspec.msgpack.encode([time.time(), [event], 0])
+                messages.append((b"", seq.to_bytes(8, "big"), payload))
+                seq += 1
+            prompt += 1
+        wires.append(framed(messages))
+        queries.append(msgspec.json.encode({"model_name": "m", "token_ids": tokens}))
+    return _Traffic(wires, queries)
+
+
+def _events(kind: Kind, first: int, tokens: list[int]) -> Iterator[Any]:
+    """Yield the events of one prompt, whose block hashes count from `first`."""
+    for page in range(0, PROMPT_PAGES, kind.blocks):
+        fields = {
+            "block_hashes": list(range(first + page, first + page + kind.blocks)),
+            "parent_block_hash": first + page - 1 if page else None,
+            "token_ids": tokens[page * BLOCK_SIZE : (page + kind.blocks) * BLOCK_SIZE],
+            "block_size": BLOCK_SIZE,
+            "lora_id": None,
+            "medium": "GPU",
+        }
+        yield {"type": "BlockStored", **fields} if kind.encoding == "map" else ["BlockStored", *fields.values()]
