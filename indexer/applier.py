@@ -12,7 +12,7 @@ from indexer.views import View
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.rate_limited_logger import RateLimitedLogger
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,18 @@ class Applier:
         """Called after each batch that was applied; must not raise."""
         self._limited_logger = RateLimitedLogger(logger, "a record is skipped")
         self.records = 0
-        """Records seen."""
+        """Records of events seen."""
 
     def apply(self, record: LogRecord, heard_at: float, heard_tick: float | None = None) -> Iterator[None]:
         """Apply one record in slices. A record that breaks the contract becomes a dead letter.
 
+        Records of other channels than EVENTS are ignored.
+
         heard_at: time at which the record was received, in seconds since 1970. heard_tick: the same moment on the clock
         of `Freshness` (default: the same number).
         """
+        if record.channel != Channel.EVENTS:
+            return
         self.records += 1
         tick = heard_at if heard_tick is None else heard_tick
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from kv_events.errors import KvsightError, RecordRejectedError
 from kv_events.event_log import EventLogWriter
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class DeadLetters:
 
     def _write(self, writer: EventLogWriter, record: LogRecord) -> None:
         """Write a record to the folder, cut to what an event log accepts. A failure is only logged."""
-        kept = record._replace(key=record.key[:_SHOWN], payload=record.payload[:MAX_RECORD_BYTES])
+        kept = record._replace(
+            key=record.key[:_SHOWN], payload=record.payload[:MAX_RECORD_BYTES], channel=Channel.DEAD_LETTERS
+        )
         if self._bytes_left < len(kept.payload):
             if not self._is_full:
                 logger.warning("the dead-letter folder is full; further records are only counted")

@@ -13,7 +13,7 @@ from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.event_log import EventLogReader
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 
 
 @dataclass
@@ -34,7 +34,9 @@ class Replay:
         return self.applier.namespaces
 
     def apply(self, record: LogRecord) -> None:
-        """Apply one record in the same way as the consumer."""
+        """Apply one record in the same way as the consumer. Only records of events advance the clock."""
+        if record.channel != Channel.EVENTS:
+            return
         self.now = max(self.now, record.timestamp_ms / 1000)
         self.freshness.note_log_read(self.now)
         for _ in self.applier.apply(record, record.timestamp_ms / 1000):

@@ -18,13 +18,14 @@ from typing import NamedTuple, Self
 
 from kv_events.errors import InvalidValueError
 from kv_events.log_segment import (
+    FORMAT_VERSION,
     HEADER_BYTES,
     EventLogCorruptedError,
     EventLogError,
     Segment,
     encode_record,
-    has_header,
     list_segments,
+    read_version,
     scan,
     segment_header,
     segment_path,
@@ -139,7 +140,8 @@ class EventLogWriter:
 
     def _open_last(self) -> None:
         segments = list_segments(self._folder)
-        if not segments or not has_header(segments[-1]):
+        version = read_version(segments[-1]) if segments else None
+        if version is None:
             self._begin(segments[-1].first_index if segments else 0)
             return
         last = segments[-1]
@@ -151,7 +153,11 @@ class EventLogWriter:
         if num_torn:
             logger.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self._next_index)
             os.truncate(last.path, self._written)
-        self._fd = os.open(last.path, os.O_WRONLY)
+        if version == FORMAT_VERSION:
+            self._fd = os.open(last.path, os.O_WRONLY)
+        else:  # a segment has one version
+            _sync(last.path)
+            self._begin(self._next_index)
 
     def _roll(self) -> None:
         """A segment that has a successor is complete and on disk."""
@@ -166,7 +172,7 @@ class EventLogWriter:
         try:
             _write_at(fd, segment_header(first_index), 0)
             os.fsync(fd)
-            _sync_folder(self._folder)
+            _sync(self._folder)
         except OSError:
             os.close(fd)
             path.unlink(missing_ok=True)  # a smaller record may still fit into the segment before it
@@ -248,7 +254,7 @@ class EventLogReader:
             return
         mark = self._nearest(segments, start)
         for segment in segments:
-            if segment.first_index < mark.segment or not has_header(segment):
+            if segment.first_index < mark.segment or read_version(segment) is None:
                 continue
             here = segment.first_index == mark.segment
             position, index = (mark.position, mark.record_index) if here else (HEADER_BYTES, segment.first_index)
@@ -285,8 +291,8 @@ def _lock(folder: Path) -> int:
     return fd
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -14,17 +14,19 @@ from typing import NamedTuple
 
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.limits import MAX_RECORD_BYTES
-from kv_events.records import LogRecord
+from kv_events.records import MAX_CHANNEL, LogRecord
 
 SUFFIX = ".kvlog"
 MAX_KEY_BYTES = 65_535
 
 _NAME_DIGITS = 20
 _MAGIC = b"KVSLOG\r\n"
-_FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SEGMENT = struct.Struct("<8sIQ")  # magic, format version, index of the first record; followed by its CRC-32
 _FRAME = struct.Struct("<II")  # length of the body, CRC-32 of the body; followed by the CRC-32 of these eight bytes
-_BODY = struct.Struct("<IqqI")  # partition, offset, timestamp_ms, length of the key; followed by key and payload
+# Partition, offset, timestamp_ms, length of the key, channel, zero; followed by key and payload. Version 1 has 32 bits
+# for the length of the key, at most 65,535, so that its records have channel 0.
+_BODY = struct.Struct("<IqqHBx")
 _CRC = struct.Struct("<I")
 
 HEADER_BYTES = _SEGMENT.size + _CRC.size
@@ -83,9 +85,9 @@ def segment_path(folder: Path, first_index: int) -> Path:
     return folder / f"{first_index:0{_NAME_DIGITS}d}{SUFFIX}"
 
 
-def segment_header(first_index: int) -> bytes:
+def segment_header(first_index: int, version: int = FORMAT_VERSION) -> bytes:
     """Encode the header of a segment, `HEADER_BYTES` long."""
-    fields = _SEGMENT.pack(_MAGIC, _FORMAT_VERSION, first_index)
+    fields = _SEGMENT.pack(_MAGIC, version, first_index)
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
@@ -99,27 +101,33 @@ def encode_record(record: LogRecord) -> bytes:
         raise InvalidValueError("timestamp_ms", record.timestamp_ms, "a signed 64-bit integer")
     if len(record.key) > MAX_KEY_BYTES:
         raise InvalidValueError("key", record.key, f"at most {MAX_KEY_BYTES} bytes")
+    if not 0 <= record.channel <= MAX_CHANNEL:
+        raise InvalidValueError("channel", record.channel, f"0 .. {MAX_CHANNEL}")
     if len(record.payload) > MAX_RECORD_BYTES:
         raise InvalidValueError("payload", record.payload, f"at most {MAX_RECORD_BYTES} bytes")
-    fixed = _BODY.pack(record.partition, record.offset, record.timestamp_ms, len(record.key))
+    fixed = _BODY.pack(record.partition, record.offset, record.timestamp_ms, len(record.key), record.channel)
     body = b"".join((fixed, record.key, record.payload))
     frame = _FRAME.pack(len(body), zlib.crc32(body))
     return b"".join((frame, _CRC.pack(zlib.crc32(frame)), body))
 
 
-def has_header(segment: Segment) -> bool:
-    """Return whether the segment has a header. Without one, its writer is, or died, between creating it and writing it.
+def read_version(segment: Segment) -> int | None:
+    """Return the format version of a segment, from its header.
+
+    None if there is no header yet: the writer of the segment is, or died, between creating it and writing it.
 
     Raises EventLogCorruptedError for any other bytes.
     """
     with segment.path.open("rb") as file:
         head = file.read(HEADER_BYTES)
-        if head == segment_header(segment.first_index):
-            return True
+        for version in range(1, FORMAT_VERSION + 1):
+            if head == segment_header(segment.first_index, version):
+                return version
         torn = len(head) < HEADER_BYTES or not (any(head) or file.read(1))
     if torn and segment.next_first_index is None:
-        return False
-    raise _corrupted(segment, 0, segment.first_index, "not a segment header of this name and format version 1")
+        return None
+    detail = f"not a segment header of this name and a format version of 1 to {FORMAT_VERSION}"
+    raise _corrupted(segment, 0, segment.first_index, detail)
 
 
 def scan(segment: Segment, position: int, index: int) -> Iterator[Located]:
@@ -161,11 +169,12 @@ def _whole_records(data: bytes, position: int, index: int) -> Iterator[Located]:
         start = first + body.num_bytes
         if start > len(data) or zlib.crc32(view[first:start]) != body.checksum:
             return
-        partition, offset, timestamp_ms, key_bytes = _BODY.unpack_from(view, first)
+        partition, offset, timestamp_ms, key_bytes, channel = _BODY.unpack_from(view, first)
         key_end = first + _BODY.size + key_bytes
         if key_end > start:
             return
-        record = LogRecord(partition, offset, timestamp_ms, data[first + _BODY.size : key_end], data[key_end:start])
+        key, payload = data[first + _BODY.size : key_end], data[key_end:start]
+        record = LogRecord(partition, offset, timestamp_ms, key, payload, channel)
         yield Located(index, position + start, record)
         index += 1
 

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+
+class Channel(IntEnum):
+    """What a record of an event log contains, and the topic that it comes from. A Kafka topic has one channel only.
+
+    Each channel has its own partitions and offsets. Whoever reads a log ignores the channels that it cannot apply.
+    """
+
+    EVENTS = 0
+    """One `EventBatch`. The only channel that changes views."""
+    CONTROL = 1
+    """A request to publishers, from the control topic."""
+    DECISIONS = 2
+    """What a router chose."""
+    DEAD_LETTERS = 3
+    """A record of the events that an indexer could not decode."""
+
+
+MAX_CHANNEL: Final = 255
 
 
 class LogRecord(NamedTuple):
@@ -10,8 +30,10 @@ class LogRecord(NamedTuple):
 
     partition: int
     offset: int
-    """Position inside the partition, which increases by at least one from record to record."""
+    """Position inside the partition of the channel, which increases by at least one from record to record."""
     timestamp_ms: int
     """Milliseconds since 1970, by the writer's clock."""
     key: bytes
     payload: bytes
+    channel: int = Channel.EVENTS
+    """A `Channel`, or the number of one that this version does not know."""

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from kv_events.errors import shorten
+from kv_events.records import Channel
 from kvsight.cli.console import UsageError
 from kvsight.cli.tables import count
 
@@ -66,9 +67,9 @@ class LogSpan:
     first_ms: int = 0
     last_ms: int = 0
     first_offsets: dict[int, int] = field(default_factory=dict)
-    """Partition -> offset of its first record."""
+    """Partition of the events -> offset of its first record."""
     next_offsets: dict[int, int] = field(default_factory=dict)
-    """Partition -> offset after its last record."""
+    """Partition of the events -> offset after its last record."""
 
     def note(self, index: int, record: LogRecord) -> None:
         """Count a record. Records arrive in the order of the log; times may be out of order."""
@@ -78,8 +79,9 @@ class LogSpan:
         self.next_index = index + 1
         self.first_ms = min(self.first_ms, record.timestamp_ms)
         self.last_ms = max(self.last_ms, record.timestamp_ms)
-        self.first_offsets.setdefault(record.partition, record.offset)
-        self.next_offsets[record.partition] = record.offset + 1
+        if record.channel == Channel.EVENTS:
+            self.first_offsets.setdefault(record.partition, record.offset)
+            self.next_offsets[record.partition] = record.offset + 1
 
     def __str__(self) -> str:
         times = f"{local_time(self.first_ms / 1000)} to {local_time(self.last_ms / 1000)}"

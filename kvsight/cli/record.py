@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, err
 
@@ -59,17 +60,17 @@ def record(
     with EventLogWriter(folder, segment_bytes=max(1, segment)) as writer:
         retention = LogRetention(folder, writer, size, age_s)
         err.print(f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops")
-        asyncio.run(_copy(source, writer, retention, next_offsets(folder), once))
+        asyncio.run(_copy(source, writer, retention, next_offsets(folder)[Channel.EVENTS], once))
         num_records = writer.next_index - EventLogReader(folder).first_index
         err.print(f"stopped; {folder} holds {num_records} records")
 
 
-def next_offsets(folder: Path) -> dict[int, int]:
-    """Partition -> the offset after its newest record in an event log."""
-    positions: dict[int, int] = {}
+def next_offsets(folder: Path) -> defaultdict[int, dict[int, int]]:
+    """Channel -> partition -> the offset after its newest record in an event log."""
+    positions: defaultdict[int, dict[int, int]] = defaultdict(dict)
     reader = EventLogReader(folder)
     for _, found in reader.read(reader.first_index):
-        positions[found.partition] = found.offset + 1
+        positions[found.channel][found.partition] = found.offset + 1
     return positions
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from kv_events.records import Channel
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, at_most_one, err, print_lines
 from kvsight.cli.options import ApiToken
@@ -117,6 +118,7 @@ async def _records(source: Source, from_beginning: bool) -> AsyncGenerator[TailE
         reader = SourceReader(source)
         while True:
             for record in await reader.fetch():
-                yield of_record(record)
+                if record.channel in (Channel.EVENTS, Channel.DEAD_LETTERS):
+                    yield of_record(record)
     finally:
         await source.stop()

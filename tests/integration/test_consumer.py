@@ -13,6 +13,7 @@ from indexer.applier import Applier
 from indexer.consumer import Consumer
 from indexer.dead_letters import DeadLetters
 from indexer.namespaces import Namespaces
+from indexer.replay import Replay, log_records
 from indexer.scores import score
 from indexer.settings import IndexerSettings
 from indexer.snapshots.folder import FolderStore
@@ -22,7 +23,7 @@ from indexer.sources.memory import MemorySource
 from indexer.views import ViewState
 from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.memory_log import MemoryLog
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 from kv_events.schema import ResyncRequest, SnapshotBegin
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
@@ -411,3 +412,19 @@ async def test_a_damaged_segment_of_a_followed_log_is_skipped(tmp_path: Path) ->
         assert view is not None
         assert view.counters.gaps == 1
         assert view.num_pages[0] > 10
+
+
+async def test_records_of_other_channels_change_no_view_and_count_as_read(tmp_path: Path) -> None:
+    stream, decision = Stream(), LogRecord(0, 0, 1, b"router", b"anything", Channel.DECISIONS)
+    with EventLogWriter(tmp_path) as writer:
+        for each in (decision, stream.batch(stored((0, [1, 2]))), decision, stream.batch(removed([2])), decision):
+            writer.append(each)
+    consumer = Consumer(FileSource(tmp_path), Applier(Namespaces(SETTINGS), DeadLetters()), SETTINGS)
+    async with consumer.running():
+        await async_wait_until(lambda: consumer.ready, what="ready")
+    view = consumer.namespaces.view(stream.id)
+    assert view is not None
+    assert (consumer.positions, view.num_pages[0], view.state) == ({0: 5}, 1, ViewState.LIVE)
+    assert (consumer.applier.records, consumer.applier.dead_letters.counts) == (2, {})
+    replayed = Replay().apply_all(log_records(tmp_path))
+    assert (replayed.applier.records, replayed.now > 1) == (2, True)

@@ -23,7 +23,8 @@ from kv_events.event_log import (
 )
 from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.memory_log import LogTruncatedError
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
+from tests.support.log.version_1 import write_version_1
 
 KEY_AND_PAYLOAD_BYTES = 3 + 100
 RECORD_BYTES = 12 + 24 + KEY_AND_PAYLOAD_BYTES
@@ -91,16 +92,57 @@ def test_a_record_larger_than_a_segment_gets_one_of_its_own(tmp_path: Path) -> N
 
 
 def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
-    wanted = LogRecord(7, 2**40, 1_700_000_000_123, b"tenant/model/w/0", b"payload")
+    wanted = LogRecord(7, 2**40, 1_700_000_000_123, b"tenant/model/w/0", b"payload", Channel.DECISIONS)
     with EventLogWriter(tmp_path) as writer:
         writer.append(wanted)
     data = (tmp_path / "00000000000000000000.kvlog").read_bytes()
     assert data[:8] == b"KVSLOG\r\n"
-    assert struct.unpack("<IQI", data[8:24]) == (1, 0, zlib.crc32(data[:20]))
+    assert struct.unpack("<IQI", data[8:24]) == (2, 0, zlib.crc32(data[:20]))
     body = data[36:]
     assert struct.unpack("<III", data[24:36]) == (len(body), zlib.crc32(body), zlib.crc32(data[24:32]))
-    assert struct.unpack("<IqqI", body[:24]) == (7, 2**40, 1_700_000_000_123, 16)
+    assert struct.unpack("<IqqHBB", body[:24]) == (7, 2**40, 1_700_000_000_123, 16, Channel.DECISIONS, 0)
     assert body[24:] == b"tenant/model/w/0payload"
+
+
+def test_every_channel_comes_back(tmp_path: Path) -> None:
+    written = [record(i)._replace(channel=channel) for i, channel in enumerate([*Channel, 200])]
+    with EventLogWriter(tmp_path) as writer:
+        for each in written:
+            writer.append(each)
+    assert [each for _, each in read_all(tmp_path)] == written
+
+
+def test_a_log_of_version_1_is_read_and_continued_in_a_segment_of_version_2(tmp_path: Path) -> None:
+    old = write_version_1(tmp_path, map(record, range(10)))
+    assert read_all(tmp_path) == expected(range(10))
+    before = old.read_bytes()
+    write(tmp_path, range(10, 20))
+    assert read_all(tmp_path) == expected(range(20))
+    assert [path.read_bytes()[8] for path in segments(tmp_path)] == [1, 2]
+    assert old.read_bytes() == before
+
+
+def test_a_torn_tail_of_version_1_is_cut_before_version_2_begins(tmp_path: Path) -> None:
+    old = write_version_1(tmp_path, map(record, range(10)))
+    os.truncate(old, old.stat().st_size - 1)
+    write(tmp_path, range(9, 20))
+    assert read_all(tmp_path) == expected(range(20))
+
+
+def test_an_empty_segment_of_version_1_is_begun_again(tmp_path: Path) -> None:
+    write_version_1(tmp_path, [], first_index=30)
+    write(tmp_path, range(30, 32))
+    assert list(EventLogReader(tmp_path).read(30)) == expected(range(30, 32))
+    assert len(segments(tmp_path)) == 1
+
+
+def test_a_segment_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, range(3))
+    path = segments(tmp_path)[0]
+    head = path.read_bytes()[:8] + struct.pack("<IQ", 3, 0)
+    path.write_bytes(head + struct.pack("<I", zlib.crc32(head)) + path.read_bytes()[24:])
+    with pytest.raises(EventLogCorruptedError, match="a format version of 1 to 2"):
+        read_all(tmp_path)
 
 
 def test_reading_starts_and_stops_at_any_index(tmp_path: Path) -> None:
@@ -281,6 +323,7 @@ def test_after_a_refused_write_the_log_is_sound_and_the_next_try_writes_everythi
         ("timestamp_ms", LogRecord(0, 0, 2**63, b"", b"")),
         ("key", LogRecord(0, 0, 0, bytes(65_536), b"")),
         ("payload", LogRecord(0, 0, 0, b"", bytes(MAX_RECORD_BYTES + 1))),
+        ("channel", LogRecord(0, 0, 0, b"", b"", 256)),
     ],
 )
 def test_a_record_beyond_the_limits_is_refused_and_the_log_continues(
@@ -294,7 +337,7 @@ def test_a_record_beyond_the_limits_is_refused_and_the_log_continues(
 
 
 def test_the_largest_record_fits(tmp_path: Path) -> None:
-    largest = LogRecord(2**32 - 1, 2**63 - 1, -(2**63), bytes(65_535), os.urandom(MAX_RECORD_BYTES))
+    largest = LogRecord(2**32 - 1, 2**63 - 1, -(2**63), bytes(65_535), os.urandom(MAX_RECORD_BYTES), 255)
     with EventLogWriter(tmp_path) as writer:
         for _ in range(3):
             writer.append(largest)
