@@ -11,7 +11,7 @@ from numba import types
 from indexer.view_columns import FAULT_CLOSED, FAULT_NONE
 from indexer.views import STATES, ViewState
 from kv_events.bundles import BoolVector, F64Input, F64Vector, I32Vector, I64Input, I64Vector, U8Vector, U32Matrix
-from kv_events.instructions import copy_sixteen
+from kv_events.instructions import copy_sixteen, lowest_bit, put_eight
 from kv_events.kernels import array_function, array_helper, array_kernel
 
 _LIVE, _SYNCING, _STALE, _EXPIRED = (
@@ -28,6 +28,9 @@ MARGIN = 16
 
 _ZERO, _POINT = np.uint8(ord("0")), ord(".")
 _TEN, _MOST_DIGITS = np.uint64(10), 19
+_FOUR_DIGITS, _EIGHT_DIGITS = np.uint64(10**4), 10**8
+_ZEROS = np.uint64(0x3030303030303030)  # eight times "0"
+_LAST_DIGIT = np.uint64(1 << 56)
 _COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (np.uint8(ord(char)) for char in ',:"{}')
 
 
@@ -81,8 +84,6 @@ class Roster(NamedTuple):
     """[streams] scratch: the last query that found the stream."""
     written_in: I64Vector
     """[workers] scratch: the last part of an answer that contains the worker."""
-    mine: I64Vector
-    """[streams] scratch: the found streams of one worker."""
     query: I64Vector
     """[1] number of the last query."""
 
@@ -116,9 +117,33 @@ def _put_byte(out, at, byte):
     return at + 1
 
 
-@array_function
+@array_helper
 def _put_number(out, at, value):
     """Write a non-negative integer."""
+    if value >= _EIGHT_DIGITS:
+        return _put_long_number(out, at, value)
+    digits = _digits(np.uint64(value))
+    skipped = lowest_bit(digits | _LAST_DIGIT) >> 3
+    put_eight(out, at, (digits | _ZEROS) >> np.uint64(8 * skipped))
+    return at + 8 - skipped
+
+
+@array_helper
+def _digits(value):
+    """Return the eight digits of a number, one in each byte, the first one in the lowest.
+
+    Halves, then pairs, then digits are separated by multiplication with a rounded reciprocal, so there is no loop.
+    """
+    high = value // _FOUR_DIGITS
+    halves = high | ((value - high * _FOUR_DIGITS) << np.uint64(32))
+    high = ((halves * np.uint64(10_486)) >> np.uint64(20)) & np.uint64(0x0000007F0000007F)  # divided by 100
+    pairs = high | ((halves - high * np.uint64(100)) << np.uint64(16))
+    high = ((pairs * np.uint64(103)) >> np.uint64(10)) & np.uint64(0x000F000F000F000F)  # divided by 10
+    return high | ((pairs - high * np.uint64(10)) << np.uint64(8))
+
+
+@array_function
+def _put_long_number(out, at, value):
     rest, bound, digits = np.uint64(value), _TEN, 1
     while rest >= bound and digits < _MOST_DIGITS:
         bound *= _TEN
@@ -174,65 +199,135 @@ def _shown_state(roster, stream, expired_before, syncing_before, late_before):
 
 
 @array_helper
-def _gather(roster, stream, query):
-    """Write the found streams of a worker, one for each rank, to `roster.mine`. stream: its first. Returns how many."""
-    count = 0
-    while stream >= 0:
-        if roster.found_in[stream] == query:
-            roster.mine[count] = stream
-            count += 1
+def _next_found(roster, stream, query):
+    """Return the stream, or the next one of its worker, that the query found; -1 if there is none."""
+    while stream >= 0 and roster.found_in[stream] != query:
         stream = np.int64(roster.following[stream])
-    return count
+    return stream
 
 
 @array_helper
-def _most(pages, mine, tier):
-    """Return the pages of the best rank on a tier."""
-    most = np.int64(0)
-    for stream in mine:
-        most = max(most, np.int64(pages[stream, tier]))
-    return most
+def _following(roster, stream, query):
+    return _next_found(roster, np.int64(roster.following[stream]), query)
 
 
-@array_function
-def _put_ranks(out, at, roster, pages, mine, tier, block_size, with_zeros):
+@array_helper
+def _is_new(roster, stream, query, part):
+    """Return whether a stream was found and is the first of its worker in this part (0 or 1) of the answer."""
+    worker = roster.workers[stream]
+    if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query + part:
+        return False
+    roster.written_in[worker] = 2 * query + part
+    return True
+
+
+class _Holdings(NamedTuple):
+    """What a worker holds, over all its ranks. A list of ranks begins at their first stream."""
+
+    first: int
+    num_ranks: int
+    gpu: int
+    """Pages of the best rank, as on the next three tiers."""
+    cpu: int
+    disk: int
+    external: int
+    state: int
+    """Number of the least trusted state."""
+    heard_at: float
+    """The oldest."""
+    ranks_differ: bool
+    """Whether any rank holds more than what is on its device."""
+
+
+@array_helper
+def _holdings(roster, pages, first, query):
+    """Sum up the found streams of a worker. first: the first of them.
+
+    Streams are followed one by one: most workers have one rank, for which a vectorized loop would take twice as long.
+    """
+    num_ranks, gpu, cpu, disk, external = 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
+    state, heard_at, ranks_differ = roster.shown[first], roster.heard_at[first], False
+    stream = first
+    while stream >= 0:
+        num_ranks += 1
+        gpu, cpu = max(gpu, pages[stream, GPU]), max(cpu, pages[stream, CPU])
+        disk, external = max(disk, pages[stream, DISK]), max(external, pages[stream, EXTERNAL])
+        state, heard_at = max(state, roster.shown[stream]), min(heard_at, roster.heard_at[stream])
+        ranks_differ |= pages[stream, GPU] != pages[stream, EXTERNAL]
+        stream = _following(roster, stream, query)
+    return _Holdings(first, num_ranks, gpu, cpu, disk, external, state, heard_at, ranks_differ)
+
+
+@array_helper
+def _put_tokens(out, at, num_pages, block_size):
+    return _put_number(out, at, np.int64(num_pages) * block_size)
+
+
+@array_helper
+def _put_ranks(out, at, roster, pages, first, query, tier, block_size, with_zeros):
     """Write the tokens of each rank on a tier."""
-    written = 0
-    for stream in mine:
-        num_pages = np.int64(pages[stream, tier])
+    written, stream = 0, first
+    while stream >= 0:
+        num_pages = pages[stream, tier]
         if with_zeros or num_pages > 0:
-            at = _put_number(out, _put_key(out, at, written, roster.ranks[stream]), num_pages * block_size)
+            at = _put_tokens(out, _put_key(out, at, written, roster.ranks[stream]), num_pages, block_size)
             written += 1
+        stream = _following(roster, stream, query)
     return at
 
 
 @array_helper
-def _put_gap(out, at, roster, layout, pages, mine, block_size, now, gap):
+def _put_gap(out, at, roster, layout, pages, held, query, block_size, gap):
     """Write the number or word of one gap."""
-    if gap <= EXTERNAL:
-        return _put_number(out, at, _most(pages, mine, gap) * block_size)
+    if gap == GPU:
+        return _put_tokens(out, at, held.gpu, block_size)
+    if gap == CPU:
+        return _put_tokens(out, at, held.cpu, block_size)
+    if gap == DISK:
+        return _put_tokens(out, at, held.disk, block_size)
+    if gap == EXTERNAL:
+        return _put_tokens(out, at, held.external, block_size)
     if gap == RANKS:
-        return _put_ranks(out, at, roster, pages, mine, GPU, block_size, True)
-    if gap == STATE:
-        state = roster.shown[mine[0]]
-        for stream in mine:
-            state = max(state, roster.shown[stream])
-        return _put_piece(out, at, layout.state_names, state)
-    heard_at = roster.heard_at[mine[0]]
-    for stream in mine:
-        heard_at = min(heard_at, roster.heard_at[stream])
-    return _put_number(out, at, max(np.int64(0), np.int64(np.rint((now - heard_at) * 1000.0))))
+        return _put_ranks(out, at, roster, pages, held.first, query, GPU, block_size, True)
+    return _put_piece(out, at, layout.state_names, held.state)
 
 
 @array_helper
-def _put_matched_ranks(out, at, roster, pages, mine, block_size):
+def _put_holdings(out, at, roster, layout, pages, held, query, block_size):
+    """Write what a worker holds, up to its age, which comes last."""
+    for i in range(len(layout.gaps)):
+        at = _put_piece(out, at, layout.pieces, i)
+        if layout.gaps[i] != AGE:
+            at = _put_gap(out, at, roster, layout, pages, held, query, block_size, layout.gaps[i])
+    return at
+
+
+@array_helper
+def _are_alike(roster, held, other):
+    """Return whether two workers of one rank have the same text, up to their ages."""
+    return (
+        held.num_ranks == 1
+        and other.num_ranks == 1
+        and held.gpu == other.gpu
+        and held.cpu == other.cpu
+        and held.disk == other.disk
+        and held.external == other.external
+        and held.state == other.state
+        and roster.ranks[held.first] == roster.ranks[other.first]
+    )
+
+
+@array_helper
+def _put_age(out, at, held, now):
+    return _put_number(out, at, max(np.int64(0), np.int64(np.rint((now - held.heard_at) * 1000.0))))
+
+
+@array_helper
+def _put_matched_ranks(out, at, roster, pages, held, query, block_size):
     """Write the tokens of each rank on any tier, unless they equal those on the device."""
-    differ = False
-    for stream in mine:
-        differ |= pages[stream, GPU] != pages[stream, EXTERNAL]
-    if differ:
+    if held.ranks_differ:
         at = _put(out, at, _MATCHED_DP, 0, len(_MATCHED_DP) - MARGIN)
-        at = _put_ranks(out, at, roster, pages, mine, EXTERNAL, block_size, True)
+        at = _put_ranks(out, at, roster, pages, held.first, query, EXTERNAL, block_size, True)
         at = _put_byte(out, at, _CLOSE)
     return at
 
@@ -240,65 +335,50 @@ def _put_matched_ranks(out, at, roster, pages, mine, block_size):
 @array_helper
 def _weighted(gpu, cpu, disk, external, block_size, weights):
     """Return tokens by weight, in the order of operations of `TierTokens.weighted`."""
-    gpu, cpu, disk, external = gpu * block_size, cpu * block_size, disk * block_size, external * block_size
+    gpu, cpu = np.int64(gpu) * block_size, np.int64(cpu) * block_size
+    disk, external = np.int64(disk) * block_size, np.int64(external) * block_size
     return gpu * weights[0] + (cpu - gpu) * weights[1] + (disk - cpu) * weights[2] + (external - disk) * weights[3]
 
 
 @array_helper
-def _put_weighted(out, at, roster, pages, mine, block_size, weights):
+def _put_weighted(out, at, roster, pages, held, query, block_size, weights):
     """Write the tokens by weight: of the worker, and of each rank if there are several. Returns -1 as `_put_float`."""
-    best = (_most(pages, mine, GPU), _most(pages, mine, CPU), _most(pages, mine, DISK), _most(pages, mine, EXTERNAL))
     at = _put(out, at, _WEIGHTED, 0, len(_WEIGHTED) - MARGIN)
-    at = _put_float(out, at, _weighted(best[0], best[1], best[2], best[3], block_size, weights))
-    if at < 0 or len(mine) == 1:
+    at = _put_float(out, at, _weighted(held.gpu, held.cpu, held.disk, held.external, block_size, weights))
+    if at < 0 or held.num_ranks == 1:
         return at
     at = _put(out, at, _WEIGHTED_DP, 0, len(_WEIGHTED_DP) - MARGIN)
-    for i in range(len(mine)):
-        held = pages[mine[i]]
-        gpu, cpu, disk, external = (
-            np.int64(held[GPU]),
-            np.int64(held[CPU]),
-            np.int64(held[DISK]),
-            np.int64(held[EXTERNAL]),
-        )
-        at = _put_key(out, at, i, roster.ranks[mine[i]])
-        at = _put_float(out, at, _weighted(gpu, cpu, disk, external, block_size, weights))
+    written, stream = 0, held.first
+    while stream >= 0:
+        row = pages[stream]
+        at = _put_key(out, at, written, roster.ranks[stream])
+        at = _put_float(out, at, _weighted(row[GPU], row[CPU], row[DISK], row[EXTERNAL], block_size, weights))
         if at < 0:
             return at
+        written, stream = written + 1, _following(roster, stream, query)
     return _put_byte(out, at, _CLOSE)
 
 
 @array_helper
-def _put_worker(out, at, roster, layout, pages, mine, block_size, now, weights):
-    """Write the name of a worker and what it holds."""
-    at = _put_piece(out, at, roster.names, roster.workers[mine[0]])
-    for i in range(len(layout.gaps)):
-        at = _put_piece(out, at, layout.pieces, i)
-        at = _put_gap(out, at, roster, layout, pages, mine, block_size, now, layout.gaps[i])
-    at = _put_matched_ranks(out, at, roster, pages, mine, block_size)
-    if len(weights) > 0:
-        at = _put_weighted(out, at, roster, pages, mine, block_size, weights)
-    return at
-
-
-@array_helper
-def _put_reusable(out, at, roster, pages, reusable, mine, block_size):
+def _put_reusable(out, at, roster, pages, reusable, held, query, block_size):
     """Write the reusable tokens of a worker with group streams, and of each of its ranks."""
-    has_groups = False
-    if len(reusable) > 0:
-        for stream in mine:
-            has_groups |= reusable[stream] >= 0
+    if len(reusable) == 0:
+        return at
+    has_groups, most, stream = False, np.int64(0), held.first
+    while stream >= 0:
+        has_groups |= reusable[stream] >= 0
+        most = max(most, _reusable_of(pages, reusable, stream))
+        stream = _following(roster, stream, query)
     if not has_groups:
         return at
-    most = np.int64(0)
-    for stream in mine:
-        most = max(most, _reusable_of(pages, reusable, stream))
     at = _put(out, at, _REUSABLE, 0, len(_REUSABLE) - MARGIN)
     at = _put_number(out, at, most * block_size)
     at = _put(out, at, _REUSABLE_DP, 0, len(_REUSABLE_DP) - MARGIN)
-    for i in range(len(mine)):
-        at = _put_key(out, at, i, roster.ranks[mine[i]])
-        at = _put_number(out, at, _reusable_of(pages, reusable, mine[i]) * block_size)
+    written, stream = 0, held.first
+    while stream >= 0:
+        at = _put_key(out, at, written, roster.ranks[stream])
+        at = _put_number(out, at, _reusable_of(pages, reusable, stream) * block_size)
+        written, stream = written + 1, _following(roster, stream, query)
     return _put_byte(out, at, _CLOSE)
 
 
@@ -311,20 +391,16 @@ def _reusable_of(pages, reusable, stream):
 def _put_scores(out, at, roster, pages, streams, query, block_size):
     """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
     written = 0
-    for stream in streams:
-        worker = roster.workers[stream]
-        if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query:
-            continue
-        roster.written_in[worker] = 2 * query
-        ranks = roster.mine[: _gather(roster, stream, query)]
-        if _most(pages, ranks, GPU) > 0:
-            if written > 0:
-                at = _put_byte(out, at, _COMMA)
-            written += 1
-            at = _put_piece(out, at, roster.names, worker)
-            at = _put_byte(out, _put_byte(out, at, _COLON), _OPEN)
-            at = _put_ranks(out, at, roster, pages, ranks, GPU, block_size, False)
-            at = _put_byte(out, at, _CLOSE)
+    for number in streams:
+        stream = np.int64(number)
+        if _is_new(roster, stream, query, 0):
+            name = at if written == 0 else _put_byte(out, at, _COMMA)
+            name = _put_piece(out, name, roster.names, roster.workers[stream])
+            begin = _put_byte(out, _put_byte(out, name, _COLON), _OPEN)
+            end = _put_ranks(out, begin, roster, pages, stream, query, GPU, block_size, False)
+            if end > begin:  # otherwise the next worker is written over it
+                at = _put_byte(out, end, _CLOSE)
+                written += 1
     return at
 
 
@@ -367,25 +443,36 @@ def write_answer(
     now, expired_before, syncing_before, late_before = times
     roster.query[0] += 1
     query, at, written, streams = roster.query[0], start, 0, found[:num_found]
-    for stream in streams:
+    for number in streams:
+        stream = np.int64(number)
         roster.shown[stream] = _shown_state(roster, stream, expired_before, syncing_before, late_before)
         if roster.shown[stream] != _EXPIRED:
             roster.found_in[stream] = query
     if layout.has_scores[0]:
         at = _put_scores(out, at, roster, pages, streams, query, block_size)
         at = _put(out, at, _BETWEEN_PARTS, 0, len(_BETWEEN_PARTS) - MARGIN)
-    for stream in streams:
-        worker = roster.workers[stream]
-        if roster.found_in[stream] != query or roster.written_in[worker] == 2 * query + 1:
+    text_start, text_stop = at, at
+    previous = _Holdings(0, 0, np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0), _LIVE, now, False)
+    for number in streams:
+        stream = np.int64(number)
+        if not _is_new(roster, stream, query, 1):
             continue
-        roster.written_in[worker] = 2 * query + 1
-        ranks = roster.mine[: _gather(roster, stream, query)]
         if written > 0:
             at = _put_byte(out, at, _COMMA)
         written += 1
-        at = _put_worker(out, at, roster, layout, pages, ranks, block_size, now, weights)
-        if at < 0:
-            return at
-        at = _put_reusable(out, at, roster, pages, reusable, ranks, block_size)
+        held = _holdings(roster, pages, stream, query)
+        at = _put_piece(out, at, roster.names, roster.workers[stream])
+        if _are_alike(roster, held, previous):  # most workers hold the same part of a prompt
+            at = _put(out, at, out, text_start, text_stop)
+        else:
+            text_start, previous = at, held
+            at = text_stop = _put_holdings(out, at, roster, layout, pages, held, query, block_size)
+        at = _put_age(out, at, held, now)
+        at = _put_matched_ranks(out, at, roster, pages, held, query, block_size)
+        if len(weights) > 0:
+            at = _put_weighted(out, at, roster, pages, held, query, block_size, weights)
+            if at < 0:
+                return at
+        at = _put_reusable(out, at, roster, pages, reusable, held, query, block_size)
         at = _put_byte(out, at, _CLOSE)
     return _put_byte(out, _put_byte(out, at, _CLOSE), _CLOSE)

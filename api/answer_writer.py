@@ -118,7 +118,6 @@ class _KeptRoster(NamedTuple):
             shown=np.zeros(size, np.uint8),
             found_in=np.zeros(size, np.int64),
             written_in=np.zeros(len(numbers), np.int64),
-            mine=np.zeros(size, np.int64),
             query=np.zeros(1, np.int64),
         )
         text_bytes = BYTES_PER_WORKER * len(numbers) + BYTES_PER_RANK * len(namespace.views)

@@ -85,6 +85,18 @@ def copy_sixteen(_typing: Any, target: Any, at: Any, source: Any, start: Any) ->
 
 
 @intrinsic
+def put_eight(_typing: Any, target: Any, at: Any, word: Any) -> Any:
+    """Store a u64 as eight bytes of a u8 array, from index `at` on, lowest byte first. The caller checks the bounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(_element(context, builder, signature, args), _WORD64.as_pointer())
+        builder.store(args[2] if sys.byteorder == "little" else builder.bswap(args[2]), address, align=1)
+        return context.get_dummy_value()
+
+    return types.none(target, types.int64, types.uint64), codegen
+
+
+@intrinsic
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
     """Prefetch the cache line of an array's element. The call does not wait, and an index out of bounds is harmless."""
     if not isinstance(array, types.Array):
