@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from api import openapi, problems
 from api.auth import BearerToken
+from api.decisions import DecisionMetrics, DecisionRoute
 from api.docs_page import docs_routes
 from api.dump import dump_routes
 from api.feed import EventFeed, feed_routes
@@ -24,6 +25,7 @@ from api.service import service_routes
 from api.settings import ApiSettings
 from api.workers import worker_routes
 from indexer.consumer import Consumer
+from indexer.decisions.log import DecisionLog
 
 if TYPE_CHECKING:
     from api.registrations import Registrations
@@ -44,15 +46,23 @@ class Application(FastAPI):
         feed.close()
 
 
-def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registrations | None = None) -> Application:
+def create_app(
+    consumer: Consumer,
+    settings: ApiSettings,
+    registrations: Registrations | None = None,
+    decisions: DecisionLog | None = None,
+) -> Application:
     """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
 
     registrations: engines that this process reads itself. None if it reads none; registrations are then refused.
+    decisions: what keeps the decisions of routers. None: they are dropped.
     """
+    decisions = decisions or DecisionLog(None)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with consumer.running(), registrations.running() if registrations is not None else nullcontext():
+        engines = nullcontext() if registrations is None else registrations.running()
+        async with consumer.running(), engines, decisions.running():
             yield
 
     app = Application(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -63,7 +73,9 @@ def create_app(consumer: Consumer, settings: ApiSettings, registrations: Registr
     app.state.lane = HotLane(consumer, settings, metrics)
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
-    for path, endpoint in {**endpoints, **RegisterRoutes(registrations).endpoints()}.items():
+    metrics.registry.register(DecisionMetrics(decisions))
+    others = {**RegisterRoutes(registrations).endpoints(), **DecisionRoute(consumer, decisions).endpoints()}
+    for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     app.include_router(service_routes(consumer, metrics, registrations))
     app.include_router(worker_routes(consumer, registrations))

@@ -134,7 +134,7 @@ def decode_query_batch(data: bytes, codec: Codec) -> list[Raw]:
         raise ProblemError.of_value(error) from None
 
 
-def decode_as(kind: type[_T], data: bytes, codec: Codec) -> _T:
+def decode_as(kind: type[_T], data: bytes | Raw, codec: Codec) -> _T:
     """Decode a small body of an infrequent request into a struct. Raises ProblemError (400, 422)."""
     decoder: _Decoder[_T] = codec.build(kind)
     return _decode(decoder, data, codec)

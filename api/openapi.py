@@ -15,11 +15,13 @@ import msgspec
 from msgspec import UNSET, Struct, structs
 
 from api.auth import OPEN_PATHS
+from api.decision_requests import CandidateRequest, DecisionRequest, OutcomeRequest
 from api.decoding import CONTENT_TYPES
 from api.problems import MEDIA_TYPE
 from api.query_requests import IntList, PeerQuery, RfcQuery
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from indexer.views import ViewCounters
+from kvsight.schemas.decisions import DecisionsAccepted
 from kvsight.schemas.problems import ProblemDocument
 from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
@@ -36,8 +38,12 @@ _REQUESTS = (
     PeerUnregistration,
     RfcRegistration,
     RfcUnregistration,
+    DecisionRequest,
+    OutcomeRequest,
+    CandidateRequest,
 )
 _ANSWERS: tuple[type[Struct], ...] = (
+    DecisionsAccepted,
     Listener,
     PeerAnswer,
     PeerInstance,
@@ -60,6 +66,10 @@ _TEXTS = {
     ),
 }
 _BATCH_TEXT = "Several queries at once, by tokens or by hashes. A refused query has a problem document as its result."
+_DECISIONS_TEXT = (
+    "What a router chose for a request, or what the engine reused for it (`cached_tokens`), or several of both. The "
+    "records are queued for the log of the service and never waited for."
+)
 _HELD = "The tokens that each worker holds"
 _BODY_PROBLEMS = {
     "413": "The body is too large",
@@ -127,6 +137,12 @@ def complete(document: Json, *, needs_token: bool) -> None:
     for path, (text, requests, replies, successes) in _REGISTRATIONS.items():
         found = {status: _json(said, _any_of(*replies)) for status, said in successes.items()}
         paths[path] = _post(path, "workers", text, _any_of(*requests), found, _REGISTRATION_PROBLEMS)
+    decision = {"allOf": [_schema(DecisionRequest), query]}
+    record = {"anyOf": [decision, _schema(OutcomeRequest)]}
+    body = {"anyOf": [decision, _schema(OutcomeRequest), _array("decisions", record)]}
+    taken = {"202": _json("Accepted", _schema(DecisionsAccepted))}
+    problems = {"400": "The body is malformed", **_BODY_PROBLEMS}
+    paths["/decisions"] = _post("/decisions", "decisions", _DECISIONS_TEXT, body, taken, problems)
     if needs_token:
         _require_token(document)
 

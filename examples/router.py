@@ -9,11 +9,14 @@ selects a LoRA adapter by its model name; ADAPTERS="adapter=model,..." maps each
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -21,7 +24,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvsight import AsyncClient, KvsightError, WorkerChoice
+from kvsight import AsyncClient, Decision, KvsightError, Outcome, Prompt
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -29,6 +32,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 FIRST_AWAY_S, LONGEST_AWAY_S = 1.0, 30.0
+END_BYTES, REUSED = 4096, re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 engines = pairs(os.environ["ENGINES"])
 adapters = pairs(os.environ.get("ADAPTERS", ""))
 kvsight = AsyncClient(os.environ["KVSIGHT_URL"], token=os.environ.get("KVSIGHT_API_TOKEN"), timeout_s=1.0)
@@ -36,12 +40,14 @@ http = httpx.AsyncClient(timeout=httpx.Timeout(600, connect=5), limits=httpx.Lim
 waiting = dict.fromkeys(engines, 0.0)  # prompt tokens that each engine still has to compute
 away_s: dict[str, float] = {}  # engine that could not be reached -> how long it gets no requests
 away_until: dict[str, float] = {}
+reports: set[asyncio.Task[None]] = set()  # that are being sent
 
 
 @asynccontextmanager
 async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
     async with kvsight, http:
         yield
+        await asyncio.gather(*reports)
 
 
 app = FastAPI(lifespan=lifespan)
@@ -68,10 +74,10 @@ async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
         raise HTTPException(400, "model: missing, or not a string")
     tokens = await tokens_of(body)
     chosen = await choose(body, tokens)
-    work = len(tokens) - chosen.tokens
+    work = len(tokens) - (chosen.predicted_tokens or 0)
     waiting[chosen.worker] += work  # before the next await, so that concurrent requests see it
     try:
-        return Relayed(await send(chosen.worker, request, body, chosen.dp_rank), chosen.worker)
+        return Relayed(await send(chosen.worker, request, body, chosen.dp_rank), chosen.worker, chosen)
     finally:
         waiting[chosen.worker] -= work  # the prompt is computed, or the request has failed
 
@@ -112,16 +118,39 @@ def by_load() -> list[str]:
 
 
 class Relayed(StreamingResponse):
-    """An engine's answer. Closes the connection to the engine at the end, also if the caller disconnects early."""
+    """An engine's answer. At the end, also if the caller disconnects early, it closes the connection to the engine and
+    reports what was chosen and what the engine reused.
+    """
 
-    def __init__(self, answer: httpx.Response, worker: str) -> None:
+    def __init__(self, answer: httpx.Response, worker: str, chosen: Decision | None = None) -> None:
         kind = answer.headers.get("content-type")
-        super().__init__(answer.aiter_bytes(), answer.status_code, {"x-worker": worker}, kind)
-        self.answer = answer
+        super().__init__(self.relayed(), answer.status_code, {"x-worker": worker}, kind)
+        self.answer, self.chosen = answer, chosen
+        self.end, self.began_at = bytearray(), 0.0  # of the answer: where the engine says what it reused
+
+    async def relayed(self) -> AsyncIterator[bytes]:
+        async for chunk in self.answer.aiter_bytes():
+            self.began_at = self.began_at or time.time()
+            self.end += chunk
+            del self.end[:-END_BYTES]
+            yield chunk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.answer):
-            await super().__call__(scope, receive, send)
+        try:
+            async with aclosing(self.answer):
+                await super().__call__(scope, receive, send)
+        finally:
+            if self.chosen is not None:
+                task = asyncio.create_task(self.report(self.chosen))
+                reports.add(task)
+                task.add_done_callback(reports.discard)
+
+    async def report(self, chosen: Decision) -> None:
+        """Tell kvsight what was chosen and what the engine reused. Without kvsight, nobody misses it."""
+        reused = REUSED.findall(self.end)[-1:]
+        outcomes = [Outcome(chosen.request_id, int(tokens), self.began_at) for tokens in reused]
+        with suppress(KvsightError):
+            await kvsight.decided([chosen, *outcomes])
 
 
 async def tokens_of(body: dict[str, Any]) -> list[int]:
@@ -150,16 +179,17 @@ async def tokenized(body: dict[str, Any]) -> httpx.Response:
     raise HTTPException(502, f"no engine tokenizes: {'; '.join(failures)}")
 
 
-async def choose(body: dict[str, Any], tokens: list[int]) -> WorkerChoice:
+async def choose(body: dict[str, Any], tokens: list[int]) -> Decision:
     """Choose by cached tokens and queued work. Without kvsight, choose by queued work alone."""
     name, salt = body["model"], body.get("cache_salt")
     model, lora_name = (adapters[name], name) if name in adapters else (name, None)
+    request_id, prompt = str(uuid.uuid4()), Prompt(model, tokens, lora_name=lora_name, cache_salt=salt)
     try:
-        chosen = await kvsight.best_worker(model, tokens, load=load(), lora_name=lora_name, cache_salt=salt)
+        ranked = await kvsight.rank_workers(model, tokens, load=load(), lora_name=lora_name, cache_salt=salt)
     except KvsightError as error:
-        chosen = None
         warn(error)
-    return chosen or WorkerChoice(by_load()[0], None, 0, 0.0)
+        return Decision(request_id, prompt, by_load()[0])
+    return Decision(request_id, prompt, ranked[0].worker, ranked[0].dp_rank, ranked[0].tokens, ranked)
 
 
 def warn(error: KvsightError) -> None:

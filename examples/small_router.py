@@ -5,7 +5,11 @@ ENGINES="engine-0=http://10.0.0.1:8000,engine-1=http://10.0.0.2:8000" KVSIGHT_UR
 """
 
 import os
+import re
 import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -13,9 +17,9 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 
-from kvsight import AsyncClient, KvsightError
+from kvsight import AsyncClient, Decision, KvsightError, Outcome, Prompt
 
-AWAY_S = 5.0
+AWAY_S, END_BYTES, REUSED = 5.0, 4096, re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 engines = dict(pair.split("=", 1) for pair in os.environ["ENGINES"].split(","))  # worker name -> address
 waiting = dict.fromkeys(engines, 0.0)  # prompt tokens that each engine still has to compute
 away_until = dict.fromkeys(engines, 0.0)  # an engine that could not be reached gets no requests for AWAY_S seconds
@@ -37,19 +41,41 @@ async def handle(body: dict[str, Any], request: Request) -> StreamingResponse:
     if not isinstance(body.get("model"), str):
         raise HTTPException(400, "model: missing, or not a string")
     tokens = body["prompt"] if isinstance(body.get("prompt"), list) else await tokenize(least_busy(), body)
-    worker, work = await choose(body, tokens)
-    waiting[worker] += work  # before the next await, so that concurrent requests see it
+    chosen = await choose(body, tokens)
+    work = len(tokens) - (chosen.predicted_tokens or 0)
+    waiting[chosen.worker] += work  # before the next await, so that concurrent requests see it
     try:
-        return await forward(worker, request, body)
+        return await forward(chosen.worker, request, body, chosen)
     finally:
-        waiting[worker] -= work  # the prompt is computed, or the request has failed
+        waiting[chosen.worker] -= work  # the prompt is computed, or the request has failed
 
 
-async def forward(worker: str, request: Request, body: dict[str, Any] | None) -> StreamingResponse:
-    """Send a request to an engine and stream the answer back."""
+async def forward(
+    worker: str, request: Request, body: dict[str, Any] | None, chosen: Decision | None = None
+) -> StreamingResponse:
+    """Send a request to an engine and stream the answer back. Report what was chosen and what the engine reused."""
     answer = await send(worker, http.build_request(request.method, engines[worker] + request.url.path, json=body))
-    kind, hang_up = answer.headers.get("content-type"), BackgroundTask(answer.aclose)
-    return StreamingResponse(answer.aiter_bytes(), answer.status_code, {"x-worker": worker}, kind, hang_up)
+    end = bytearray()  # of the answer, where the engine says what it reused
+
+    async def relayed() -> AsyncIterator[bytes]:
+        async for chunk in answer.aiter_bytes():
+            end.extend(chunk)
+            del end[:-END_BYTES]
+            yield chunk
+
+    async def finish() -> None:
+        await answer.aclose()
+        if chosen is not None:
+            await report(chosen, REUSED.findall(end))
+
+    kind = answer.headers.get("content-type")
+    return StreamingResponse(relayed(), answer.status_code, {"x-worker": worker}, kind, BackgroundTask(finish))
+
+
+async def report(chosen: Decision, reused: list[bytes]) -> None:
+    """Tell kvsight what was chosen and what the engine reused. Without kvsight, nobody misses it."""
+    with suppress(KvsightError):
+        await kvsight.decided([chosen, *(Outcome(chosen.request_id, int(tokens)) for tokens in reused[-1:])])
 
 
 async def send(worker: str, request: httpx.Request) -> httpx.Response:
@@ -70,13 +96,14 @@ async def tokenize(worker: str, body: dict[str, Any]) -> list[int]:
     return tokens
 
 
-async def choose(body: dict[str, Any], tokens: list[int]) -> tuple[str, int]:
-    """Return a worker and the number of tokens it has to compute. Without kvsight, choose by queued work alone."""
+async def choose(body: dict[str, Any], tokens: list[int]) -> Decision:
+    """Choose a worker by cached tokens and queued work. Without kvsight, choose by queued work alone."""
+    request_id, prompt = str(uuid.uuid4()), Prompt(body["model"], tokens, cache_salt=body.get("cache_salt"))
     try:
-        best = await kvsight.best_worker(body["model"], tokens, load=load(), cache_salt=body.get("cache_salt"))
+        ranked = await kvsight.rank_workers(body["model"], tokens, load=load(), cache_salt=body.get("cache_salt"))
     except KvsightError:
-        best = None
-    return (best.worker, len(tokens) - best.tokens) if best else (least_busy(), len(tokens))
+        return Decision(request_id, prompt, least_busy())
+    return Decision(request_id, prompt, ranked[0].worker, None, ranked[0].tokens, ranked)
 
 
 def load() -> dict[str, float]:

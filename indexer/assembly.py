@@ -5,6 +5,7 @@ from __future__ import annotations
 from indexer.applier import Applier
 from indexer.consumer import Consumer
 from indexer.dead_letters import DeadLetters
+from indexer.decisions.log import DecisionLog
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotStore
@@ -12,6 +13,7 @@ from indexer.snapshots.folder import FolderStore
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
+from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.memory_log import MemoryLog
 
 
@@ -38,6 +40,22 @@ def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | N
     if settings.snapshot_dir is not None:
         return FolderStore(settings.snapshot_dir, f"{what}.json") if what else FolderStore(settings.snapshot_dir)
     return None
+
+
+def create_decision_log(settings: IndexerSettings) -> DecisionLog:
+    """Create the log of decisions beside the log of events: a topic of the same broker, or a folder inside the log's.
+
+    An event log has one writer, so the decisions have a log of their own. In embedded mode they are dropped.
+    """
+    if settings.kafka is not None:
+        from indexer.decisions.kafka import KafkaDecisions
+
+        return DecisionLog(KafkaDecisions(settings))
+    if settings.event_log_dir is not None:
+        from indexer.decisions.file import FileDecisions
+
+        return DecisionLog(FileDecisions(settings.event_log_dir / DECISIONS_FOLDER))
+    return DecisionLog(None)
 
 
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:

@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.settings import KvsightSettings
-from kv_events.streams import CONTROL_TOPIC, EVENTS_TOPIC
+from kv_events.streams import CONTROL_TOPIC, DECISIONS_TOPIC, EVENTS_TOPIC
 from kv_events.variables import variable
 
 _TOPIC_NAME = r"^[a-zA-Z0-9._-]{1,249}$"
@@ -56,12 +56,14 @@ class KafkaSettings(KvsightSettings):
     """Topic of the event batches."""
     control_topic: str = Field(CONTROL_TOPIC, pattern=_TOPIC_NAME)
     """Topic of the resync requests."""
+    decisions_topic: str = Field(DECISIONS_TOPIC, pattern=_TOPIC_NAME)
+    """Topic of the routers' decisions. The service writes it, and creates it with the first decision."""
     topic_partitions: int = Field(default=8, ge=1, le=100_000)
-    """Partitions of the events topic when it is created. The control topic has one."""
+    """Partitions of the topics of events and of decisions when they are created. The control topic has one."""
     topic_replication: int = Field(default=1, ge=1, le=32_767)
-    """Replicas of both topics when they are created."""
+    """Replicas of all topics when they are created."""
     topic_retention_s: int = Field(default=86_400, ge=60, le=10 * 365 * 86_400)
-    """Time for which both topics keep records, when they are created. Bounds what a new reader reads, and what
+    """Time for which all topics keep records, when they are created. Bounds what a new reader reads, and what
     `kvsight record` can still copy."""
 
     @property
@@ -73,6 +75,9 @@ class KafkaSettings(KvsightSettings):
     def _topics_differ(self) -> Self:
         if self.events_topic == self.control_topic:
             raise InvalidValueError(variable("control_topic"), self.control_topic, "another topic than the events'")
+        if self.decisions_topic in (self.events_topic, self.control_topic):
+            expected = "another topic than those of the events and of the resync requests"
+            raise InvalidValueError(variable("decisions_topic"), self.decisions_topic, expected)
         return self
 
     @model_validator(mode="after")

@@ -1,10 +1,12 @@
-"""Creates the two topics, and compares existing ones with the settings.
+"""Creates the topics, and compares existing ones with the settings.
 
-Only publishers and `kvsight topics create` create topics. All other clients wait for them.
+Publishers, `kvsight topics create` and, for the decisions alone, the service create topics. All other clients wait for
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kv_events.kafka_clients import KafkaConnection, KafkaUnreachableError, describe_topics
@@ -28,21 +30,24 @@ class Topic(NamedTuple):
 
 
 class Topics(NamedTuple):
-    """The two topics, by name, as far as they exist."""
+    """Topics by name, as far as they exist."""
 
     found: dict[str, Topic]
     created: list[str]
     """Names of those that were created just now."""
 
 
-async def inspect_topics(connection: KafkaConnection, settings: KafkaSettings, *, create: bool) -> Topics:
-    """Return the topics as they are. create: first create missing ones. Existing ones are never changed.
+async def inspect_topics(
+    connection: KafkaConnection, settings: KafkaSettings, *, create: bool, names: Sequence[str] | None = None
+) -> Topics:
+    """Return topics as they are. create: first create missing ones. Existing ones are never changed.
 
-    Raises KafkaUnreachableError, also if the broker refuses to create a topic.
+    names: some of `topic_names`; by default those that publishers use. Raises KafkaUnreachableError, also if the broker
+    refuses to create a topic.
     """
     from aiokafka.errors import KafkaError
 
-    names = list(_partitions(settings))
+    names = [settings.events_topic, settings.control_topic] if names is None else names
     await connection.check()
     admin = connection.admin(request_timeout_ms=_TIMEOUT_MS)
     try:
@@ -75,13 +80,13 @@ def mismatches(topic: Topic, settings: KafkaSettings) -> list[str]:
     A number of partitions or replicas that is left at its default is a lower bound.
     """
     found = []
-    is_events = topic.name == settings.events_topic
+    has_many = topic.name != settings.control_topic
     numbers = [("topic_replication", topic.num_replicas, "replica", "reassign its partitions")]
-    if is_events:
+    if has_many:
         numbers.append(("topic_partitions", topic.num_partitions, "partition", "add some with kafka-topics.sh --alter"))
     for field, actual, noun, remedy in numbers:
         wanted, default = getattr(settings, field), type(settings).model_fields[field].default
-        if actual < wanted or (is_events and actual != wanted != default):
+        if actual < wanted or (has_many and actual != wanted != default):
             correct = f"set {variable(field)}={actual}"
             advice = f"{remedy}, or {correct}" if actual < wanted else correct
             found.append(f"it has {counted(actual, noun)}, and {variable(field)} is {wanted}; {advice}")
@@ -106,7 +111,7 @@ def retention_mismatches(topic: Topic, snapshot_interval_s: float) -> list[str]:
     return found
 
 
-async def _create(admin: Any, settings: KafkaSettings, names: list[str], user: str) -> None:
+async def _create(admin: Any, settings: KafkaSettings, names: Sequence[str], user: str) -> None:
     from aiokafka.admin import NewTopic
     from aiokafka.errors import KafkaError, TopicAlreadyExistsError, TopicAuthorizationFailedError, for_code
 
@@ -142,6 +147,15 @@ async def _configs(admin: Any, names: list[str]) -> dict[str, dict[str, str]]:
     }
 
 
+def topic_names(settings: KafkaSettings) -> list[str]:
+    """Return the names of all topics."""
+    return list(_partitions(settings))
+
+
 def _partitions(settings: KafkaSettings) -> dict[str, int]:
     """Topic -> its partitions, when it is created."""
-    return {settings.events_topic: settings.topic_partitions, settings.control_topic: 1}
+    return {
+        settings.events_topic: settings.topic_partitions,
+        settings.control_topic: 1,
+        settings.decisions_topic: settings.topic_partitions,
+    }

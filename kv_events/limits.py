@@ -22,6 +22,18 @@ MAX_DEGRADED_REASON_BYTES = 256
 MAX_CONTROL_BYTES = 4096
 """Largest message on the control topic, in bytes."""
 
+MAX_REQUEST_ID_BYTES = 256
+"""Largest UTF-8 length of the id of a request in a router's decision."""
+
+MAX_CANDIDATES = 1024
+"""Largest number of candidates in a router's decision."""
+
+MAX_PAGES_PER_DECISION = 65_536
+"""Largest number of pages of a prompt that a router's decision keeps. The pages behind them are left out."""
+
+MAX_TOKENS_PER_REQUEST = 2**40
+"""Largest number of tokens that a router's decision or its outcome may name."""
+
 MAX_EXTRA_KEY_BYTES = 1024
 """Largest UTF-8 length of an extra key, which separates the pages of a namespace."""
 

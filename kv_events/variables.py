@@ -37,6 +37,7 @@ SETTINGS = frozenset(
         "kafka_token_command",
         "events_topic",
         "control_topic",
+        "decisions_topic",
         "topic_partitions",
         "topic_replication",
         "topic_retention_s",

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from engine_cache import RadixCache
     from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, InvalidValueError, KvsightError, StorageMedium
     from kv_events.hashing import sequence_hashes
-    from kvsight.choice import WorkerChoice, best_worker
+    from kvsight.choice import WorkerChoice, best_worker, rank_workers
     from kvsight.client import AsyncClient, Client
+    from kvsight.decisions import Decision, Outcome
     from kvsight.errors import KvsightConnectionError, KvsightHttpError, UnexpectedAnswerError
     from kvsight.prompts import Prompt
     from kvsight.retrying import RetryPolicy
+    from kvsight.schemas.decisions import DecisionsAccepted
     from kvsight.schemas.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
     from kvsight.schemas.queries import PeerAnswer, PeerInstance
     from kvsight.schemas.workers import Listener, RadixView, ViewPage, Worker
@@ -37,6 +39,8 @@ _HOMES = {
     "BlockStored": "kv_events",
     "Client": "kvsight.client",
     "ClientDropped": "kvsight.schemas.events",
+    "Decision": "kvsight.decisions",
+    "DecisionsAccepted": "kvsight.schemas.decisions",
     "EventPublisher": "publisher",
     "FeedEvent": "kvsight.schemas.events",
     "FileSink": "publisher.sinks.file",
@@ -46,6 +50,7 @@ _HOMES = {
     "KvsightError": "kv_events",
     "KvsightHttpError": "kvsight.errors",
     "Listener": "kvsight.schemas.workers",
+    "Outcome": "kvsight.decisions",
     "PeerAnswer": "kvsight.schemas.queries",
     "PeerInstance": "kvsight.schemas.queries",
     "Prompt": "kvsight.prompts",
@@ -61,6 +66,7 @@ _HOMES = {
     "WorkerChoice": "kvsight.choice",
     "ZmqSink": "publisher.sinks.zmq",
     "best_worker": "kvsight.choice",
+    "rank_workers": "kvsight.choice",
     "sequence_hashes": "kv_events.hashing",
 }
 
@@ -72,6 +78,8 @@ __all__ = [
     "BlockStored",
     "Client",
     "ClientDropped",
+    "Decision",
+    "DecisionsAccepted",
     "EventPublisher",
     "FeedEvent",
     "FileSink",
@@ -81,6 +89,7 @@ __all__ = [
     "KvsightError",
     "KvsightHttpError",
     "Listener",
+    "Outcome",
     "PeerAnswer",
     "PeerInstance",
     "Prompt",
@@ -96,6 +105,7 @@ __all__ = [
     "WorkerChoice",
     "ZmqSink",
     "best_worker",
+    "rank_workers",
     "sequence_hashes",
 ]
 

@@ -15,10 +15,12 @@ from urllib.parse import quote
 import msgspec
 
 from kvsight.choice import DEFAULT_TIER_WEIGHTS, NO_WORKER, WorkerChoice, check_load
-from kvsight.choice import best_worker as choose
+from kvsight.choice import rank_workers as ranked
+from kvsight.decisions import Decision, Outcome
 from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
 from kvsight.prompts import Numbers, Prompt
+from kvsight.schemas.decisions import DecisionsAccepted
 from kvsight.schemas.problems import ProblemDocument
 from kvsight.schemas.queries import BatchAnswer, PeerAnswer, TierWeights
 from kvsight.schemas.workers import RadixView, ResyncAccepted, Worker
@@ -129,17 +131,38 @@ def best_worker(
 
     tier_weights: default to 1, 0.75, 0.5 and 0.25.
     """
+    prompt = Prompt(model, token_ids, None, None, lora_name, cache_salt, is_eagle, tenant, tier_weights)
+    return _choosing(prompt, load, lambda ranked: next(iter(ranked), None))
+
+
+def rank_workers(
+    model: str,
+    token_ids: Numbers,
+    *,
+    load: Mapping[str, float] | None = None,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    is_eagle: bool = False,
+    tenant: str | None = None,
+    tier_weights: TierWeights | None = None,
+) -> Call[list[WorkerChoice]]:
+    """Query, and return all candidates by the rule of `best_worker`, the best one first. Arguments as there."""
+    prompt = Prompt(model, token_ids, None, None, lora_name, cache_salt, is_eagle, tenant, tier_weights)
+    return _choosing(prompt, load, lambda ranked: ranked)
+
+
+def _choosing(prompt: Prompt, load: Mapping[str, float] | None, choose: Callable[[list[WorkerChoice]], T]) -> Call[T]:
     if load is not None:
         check_load(load)
-    weights = DEFAULT_TIER_WEIGHTS if tier_weights is None else tier_weights
+    if prompt.tier_weights is None:
+        prompt = replace(prompt, tier_weights=DEFAULT_TIER_WEIGHTS)
 
-    def unknown_model(refusal: KvsightHttpError) -> WorkerChoice | None:
+    def unknown_model(refusal: KvsightHttpError) -> T:
         if refusal.kind != _UNKNOWN_MODEL:
             raise refusal
-        return choose(NO_WORKER, load)
+        return choose(ranked(NO_WORKER, load))
 
-    prompt = Prompt(model, token_ids, None, None, lora_name, cache_salt, is_eagle, tenant, weights)
-    call = _query(prompt.body(), _MSGPACK, lambda data: choose(decode(PeerAnswer, data), load))
+    call = _query(prompt.body(), _MSGPACK, lambda data: choose(ranked(decode(PeerAnswer, data), load)))
     return replace(call, refused=unknown_model)
 
 
@@ -147,6 +170,20 @@ def _query(body: Mapping[str, Any], content_type: str, read: Callable[[bytes], T
     path = "/query_by_hash" if _BY_HASH & body.keys() else "/query"
     encode = msgspec.msgpack.encode if content_type == _MSGPACK else msgspec.json.encode
     return Call("POST", path, read, content=encode(body), content_type=content_type)
+
+
+# --- decisions ------------------------------------------------------------------------------------------------------
+
+
+def decided(records: Decision | Outcome | Sequence[Decision | Outcome]) -> Call[DecisionsAccepted]:
+    """Report what was chosen for requests, and what the engines reused, for `kvsight audit`. At most 1024 records.
+
+    The service only queues the records. Call it when the request is done or in the background: a report that is lost
+    costs nothing but itself.
+    """
+    given = [records] if isinstance(records, Decision | Outcome) else records
+    content = msgspec.msgpack.encode({"decisions": [record.body() for record in given]})
+    return Call("POST", "/decisions", partial(decode, DecisionsAccepted), content=content, content_type=_MSGPACK)
 
 
 # --- workers --------------------------------------------------------------------------------------------------------

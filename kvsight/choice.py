@@ -46,6 +46,11 @@ def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> 
 
     Raises InvalidValueError for arguments of other types. For a load that is not a number, the message names its key.
     """
+    return next(iter(rank_workers(answer, load)), None)
+
+
+def rank_workers(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> list[WorkerChoice]:
+    """All candidates by the rule of `best_worker`, the best one first. Raises InvalidValueError."""
     check_type("answer", answer, PeerAnswer)
     loads = dict.fromkeys(answer.instances, 0.0) if load is None else load
     check_load(loads)
@@ -54,7 +59,7 @@ def best_worker(answer: PeerAnswer, load: Mapping[str, float] | None = None) -> 
     def rank(choice: WorkerChoice) -> tuple[float, float, int, str]:
         return (-choice.score, loads[choice.worker], -choice.tokens, choice.worker)
 
-    return min(choices, key=rank, default=None)
+    return sorted(choices, key=rank)
 
 
 def check_load(load: Mapping[str, float]) -> None:

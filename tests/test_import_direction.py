@@ -60,6 +60,7 @@ ROOMS = {
         "types",
     },
     "engine_cache.tree": {"errors", "types"},
+    "indexer.decisions": set(),
     "indexer.kernels": set(),
     "indexer.snapshots": {"errors", "index", "namespaces", "position", "settings", "slices", "views"},
     "indexer.sources": {"errors", "settings"},

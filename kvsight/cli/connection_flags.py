@@ -26,6 +26,7 @@ _KAFKA: dict[str, tuple[type, str]] = {
     "kafka_token_command": (str, "Command that prints such a token."),
     "events_topic": (str, "Topic of the events."),
     "control_topic": (str, "Topic of the resync requests."),
+    "decisions_topic": (str, "Topic of the routers' decisions."),
 }
 """Field of `KafkaSettings` -> type and help. A password has no flag, because other users see command lines."""
 _REDIS: dict[str, tuple[type, str]] = {

@@ -68,9 +68,12 @@ def serve(
     compile_kernels("api.app")
     from api.app import create_app
     from api.server import listen, run_server, url_of
-    from indexer.assembly import create_consumer
+    from indexer.assembly import create_consumer, create_decision_log
 
-    app = _embedded(indexer, settings) if indexer.is_embedded else create_app(create_consumer(indexer), settings)
+    if indexer.is_embedded:
+        app = _embedded(indexer, settings)
+    else:
+        app = create_app(create_consumer(indexer), settings, decisions=create_decision_log(indexer))
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
     if indexer.is_embedded:

@@ -22,9 +22,10 @@ app = App(no_args_is_help=True, help="Create the topics on Kafka, or check them.
 
 _Kafka = Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")]
 _Partitions = Annotated[
-    int | None, typer.Option(help="Partitions of the events topic.", envvar="KVSIGHT_TOPIC_PARTITIONS")
+    int | None,
+    typer.Option(help="Partitions of events and of decisions.", envvar="KVSIGHT_TOPIC_PARTITIONS"),
 ]
-_Replication = Annotated[int | None, typer.Option(help="Replicas of both topics.", envvar="KVSIGHT_TOPIC_REPLICATION")]
+_Replication = Annotated[int | None, typer.Option(help="Replicas of all topics.", envvar="KVSIGHT_TOPIC_REPLICATION")]
 _Retention = Annotated[
     int | None, typer.Option(help="Seconds for which records are kept.", envvar="KVSIGHT_TOPIC_RETENTION_S")
 ]
@@ -43,7 +44,7 @@ def create(
     *,
     connection: dict[str, Any],
 ) -> None:
-    """Create the two topics if they do not exist.
+    """Create the topics of events, resync requests and decisions if they do not exist.
 
     Existing topics are not changed. Differences from the settings are reported on stderr.
     """
@@ -70,9 +71,11 @@ def check(
     Ends with exit code 1 if a topic is missing or differs, and with 2 if Kafka refuses the connection.
     """
     settings = _settings(kafka, connection, topic_partitions, topic_replication, None, snapshot_interval_s)
+    from kv_events.kafka_topics import topic_names
+
     topics = _inspect(settings, create=False)
     is_good = True
-    for name in (settings.events_topic, settings.control_topic):
+    for name in topic_names(settings):
         topic = topics.found.get(name)
         problems = ["create it with `kvsight topics create`"] if topic is None else _problems(topic, settings)
         out.print(f"missing: {name}" if topic is None else _described(topic), soft_wrap=True, highlight=False)
@@ -104,9 +107,10 @@ def _settings(
 
 def _inspect(settings: IndexerSettings, *, create: bool) -> Topics:
     from kv_events.kafka_clients import KafkaConnection
-    from kv_events.kafka_topics import inspect_topics
+    from kv_events.kafka_topics import inspect_topics, topic_names
 
-    return asyncio.run(inspect_topics(KafkaConnection(settings), settings, create=create))
+    connection, names = KafkaConnection(settings), topic_names(settings)
+    return asyncio.run(inspect_topics(connection, settings, create=create, names=names))
 
 
 def _problems(topic: Topic, settings: IndexerSettings) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ from starlette.routing import Route
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from indexer.decisions.log import DecisionLog
+from kv_events.decisions import Decision, DecisionRecord, Outcome, decode_decision
+from kv_events.records import LogRecord
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
@@ -91,6 +94,9 @@ class Engine:
             return StreamingResponse(self._endless(), media_type="text/event-stream")
         if self.asked[-1].get("untyped"):
             return Response(b"done")
+        if "reused" in self.asked[-1]:
+            usage = {"prompt_tokens": 19, "prompt_tokens_details": {"cached_tokens": self.asked[-1]["reused"]}}
+            return JSONResponse({"text": "done", "usage": usage})
         return JSONResponse({"text": "done"}, 400 if self.asked[-1].get("bad") else 200)
 
     async def _endless(self) -> AsyncIterator[bytes]:
@@ -112,6 +118,19 @@ class Engine:
         return StreamingResponse(stream(), media_type="text/event-stream")
 
 
+class Kept:
+    """A sink of decisions in memory."""
+
+    def __init__(self) -> None:
+        self.records: list[DecisionRecord] = []
+
+    async def write(self, records: Sequence[LogRecord]) -> None:
+        self.records += [decode_decision(record.payload) for record in records]
+
+    async def stop(self) -> None:
+        """Nothing to release."""
+
+
 @dataclass
 class Rig:
     """All running parts."""
@@ -122,6 +141,8 @@ class Rig:
     """Of the router."""
     module: Any
     """The router."""
+    kept: Kept
+    """What the router has reported."""
 
     async def complete(self, tokens: list[int] | str, **more: Any) -> httpx.Response:
         return await self.client.post("/v1/completions", json={"model": "m", "prompt": tokens, **more})
@@ -132,7 +153,7 @@ async def routed(
     router: str = "router", with_api: bool = True, down: Collection[str] = (), **variables: str
 ) -> AsyncIterator[Rig]:
     """down: engines that cannot be reached. variables: the router's environment."""
-    settings, fed = ApiSettings(port=0), HandFed()
+    settings, fed, kept = ApiSettings(port=0), HandFed(), Kept()
     engines = {"engine-0": Engine(), "engine-1": Engine()}
     async with AsyncExitStack() as stack:
         urls = {
@@ -140,14 +161,16 @@ async def routed(
             for name, engine in engines.items()
         }
         urls |= dict.fromkeys(down, DEAD_URL)
-        api = await stack.enter_async_context(running_server(create_app(fed.consumer, settings), settings))
+        api = await stack.enter_async_context(
+            running_server(create_app(fed.consumer, settings, decisions=DecisionLog(kept)), settings)
+        )
         example = load(router, urls, api if with_api else DEAD_URL, **variables)
         for client_of_router in (example.http, example.kvsight):
             stack.push_async_callback(client_of_router.aclose)
         address = await stack.enter_async_context(running_server(example.app, settings))
         unlimited = httpx.Limits(max_connections=None)
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, limits=unlimited, timeout=30))
-        yield Rig(fed, engines, client, example)
+        yield Rig(fed, engines, client, example, kept)
 
 
 @both
@@ -259,6 +282,25 @@ async def test_a_caller_that_disconnects_before_the_answer_leaves_no_connection(
         await asyncio.wait([hasty])
         engine.may_go_on.set()
         await async_wait_until(lambda: engine.ended, what="the stream is closed")
+
+
+@both
+async def test_what_was_chosen_and_what_the_engine_reused_is_reported(router: str) -> None:
+    async with routed(router) as rig:
+        await rig.fed.hold(Stream("engine-1"), TOKENS, cache_salt="s")
+        await rig.complete([*TOKENS, 7, 8, 9], cache_salt="s", reused=12)
+        await async_wait_until(lambda: len(rig.kept.records) == 2, what="the report")
+        decision, outcome = rig.kept.records
+        assert isinstance(decision, Decision)
+        assert isinstance(outcome, Outcome)
+        assert (decision.worker, decision.predicted_tokens, decision.prompt_tokens) == ("engine-1", 16, 19)
+        assert [(each.worker, each.tokens) for each in decision.candidates] == [("engine-1", 16), ("engine-0", 0)]
+        assert len(decision.sequence_hashes) == 8 * 4
+        assert (outcome.request_id, outcome.cached_tokens) == (decision.request_id, 12)
+        assert decision.timestamp <= outcome.timestamp
+        await rig.complete(OTHER)  # an engine that says nothing of its cache
+        await async_wait_until(lambda: len(rig.kept.records) == 3, what="the report")
+        assert isinstance(rig.kept.records[-1], Decision)
 
 
 @both

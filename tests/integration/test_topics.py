@@ -48,9 +48,10 @@ def topics(monkeypatch: pytest.MonkeyPatch, kafka_bootstrap: str) -> dict[str, s
 
 @pytest.fixture
 def own(kafka_bootstrap: str) -> dict[str, Any]:
-    """Settings of two topics that do not exist."""
+    """Settings of topics that do not exist."""
     name = uuid.uuid4().hex
-    return {"kafka": kafka_bootstrap, "events_topic": f"e-{name}", "control_topic": f"c-{name}"}
+    names = {"events_topic": f"e-{name}", "control_topic": f"c-{name}", "decisions_topic": f"d-{name}"}
+    return {"kafka": kafka_bootstrap, **names}
 
 
 @contextmanager
@@ -204,11 +205,12 @@ def test_a_default_is_a_lower_bound_and_a_setting_is_exact() -> None:
 
 def test_the_command_creates_and_checks_topics(own: dict[str, Any]) -> None:
     missing = kvsight("topics", "check", *flags(own))
-    assert (missing.returncode, missing.stdout.count("missing: ")) == (1, 2)
+    assert (missing.returncode, missing.stdout.count("missing: ")) == (1, 3)
     made = kvsight("topics", "create", *flags(own), "--topic-partitions", 2, "--topic-retention-s", 7200)
     assert made.stdout.splitlines() == [
         f"created: {own['events_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
         f"created: {own['control_topic']}: 1 partition, 1 replica, kept for 2:00:00",
+        f"created: {own['decisions_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
     ]
     checked = kvsight("topics", "check", *flags(own))
     assert checked.returncode == 1

@@ -36,9 +36,9 @@ def test_it_is_as_long_as_stated(router: Path) -> None:
         assert lines_of_code(router) <= int(said[0]) < lines_of_code(router) + 10, page
 
 
-def test_the_small_one_has_at_most_sixty_lines_and_is_shown_whole() -> None:
+def test_the_small_one_has_at_most_eighty_lines_and_is_shown_whole() -> None:
     small = ROUTERS[1]
-    assert lines_of_code(small) <= 60
+    assert lines_of_code(small) <= 80
     assert f"```python\n{small.read_text()}```\n" in (ROOT / "docs" / "routers.md").read_text()
 
 

@@ -53,6 +53,7 @@ def test_a_flag_that_is_not_given_leaves_the_variable(monkeypatch: pytest.Monkey
         ({"events_topic": "two words"}, "KVSIGHT_EVENTS_TOPIC"),
         ({"control_topic": ""}, "KVSIGHT_CONTROL_TOPIC"),
         ({"events_topic": "same", "control_topic": "same"}, "KVSIGHT_CONTROL_TOPIC"),
+        ({"events_topic": "same", "decisions_topic": "same"}, "KVSIGHT_DECISIONS_TOPIC"),
     ],
 )
 def test_topics_that_cannot_work_are_refused(topics: dict[str, str], variable: str) -> None:

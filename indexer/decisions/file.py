@@ -1,0 +1,46 @@
+"""Writes decisions to an event log in a folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from indexer.decisions.base import DecisionsUnavailableError
+from kv_events.event_log import EventLogError, EventLogWriter
+from kv_events.records import LogRecord
+
+
+class FileDecisions:
+    """See `DecisionSink`. Creates the folder with the first decision."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: EventLogWriter | None = None  # used only in the thread
+        self._thread = ThreadPoolExecutor(1, "decisions")
+
+    async def write(self, records: Sequence[LogRecord]) -> None:
+        """See `DecisionSink`."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records)
+        except (OSError, EventLogError) as error:
+            raise DecisionsUnavailableError(f"event log {self._folder}: {error}") from error
+
+    async def stop(self) -> None:
+        """See `DecisionSink`."""
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown(wait=False)
+        await asyncio.shield(closing)
+
+    def _write(self, records: Sequence[LogRecord]) -> None:
+        if self._writer is None:
+            self._writer = EventLogWriter(self._folder)
+        for record in records:
+            self._writer.append(record._replace(offset=self._writer.next_index))
+        self._writer.flush(sync=False)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

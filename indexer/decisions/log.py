@@ -1,0 +1,113 @@
+"""The bounded queue between the callers who report decisions and the log that keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from indexer.decisions.base import DecisionSink, DecisionsUnavailableError
+from kv_events.backoff import Backoff
+from kv_events.decisions import Decision, DecisionRecord, encode_decision
+from kv_events.outages import Outage
+from kv_events.records import Channel, LogRecord
+from kv_events.supervised import keep_running
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 32 * 2**20
+_MAX_RECORDS = 500
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+_STOP_S = 2.0
+
+NO_LOG, QUEUE_FULL = "no log", "queue full"
+"""Why decisions are dropped."""
+
+
+class DecisionLog:
+    """Takes decisions and outcomes without waiting, and writes them in the background.
+
+    Beyond `max_queued_bytes` of records that wait, further ones are dropped and counted. So are all without a sink.
+    """
+
+    def __init__(self, sink: DecisionSink | None, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self.accepted: Counter[str] = Counter(decision=0, outcome=0)
+        """Kind -> records that were accepted."""
+        self.dropped: Counter[str] = Counter({NO_LOG: 0, QUEUE_FULL: 0})
+        """Reason -> records that were dropped."""
+        self.written = 0
+        self.outage = Outage(logger, "decisions cannot be written", "decisions are written")
+        self._sink = sink
+        self._max_bytes = max_queued_bytes
+        self._queue: deque[LogRecord] = deque()
+        self._queued_bytes = 0
+        self._arrival = asyncio.Event()
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+
+    @property
+    def num_queued(self) -> int:
+        """Records that wait to be written."""
+        return len(self._queue)
+
+    def put(self, record: DecisionRecord) -> bool:
+        """Queue a record. Returns whether it was accepted. Never waits. Raises InvalidValueError."""
+        payload = encode_decision(record)
+        reason = NO_LOG if self._sink is None else QUEUE_FULL if self._is_full(len(payload)) else None
+        if reason is not None:
+            self.dropped[reason] += 1
+            return False
+        kind = "decision" if isinstance(record, Decision) else "outcome"
+        offset = self.accepted.total()
+        self.accepted[kind] += 1
+        now_ms = int(time.time() * 1000)
+        self._queue.append(LogRecord(0, offset, now_ms, record.request_id.encode(), payload, Channel.DECISIONS))
+        self._queued_bytes += len(payload)
+        self._arrival.set()
+        return True
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Write in the background of a block. Leaving it writes what is queued, for at most two seconds."""
+        if self._sink is None:
+            yield
+            return
+        task = asyncio.create_task(keep_running(lambda: self._drain(), "decisions", logger), name="decisions")
+        try:
+            yield
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_S):
+                    while self._queue:  # noqa: ASYNC110  (the task has no event for it)
+                        await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if self._queue:
+                logger.warning("%d decisions were not written before the end", len(self._queue))
+            await self._sink.stop()
+
+    def _is_full(self, num_bytes: int) -> bool:
+        return self._queued_bytes + num_bytes > self._max_bytes
+
+    async def _drain(self) -> None:
+        assert self._sink is not None
+        while True:
+            await self._arrival.wait()
+            batch = [self._queue[i] for i in range(min(len(self._queue), _MAX_RECORDS))]
+            if not batch:
+                self._arrival.clear()
+                continue
+            try:
+                await self._sink.write(batch)
+            except DecisionsUnavailableError as error:
+                self.outage.note_failure(error)
+                await self._backoff.pause()
+                continue
+            self.outage.note_success()
+            self._backoff.reset()
+            for record in batch:
+                self._queue.popleft()
+                self._queued_bytes -= len(record.payload)
+            self.written += len(batch)

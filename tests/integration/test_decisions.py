@@ -1,0 +1,113 @@
+"""Decisions on their way from a router's client to the log of the service: a Kafka topic or a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from api.app import create_app
+from api.settings import ApiSettings
+from indexer.assembly import create_decision_log
+from indexer.decisions.log import DecisionLog
+from indexer.settings import IndexerSettings
+from kv_events.decisions import Decision as DecisionOnRecord
+from kv_events.decisions import DecisionRecord, decode_decision
+from kv_events.decisions import Outcome as OutcomeOnRecord
+from kv_events.event_log import EventLogReader
+from kv_events.hashing import sequence_hashes, token_array
+from kv_events.records import Channel
+from kvsight import AsyncClient, Decision, Outcome, Prompt
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+from tests.support.waiting import async_wait_until
+
+TOKENS = list(range(1, 17))
+
+
+@asynccontextmanager
+async def router(settings: IndexerSettings) -> AsyncIterator[tuple[AsyncClient, DecisionLog, HandFed]]:
+    """A router's client of a service that keeps decisions where the settings say."""
+    fed, log = HandFed(), create_decision_log(settings)
+    app = create_app(fed.consumer, ApiSettings(), decisions=log)
+    async with (
+        app.router.lifespan_context(app),
+        AsyncClient("http://t", transport=httpx.ASGITransport(app)) as client,
+    ):
+        yield client, log, fed
+
+
+async def report(client: AsyncClient, fed: HandFed) -> Decision:
+    """Query, choose, and report the choice and what the engine reused."""
+    await fed.hold(Stream("w1"), TOKENS[:8])
+    ranked = await client.rank_workers("m", TOKENS, load={"w0": 0, "w1": 2})
+    assert [(each.worker, each.tokens, each.score) for each in ranked] == [("w1", 8, 6.0), ("w0", 0, 0.0)]
+    best = ranked[0]
+    decided = Decision("r1", Prompt("m", TOKENS), best.worker, best.dp_rank, best.tokens, ranked)
+    taken = await client.decided(decided)
+    assert (taken.accepted, taken.dropped) == (1, 0)
+    assert (await client.decided([Outcome("r1", 8)])).accepted == 1
+    return decided
+
+
+def check(found: list[DecisionRecord], decided: Decision) -> None:
+    recorded, outcome = found
+    assert isinstance(recorded, DecisionOnRecord)
+    assert isinstance(outcome, OutcomeOnRecord)
+    assert recorded.timestamp == decided.timestamp
+    assert (recorded.worker, recorded.dp_rank, recorded.predicted_tokens, recorded.block_size) == ("w1", 0, 8, 4)
+    assert [tuple(each) for each in [(c.worker, c.dp_rank, c.tokens, c.score) for c in recorded.candidates]] == [
+        ("w1", 0, 8, 6.0),
+        ("w0", None, 0, 0.0),
+    ]
+    assert recorded.sequence_hashes == sequence_hashes(token_array(TOKENS), 4).tobytes()
+    assert outcome.cached_tokens == 8
+
+
+async def test_decisions_are_kept_beside_the_event_log_that_is_followed(tmp_path: Path) -> None:
+    async with router(IndexerSettings(event_log_dir=tmp_path)) as (client, log, fed):
+        decided = await report(client, fed)
+        await async_wait_until(lambda: log.written == 2, what="the records")
+    records = [record for _, record in EventLogReader(tmp_path / "decisions").read()]
+    assert {record.channel for record in records} == {Channel.DECISIONS}
+    check([decode_decision(record.payload) for record in records], decided)
+    assert list(EventLogReader(tmp_path).read()) == []
+
+
+async def test_a_folder_that_cannot_be_written_costs_decisions_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "decisions").write_text("not a folder")
+    async with router(IndexerSettings(event_log_dir=tmp_path)) as (client, log, fed):
+        await report(client, fed)
+        await async_wait_until(lambda: log.outage.since is not None, what="the outage")
+        assert (await client.query("m", TOKENS)).instances["w1"].gpu == 8
+        assert log.written == 0
+
+
+@pytest.mark.kafka
+async def test_decisions_go_to_their_own_topic(kafka_bootstrap: str) -> None:
+    topic = f"decisions-{uuid.uuid4().hex}"
+    async with router(IndexerSettings(kafka=kafka_bootstrap, decisions_topic=topic)) as (client, log, fed):
+        decided = await report(client, fed)
+        await async_wait_until(lambda: log.written == 2, 30, "the records")
+    async with AIOKafkaConsumer(topic, bootstrap_servers=kafka_bootstrap, auto_offset_reset="earliest") as consumer:
+        fetched = [await asyncio.wait_for(consumer.getone(), 30) for _ in range(2)]
+        assert len(consumer.assignment()) == 8
+    assert {message.key for message in fetched} == {b"r1"}
+    assert len({TopicPartition(message.topic, message.partition) for message in fetched}) == 1
+    check([decode_decision(message.value) for message in fetched], decided)
+
+
+async def test_a_broker_that_is_away_delays_no_caller() -> None:
+    async with router(IndexerSettings(kafka="127.0.0.1:9")) as (client, log, fed):
+        began = time.monotonic()
+        await report(client, fed)
+        assert time.monotonic() - began < 5
+        await async_wait_until(lambda: "127.0.0.1:9" in str(log.outage), what="the outage is noted")
+        assert log.num_queued == 2
