@@ -6,43 +6,26 @@ event over HTTP until all its pages are found. KVSIGHT_KAFKA names the broker; w
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import numpy as np
 
 from benchmarks.report import Figure, figure, main
+from benchmarks.services import broker
 from kv_events.schema import BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks.kafka import KafkaSink
-from tests.support.servers.kafka_broker import KafkaBroker
 
 PAGES_PER_S, EVENT_PAGES, BLOCK_SIZE = 5000, 50, 16
 SECONDS = 30.0
 _MODEL = f"bench-{time.time_ns()}"  # the topic may contain older runs
-
-
-@contextmanager
-def broker() -> Iterator[str]:
-    """Yield the bootstrap servers."""
-    running = os.environ.get("KVSIGHT_KAFKA")
-    if running:
-        yield running
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        started = KafkaBroker(Path(folder))
-        started.restart()
-        yield started.bootstrap
-        started.kill()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The cost of publishing: time on the engine's thread, memory, and bytes and time per encoded page.
 
-`python -m benchmarks.bench_publish [--json FILE]`
+`python -m benchmarks.bench_publish [--json FILE]`. The paced rows send to Kafka. KVSIGHT_KAFKA names the broker; without it,
+the benchmark starts one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import psutil
 
-from benchmarks.report import Figure, figure, main, timed
+from benchmarks.report import Figure, figure, main, percentile, timed
+from benchmarks.services import broker
 from kv_events.memory_log import MemoryLog
 from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import MemorySink
+from publisher.sinks.kafka import KafkaSink
 
 SEED = 1
 BLOCK_SIZE = 16
@@ -26,6 +29,8 @@ NUM_RESYNCS = 5
 RESYNC_S = 1.5
 """More than a resync of QUEUE_PAGES needs."""
 ENGINE_STEP_S = 0.0005
+PACED_PAGES = 50
+PACED_S = 5.0
 
 
 def make_publisher() -> EventPublisher:
@@ -144,6 +149,58 @@ def times_during_resync(publisher: EventPublisher, calls: list[list[EngineEvent]
     return times
 
 
+def paced_figures() -> Iterator[Figure]:
+    """Measure calls that come every few milliseconds, as an engine's do, with a Kafka sink at work.
+
+    Between two calls, everything leaves the processor's caches. The floor is what a short Python function costs then.
+    """
+    prompts = Prompts()
+    with broker() as kafka:
+        settings = PublisherSettings(model=f"bench-{time.time_ns()}", worker="w", block_size=BLOCK_SIZE, kafka=kafka)
+        with EventPublisher(settings, KafkaSink(settings)) as publisher:
+            for period_s in (0.0025, 0.01):
+                for pause in (sleep_until, spin_until):
+                    how = f"every {period_s * 1e3:g} ms, {pause.__name__.removesuffix('_until')}"
+                    times, cpu = paced_times(publisher.publish, prompts, period_s, pause)
+                    yield figure(f"publish, {PACED_PAGES} pages {how}", "us", times, "<= 60")
+                    yield figure("the same, 99th percentile", "us", [percentile(times, 99)], "<= 200")
+                    yield figure("the same, CPU time of the thread", "us", cpu)
+                    floor, _ = paced_times(page_numbers, prompts, period_s, pause)
+                    yield figure(f"a dict of {PACED_PAGES} pages {how}", "us", floor)
+
+
+def sleep_until(due: float) -> None:
+    """Wait as an engine that waits for its device."""
+    time.sleep(max(0.0, due - time.perf_counter()))
+
+
+def spin_until(due: float) -> None:
+    """Wait as an engine that computes in Python and never releases the interpreter lock."""
+    while time.perf_counter() < due:
+        pass
+
+
+def page_numbers(events: Sequence[EngineEvent]) -> dict[int, int]:
+    """Do what costs about as much as the shortest thinkable `publish`."""
+    return {name: i for event in events if isinstance(event, BlockStored) for i, name in enumerate(event.block_hashes)}
+
+
+def paced_times(
+    step: Callable[[Sequence[EngineEvent]], object], prompts: Prompts, period_s: float, pause: Callable[[float], None]
+) -> tuple[list[float], list[float]]:
+    """Return the microseconds of each call, and those of CPU time."""
+    times, cpu = [], []
+    due = time.perf_counter()
+    for _ in range(int(PACED_S / period_s)):
+        events = [prompts.event(PACED_PAGES)]
+        due += period_s
+        pause(due)
+        began = time.thread_time()
+        times += times_us(step, [events])
+        cpu.append((time.thread_time() - began) * 1e6)
+    return times, cpu
+
+
 def queue_memory() -> float:
     """Return the MB of resident memory of a queue full of single-page calls, the worst case, and of its ledger."""
     publisher = make_publisher()
@@ -166,6 +223,7 @@ def run() -> list[Figure]:
         *queue_figures(),
         *resync_figures(),
         *clear_figures(),
+        *paced_figures(),
         figure(name, "MB", [float(memory)], "<= 200"),
     ]
 

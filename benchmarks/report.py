@@ -42,6 +42,12 @@ def figure(name: str, unit: str, values: Iterable[float], goal: str = "", nodes:
     return Figure(name, unit, deciles[4], deciles[0], deciles[8], goal, nodes)
 
 
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Return the value below which so many percent of the values are."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
+
+
 def timed(run: Callable[..., object], *arguments: object) -> float:
     """Return the seconds that a call takes."""
     began = time.perf_counter()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kv_events.digest import Digest
@@ -31,7 +33,17 @@ from publisher.ledger import Ledger, LedgerCopy
 from publisher.packing import EVENT_BYTES, BatchLimits, PageTokens
 from publisher.settings import PublisherSettings
 
+logger = logging.getLogger(__name__)
+
 _E = TypeVar("_E", BlockStored, BlockRemoved)
+
+_LOG_INTERVAL_S = 10.0
+
+_MAX_DEFERRED_CALLS = 64
+_MAX_DEFERRED_PAGES = 256
+"""Most pages of a call that is deferred."""
+_CATCH_UP_CALLS = 2
+"""Calls that a call records if the drain is late, so that it costs little even then."""
 
 _COPY_PASSES = 3
 """Copy passes before the final step. Each pass copies what changed during the previous one."""
@@ -52,10 +64,16 @@ class TakenChanges(NamedTuple):
 
 
 class ChangeTracker:
-    """The ledger and the change queue behind one lock. Thread-safe. The lock is only held for short steps."""
+    """The ledger and the change queue behind one lock. Thread-safe. The lock is only held for short steps.
+
+    An engine calls `record` every few milliseconds, when neither code nor data of this package are in the processor's
+    caches any longer: recording one event then takes ten times as long as in a loop. While a drain runs, small calls
+    are therefore only kept, without the lock. The drain records several together, on its own thread.
+    """
 
     def __init__(self, settings: PublisherSettings, blocks: BlockTable | None = None) -> None:
         """blocks: None for a table of its own."""
+        self._worker = settings.worker
         self._block_size = settings.block_size
         self._limits = BatchLimits(settings.batch_pages, settings.batch_bytes)
         self._token_bytes = 0
@@ -71,25 +89,31 @@ class ChangeTracker:
             blocks = OwnBlocks(settings.ledger_pages)
         self._ledger = Ledger(settings.ledger_pages, self._change_queue, blocks)
         self._rejected: Counter[str] = Counter()
+        self._logged: dict[str, int] = {}
+        self._logged_at = -_LOG_INTERVAL_S
         self._is_closed = False
+        self._deferred: deque[tuple[EngineEvent, ...]] = deque()  # filled without the lock
+        self._is_deferring = False
+        self._has_lost_events = False
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
     def record(self, events: Sequence[EngineEvent]) -> None:
-        """Record events in order. Invalid events are dropped and counted; all others are recorded."""
+        """Record events in order, or keep them until `absorb`. Invalid events are dropped and counted."""
+        try:
+            call = tuple(events)
+        except Exception:  # noqa: BLE001  (whatever it is, it is no list of events)
+            self._note_lost_events()
+            return
+        if self._can_defer(call):
+            self._deferred.append(call)
+            if len(self._deferred) > _MAX_DEFERRED_CALLS:
+                with self._lock:
+                    self._absorb(min(_CATCH_UP_CALLS, len(self._deferred)))
+            return
         with self._lock:
-            if self._is_closed:
-                self._rejected["closed"] += len(events)
-                return
-            for kind, run in groupby(events, type):
-                if kind is BlockStored:
-                    self._record_run(self._store, cast(list[BlockStored], list(run)))
-                elif kind is BlockRemoved:
-                    self._record_run(self._remove, cast(list[BlockRemoved], list(run)))
-                elif kind is AllBlocksCleared:
-                    self._ledger.clear()
-                else:
-                    self._rejected["type"] += len(list(run))
+            self._absorb()
+            self._record(call)
 
     def change(self, events: EventColumns, extra_key: str | None) -> None:
         """Record stores and removals in order. Raises InvalidValueError if the stream carries tokens.
@@ -101,10 +125,53 @@ class ChangeTracker:
             raise InvalidValueError("with_tokens", True, "False where pages come without their tokens")
         for part in events.parts(_STEP_PAGES):
             with self._lock:
+                self._absorb()
                 if self._is_closed:
-                    self._rejected["closed"] += len(part.kinds)
+                    self._reject("closed", len(part.kinds))
                 else:
                     self._ledger.change(part, extra_key)
+
+    def _can_defer(self, call: tuple[EngineEvent, ...]) -> bool:
+        if not self._is_deferring:
+            return False
+        try:
+            return sum([len(getattr(event, "block_hashes", ())) for event in call]) <= _MAX_DEFERRED_PAGES
+        except Exception:  # noqa: BLE001  (an invalid event)
+            return False
+
+    def _absorb(self, max_calls: int | None = None) -> None:
+        """Record the oldest deferred calls, or all, together: this costs hardly more than one of them."""
+        num_calls = len(self._deferred) if max_calls is None else max_calls
+        calls = [self._deferred.popleft() for _ in range(num_calls)]
+        self._record(list(chain.from_iterable(calls)))
+
+    def _record(self, events: Sequence[EngineEvent]) -> None:
+        if self._is_closed:
+            if events:
+                self._reject("closed", len(events))
+            return
+        for kind, run in groupby(events, type):
+            if kind is BlockStored:
+                self._record_run(self._store, cast(list[BlockStored], list(run)))
+            elif kind is BlockRemoved:
+                self._record_run(self._remove, cast(list[BlockRemoved], list(run)))
+            elif kind is AllBlocksCleared:
+                self._ledger.clear()
+            else:
+                self._reject("type", len(list(run)))
+
+    def _reject(self, reason: str, num_events: int) -> None:
+        """Count invalid events, and log the numbers at intervals."""
+        self._rejected[reason] += num_events
+        if time.monotonic() >= self._logged_at + _LOG_INTERVAL_S and self._rejected != self._logged:
+            self._logged_at = time.monotonic()
+            self._logged = dict(self._rejected)
+            logger.warning("publisher %s: engine events dropped so far: %s", self._worker, self._logged)
+
+    def _note_lost_events(self) -> None:
+        """Log the current exception, and let a resync follow."""
+        logger.exception("publisher %s: events lost; a resync follows", self._worker)
+        self._has_lost_events = True
 
     def _record_run(self, take: Callable[[list[_E], Any, Any], None], run: list[_E]) -> None:
         for (medium, extra_key), events in _by_place(run):
@@ -116,12 +183,14 @@ class ChangeTracker:
         """Record all events at once. If one of them is invalid, record them one by one and drop only invalid ones."""
         try:
             take(events, medium, extra_key)
-        except BadEventError as error:
-            if len(events) == 1:
-                self._rejected[error.reason] += 1
-                return
-            for event in events:
-                self._record_together(take, [event], medium, extra_key)
+        except Exception as error:  # noqa: BLE001  (an internal error must not reach the engine)
+            if len(events) > 1:
+                for event in events:
+                    self._record_together(take, [event], medium, extra_key)
+            elif isinstance(error, BadEventError):
+                self._reject(error.reason, 1)
+            else:
+                self._note_lost_events()
 
     def _store(self, events: list[BlockStored], medium: Any, extra_key: Any) -> None:
         tier = medium_index(medium)
@@ -158,6 +227,25 @@ class ChangeTracker:
         return entries
 
     # --- the drain --------------------------------------------------------------------------------------------------
+
+    def start_deferring(self) -> None:
+        """Let `record` keep small calls, which the caller promises to `absorb` every few milliseconds."""
+        self._is_deferring = True
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether calls wait for `absorb`."""
+        return bool(self._deferred)
+
+    def absorb(self) -> None:
+        """Record the calls that were kept."""
+        with self._lock:
+            self._absorb()
+
+    def take_loss(self) -> bool:
+        """Return whether events were lost by an internal error since the last call. A resync must follow."""
+        has_lost, self._has_lost_events = self._has_lost_events, False
+        return has_lost
 
     def take(self) -> TakenChanges:
         """Take the oldest changes that fit into one batch. They are in flight until the same caller confirms them."""
@@ -196,12 +284,19 @@ class ChangeTracker:
     def close(self) -> None:
         """Refuse all further events."""
         with self._lock:
+            self._is_deferring = False
+            self._absorb()
             self._is_closed = True
 
     @property
     def num_queued(self) -> int:
         """Number of waiting page changes."""
         return self._change_queue.num_queued
+
+    @property
+    def has_lost_events(self) -> bool:
+        """Whether `take_loss` would return True."""
+        return self._has_lost_events
 
     @property
     def is_broken(self) -> bool:
@@ -216,26 +311,25 @@ class ChangeTracker:
     def queue_stats(self) -> QueueStats:
         """Return the numbers of page changes by state."""
         with self._lock:
+            self._absorb()
             return self._change_queue.stats()
 
     def counts(self) -> dict[str, int]:
         """Return total pages by result, and `held`: distinct pages held now."""
         with self._lock:
+            self._absorb()
             return {**self._ledger.counts(), "held": self._ledger.num_pages}
-
-    @property
-    def has_rejected(self) -> bool:
-        """Whether any event was dropped."""
-        return bool(self._rejected)
 
     def rejected(self) -> dict[str, int]:
         """Return the number of dropped events by reason."""
         with self._lock:
+            self._absorb()
             return dict(self._rejected)
 
     def check(self) -> None:
         """Recount the ledger from scratch. Raises AssertionError with both figures."""
         with self._lock:
+            self._absorb()
             self._ledger.check()
 
 

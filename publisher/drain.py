@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from kv_events.backoff import Backoff
 from kv_events.supervised import keep_running
+from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
+from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,10 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 5.0
 _STOP_GRACE_S = 2.0
+_POLL_S = 0.005
+"""Longest time for which `publish` may leave events to the drain."""
+_POLLING_S = 0.1
+"""Time without events after which the drain no longer polls. A waking call would cost an engine as much as all else."""
 _SLOW_S = 3.0
 """Time without a confirmation after which the sink counts as unavailable."""
 
@@ -25,11 +30,14 @@ _SLOW_S = 3.0
 class Drain:
     """Owns the drain task and the control task of one publisher, in one event loop.
 
-    The drain task waits for new events (the engine's thread wakes it), the end of a linger time, a heartbeat, a due
-    resync, or the close. After errors other than `SinkUnavailableError` and `SinkRejectedError`, a task starts again.
+    The drain task waits for new events, the end of a linger time, a heartbeat, a due resync, or the close. After errors
+    other than `SinkUnavailableError` and `SinkRejectedError`, a task starts again.
+
+    The first event after a pause wakes the drain. While an engine publishes, a timer of the loop collects its events
+    instead, so that the engine's thread neither makes a system call nor competes for the interpreter lock.
     """
 
-    def __init__(self, worker: str, builder: RecordBuilder, sink: Sink, max_records: int) -> None:
+    def __init__(self, settings: PublisherSettings, tracker: ChangeTracker, builder: RecordBuilder, sink: Sink) -> None:
         self.failure: Exception | None = None
         """The newest error of a task, until records are sent again."""
         self.in_flight: Sequence[OutRecord] = ()
@@ -38,15 +46,20 @@ class Drain:
         """Records that the sink refused."""
         self.num_skipped_requests = 0
         """Messages of the control channel that are not resync requests."""
-        self._worker = worker
+        self._worker = settings.worker
+        self._tracker = tracker
         self._builder = builder
         self._sink = sink
-        self._max_records = max_records
+        self._max_records = settings.inflight_batches
+        self._poll_s = min(_POLL_S, settings.linger_ms / 1000)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
         self._is_signalled = False  # whether the event is set or about to be set
-        self._user = f"{worker}:{id(self)}"  # of the outage, which publishers of one process may share
+        self._is_polling = False
+        self._polling_until = 0.0  # in the loop's time
+        self._next_poll: asyncio.Handle | None = None
+        self._user = f"{settings.worker}:{id(self)}"  # of the outage, which publishers of one process may share
         self._is_sink_started = False
         self._is_closing = False
         self._says_goodbye = False
@@ -59,17 +72,45 @@ class Drain:
     def start(self) -> None:
         """Start the tasks in the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._tracker.start_deferring()
         self._task = self._supervised(self._run, "publisher-drain", self._note_lost_records)
 
     def wake(self) -> None:
         """Wake the drain task. Thread-safe. Costs almost nothing while the task is awake."""
-        if self._is_signalled or self._loop is None:
+        if not self._is_signalled:
+            self._is_signalled = True
+            self._call(self._awake.set)
+
+    def poll(self) -> None:
+        """Collect deferred events soon. Thread-safe. Costs almost nothing while the drain polls."""
+        if not self._is_polling:
+            self._is_polling = True
+            self._call(self._poll)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        if self._loop is None:
             return
-        self._is_signalled = True
         try:
-            self._loop.call_soon_threadsafe(self._awake.set)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop is closed, so there is no task to wake
             self._loop = None
+
+    def _poll(self) -> None:
+        """Collect deferred events, and repeat it while there are some."""
+        assert self._loop is not None
+        now = self._loop.time()
+        if self._tracker.has_deferred:
+            self._tracker.absorb()
+            self._polling_until = now + _POLLING_S
+        if self._tracker.num_queued and not self._is_signalled:
+            self._is_signalled = True
+            self._awake.set()
+        if self._poll_s and now < self._polling_until:
+            self._next_poll = self._loop.call_later(self._poll_s, self._poll)
+            return
+        self._is_polling = False
+        if self._tracker.has_deferred:  # kept while the flag was set
+            self.poll()
 
     async def stop(self, deadline_s: float, *, goodbye: bool) -> None:
         """Send pending records for at most `deadline_s` seconds, then end the tasks and stop the sink.
@@ -84,6 +125,9 @@ class Drain:
             for task in late:
                 task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._is_polling = True
+        if self._next_poll is not None:
+            self._next_poll.cancel()
         self._sink.outage.forget(self._user)
         try:
             await asyncio.wait_for(self._sink.stop(), _STOP_GRACE_S)
@@ -142,8 +186,11 @@ class Drain:
         self._awake.clear()
         self._is_signalled = self._builder.is_lingering
         timeout_s = self._builder.seconds_until_due(time.time())  # 0 if events arrived before `clear`
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._awake.wait(), timeout_s)
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._awake.set)
+        try:
+            await self._awake.wait()
+        finally:
+            timer.cancel()
 
     async def _send(self, records: list[OutRecord]) -> None:
         self.in_flight = records

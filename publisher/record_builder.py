@@ -78,7 +78,6 @@ class RecordBuilder:
         self._resync_at: float | None = None  # earliest start of the requested resync; None: not set yet
         self._last_resync_at = -float("inf")
         self._last_record_at = -float("inf")
-        self._waiting_since: float | None = None  # when changes that linger were first seen
         if settings.with_tokens:  # a resync has no tokens and must not contain events before the first record
             self.begin_resync()
 
@@ -88,6 +87,7 @@ class RecordBuilder:
         Another call confirms that the records of the previous call were delivered or dropped, and frees their space in
         the queue.
         """
+        self._tracker.absorb()
         self._tracker.confirm()
         records: list[OutRecord] = []
         while max_records is None or len(records) < max_records:
@@ -104,6 +104,8 @@ class RecordBuilder:
             return False
         if self._tracker.is_broken:
             self._set_pending("overflow", 0)
+        if self._tracker.take_loss():
+            self.request_resync("internal error")
         if self._pending is None:
             return False
         if self._resync_at is None:
@@ -125,23 +127,22 @@ class RecordBuilder:
         self.is_resyncing = True
         held = self._tracker.restart()
         self._resync = _ActiveResync(resync_changes(held), held.digest, reason)
-        self._waiting_since = None
 
     @property
     def is_lingering(self) -> bool:
         """Whether changes wait to share a batch with later ones."""
-        return self._waiting_since is not None
+        return self._tracker.num_queued > 0
 
     def seconds_until_due(self, now: float) -> float:
-        """Return the seconds until something is due if no event arrives. 0 if there are unseen changes or requests."""
+        """Return the seconds until something is due if no event arrives. 0 if there are unseen requests."""
         self._advance(now)
-        unseen_request = self._resync_at is None and (self._pending is not None or self._tracker.is_broken)
-        unseen_changes = self._tracker.num_queued and not self.is_lingering
-        if unseen_request or unseen_changes or self.degraded_reason != self._sent_degraded_reason:
+        is_requested = self._pending is not None or self._tracker.is_broken or self._tracker.has_lost_events
+        unseen_request = is_requested and self._resync_at is None
+        if unseen_request or self.degraded_reason != self._sent_degraded_reason:
             return 0.0
         due = [self._last_record_at + self._settings.heartbeat_s]
-        if self._waiting_since is not None:
-            due.append(self._waiting_since + self._settings.linger_ms / 1000)
+        if self.is_lingering:
+            due.append(self._last_record_at + self._settings.linger_ms / 1000)
         if self._resync_at is not None:
             due.append(self._resync_at)
         return max(0.0, min(due) - self._clock)
@@ -213,20 +214,17 @@ class RecordBuilder:
         return self._record(now, events, len(part.kinds))
 
     def _changes_due(self, force: bool) -> bool:
+        """Return whether changes are due: at once after a pause, under load one record per linger time."""
         num_queued = self._tracker.num_queued
         if num_queued == 0:
-            self._waiting_since = None
             return False
         if force or num_queued >= self._limits.pages:
             return True
-        if self._waiting_since is None:
-            self._waiting_since = self._clock
-        return self._clock - self._waiting_since >= self._settings.linger_ms / 1000
+        return self._clock - self._last_record_at >= self._settings.linger_ms / 1000
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """Return a batch of changes, or None if an overflow has just dropped all of them."""
         changes, tokens, digest = self._tracker.take()
-        self._waiting_since = None if digest is not None else self._clock
         if not len(changes.kinds):
             return None
         if digest is None:

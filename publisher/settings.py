@@ -61,7 +61,7 @@ class PublisherSettings(KafkaSettings):
     batch_bytes: int = argument(262_144, ge=1024, le=MAX_RECORD_BYTES - _RECORD_OVERHEAD_BYTES)
     """Bytes at which a record is closed."""
     linger_ms: float = argument(5.0, ge=0)
-    """Time for which a record stays open for more events."""
+    """Shortest time between two records. The first event after a pause is sent at once; under load, records fill."""
     inflight_batches: int = argument(32, ge=1)
     """Most records handed to the sink at once."""
     heartbeat_s: float = argument(HEARTBEAT_S, gt=0)

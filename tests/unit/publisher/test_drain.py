@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +15,7 @@ import pytest
 
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
-from kv_events.schema import BlockRemoved, BlockStored, ResyncRequest, SnapshotBegin, SnapshotEnd
+from kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher import (
     EventPublisher,
     OutRecord,
@@ -31,6 +32,10 @@ from publisher.resync import resync_changes
 from publisher.sinks import MemorySink
 from tests.support.log.records import words
 from tests.support.waiting import async_wait_until, wait_until
+
+
+NUM_REFERENCES = 4
+"""To an event of a list, a slice of which is iterated over."""
 
 
 class FaultySink(MemorySink):
@@ -124,6 +129,52 @@ async def test_what_is_published_arrives_without_further_calls(publisher: EventP
     await async_wait_until(lambda: view_of(log) == {101, 102})
     publisher.publish([BlockRemoved([1])])
     await async_wait_until(lambda: view_of(log) == {102})
+
+
+async def test_a_caller_may_reuse_its_list_of_events(publisher: EventPublisher, log: MemoryLog) -> None:
+    events: list[Any] = [stored(1)]
+    publisher.publish(events)
+    events[:] = [stored(2)]
+    publisher.publish(events)
+    events.clear()
+    await async_wait_until(lambda: view_of(log) == {101, 102})
+
+
+async def test_calls_of_every_size_keep_their_order(sink: FaultySink, log: MemoryLog) -> None:
+    async with make(sink) as publisher:
+        for _ in range(3):
+            publisher.publish([stored(*range(1000))])
+            publisher.publish([BlockRemoved([1, 2, 3])])
+            publisher.publish([stored(2)])
+            publisher.publish([AllBlocksCleared()])
+            publisher.publish([stored(4), BlockRemoved([5])])
+            publisher.publish([stored(*range(10, 1000)), BlockRemoved([*range(12, 1000)])])
+        assert publisher.stats().pages["removed_unknown"] == 3
+        publisher.check()
+        await async_wait_until(lambda: view_of(log) == {104, 110, 111})
+
+
+def test_an_engine_that_never_pauses_loses_nothing_and_keeps_no_heap_of_events(sink: FaultySink, log: MemoryLog) -> None:
+    with make(sink, ledger_pages=100_000) as publisher:
+        events = [stored(i) for i in range(5000)]
+        most = 0
+        for i, event in enumerate(events):
+            publisher.publish([event])
+            if i % 100 == 99:
+                most = max(most, sum(sys.getrefcount(each) for each in events[: i + 1]) - NUM_REFERENCES * (i + 1))
+        assert 0 <= most <= 100
+        publisher.check()
+    assert view_of(log) == set(range(100, 5100))
+
+
+async def test_invalid_events_of_a_running_publisher_are_counted(publisher: EventPublisher, log: MemoryLog) -> None:
+    publisher.publish([stored(1), BlockStored([2], None, [], 8, sequence_hashes=words([102])), stored(3)])
+    publisher.publish([5])  # type: ignore[list-item]
+    publisher.publish(7)  # type: ignore[arg-type]
+    publisher.publish([BlockRemoved(9)])  # type: ignore[arg-type]
+    assert publisher.stats().rejected_events == {"block_size": 1, "type": 2}
+    await async_wait_until(lambda: view_of(log) == {101, 103})
+    await async_wait_until(lambda: "internal error" in reasons_of(log))
 
 
 async def test_tasks_bear_the_workers_name(publisher: EventPublisher, log: MemoryLog) -> None:
