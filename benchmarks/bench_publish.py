@@ -1,7 +1,7 @@
 """The cost of publishing: time on the engine's thread, memory, and bytes and time per encoded page.
 
-`python -m benchmarks.bench_publish [--json FILE]`. The paced rows send to Kafka. KVSIGHT_KAFKA names the broker; without it,
-the benchmark starts one.
+`python -m benchmarks.bench_publish [--json FILE]`. The paced rows send to Kafka: KVSIGHT_KAFKA names the broker, or the
+benchmark starts one.
 """
 
 from __future__ import annotations

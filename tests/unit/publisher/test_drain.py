@@ -33,7 +33,6 @@ from publisher.sinks import MemorySink
 from tests.support.log.records import words
 from tests.support.waiting import async_wait_until, wait_until
 
-
 NUM_REFERENCES = 4
 """To an event of a list, a slice of which is iterated over."""
 
@@ -154,7 +153,7 @@ async def test_calls_of_every_size_keep_their_order(sink: FaultySink, log: Memor
         await async_wait_until(lambda: view_of(log) == {104, 110, 111})
 
 
-def test_an_engine_that_never_pauses_loses_nothing_and_keeps_no_heap_of_events(sink: FaultySink, log: MemoryLog) -> None:
+def test_an_engine_that_never_pauses_loses_nothing_and_few_events_are_kept(sink: FaultySink, log: MemoryLog) -> None:
     with make(sink, ledger_pages=100_000) as publisher:
         events = [stored(i) for i in range(5000)]
         most = 0
