@@ -54,6 +54,26 @@ class RedisStore:
             raise _error(self._redis, error) from error
         raise SnapshotStoreError("Redis: chunks of the newest snapshot are missing")
 
+    async def has_snapshot(self) -> bool:
+        """Return whether there is a snapshot, without loading it. Raises SnapshotStoreError."""
+        try:
+            return await self._current() is not None
+        except RedisError as error:
+            raise _error(self._redis, error) from error
+
+    async def time(self) -> float | None:
+        """Return the server's time in seconds since 1970, or None if this user may not ask for it.
+
+        Raises SnapshotStoreError.
+        """
+        try:
+            seconds, microseconds = await self._redis.time()
+        except NoPermissionError:
+            return None
+        except RedisError as error:
+            raise _error(self._redis, error) from error
+        return float(seconds + microseconds / 1e6)
+
     async def close(self) -> None:
         await self._redis.aclose()
 

@@ -28,6 +28,7 @@ from kvsight.cli import (
 )
 from kvsight.cli.app import App, Version
 from kvsight.cli.console import EXIT_USAGE, compile_kernels
+from kvsight.cli.doctor.command import doctor
 from kvsight.cli.hash import hash_prompt
 from kvsight.cli.logs import Level, configure_logs
 from kvsight.extras import MissingExtraError, has_serve
@@ -42,11 +43,13 @@ app = App(
         "Tells an LLM router how much of a prompt's KV cache each worker holds, and on which tier.\n\n"
         "Start here: `kvsight demo` runs simulated engines, the index and the API.\n\n"
         "In production, engines publish to Kafka and `kvsight serve --kafka HOST:PORT` answers routers. "
+        "`kvsight doctor` finds the part that does not work. "
         "`kvsight record` and `kvsight replay` show what the router saw at any moment."
     ),
 )
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
+app.command("doctor")(doctor)
 app.command("query")(query.query)
 app.command("workers")(workers.workers)
 app.command("tail")(tail.tail)

@@ -20,6 +20,7 @@ from kv_events.event_log import EventLogReader
 from kv_events.schema import BlockStored, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
+from tests.support.engines.simulated_engine import SimulatedEngine
 from tests.support.servers.child_process import ChildProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
@@ -133,6 +134,7 @@ def site(kafka_bootstrap: str, redis_url: str, tmp_path: Path) -> Iterator[Site]
         EventPublisher(settings, create_sink(settings)) as publisher,
         ServiceProcess(tmp_path, **topics) as service,
         ServiceProcess(tmp_path) as embedded,
+        SimulatedEngine({"model": "my-model"}, **topics, KVSIGHT_MODEL="my-model", KVSIGHT_WORKER="engine-1") as engine,
     ):
         publisher.publish([BlockStored([1, 2], None, TOKENS, 16, medium=StorageMedium.GPU)])
         service.wait_until_ready()
@@ -143,6 +145,7 @@ def site(kafka_bootstrap: str, redis_url: str, tmp_path: Path) -> Iterator[Site]
         environment |= {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(Path.cwd())}
         addresses = {"localhost:9092": kafka_bootstrap, "localhost:9094": kafka_bootstrap}
         addresses["redis://localhost:6379/0"] = redis_url
+        addresses["localhost:8001"] = engine.url.removeprefix("http://")
         yield Site(service, embedded, publisher, environment, addresses, tmp_path)
 
 

@@ -104,7 +104,8 @@ def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
         file = tmp_path / "engines.toml"
         file.write_text(block.text)
         assert len(read_engines(file)) == 1
-    flags = [words[words.index("--engine") + 1] for _, words in commands() if "--engine" in words]
+    bridged = (words for _, words in commands() if words[:2] == ["kvsight", "bridge"] and "--engine" in words)
+    flags = [words[words.index("--engine") + 1] for words in bridged]
     assert [parse_engine(flag).worker for flag in flags] == ["engine-0"]
 
 

@@ -1,0 +1,74 @@
+"""Checks, and what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kv_events.errors import KvsightError
+from kvsight.cli.console import UsageError
+from kvsight.cli.tables import printable
+
+_STATE_WIDTH, _NAME_WIDTH = 9, 12
+
+
+class BrokenError(KvsightError):
+    """A link of the chain is broken. remedy: what to do about it."""
+
+    def __init__(self, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.remedy = remedy
+
+
+class SkippedError(KvsightError):
+    """A check cannot be done here. The text says why. The chain may still be whole."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one check."""
+
+    check: str
+    state: Literal["ok", "FAILED", "skipped"]
+    detail: str
+    remedy: str = ""
+    """What to do. Empty unless the check failed."""
+
+    def lines(self) -> Iterator[str]:
+        """The finding for people."""
+        yield f"{self.state:<{_STATE_WIDTH}}{self.check:<{_NAME_WIDTH}}{printable(self.detail)}"
+        if self.remedy:
+            yield f"{'':<{_STATE_WIDTH}}what to do: {printable(self.remedy)}"
+
+
+class Check(NamedTuple):
+    """One link of the chain."""
+
+    name: str
+    run: Callable[[], str]
+    """Returns what it found. Raises SkippedError, BrokenError, or another KvsightError of the part that it uses."""
+    remedy: str
+    """What to do about an error that is not a BrokenError."""
+
+
+def examine(checks: Iterable[Check]) -> Iterator[Finding]:
+    """Run checks in order, and yield the finding of each one up to the first that fails. Raises UsageError."""
+    for check in checks:
+        finding = _finding(check)
+        yield finding
+        if finding.state == "FAILED":
+            return
+
+
+def _finding(check: Check) -> Finding:
+    try:
+        return Finding(check=check.name, state="ok", detail=check.run())
+    except UsageError:
+        raise
+    except SkippedError as reason:
+        return Finding(check=check.name, state="skipped", detail=str(reason))
+    except BrokenError as error:
+        return Finding(check=check.name, state="FAILED", detail=str(error), remedy=error.remedy)
+    except KvsightError as error:
+        return Finding(check=check.name, state="FAILED", detail=str(error), remedy=check.remedy)

@@ -1,0 +1,127 @@
+"""The command, and the straight list of its checks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsight.cli.connection_flags import with_kafka_and_redis_flags
+from kvsight.cli.console import UsageError, print_json, print_lines, waiting
+from kvsight.cli.doctor.checks import Check, Finding, examine
+from kvsight.cli.options import ApiToken, AsJson, Url
+from kvsight.cli.prompts import parse_tokens, read_text
+from kvsight.extras import require_serve
+from kvsight.schemas.service import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from kvsight.cli.doctor.infrastructure import Infrastructure
+    from kvsight.cli.doctor.probe import Probe
+
+_EXIT_BROKEN = 1
+_DEFAULT_TENANT = "default"
+
+
+@with_kafka_and_redis_flags
+def doctor(
+    *,
+    kafka: Annotated[
+        str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="Redis of the snapshots: redis://HOST:PORT/DB", envvar="KVSIGHT_REDIS")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_token: ApiToken = None,
+    engine: Annotated[str | None, typer.Option(help="HTTP address of an engine: http://HOST:PORT")] = None,
+    engine_token_file: Annotated[Path | None, typer.Option(help="File with the engine's API key.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text, token ids or @FILE for the engine. Default: random tokens.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model, if the engine serves it by another name.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Only events and pages of this worker.")] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant (routing group).")] = _DEFAULT_TENANT,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for events.", min=0.1, max=600)] = 5.0,
+    snapshot_interval_s: Annotated[
+        float | None, typer.Option(help="Seconds between snapshots.", envvar="KVSIGHT_SNAPSHOT_INTERVAL_S")
+    ] = None,
+    as_json: AsJson = False,
+    connection: dict[str, Any],
+) -> None:
+    """Check the whole chain, and name the first broken link.
+
+    Checks Kafka, its topics and their retention, Redis and the service. With --engine it sends a prompt to the engine,
+    sees its events arrive, compares clocks, block sizes and hash seeds, asks the index for the prompt, and compares
+    the answer with the tokens that the engine reuses. Parts that are not given are skipped.
+
+    Ends with exit code 1 at the first failure, and prints what to do.
+
+    Example: kvsight doctor --kafka localhost:9092 --engine http://localhost:8001
+    """
+    if prompt is not None and engine is None:
+        raise UsageError("--prompt needs --engine")
+    if redis is not None:
+        require_serve("kvsight doctor --redis")
+    from indexer.settings import IndexerSettings
+    from kv_events.settings import read_secret
+    from kvsight.cli.doctor.engine import Engine
+    from kvsight.cli.doctor.infrastructure import Infrastructure
+    from kvsight.cli.doctor.probe import Probe
+    from kvsight.client import Client
+
+    settings = IndexerSettings.from_flags(
+        kafka=kafka, redis=redis, snapshot_interval_s=snapshot_interval_s, **connection
+    )
+    token = None if engine_token_file is None else read_secret("engine_token_file", engine_token_file)
+    typed = _prompt(prompt)
+    with ExitStack() as open_clients:
+        client = open_clients.enter_context(Client(url, token=api_token))
+        known = None if engine is None else open_clients.enter_context(Engine(engine, token))
+        servers = Infrastructure(settings, client, url)
+        probe = Probe(servers, known, typed, model, worker, tenant, wait)
+        _report(_checks(servers, probe), as_json)
+
+
+def _checks(servers: Infrastructure, probe: Probe) -> list[Check]:
+    """The chain, from the log to the answer."""
+    of_kafka = "see `Connect to Kafka` in docs/operations.md"
+    return [
+        Check("broker", servers.broker, f"start the broker, or correct --kafka; {of_kafka}"),
+        Check("topics", servers.topics, of_kafka),
+        Check("retention", servers.retention, of_kafka),
+        Check("Redis", servers.redis, "start Redis, or correct --redis; see `Connect to Redis` in docs/operations.md"),
+        Check("service", servers.ready, "start `kvsight serve`, or correct --url and --api-token"),
+        Check("engine", probe.engine_answers, "start the engine's HTTP server, or correct --engine"),
+        Check("events", probe.events, "run this command again; if it fails again, look at the log of that part"),
+        Check("clocks", probe.clocks, ""),
+        Check("block size", probe.block_size, "run this command again"),
+        Check("hash seed", probe.hash_seed, "run this command again"),
+        Check("answer", probe.answer, "run this command again"),
+    ]
+
+
+def _report(checks: list[Check], as_json: bool) -> None:
+    findings: list[Finding] = []
+    with waiting("checking"):
+        for finding in examine(checks):
+            findings.append(finding)
+            if not as_json:
+                print_lines(finding.lines())
+    broken = next((finding.check for finding in findings if finding.state == "FAILED"), None)
+    if as_json:
+        print_json({"broken": broken, "checks": findings})
+    if broken is not None:
+        raise typer.Exit(_EXIT_BROKEN)
+
+
+def _prompt(typed: str | None) -> list[int] | str | None:
+    """Token ids, if the text consists of numbers. Raises UsageError, OSError."""
+    if typed is None:
+        return None
+    text = read_text(Path(typed[1:])) if typed.startswith("@") else typed
+    if not text.strip():
+        raise UsageError("--prompt is empty")
+    is_numbers = all(word.isdecimal() for word in text.replace(",", " ").split())
+    return parse_tokens(text, "--prompt") if is_numbers else text

@@ -1,0 +1,287 @@
+"""`kvsight doctor` with a real broker, Redis and service: a broken part is the one that it names.
+
+The engine is simulated; its events go through the real plug-in, or through ZMQ to the real bridge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kv_events.kafka_clients import KafkaConnection
+from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka_topics import inspect_topics
+from kvsight import Client
+from tests.support.commands import kvsight
+from tests.support.engines.publishing_process import PublishingProcess
+from tests.support.engines.simulated_engine import SimulatedEngine
+from tests.support.servers.child_process import free_port
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.service_process import ServiceProcess, own_topics
+
+CHECKS = (
+    "broker",
+    "topics",
+    "retention",
+    "Redis",
+    "service",
+    "engine",
+    "events",
+    "clocks",
+    "block size",
+    "hash seed",
+    "answer",
+)
+WAIT_S = 2
+
+
+class Chain(NamedTuple):
+    """A deployment in which everything works."""
+
+    topics: dict[str, Any]
+    service: ServiceProcess
+    engine: SimulatedEngine
+    redis_url: str
+
+    def examine(self, *flags: object, **changed: object) -> Findings:
+        """Run the command for the whole chain. changed: other values of the flags; None leaves a flag out."""
+        usual = {"url": self.service.url, "engine": self.engine.url, "redis": self.redis_url, "wait": WAIT_S} | changed
+        return examine(self.topics, *flags, **usual)
+
+
+class Findings(NamedTuple):
+    """What the command found."""
+
+    code: int
+    broken: str | None
+    states: dict[str, str]
+    details: dict[str, str]
+    remedy: str
+
+
+def examine(environment: dict[str, str], *flags: object, **values: object) -> Findings:
+    typed = [part for name, value in values.items() if value is not None for part in (f"--{name}", value)]
+    done = kvsight("doctor", "--json", *typed, *flags, environment=environment)
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    checks = found["checks"]
+    assert [each["check"] for each in checks] == list(CHECKS[: len(checks)])
+    states = {each["check"]: each["state"] for each in checks}
+    return Findings(
+        done.returncode,
+        found["broken"],
+        states,
+        {each["check"]: each["detail"] for each in checks},
+        checks[-1]["remedy"],
+    )
+
+
+def assert_broken(found: Findings, check: str, *words: str) -> None:
+    """Exactly this check has failed, with these words, and there is something to do."""
+    assert (found.code, found.broken) == (1, check), found
+    assert [name for name, state in found.states.items() if state == "FAILED"] == [check]
+    assert found.remedy
+    for word in words:
+        assert word in found.details[check], found
+
+
+def create_topics(variables: dict[str, Any], retention_s: int = 3600) -> None:
+    names: dict[str, Any] = {name.removeprefix("KVSIGHT_").lower(): value for name, value in variables.items()}
+    settings = KafkaSettings(topic_retention_s=retention_s, **names)
+    asyncio.run(inspect_topics(KafkaConnection(settings), settings, create=True))
+
+
+@pytest.fixture(scope="module")
+def chain(kafka_bootstrap: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
+    topics = own_topics(kafka_bootstrap)
+    create_topics(topics)
+    folder = tmp_path_factory.mktemp("chain")
+    with (
+        ServiceProcess(folder, **topics) as service,
+        SimulatedEngine(KVSIGHT_WORKER="engine-0", **topics) as engine,
+    ):
+        service.wait_until_ready()
+        yield Chain(topics, service, engine, redis_url)
+
+
+def test_a_whole_chain_is_ok_with_a_simulated_engine(chain: Chain) -> None:
+    found = chain.examine()
+    assert (found.code, found.broken, list(found.states)) == (0, None, list(CHECKS)), found
+    assert set(found.states.values()) == {"ok"}, found
+    assert "4 of 4 pages" in found.details["answer"]
+    assert "1337" in found.details["hash seed"]
+
+
+def test_a_prompt_as_text_may_be_held_already_by_the_simulated_engine(chain: Chain) -> None:
+    text = "A text that is long enough for two pages."
+    first, second = (chain.examine(prompt=text, kafka=None) for _ in range(2))
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert first.details["events"] == "events of engine-0 arrive and store the prompt"
+    assert second.details["events"] == "events of engine-0 arrive and hold the prompt already"
+    assert "2 of 2 pages" in second.details["answer"]
+
+
+def test_parts_that_are_not_given_are_skipped(chain: Chain) -> None:
+    chain.engine.complete([1] * 16)
+    found = examine({}, url=chain.service.url, wait=WAIT_S)
+    assert found.code == 0, found
+    skipped = {name: found.details[name] for name, state in found.states.items() if state == "skipped"}
+    assert {name: why for name, why in skipped.items() if "--kafka" in why} == dict.fromkeys(CHECKS[:3], "no --kafka")
+    assert set(skipped) == {*CHECKS[:3], "Redis", "engine", "block size", "hash seed", "answer"}
+
+
+def test_a_broker_that_is_stopped_is_named(chain: Chain) -> None:
+    port = free_port()
+    assert_broken(chain.examine(kafka=f"127.0.0.1:{port}"), "broker", f"127.0.0.1:{port}: connection refused")
+
+
+def test_missing_topics_are_named(chain: Chain) -> None:
+    other = own_topics(chain.topics["KVSIGHT_KAFKA"])
+    found = examine(other, url=chain.service.url)
+    assert_broken(found, "topics", other["KVSIGHT_EVENTS_TOPIC"], other["KVSIGHT_CONTROL_TOPIC"])
+    assert "kvsight topics create" in found.remedy
+
+
+def test_topics_with_other_settings_are_named(chain: Chain) -> None:
+    found = examine({**chain.topics, "KVSIGHT_TOPIC_PARTITIONS": "20"}, url=chain.service.url)
+    assert_broken(found, "topics", "it has 8 partitions, and KVSIGHT_TOPIC_PARTITIONS is 20")
+
+
+def test_a_retention_shorter_than_the_interval_of_snapshots_is_named(chain: Chain) -> None:
+    found = chain.examine("--snapshot-interval-s", 7200)
+    assert_broken(found, "retention", "retention.ms=3600000 is shorter than KVSIGHT_SNAPSHOT_INTERVAL_S=7200")
+    assert found.remedy == "raise retention.ms"
+
+
+def test_a_stopped_redis_is_named(chain: Chain, redis_server: RedisServer) -> None:
+    redis_server.kill()
+    assert_broken(
+        chain.examine(redis=redis_server.url), "Redis", f"Redis at {redis_server.address}: connection refused"
+    )
+
+
+def test_a_service_that_is_not_ready_or_stopped_is_named(chain: Chain, tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path, KVSIGHT_KAFKA=f"127.0.0.1:{free_port()}") as service:
+        assert_broken(chain.examine(url=service.url), "service", "it is not ready: log unreadable")
+    found = chain.examine(url=service.url)
+    assert_broken(found, "service", service.url)
+    assert "kvsight serve" in found.remedy
+
+
+def test_a_stopped_engine_is_named(chain: Chain) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert_broken(chain.examine(engine=url), "engine", url)
+
+
+def test_a_silent_simulated_engine_is_named(chain: Chain) -> None:
+    chain.engine.complete([2] * 16)  # another worker of the same model is heard
+    with SimulatedEngine({"pages_emitted": 0}, KVSIGHT_WORKER="engine-1", **chain.topics) as silent:
+        found = chain.examine(engine=silent.url, worker="engine-1")
+    assert_broken(found, "events", "no record of worker engine-1 of model m arrived", "only of engine-0 of model m")
+
+
+def test_a_service_that_reads_another_topic_is_named(chain: Chain, tmp_path: Path) -> None:
+    other = own_topics(chain.topics["KVSIGHT_KAFKA"])
+    with ServiceProcess(tmp_path, **other) as service:
+        service.wait_until_ready()
+        found = chain.examine(url=service.url)
+    assert_broken(found, "events", "the service does not know any worker of model m")
+    assert "KVSIGHT_EVENTS_TOPIC" in found.remedy
+
+
+def test_the_wrong_clock_of_a_publisher_is_named(chain: Chain) -> None:
+    with PublishingProcess("ahead", clock_ahead_s=40, **chain.topics) as publisher:
+        publisher.store(1)
+        found = chain.examine(engine=None, worker="ahead")
+    assert_broken(found, "clocks", "the clock of publisher ahead is ", " s ahead")
+
+
+def test_the_wrong_clock_of_a_simulated_engine_is_named(chain: Chain) -> None:
+    with SimulatedEngine({"clock_ahead_s": -60}, KVSIGHT_WORKER="engine-2", **chain.topics) as late:
+        found = chain.examine(engine=late.url)
+    assert_broken(found, "clocks", "the clock of the engine is ", " s behind")
+
+
+def test_another_block_size_of_a_simulated_engine_is_named(chain: Chain) -> None:
+    with SimulatedEngine({"announced_block_size": 32}, KVSIGHT_WORKER="engine-3", **chain.topics) as engine:
+        found = chain.examine(engine=engine.url, worker="engine-3")
+    assert_broken(found, "block size", "the engine has pages of 32 tokens, the index pages of 16 tokens")
+
+
+def test_a_simulated_engine_registered_with_another_block_size_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    with ServiceProcess(tmp_path) as service, SimulatedEngine({"zmq_port": port}) as engine:
+        service.wait_until_ready()
+        with Client(service.url) as client:
+            client.register("engine-0", f"tcp://127.0.0.1:{port}", "m", 32)
+        found = examine({}, url=service.url, engine=engine.url, wait=10)
+    assert_broken(found, "block size", "engine-0: block size 16, registered with 32")
+
+
+def test_another_hash_seed_of_a_simulated_engine_is_named(chain: Chain) -> None:
+    with SimulatedEngine(KVSIGHT_WORKER="engine-4", KVSIGHT_HASH_SEED=7, **chain.topics) as engine:
+        found = chain.examine(engine=engine.url)
+        assert_broken(found, "hash seed", "none has a hash that the service computes")
+        assert "KVSIGHT_HASH_SEED" in found.remedy
+        knowing = Chain({**chain.topics, "KVSIGHT_HASH_SEED": "7"}, *chain[1:])
+        found = knowing.examine(engine=engine.url)
+        assert_broken(found, "hash seed", "hashed with the seed 7, and the service uses another")
+
+
+def test_pages_that_a_simulated_engine_does_not_announce_are_named(chain: Chain) -> None:
+    with SimulatedEngine({"pages_emitted": 3}, KVSIGHT_WORKER="engine-5", **chain.topics) as engine:
+        found = chain.examine(engine=engine.url)
+    assert_broken(found, "answer", "the engine reuses 4 pages of the prompt, the index has 3")
+
+
+def test_pages_that_a_simulated_engine_has_lost_in_silence_are_named(chain: Chain) -> None:
+    with SimulatedEngine({"pages_kept": 1}, KVSIGHT_WORKER="engine-6", **chain.topics) as engine:
+        found = chain.examine(engine=engine.url)
+    assert_broken(found, "answer", "the index has 4 pages of the prompt, the engine reuses 1")
+
+
+def test_a_simulated_engine_that_does_not_report_its_cache_is_compared_as_far_as_possible(chain: Chain) -> None:
+    with SimulatedEngine({"reports_cached": False}, KVSIGHT_WORKER="engine-7", **chain.topics) as engine:
+        found = chain.examine(engine=engine.url)
+    assert (found.code, found.states["answer"]) == (0, "skipped"), found
+    assert "the index has 4 of 4 pages" in found.details["answer"]
+    assert "--enable-prompt-tokens-details" in found.details["answer"]
+
+
+def test_people_read_one_line_for_each_check_and_what_to_do(chain: Chain) -> None:
+    done = kvsight("doctor", "--url", f"http://127.0.0.1:{free_port()}", environment=chain.topics)
+    assert done.returncode == 1
+    *ok, skipped, failed, remedy = done.stdout.splitlines()
+    assert [line.split()[:2] for line in ok] == [["ok", name] for name in CHECKS[:3]]
+    assert skipped == "skipped  Redis       no --redis"
+    assert failed.startswith("FAILED   service     http://127.0.0.1:")
+    assert remedy == "         what to do: start `kvsight serve`, or correct --url and --api-token"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--prompt", "1 2"], "--prompt needs --engine"),
+        (["--engine", "engine-0:8000"], "--engine: got 'engine-0:8000', expected an address such as http://HOST:PORT"),
+        (["--engine", "http://h", "--prompt", " "], "--prompt is empty"),
+        (["--engine", "http://h", "--prompt", "1 99999999999"], "--prompt: got '99999999999', expected integers"),
+        (["--engine", "http://h", "--engine-token-file", "/nowhere"], "--engine-token-file: got '/nowhere'"),
+        (["--wait", "0"], "--wait: got '0', expected a number greater than or equal to 0.1"),
+    ],
+)
+def test_wrong_input_is_one_line(flags: list[str], line: str) -> None:
+    done = kvsight("doctor", *flags)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
+    assert done.stderr.startswith(f"kvsight: {line}")
+
+
+def test_a_prompt_shorter_than_a_page_is_one_line(chain: Chain) -> None:
+    done = kvsight("doctor", "--url", chain.service.url, "--engine", chain.engine.url, "--prompt", "1 2 3")
+    assert done.returncode == 2
+    assert done.stderr == "kvsight: --prompt has 3 tokens; give more than 16, one page\n"
