@@ -17,6 +17,7 @@ from bridge.naming.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
+from bridge.stream.inbox import Inboxes
 from bridge.stream.replay import ReplayClient
 from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
@@ -60,14 +61,16 @@ class EngineReader:
         registry: StreamRegistry,
         decoder: Decoder,
         threads: WorkerThreads,
+        inboxes: Inboxes,
     ) -> None:
-        """engine: one rank. threads: shared by the whole fleet."""
+        """engine: one rank. threads, inboxes: shared by the whole fleet."""
         self.engine = engine
         self.counters = BridgeCounters()
         self._context = context
         self._registry = registry
         self._decoder = decoder
         self._threads = threads
+        self._inboxes = inboxes
         self._limited_logger = RateLimitedLogger(logger, f"engine {engine.worker or engine.endpoint}")
         self._failure: str | None = None
         self._engine_streams: OrderedDict[str, EngineStream] = OrderedDict()  # by topic; least recently heard first
@@ -128,6 +131,7 @@ class EngineReader:
             self._registry.settings,
             self.counters,
             self._limited_logger,
+            self._inboxes,
             self._stream_of_topic,
             lambda: list(self._engine_streams.values()),
             self._tidy_up,

@@ -1,4 +1,4 @@
-"""The engines' own event protocol over ZMQ: frames of live messages and of replays. No sockets here.
+"""The engines' own event protocol over ZMQ: frames of replays, and topics. No sockets here.
 
 vLLM defined the protocol and SGLang follows it. A PUB socket sends `topic, sequence number, batch`. A ROUTER socket
 replays the batches that it still keeps, in one of two layouts, and ends an answer with a marker.
@@ -24,14 +24,6 @@ class FrameError(KvsightError):
     """A message does not have the frames of the protocol."""
 
 
-class LiveMessage(NamedTuple):
-    """A message of the PUB socket."""
-
-    topic: str
-    seq: int
-    payload: Payload
-
-
 class ReplayMessage(NamedTuple):
     """A message of the replay socket: a batch, or the end marker."""
 
@@ -55,13 +47,6 @@ class PodTopic(NamedTuple):
 def seq_frame(seq: int) -> bytes:
     """The frame of a sequence number."""
     return seq.to_bytes(SEQ_BYTES, "big")
-
-
-def parse_live(frames: Sequence[Payload]) -> LiveMessage:
-    """Read `topic, seq, payload`. A topic that is not UTF-8 is read with replacement characters. Raises FrameError."""
-    if len(frames) != 3 or len(frames[1]) != SEQ_BYTES:
-        raise FrameError(f"{len(frames)} frames of {[len(frame) for frame in frames[:4]]} bytes")
-    return LiveMessage(bytes(frames[0]).decode(errors="replace"), int.from_bytes(frames[1], "big"), frames[2])
 
 
 def parse_replay(frames: Sequence[bytes]) -> ReplayMessage:

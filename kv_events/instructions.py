@@ -113,6 +113,30 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
+def address_of(_typing: Any, array: Any, index: Any) -> Any:
+    """Return the address of an array's element as a u64. The caller checks the bounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(_element(context, builder, signature, args), _WORD64)
+
+    return types.uint64(array, types.int64), codegen
+
+
+@intrinsic
+def call_native(_typing: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
+    """Call a C function by its address, with three u64 as integers or pointers. Returns its result as a u64.
+
+    A function with fewer parameters ignores the others. The upper half of a 32-bit result is not defined.
+    """
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORD64, [_WORD64] * 3)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.uint64(types.uint64, types.uint64, types.uint64, types.uint64), codegen
+
+
+@intrinsic
 def lanes_equal(_typing: Any, array: Any, index: Any, mask: Any, wanted: Any) -> Any:
     """Compare NUM_LANES elements of a u64 array, from `index` on.
 

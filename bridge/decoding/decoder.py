@@ -7,18 +7,18 @@ signed, unsigned or as bytes, tokens or pairs of tokens, missing and unknown fie
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from bridge.decoding import batch_kernels as batches
 from bridge.decoding import event_rows as columns
 from bridge.decoding.event_rows import ScannedEvents
 from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
+from bridge.decoding.payloads import Payloads
 from bridge.decoding.run_kernels import begin_run
 from bridge.decoding.runs import BadEvent, ClearedRun, Location, MixedRun, PageEvents, RemovedRun, Run, StoredRun
 from bridge.decoding.scan_kernels import scan_batches
@@ -72,23 +72,21 @@ class Decoder(threading.local):
 
     def decode(self, payload: Payload) -> Batch:
         """Decode one payload. Raises UndecodableError."""
-        parts = self.decode_all([payload])
+        parts = self.decode_all(Payloads.of([payload]))
         first = next(parts)
         if isinstance(first, UnreadableBatch):
             raise UndecodableError(first.reason)
         more = (part.runs for part in parts if isinstance(part, Batch))
         return first._replace(runs=chain(first.runs, chain.from_iterable(more)))
 
-    def decode_all(self, payloads: Sequence[Payload]) -> Iterator[Batch | UnreadableBatch]:
+    def decode_all(self, payloads: Payloads) -> Iterator[Batch | UnreadableBatch]:
         """Decode consecutive payloads, with those of one rank in one batch."""
-        if max(map(len, payloads), default=0) > MAX_PAYLOAD_BYTES:
-            readable = [payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads]
-        else:
-            readable = list(payloads)
-        joined = b"".join(readable)  # a single payload of bytes is not copied
-        if len(self._events.hashes) <= len(joined):
-            self._make_room(len(joined))
-        return self._batches(payloads, joined, np.array([0, *accumulate(map(len, readable))], np.int64))
+        readable = payloads
+        if payloads.longest > MAX_PAYLOAD_BYTES:
+            readable = Payloads.of([payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads])
+        if len(self._events.hashes) <= readable.num_bytes:
+            self._make_room(readable.num_bytes)
+        return self._batches(payloads, readable)
 
     def _make_room(self, num_bytes: int) -> None:
         """Make buffers for the events of payloads with this total size."""
@@ -104,22 +102,21 @@ class Decoder(threading.local):
         )
         self._resident = resident(self._events)
 
-    def _batches(
-        self, payloads: Sequence[Payload], joined: bytes, borders: npt.NDArray[np.int64]
-    ) -> Iterator[Batch | UnreadableBatch]:
-        data, header = np.frombuffer(joined, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
+    def _batches(self, payloads: Payloads, readable: Payloads) -> Iterator[Batch | UnreadableBatch]:
+        """readable: the payloads, empty where one is too large."""
+        data, header = np.frombuffer(readable.data, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
         number = 0
         while number < len(payloads):
-            is_read = scan_batches(data, borders, header, self._resident)
+            is_read = scan_batches(data, readable.borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
-                yield Batch(None if rank < 0 else rank, num_bad_ranks, self._runs(joined, num_rows))
+                yield Batch(None if rank < 0 else rank, num_bad_ranks, self._runs(readable.data, num_rows))
             else:
                 size = len(payloads[number - 1])
                 limit = f", at most {MAX_PAYLOAD_BYTES}" if size > MAX_PAYLOAD_BYTES else " that are not an event batch"
                 yield UnreadableBatch(number - 1, f"{size} bytes{limit}")
 
-    def _runs(self, data: bytes, num_rows: int) -> Iterator[tuple[Run, int]]:
+    def _runs(self, data: memoryview, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._events.rows[:num_rows, columns.CONTINUES] == 0).tolist()
         for start, stop in pairwise([*begins, num_rows]):
             try:
@@ -129,7 +126,7 @@ class Decoder(threading.local):
             else:
                 yield run, stop - start
 
-    def _run(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
+    def _run(self, data: memoryview, row: _Row, start: int, stop: int) -> Run:
         """The run of events start:stop. row: that of the first. Raises one of _UNREADABLE."""
         match row[columns.KIND]:
             case columns.STORED | columns.REMOVED:
@@ -137,11 +134,11 @@ class Decoder(threading.local):
             case columns.CLEARED:
                 return ClearedRun()
             case columns.MOONCAKE_EVENT:
-                return decode_mooncake_event(memoryview(data)[row[columns.START] : row[columns.STOP]])
+                return decode_mooncake_event(data[row[columns.START] : row[columns.STOP]])
             case kind:
                 return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE)
 
-    def _single(self, data: bytes, number: int) -> Run:
+    def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
         begin_run.py_func(self._events.rows, number)
         self._events.location_indices[number] = 0
@@ -150,10 +147,10 @@ class Decoder(threading.local):
             return self._run(data, row, number, number + 1)
         except _UNREADABLE:
             is_mooncake_event = row[columns.KIND] == columns.MOONCAKE_EVENT
-            event = memoryview(data)[row[columns.START] : row[columns.STOP]]
+            event = data[row[columns.START] : row[columns.STOP]]
             return BadEvent("field", may_remove(event) if is_mooncake_event else row[columns.KIND] != columns.STORED)
 
-    def _pages(self, data: bytes, row: _Row, start: int, stop: int) -> Run:
+    def _pages(self, data: memoryview, row: _Row, start: int, stop: int) -> Run:
         last = row if stop == start + 1 else self._events.rows[stop - 1].tolist()
         hashes = self._events.hashes[row[columns.HASH_FROM] : last[columns.HASH_TO]]
         attention_group = None if row[columns.GROUP] < 0 else row[columns.GROUP]
@@ -178,10 +175,12 @@ class Decoder(threading.local):
         )
 
 
-def _stored(data: bytes, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None) -> StoredRun:
+def _stored(
+    data: memoryview, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None
+) -> StoredRun:
     """row: of the store that the run is described by."""
     lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
-    extra = memoryview(data)[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
+    extra = data[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
     return StoredRun(
         events,
         tokens,
@@ -197,14 +196,14 @@ def _stored(data: bytes, row: _Row, events: PageEvents, tokens: U32Array, attent
     )
 
 
-def _location(data: bytes, row: _Row) -> Location:
+def _location(data: memoryview, row: _Row) -> Location:
     return Location(_text(data, row, columns.MEDIUM), _text(data, row, columns.LOCALITY))
 
 
-def _text(data: bytes, row: _Row, column: int) -> str:
+def _text(data: memoryview, row: _Row, column: int) -> str:
     length = row[column + 1]
     if not length:
         return ""
     if length > _MAX_NAME_BYTES:
         raise msgspec.ValidationError(f"a name of {length} bytes")
-    return data[row[column] : row[column] + length].decode()
+    return str(data[row[column] : row[column] + length], "utf-8")

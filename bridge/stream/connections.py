@@ -41,11 +41,3 @@ class Connections:
             self._begun.remove(descriptor)
             self._made.add(descriptor)
         return descriptor in self._made
-
-
-def descriptor_of(frame: zmq.Frame) -> int:
-    """File descriptor of the connection that a frame arrived over; -1 for one sent within the process."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 
 import zmq.asyncio
@@ -15,12 +14,13 @@ from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.naming.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
+from bridge.stream.live_batches import LiveBatches
 from bridge.stream.rank_streams import RankStreams
 from bridge.stream.replay import ReplayClient, ReplayError, ReplayInterruptedError, ReplayUnreachableError
 from bridge.stream.sequence_check import RestartLimit, SequenceCheck, Verdict
 from bridge.worker_stream import StreamStatus
 from bridge.worker_threads import WorkerThreads
-from kv_events.engine_wire import LiveMessage, Payload
+from kv_events.engine_wire import Payload
 from kv_events.streams import StreamId
 
 logger = logging.getLogger(__name__)
@@ -92,38 +92,45 @@ class EngineStream:
         """Note whether messages of the engine arrive. False at first, and after an outage until the next message."""
         self._rank_streams.set_receiving(is_receiving and not self._restart_limit.is_exceeded())
 
-    async def take_live(self, messages: Sequence[LiveMessage]) -> None:
-        """Apply the next messages of the live stream, in order."""
+    async def take_live(self, batches: LiveBatches) -> None:
+        """Apply the next batches of the live stream, in order. They are not used after the call."""
         taken = 0
         self.last_message_at = time.monotonic()
-        while taken < len(messages) and not self._restart_limit.is_exceeded():
-            taken += await self._threads.run(
-                sum(len(m.payload) for m in messages), self._take_in_order, messages, taken
-            )
-            if taken < len(messages):
-                await self._take_out_of_order(messages[taken])
+        while taken < len(batches.seqs) and not self._restart_limit.is_exceeded():
+            taken += await self._threads.run(batches.payloads.num_bytes, self._take_in_order, batches, taken)
+            if taken < len(batches.seqs):
+                await self._take_out_of_order(*batches.one(taken))
                 taken += 1
                 await self._apply_waiting()
                 await asyncio.sleep(0)
-        self._counters.stale_batches += len(messages) - taken
+        self._counters.stale_batches += len(batches.seqs) - taken
         await self._rank_streams.settle()
 
-    def _take_in_order(self, messages: Sequence[LiveMessage], start: int) -> int:
-        """Apply messages while they are in order. Returns how many. May run on any thread."""
-        for number in range(start, len(messages)):
-            _, seq, payload = messages[number]
-            verdict = self._sequence.judge(seq, payload)
-            if verdict in (Verdict.GAP, Verdict.RESTART):
-                break
-            self._take(seq, payload, verdict)
-        else:
-            number = len(messages)
+    def _take_in_order(self, batches: LiveBatches, start: int) -> int:
+        """Apply batches while they are in order. Returns how many. May run on any thread."""
+        number = start
+        while number < len(batches.seqs):
+            if num_next := self._sequence.num_in_order(batches.seqs[number:]):
+                self._take_next(batches.part(number, number + num_next))
+                number += num_next
+            else:
+                seq, payload = batches.one(number)
+                verdict = self._sequence.judge(seq, payload)
+                if verdict in (Verdict.GAP, Verdict.RESTART):
+                    break
+                self._take(seq, payload, verdict)
+                number += 1
         self._rank_streams.apply_waiting()
         return number - start
 
-    async def _take_out_of_order(self, message: LiveMessage) -> None:
-        """Apply a message that is out of order, after finding out what happened before it."""
-        _, seq, payload = message
+    def _take_next(self, batches: LiveBatches) -> None:
+        """Apply batches each of which is the expected one."""
+        self._contradictions = 0
+        self._sequence.applied_live(*batches.one(len(batches.seqs) - 1))
+        self._rank_streams.apply(batches)
+
+    async def _take_out_of_order(self, seq: int, payload: Payload) -> None:
+        """Apply a batch that is out of order, after finding out what happened before it."""
         if (
             await self._resolve(seq, payload, self._sequence.judge(seq, payload))
             and not self._restart_limit.is_exceeded()

@@ -11,6 +11,7 @@ from bridge.decoding.mooncake_events import MooncakeEvent
 from bridge.decoding.runs import BadEvent, Run
 from bridge.naming.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
+from bridge.stream.live_batches import LiveBatches
 from bridge.worker_stream import StreamStatus, WorkerStream
 from kv_events.engine_wire import Payload
 from kv_events.limits import MAX_DP_RANK
@@ -66,19 +67,25 @@ class RankStreams:
 
     def apply_waiting(self) -> None:
         """Decode and apply the batches that wait."""
-        waiting, self._waiting, self.waiting_bytes = self._waiting, [], 0
-        if not waiting:
-            return
-        self._counters.batches += len(waiting)
+        if self._waiting:
+            waiting, self._waiting, self.waiting_bytes = self._waiting, [], 0
+            self._apply_or_lose(LiveBatches.of(waiting))
+
+    def apply(self, batches: LiveBatches) -> None:
+        """Decode and apply the next batches."""
+        self.apply_waiting()
+        self._apply_or_lose(batches)
+
+    def _apply_or_lose(self, batches: LiveBatches) -> None:
+        self._counters.batches += len(batches.seqs)
         if self.failure is not None:
             self._is_incomplete = True
         try:
-            self._apply_all(waiting)
+            self._apply_all(batches)
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
-            self._limited_logger.warning(
-                "batches %d to %d cannot be applied", waiting[0][0], waiting[-1][0], error=error
-            )
-            self.lose(len(waiting))
+            between = int(batches.seqs[0]), int(batches.seqs[-1])
+            self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
+            self.lose(len(batches.seqs))
 
     def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first."""
@@ -136,10 +143,10 @@ class RankStreams:
         """See `RateLimitedLogger.warning`."""
         self._limited_logger.warning(template, *facts)
 
-    def _apply_all(self, waiting: list[tuple[int, Payload]]) -> None:
-        for batch in self._decoder.decode_all([payload for _, payload in waiting]):
+    def _apply_all(self, batches: LiveBatches) -> None:
+        for batch in self._decoder.decode_all(batches.payloads):
             if isinstance(batch, UnreadableBatch):
-                seq, payload = waiting[batch.number]
+                seq, payload = batches.one(batch.number)
                 self._counters.undecodable += 1
                 self._limited_logger.warning("batch %d: %s", seq, batch.reason)
                 if payload:
@@ -149,14 +156,14 @@ class RankStreams:
             stream = self._stream(batch.rank)
             for run, num_events in batch.runs:
                 self._counters.events += num_events
-                self._apply(run, stream)
+                self._apply_run(run, stream)
                 if isinstance(run, BadEvent):
-                    between = waiting[0][0], waiting[-1][0]
+                    between = int(batches.seqs[0]), int(batches.seqs[-1])
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
                         self.lose(1)
 
-    def _apply(self, run: Run, stream: WorkerStream | None) -> None:
+    def _apply_run(self, run: Run, stream: WorkerStream | None) -> None:
         if isinstance(run, MooncakeEvent) and run.dp_rank is not None:
             stream = self._stream(run.dp_rank)
         if stream is not None:

@@ -1,7 +1,7 @@
 """Whether the next batch of an engine is the one that follows. Judged by sequence number and content; no I/O.
 
 The protocol does not mark restarts. An engine was restarted if its numbers went back, or if a number came again with
-different content. So the content of the last batch is kept, and a hash of those that were replayed before it.
+different content. So a hash of the content is kept, of the last batch and of those that were replayed before it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import time
 from collections import OrderedDict, deque
 from enum import Enum, auto
 
+import numpy as np
 import xxhash
 
 from kv_events.engine_wire import Payload
+from kv_events.hashing import U64Array
 
 _MAX_AHEAD = 100_000
 _MANY_RESTARTS, _MANY_WITHIN_S, _QUIET_S = 10, 10.0, 30.0
@@ -42,9 +44,8 @@ class SequenceCheck:
         """Begin with another incarnation, whose numbers start again."""
         self.expected = 0
         """Number of the next batch to apply."""
-        self._last_applied: Payload | None = None  # content of the batch before it
-        self._last_live = -1
-        self._last_live_payload: Payload = b""
+        self._last_applied: int | None = None  # content hash of the batch before it
+        self._last_live, self._last_live_content = -1, 0
         self._ahead: OrderedDict[int, int] = OrderedDict()  # number -> content hash, of replayed batches
 
     @property
@@ -55,31 +56,47 @@ class SequenceCheck:
     def judge(self, seq: int, payload: Payload) -> Verdict:
         """Judge a live batch. Changes nothing."""
         if seq <= self._last_live:
-            is_last_again = seq == self._last_live and payload == self._last_live_payload
+            is_last_again = seq == self._last_live and _content_hash(payload) == self._last_live_content
             return Verdict.DUPLICATE if is_last_again else Verdict.RESTART
         if seq < self.expected:
             known = self._ahead.get(seq)
             return Verdict.DUPLICATE if known is None or known == _content_hash(payload) else Verdict.RESTART
         return Verdict.APPLY if seq == self.expected else Verdict.GAP
 
+    def num_in_order(self, seqs: U64Array) -> int:
+        """How many of these live batches, from the first one on, are to be applied: each is the expected one."""
+        if not len(seqs) or int(seqs[0]) != self.expected or self._last_live >= self.expected:
+            return 0
+        follows = (np.diff(seqs) == 1) & (seqs[1:] > 0)  # the highest number is followed by none
+        return len(seqs) if follows.all() else int(np.argmin(follows)) + 1
+
+    def applied_live(self, seq: int, payload: Payload) -> None:
+        """Note the last one of several live batches that were in order and were applied."""
+        content = _content_hash(payload)
+        self._note_live(seq, content)
+        self._last_applied, self.expected = content, seq + 1
+
     def note_live(self, seq: int, payload: Payload) -> None:
         """Note a live batch of this incarnation."""
-        self._last_live, self._last_live_payload = seq, payload
+        self._note_live(seq, _content_hash(payload))
+
+    def _note_live(self, seq: int, content: int) -> None:
+        self._last_live, self._last_live_content = seq, content
         while self._ahead and next(iter(self._ahead)) <= seq:
             self._ahead.popitem(last=False)
 
     def applied(self, seq: int, payload: Payload) -> None:
         """Note a batch that was applied. Batches missing before it are no longer expected."""
         self.expected = seq + 1
-        self._last_applied = payload
+        content = self._last_applied = _content_hash(payload)
         if seq > self._last_live:
-            self._ahead[seq] = _content_hash(payload)
+            self._ahead[seq] = content
             if len(self._ahead) > _MAX_AHEAD:
                 self._ahead.popitem(last=False)
 
     def is_last_applied(self, payload: Payload) -> bool:
         """Whether this is the content of the batch before the expected one."""
-        return payload == self._last_applied
+        return _content_hash(payload) == self._last_applied
 
 
 class RestartLimit:

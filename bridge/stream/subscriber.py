@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from enum import Enum
 
 import zmq
@@ -15,18 +15,16 @@ from zmq.utils.monitor import parse_monitor_message
 
 from bridge.counters import BridgeCounters
 from bridge.settings import BridgeSettings, EngineSettings
-from bridge.stream.connections import CONNECTION_EVENTS, Connections, descriptor_of
+from bridge.stream.connections import CONNECTION_EVENTS, Connections
 from bridge.stream.engine_stream import EngineStream
+from bridge.stream.inbox import Inbox, Inboxes
 from bridge.stream.reachability import why_unreachable
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.endpoints import is_ipv6
-from kv_events.engine_wire import FrameError, LiveMessage, Payload, parse_live
 from kv_events.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES_AT_A_TIME = 256
-_BYTES_AT_A_TIME = 2**22
 _MAX_QUEUED = 10_000
 """Messages that wait during a replay. More than that leave a gap, which is then replayed, too."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
@@ -55,6 +53,7 @@ class Subscriber:
         settings: BridgeSettings,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
+        inboxes: Inboxes,
         stream_of_topic: Callable[[str], EngineStream | None],
         engine_streams: Callable[[], list[EngineStream]],
         tidy_up: Callable[[], Awaitable[None]],
@@ -70,6 +69,7 @@ class Subscriber:
         self._settings = settings
         self._counters = counters
         self._limited_logger = limited_logger
+        self._inboxes = inboxes
         self._stream_of_topic = stream_of_topic
         self._engine_streams = engine_streams
         self._tidy_up = tidy_up
@@ -109,7 +109,7 @@ class Subscriber:
                 if monitor in ready:
                     if self._engine.worker is not None and self._engine.replay_endpoint is None:
                         # messages of the old connection must not count for the new one
-                        await self._read(reader, at_most=_MAX_QUEUED)
+                        await self._read(reader, _MAX_QUEUED)
                     await self._watch(socket)
                 if socket in ready:
                     await self._read(reader)
@@ -139,10 +139,26 @@ class Subscriber:
         socket.setsockopt(zmq.SUBSCRIBE, self._engine.topic.encode())
         return socket
 
-    async def _read(self, reader: zmq.Socket[bytes], at_most: int = _MESSAGES_AT_A_TIME) -> None:
-        """Read waiting messages, up to a limit so that other engines get their turn."""
+    async def _read(self, reader: zmq.Socket[bytes], at_least: int = 1) -> None:
+        """Read messages that wait: many at once, then until there are no more or `at_least` were read."""
         self.last_message_at = time.monotonic()
-        for engine_stream, connection, messages in self._received(reader, at_most):
+        with self._inboxes.one() as inbox:
+            num_read, has_more = 0, True
+            while has_more and num_read < at_least:
+                has_more = inbox.receive(reader, with_topics=self._engine.worker is None)
+                num_read += len(inbox) + inbox.num_bad
+                await self._take(inbox)
+
+    async def _take(self, inbox: Inbox) -> None:
+        """Pass messages to the engine streams that sent them."""
+        if inbox.num_bad:
+            self._counters.undecodable += inbox.num_bad
+            self._limited_logger.warning("a message is left out: %d frames of %s bytes", *inbox.bad_sizes)
+        for topic, connection, batches in inbox:
+            engine_stream = self._stream_of_topic(topic)
+            if engine_stream is None:
+                self._counters.undecodable += len(batches.seqs)
+                continue
             is_connected = self._connections.note_message(connection)
             if not is_connected:  # lost, or the monitor has not reported it yet
                 self._take_events()
@@ -154,41 +170,7 @@ class Subscriber:
                 engine_stream.connection = connection
             if self._away_since is None and engine_stream.lost_at is None:
                 engine_stream.set_receiving(True)
-            await engine_stream.take_live(messages)
-
-    def _received(
-        self, reader: zmq.Socket[bytes], at_most: int
-    ) -> Iterator[tuple[EngineStream, int, list[LiveMessage]]]:
-        """Yield waiting messages, batched while engine stream and connection stay the same, up to a number of bytes."""
-        sender: tuple[EngineStream, int] | None = None
-        messages: list[LiveMessage] = []
-        num_bytes = 0
-        for _ in range(at_most):
-            try:
-                frames, connection = _receive(reader)
-            except zmq.Again:
-                break
-            message = self._parsed(frames)
-            engine_stream = None if message is None else self._stream_of_topic(message.topic)
-            if message is None or engine_stream is None:
-                self._counters.undecodable += 1
-                continue
-            this_sender = engine_stream, connection
-            if sender is not None and (this_sender != sender or num_bytes > _BYTES_AT_A_TIME):
-                yield *sender, messages
-                messages, num_bytes = [], 0
-            sender = this_sender
-            messages.append(message)
-            num_bytes += len(message.payload)
-        if sender is not None:
-            yield *sender, messages
-
-    def _parsed(self, frames: list[Payload]) -> LiveMessage | None:
-        try:
-            return parse_live(frames)
-        except FrameError as error:
-            self._limited_logger.warning("a message is left out: %s", error)
-            return None
+            await engine_stream.take_live(batches)
 
     async def _watch(self, live: zmq.asyncio.Socket) -> None:
         """Follow the connection. After a reconnect, the engine may be another incarnation."""
@@ -254,15 +236,3 @@ class Subscriber:
         if self._away_since is not None:
             waits.append(self._away_since + self._settings.bridge_away_s - time.monotonic())
         return max(1, int(1000 * min(wait for wait in waits if wait > 0 or len(waits) == 1) or 1))
-
-
-def _receive(reader: zmq.Socket[bytes]) -> tuple[list[Payload], int]:
-    """A message's frames and its connection. Only the last frame may be large; it is not copied. Raises zmq.Again."""
-    frame = reader.recv(zmq.NOBLOCK, copy=False)
-    connection = descriptor_of(frame)
-    frames: list[Payload] = []
-    while frame.more:
-        frames.append(frame.bytes)
-        frame = reader.recv(zmq.NOBLOCK, copy=False)
-    frames.append(frame.buffer)
-    return frames, connection

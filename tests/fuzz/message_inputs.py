@@ -17,15 +17,18 @@ from bridge.naming.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.shared_sink import SharedSink
 from bridge.stream.engine_stream import EngineStream
+from bridge.stream.inbox import Inbox
+from bridge.stream.live_batches import LiveBatches
 from bridge.stream.subscriber import ConnectionState
 from bridge.worker_threads import WorkerThreads
-from kv_events.engine_wire import FrameError, LiveMessage, ReplayMessage, parse_live, parse_replay, parse_topic
+from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay
 from kv_events.memory_log import MemoryLog
 from kv_events.streams import StreamId
 from publisher import PublisherSettings
 from publisher.sinks import MemorySink
 from publisher.sinks.zmq_replay import KeptBatches, ReplaySocket
 from tests.fuzz.engine_inputs import PAYLOADS
+from tests.support.bridge.inboxes import of_protocol, received
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import END, ZmqEngine
 from tests.support.servers.child_process import free_port
@@ -59,13 +62,27 @@ def _joined(*frames: bytes) -> bytes:
     return b"".join(len(frame).to_bytes(3, "little") + frame for frame in frames)
 
 
-def run_frames(data: bytes) -> None:
-    """Read the bytes as a live message and as a replay answer."""
-    frames = _frames(data)
-    with contextlib.suppress(FrameError):
-        parse_topic(parse_live(frames).topic)
-    with contextlib.suppress(FrameError):
-        parse_replay(frames)
+class FramesTarget:
+    """Messages of a publisher, received together, and a replay answer."""
+
+    def __init__(self) -> None:
+        context = zmq.Context()
+        self._sender, self._reader = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._sender.bind("inproc://frames")
+        self._reader.connect("inproc://frames")
+        self._inbox = Inbox()
+
+    def __call__(self, data: bytes) -> None:
+        frames = _frames(data)
+        with contextlib.suppress(FrameError):
+            parse_replay(frames)
+        messages = [frames[:3], frames[3:6], frames[6:], frames, [b"kv@w@m", bytes(8), b"last"]]
+        sent = [message for message in messages if message]
+        for with_topics in (False, True):
+            for message in sent:
+                self._sender.send_multipart(message)
+            found = received(self._inbox, self._reader, with_topics=with_topics)
+            assert found == of_protocol(sent, with_topics=with_topics)
 
 
 class ReplayTarget:
@@ -98,7 +115,7 @@ class ReplayTarget:
         )
         await engine_stream.open()
         for message in messages[: len(messages) // 2]:
-            await engine_stream.take_live([LiveMessage("", abs(message.seq), message.payload)])
+            await engine_stream.take_live(LiveBatches.of([(abs(message.seq), message.payload)]))
         await engine_stream.close(0.0, clear=True)
 
 

@@ -23,8 +23,8 @@ from tests.fuzz.message_inputs import (
     NUMBERED,
     REQUESTS,
     TOPICS,
+    FramesTarget,
     ReplayTarget,
-    run_frames,
     run_messages,
     run_request,
 )
@@ -44,7 +44,7 @@ def targets() -> dict[str, Target]:
     return {
         "bridge payload": Target(PAYLOADS, BridgeTarget()),
         "polled events": Target(POLLED, run_polled),
-        "frames": Target(FRAMES, run_frames),
+        "frames": Target(FRAMES, FramesTarget()),
         "topic": Target(TOPICS, run_messages),
         "replay": Target(NUMBERED, ReplayTarget()),
         "replay request": Target(REQUESTS, run_request),

@@ -6,7 +6,6 @@ import pytest
 
 from kv_events.engine_wire import (
     FrameError,
-    parse_live,
     parse_replay,
     parse_replay_request,
     parse_topic,
@@ -15,20 +14,6 @@ from kv_events.engine_wire import (
 
 SEQ = (258).to_bytes(8, "big")
 END = b"\xff" * 8
-
-
-def test_a_live_message_has_topic_number_and_payload() -> None:
-    assert parse_live([b"kv", SEQ, b"data"]) == ("kv", 258, b"data")
-
-
-@pytest.mark.parametrize("frames", [[], [b"", SEQ], [b"", b"\1", b""], [b"", SEQ + b"\0", b""], [b"", SEQ, b"", b""]])
-def test_other_frames_are_refused(frames: list[bytes]) -> None:
-    with pytest.raises(FrameError):
-        parse_live(frames)
-
-
-def test_a_topic_that_is_no_text_is_taken() -> None:
-    assert parse_live([b"\xff", SEQ, b""]).seq == 258
 
 
 @pytest.mark.parametrize("frames", [[b"", SEQ, b"data"], [b"", b"topic", SEQ, b"data"], [SEQ, b"data"]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from bridge.stream.sequence_check import SequenceCheck, Verdict
 
 
@@ -60,3 +62,34 @@ def test_after_a_restart_everything_starts_again() -> None:
     sequence.restart()
     assert not sequence.has_begun
     assert live(sequence, 0, b"x") is Verdict.APPLY
+
+
+def test_batches_in_their_order_are_counted_up_to_the_first_that_is_not() -> None:
+    sequence = begun(b"a", b"b")
+    for seqs, num in (([2, 3, 4], 3), ([2, 3, 5, 6], 2), ([2, 2, 3], 1), ([3], 0), ([1, 2], 0), ([], 0)):
+        assert sequence.num_in_order(np.array(seqs, np.uint64)) == num
+
+
+def test_the_highest_number_is_followed_by_none() -> None:
+    sequence = SequenceCheck()
+    sequence.applied(2**64 - 2, b"a")
+    sequence.note_live(2**64 - 2, b"a")
+    assert sequence.num_in_order(np.array([2**64 - 1, 0, 1], np.uint64)) == 1
+
+
+def test_batches_that_are_applied_together_are_as_if_applied_one_by_one() -> None:
+    sequence = begun(b"a")
+    sequence.applied_live(3, b"d")
+    assert sequence.expected == 4
+    assert sequence.is_last_applied(b"d")
+    assert live(sequence, 3, b"d") is Verdict.DUPLICATE
+    assert live(sequence, 3, b"x") is Verdict.RESTART
+    assert live(sequence, 4, b"e") is Verdict.APPLY
+
+
+def test_batches_after_replayed_ones_are_in_order_once_the_replayed_ones_came() -> None:
+    sequence = begun(b"a")
+    sequence.applied(1, b"b")
+    assert sequence.num_in_order(np.array([1, 2], np.uint64)) == 0
+    assert live(sequence, 1, b"b") is Verdict.DUPLICATE
+    assert sequence.num_in_order(np.array([2, 3], np.uint64)) == 2

@@ -1,0 +1,166 @@
+"""Live messages of a ZMQ socket, many at a time. They stay in place until they are applied."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import zmq
+
+from bridge.decoding.payloads import Payloads
+from bridge.stream.live_batches import LiveBatches
+from bridge.stream.receive_kernels import (
+    BAD_SHAPE,
+    MAX_TOPIC_BYTES,
+    NO_ROOM,
+    NUM_BAD,
+    NUM_BYTES,
+    NUM_COUNTS,
+    NUM_MESSAGES,
+    NUM_SENDER_COLUMNS,
+    NUM_SENDERS,
+    SHAPE_SIZE,
+    InboxArrays,
+    receive_messages,
+)
+from kv_events.bundles import resident
+from kv_events.hashing import U64Array
+
+_MESSAGES = 4096
+_BYTES = 2**20
+"""A pass ends with the message that fills this."""
+_ROOM_BYTES = 2 * _BYTES
+"""More are only kept until the pass after."""
+_TOPIC_BYTES = 16 * MAX_TOPIC_BYTES
+_FRAME_WORDS = 8  # zmq_msg_t has 64 bytes
+
+
+class Sent(NamedTuple):
+    """Consecutive messages of one sender."""
+
+    topic: str
+    """Empty unless topics tell senders apart."""
+    connection: int
+    """File descriptor of the connection that they arrived over; -1 if they were sent within the process."""
+    batches: LiveBatches
+
+
+class Inbox:
+    """Room for the messages of one pass. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._arrays = InboxArrays(
+            _functions(),
+            np.zeros(_FRAME_WORDS, np.uint64),
+            np.zeros(NUM_COUNTS, np.int64),
+            np.empty(_ROOM_BYTES, np.uint8),
+            np.zeros(_MESSAGES + 1, np.int64),
+            np.empty(_MESSAGES, np.uint64),
+            np.empty((_MESSAGES, NUM_SENDER_COLUMNS), np.int64),
+            np.empty(_TOPIC_BYTES, np.uint8),
+        )
+        self._counts = self._arrays.counts
+        self._frame = ctypes.c_void_p(self._arrays.frame.ctypes.data)
+        self._resident = resident(self._arrays)
+
+    def receive(self, socket: zmq.Socket[bytes], *, with_topics: bool) -> bool:
+        """Receive the messages that wait, in place of those before. Returns whether more may wait.
+
+        with_topics: whether topics tell senders apart. Raises zmq.ZMQError.
+        """
+        if len(self._arrays.data) > _ROOM_BYTES:
+            self._make_room(_ROOM_BYTES, 0)
+        self._counts[:] = 0
+        library = _library()
+        library.zmq_msg_init(self._frame)
+        try:
+            while True:
+                error = receive_messages(self._resident, socket.underlying, with_topics, _BYTES)
+                if error != NO_ROOM:
+                    break
+                num_bytes = int(self._counts[NUM_BYTES])
+                self._make_room(num_bytes + int(library.zmq_msg_size(self._frame)), num_bytes)
+        finally:
+            library.zmq_msg_close(self._frame)
+        if error not in (0, errno.EAGAIN):
+            raise zmq.ZMQError(error)
+        return not error
+
+    @property
+    def num_bad(self) -> int:
+        """Messages that are not of the protocol."""
+        return int(self._counts[NUM_BAD])
+
+    @property
+    def bad_sizes(self) -> tuple[int, list[int]]:
+        """Number of frames of the last message that is not of the protocol, and the sizes of the first four."""
+        num_frames, *sizes = self._counts[BAD_SHAPE : BAD_SHAPE + SHAPE_SIZE].tolist()
+        return num_frames, sizes[:num_frames]
+
+    def __len__(self) -> int:
+        return int(self._counts[NUM_MESSAGES])
+
+    def __iter__(self) -> Iterator[Sent]:
+        """Yield the messages by sender, in order. They are valid until the next call of `receive`."""
+        arrays, num_messages = self._arrays, len(self)
+        seqs = arrays.seqs[:num_messages].view(">u8").astype(np.uint64)
+        batches = LiveBatches(seqs, Payloads(arrays.data.data, arrays.borders[: num_messages + 1]))
+        senders = arrays.senders[: int(self._counts[NUM_SENDERS])].tolist()
+        borders = pairwise([*(first for first, *_ in senders), num_messages])
+        for (_, connection, at, length), (start, stop) in zip(senders, borders, strict=True):
+            if start < stop:
+                topic = arrays.topics[at : at + length].tobytes().decode(errors="replace")
+                yield Sent(topic, connection, batches.part(start, stop))
+
+    def _make_room(self, num_bytes: int, num_kept: int) -> None:
+        """Replace the buffer of the payloads, whose first bytes are kept."""
+        data = np.empty(num_bytes, np.uint8)
+        data[:num_kept] = self._arrays.data[:num_kept]
+        self._arrays = self._arrays._replace(data=data)
+        self._resident = resident(self._arrays)
+
+
+class Inboxes:
+    """Inboxes that are used again. There are as many as sockets that were ever read at the same time."""
+
+    def __init__(self) -> None:
+        self._free: list[Inbox] = []
+
+    @contextmanager
+    def one(self) -> Iterator[Inbox]:
+        """An inbox for the duration of the block."""
+        inbox = self._free.pop() if self._free else Inbox()
+        try:
+            yield inbox
+        finally:
+            self._free.append(inbox)
+
+
+@lru_cache
+def _library() -> ctypes.CDLL:
+    """The libzmq that pyzmq uses. Its functions are found by way of the extension module, which is linked to it."""
+    extension = ctypes.CDLL(import_module("zmq.backend.cython._zmq").__file__)
+    extension.zmq_msg_size.restype = ctypes.c_size_t
+    return extension
+
+
+def _functions() -> U64Array:
+    """Addresses of functions, in the order of RECEIVE, DATA, SIZE, MORE, PROPERTY, ERROR and COPY."""
+    library = _library()
+    functions = [
+        library.zmq_msg_recv,
+        library.zmq_msg_data,
+        library.zmq_msg_size,
+        library.zmq_msg_more,
+        library.zmq_msg_get,
+        library.zmq_errno,
+        ctypes.CDLL(None).memcpy,
+    ]
+    return np.array([ctypes.cast(function, ctypes.c_void_p).value for function in functions], np.uint64)
