@@ -204,6 +204,15 @@ class OverlapIndex:
         sets_of_pages(self._lookup, hashes, sets)
         return sets
 
+    def tiers_held(self, hashes: U64Array, stream: int) -> npt.NDArray[np.uint8]:
+        """Return uint8[n]: for each page, a bitmask of the tiers on which a stream holds it.
+
+        hashes: uint64[n], C order, sequence hashes.
+        """
+        words = self._pages.sets.words[self.holders(hashes), stream >> 6 :: self._width]
+        bits = (words >> np.uint64(stream & 63) & np.uint64(1)).astype(np.uint8)
+        return np.packbits(bits, axis=1, bitorder="little")[:, 0]
+
     def trim_to_reusable(
         self,
         holders: npt.NDArray[np.uint32],

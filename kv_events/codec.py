@@ -151,6 +151,16 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     )
 
 
+def extra_keys(payload: bytes) -> list[str]:
+    """Return the namespaces that the stores of a record name: adapters and salts, see `PackedStored.extra_key`.
+
+    payload: a record that `decode_batch` accepts.
+    """
+    events = (_event_decoder.decode(raw) for raw in _batch_decoder.decode(payload).events)
+    keys = (event.extra_key for event in events if isinstance(event, PackedStored))
+    return list(dict.fromkeys(key for key in keys if key))
+
+
 def encode_resync(request: ResyncRequest) -> bytes:
     """Encode a message of the control topic."""
     return _encoder.encode(request)

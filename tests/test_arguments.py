@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
-    "kv_events", "engine_cache", "publisher", "bridge", "indexer", "api", "simulation", "kvsight", "benchmarks",
-    "examples", "tests",
+    "kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation", "kvsight",
+    "benchmarks", "examples", "tests",
 )  # fmt: skip
 MOST = 12
 

@@ -18,11 +18,13 @@ MAY_IMPORT = {
     "publisher": {"kv_events"},
     "bridge": {"kv_events", "publisher"},
     "indexer": {"kv_events"},
-    "api": {"kv_events", "indexer", "bridge", "kvsight"},
+    "analysis": {"kv_events", "indexer", "kvsight"},
+    "api": {"kv_events", "indexer", "analysis", "bridge", "kvsight"},
     "simulation": {"kv_events", "engine_cache", "publisher", "indexer"},
-    "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "api", "simulation"},
+    "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation"},
 }
 ROOMS = {
+    "analysis.explain": set(),
     "api.hot_lane": {"answers", "auth", "decoding", "metrics", "problems", "questions", "settings"},
     "bridge.decoding": set(),
     "bridge.naming": {"decoding", "counters"},
@@ -68,7 +70,7 @@ ROOMS = {
 }
 """Sub-packages, and what each may import of its own package besides itself."""
 SCHEMAS = "kvsight.schemas"
-"""All that `api` may import of `kvsight`, and what imports nothing of the project."""
+"""All that `analysis` and `api` may import of `kvsight`, and what imports nothing of the project."""
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 NEEDS_AN_EXTRA = (
     "kv_events.kafka_topic_ids",
@@ -125,7 +127,7 @@ def test_a_sub_package_imports_only_what_it_builds_on(room: str) -> None:
     assert offences == []
 
 
-@pytest.mark.parametrize("package", ["api", "bridge", "engine_cache", "indexer", "publisher"])
+@pytest.mark.parametrize("package", ["analysis", "api", "bridge", "engine_cache", "indexer", "publisher"])
 def test_every_sub_package_has_a_rule(package: str) -> None:
     folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
     assert folders == {room.partition(".")[2] for room in ROOMS if room.startswith(f"{package}.")}
@@ -145,7 +147,11 @@ def test_a_package_imports_only_what_is_below_it(package: str) -> None:
 
 def test_the_server_shares_the_schemas_of_answers_and_nothing_else_of_the_client() -> None:
     imported = {
-        name for path in (ROOT / "api").rglob("*.py") for name in full_names(path) if name.startswith("kvsight")
+        name
+        for package in ("analysis", "api")
+        for path in (ROOT / package).rglob("*.py")
+        for name in full_names(path)
+        if name.startswith("kvsight")
     }
     assert imported
     assert {name for name in imported if not name.startswith(f"{SCHEMAS}.")} == set()
@@ -166,6 +172,7 @@ def test_imports_inside_functions_and_type_checking_blocks_count() -> None:
         ("publisher", ["torch", "fastapi"]),
         ("bridge", ["torch", "fastapi"]),
         ("indexer", ["torch", "fastapi"]),
+        ("analysis", ["torch", "fastapi"]),
         ("api", ["torch"]),
         ("simulation", ["torch", "fastapi"]),
         ("kvsight", ["torch"]),

@@ -16,6 +16,7 @@ from kvsight.cli import (
     demo,
     demo_prompt,
     engine,
+    explain,
     query,
     record,
     replay,
@@ -44,7 +45,7 @@ app = App(
         "Start here: `kvsight demo` runs simulated engines, the index and the API.\n\n"
         "In production, engines publish to Kafka and `kvsight serve --kafka HOST:PORT` answers routers. "
         "`kvsight doctor` finds the part that does not work. "
-        "`kvsight record` and `kvsight replay` show what the router saw at any moment."
+        "`kvsight record` and `kvsight replay` show what the router saw at any moment, and `kvsight explain` tells why."
     ),
 )
 app.command("demo")(demo.demo)
@@ -60,6 +61,7 @@ app.command("demo-prompt")(demo_prompt.demo_prompt)
 app.command("bridge")(bridge.bridge)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
+app.command("explain")(explain.explain)
 app.add_typer(topics.app, name="topics")
 app.command("version")(version.version)
 

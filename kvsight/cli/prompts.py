@@ -14,6 +14,8 @@ from kvsight.cli.console import UsageError, json_fault, shown
 if TYPE_CHECKING:
     import httpx
 
+    from api.questions import Numbers, Question
+
 _TIMEOUT_S = 30.0
 _LONGEST_TEXT = 200
 
@@ -61,6 +63,14 @@ def read_text(file: Path) -> str:
         return sys.stdin.read() if str(file) == "-" else file.read_text()
     except UnicodeDecodeError as error:
         raise UsageError(f"{shown(file)}: not text: {error}") from error
+
+
+def decode_query(body: dict[str, msgspec.Raw]) -> tuple[Question, Numbers]:
+    """The body of a query as the API understands it. Needs the extra `serve`. Raises KvsightError."""
+    from api.decoding import codec_of
+    from api.questions import BY_ANY, decode_question
+
+    return decode_question(msgspec.json.encode(body), codec_of("application/json"), BY_ANY)
 
 
 def tokenize(url: str, model: str, text: str) -> list[int]:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from kv_events.event_log import EventLogReader
 from kvsight.cli.answers import Asked, answer_lines
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import (
     EXIT_USAGE,
     UsageError,
-    at_most_one,
     compile_kernels,
     err,
     out,
     print_json,
     print_lines,
-    progress_bar,
     read_json_object,
 )
+from kvsight.cli.history import History, open_history
 from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
 from kvsight.cli.options import AsJson
+from kvsight.cli.prompts import decode_query
 from kvsight.cli.streams import StreamRow, streams_lines
 from kvsight.cli.tables import count
 from kvsight.extras import require_serve
@@ -34,7 +32,6 @@ from kvsight.extras import require_serve
 if TYPE_CHECKING:
     from api.questions import Numbers, Question
     from indexer.replay import Replay
-    from kv_events.records import LogRecord
 
 
 @with_kafka_flags
@@ -62,9 +59,9 @@ def replay(
         require_serve("kvsight replay --query")
     moment = parse_moment(at)
     body = None if query is None else read_json_object(query)
-    history = _history(log, kafka, connection, moment)
+    history = open_history(log, kafka, connection, moment)
     compile_kernels("api.encoded_answers", *(["api.answers", "api.questions"] if query is not None else []))
-    asked = None if body is None else _question(body)
+    asked = None if body is None else decode_query(body)
     replayed, span = _replay(history, moment)
     fault = span.fault(moment)
     if not replayed.applier.records:
@@ -79,58 +76,13 @@ def replay(
         raise typer.Exit(EXIT_USAGE)
 
 
-class _History(NamedTuple):
-    """The records to replay."""
-
-    name: str
-    read: Callable[[Callable[[int], None]], Iterator[tuple[int, LogRecord]]]
-    """Yields each record with its index. Passes their number to its argument when it begins."""
-
-
-def _history(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: Moment) -> _History:
-    """The log that was asked for. Raises KvsightError."""
-    if at_most_one({"LOG": log, "--kafka": kafka}) is None:
-        raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
-    if log is None:
-        return _topic(kafka, connection, moment)
-    reader = EventLogReader(log)
-
-    def read(on_start: Callable[[int], None]) -> Iterator[tuple[int, LogRecord]]:
-        on_start(reader.next_index - reader.first_index)
-        return reader.read(reader.first_index)
-
-    return _History(str(log), read)
-
-
-def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> _History:
-    from indexer.sources.history import source_records
-    from indexer.sources.kafka import KafkaSource
-    from kv_events.kafka_clients import KafkaConnection
-    from kv_events.kafka_settings import KafkaSettings
-
-    if moment.until.offset is not None:
-        raise UsageError(f"--at {moment.text}: a topic has no index; give a time or PARTITION:OFFSET,...")
-    settings = KafkaSettings.from_flags(kafka=kafka, **connection)
-    asyncio.run(KafkaConnection(settings).check())  # before kernels are compiled
-    name = f"topic {settings.events_topic}"
-    return _History(name, lambda on_start: enumerate(source_records(KafkaSource(settings), on_start)))
-
-
-def _replay(history: _History, moment: Moment) -> tuple[Replay, LogSpan]:
+def _replay(history: History, moment: Moment) -> tuple[Replay, LogSpan]:
     from indexer.replay import Replay
 
     span = LogSpan(history.name)
-
-    def records() -> Iterable[LogRecord]:
-        for index, record in history.read(lambda total: bar.update(task, total=total)):
-            span.note(index, record)
-            if span.records % 256 == 0:
-                bar.update(task, completed=span.records)
-            yield record if moment.until.offset is None else record._replace(offset=index)
-
-    with progress_bar() as bar:
-        task = bar.add_task("replaying", total=None)
-        return Replay().apply_all(records(), moment.until), span
+    has_index = moment.until.offset is not None
+    records = (record._replace(offset=at) if has_index else record for at, record in history.records(span))
+    return Replay().apply_all(records, moment.until), span
 
 
 def _used(moment: Moment, replayed: Replay) -> str:
@@ -138,13 +90,6 @@ def _used(moment: Moment, replayed: Replay) -> str:
     zone = " (the local zone)" if moment.is_naive else ""
     asked = "" if moment.until.time_s is None else f"; asked for {local_time(moment.until.time_s)}{zone}"
     return f"views as of {local_time(replayed.now)}, after {count(replayed.applier.records, 'record')}{asked}"
-
-
-def _question(body: dict[str, msgspec.Raw]) -> tuple[Question, Numbers]:
-    from api.decoding import codec_of
-    from api.questions import BY_ANY, decode_question
-
-    return decode_question(msgspec.json.encode(body), codec_of("application/json"), BY_ANY)
 
 
 def _show_views(replayed: Replay, as_json: bool) -> None:

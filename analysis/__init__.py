@@ -1,0 +1,4 @@
+"""Questions about the past: what a log shows about its workers, and why.
+
+`explain` tells for one prompt why each worker holds no more of it.
+"""

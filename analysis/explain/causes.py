@@ -1,0 +1,274 @@
+"""The cause at which a prefix ends, from what the log shows about a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.explain import sentences
+from analysis.explain.follower import Batch, Follower, StreamHistory
+from analysis.explain.prompts import Column, Variant
+from analysis.explain.trails import NEVER, Leaving, Trail
+from indexer.views import ViewState
+from kv_events.schema import MEDIA, NUM_MEDIA
+from kvsight.schemas.explanations import BatchPosition, Evidence, Finding
+
+TIERS = ("gpu", "cpu", "disk", "external")
+_CAUSE_OF_LEAVING = {
+    Leaving.REMOVED: "evicted",
+    Leaving.CLEARED: "cleared",
+    Leaving.RESYNCED: "not_resent",
+}
+
+
+class Elsewhere(NamedTuple):
+    """Pages of the prompt that a worker holds under another namespace."""
+
+    pages: int
+    """Pages of the longest prefix held there."""
+    tokens: int
+    namespace: dict[str, str | int | bool | None]
+    """See `Finding.namespace`."""
+    first: Batch
+    """Stored the first page."""
+
+
+class Prefixes(NamedTuple):
+    """The pages of the prompt that a view holds."""
+
+    held: npt.NDArray[np.uint8]
+    """[pages] bitmask of tiers"""
+    lengths: tuple[int, ...]
+    """[4] pages of the longest prefix on each tier or a faster one."""
+
+    @property
+    def longest(self) -> int:
+        """Pages of the longest prefix on any tier."""
+        return self.lengths[-1]
+
+
+def prefixes(history: StreamHistory, asked: Variant) -> Prefixes:
+    """Return what the view of a stream holds."""
+    held = history.view.index.tiers_held(asked.hashes, history.view.number)
+    return Prefixes(held, tuple(_leading(held & np.uint8(2 ** (tier + 1) - 1)) for tier in range(NUM_MEDIA)))
+
+
+def _leading(held: npt.NDArray[np.uint8]) -> int:
+    """Return the number of pages before the first one that is not held."""
+    return int(np.argmin(held != 0)) if len(held) and not held.all() else len(held)
+
+
+class Causes:
+    """The findings about one stream, from a log that has been followed."""
+
+    def __init__(self, follower: Follower, history: StreamHistory) -> None:
+        self._follower = follower
+        self._history = history
+        self._asked = follower.hashes.asked(history.block_size)
+        self._trail = history.trails.get(self._asked.number)
+        self._freshness = follower.replay.freshness
+        self.state = self._freshness.state(history.view)
+        self.state_reason = self._freshness.reason(history.view)
+        self.prefixes = prefixes(history, self._asked)
+
+    @property
+    def num_pages(self) -> int:
+        """Whole pages of the prompt."""
+        return len(self._asked.hashes)
+
+    def findings(self) -> list[Finding]:
+        """Return the reasons why the prefix ends, the main one first."""
+        found = [*self._of_the_worker(), *self._of_the_end(), *self._of_tiers(), *self._of_hidden_pages()]
+        tail = self._follower.prompt.num_tail_tokens(self._history.block_size)
+        if tail and self.prefixes.longest == self.num_pages:
+            text = sentences.partial_page(tail, self._history.block_size, self.num_pages)
+            found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
+        return found or [Finding(cause="held", text=sentences.held(self.num_pages))]
+
+    # --- the whole worker ---
+
+    def _of_the_worker(self) -> Iterator[Finding]:
+        history, block_size = self._history, self._follower.prompt.block_size
+        if self.state is ViewState.EXPIRED:
+            text = sentences.expired(
+                history.last, self._follower.replay.now, history.view.is_closed, self.prefixes.longest, self.num_pages
+            )
+            yield Finding(cause="expired", evidence=[_evidence("last_batch", history.last)], text=text)
+        if block_size is not None and block_size != history.block_size:
+            yield Finding(
+                cause="other_namespace",
+                pages=self.prefixes.longest,
+                namespace={"block_size": history.block_size},
+                text=sentences.other_block_size(block_size, history.block_size, self.prefixes.longest, self.num_pages),
+            )
+
+    # --- the end of the prefix ---
+
+    def _of_the_end(self) -> Iterator[Finding]:
+        page = self.prefixes.longest
+        if page == self.num_pages:
+            return
+        if self._trail is not None and self._trail.held[page]:
+            yield self._refused(self._trail, page)
+        elif self._trail is not None and self._trail.stored[page] != NEVER:
+            yield self._left(self._trail, page)
+            yield from self._doubts(page, self._batch(self._trail.left[page]))
+        elif (elsewhere := self.elsewhere()) is not None and elsewhere.tokens > page * self._history.block_size:
+            yield found_elsewhere(elsewhere, page)
+        else:
+            yield next(self._doubts(page, None), None) or self._never_stored(page)
+
+    def _refused(self, trail: Trail, page: int) -> Finding:
+        stored = self._batch(trail.stored[page])
+        evidence = [_evidence("stored", stored)]
+        return Finding(cause="index_full", page=page + 1, evidence=evidence, text=sentences.refused(page, stored))
+
+    def _left(self, trail: Trail, page: int) -> Finding:
+        stored, left = self._batch(trail.stored[page]), self._batch(trail.left[page])
+        medium = MEDIA[trail.left_from[page]].value
+        cause = _CAUSE_OF_LEAVING[Leaving(trail.leaving[page])]
+        if cause != "evicted" and stored.epoch != left.epoch:
+            cause = "restarted"
+        what = {"evicted": "removed", "not_resent": "resync_ended"}.get(cause, cause)
+        first_medium = MEDIA[int(np.argmax(trail.stored_on[page] == trail.stored[page]))].value
+        return Finding(
+            cause=cause,
+            page=page + 1,
+            evidence=[_evidence("stored", stored, first_medium), _evidence(what, left, medium)],
+            text=sentences.left(cause, page, self.num_pages, stored, left, medium, int(trail.times_stored[page])),
+        )
+
+    def _doubts(self, page: int, since: Batch | None) -> Iterator[Finding]:
+        """Yield why the view may lack a page that its worker holds. since: the last that the log shows of the page."""
+        gap = next((gap for gap in self._history.gaps if since is None or gap.after.seq > since.seq), None)
+        if gap is not None:
+            evidence = [_evidence("before_gap", gap.before)] if gap.before is not None else []
+            evidence.append(_evidence("after_gap", gap.after))
+            text = sentences.lost(page, gap, len(self._history.gaps), self._history.resync)
+            yield Finding(cause="lost_batches", page=page + 1, evidence=evidence, text=text)
+        elif self.state not in (ViewState.LIVE, ViewState.EXPIRED):
+            doubted = self._history.doubted or self._history.last
+            evidence = [_evidence("doubted", doubted)]
+            text = sentences.stale(page, self.state.value, self.state_reason, doubted, self._history.resync)
+            yield Finding(cause="stale", page=page + 1, evidence=evidence, text=text)
+
+    def _never_stored(self, page: int) -> Finding:
+        if page == 0 or self._trail is None:
+            text = sentences.never_stored(page, self.num_pages, self._history.first)
+            return Finding(cause="never_stored", page=page + 1, text=text)
+        last = self._batch(self._trail.stored[page - 1])
+        return Finding(
+            cause="never_stored",
+            page=page + 1,
+            evidence=[_evidence("last_page_stored", last)],
+            text=sentences.not_continued(page, self.num_pages, last),
+        )
+
+    # --- tiers and holes ---
+
+    def _of_tiers(self) -> Iterator[Finding]:
+        """Yield why the prefix on a faster tier ends before that on all tiers."""
+        trail, ends = self._trail, set[int]()
+        for tier, page in enumerate(self.prefixes.lengths[:-1]):
+            if page == self.prefixes.longest or page in ends or trail is None:
+                continue
+            ends.add(page)
+            now_on = int(np.flatnonzero(self.prefixes.held[page] >> np.arange(NUM_MEDIA) & 1)[0])
+            stored = self._batch(trail.stored_on[page, now_on])
+            evidence = [_evidence("stored", stored, MEDIA[now_on].value)]
+            left_tiers = [each for each in range(now_on) if trail.left_on[page, each] != NEVER]
+            left_tier = max(left_tiers, key=lambda each: int(trail.left_on[page, each]), default=None)
+            if left_tier is None:
+                text = sentences.slower_tier(page, MEDIA[now_on].value, MEDIA[tier].value, stored)
+                yield Finding(cause="slower_tier", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
+                continue
+            left = self._batch(trail.left_on[page, left_tier])
+            evidence.append(_evidence("removed", left, MEDIA[left_tier].value))
+            text = sentences.moved(page, MEDIA[left_tier].value, MEDIA[now_on].value, stored, left)
+            evidence.sort(key=lambda each: (each.batch.time, each.batch.seq))
+            yield Finding(cause="moved", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
+
+    def _of_hidden_pages(self) -> Iterator[Finding]:
+        end = self.prefixes.longest
+        hidden = np.flatnonzero(self.prefixes.held[end:])
+        if len(hidden):
+            first = end + int(hidden[0])
+            text = sentences.hidden(first, len(hidden), end)
+            yield Finding(cause="hidden", page=first + 1, pages=len(hidden), text=text)
+
+    # --- other namespaces ---
+
+    def elsewhere(self) -> Elsewhere | None:
+        """Return where the worker holds most of the prompt under another namespace, or None."""
+        return best_elsewhere(self._follower, self._history.stream.worker, self._history)
+
+    def _batch(self, number: int) -> Batch:
+        return self._follower.batches[number]
+
+
+def best_elsewhere(follower: Follower, worker: str, asked: StreamHistory | None) -> Elsewhere | None:
+    """Return where a worker holds most of the prompt under another namespace than the one asked for.
+
+    asked: the worker's stream under the model and tenant of the query. None: it has none.
+    """
+    found = (
+        place
+        for history in follower.streams.values()
+        if history.stream.worker == worker
+        for place in _places(follower, history, asked)
+    )
+    return max(found, key=lambda place: place.tokens, default=None)
+
+
+def _places(follower: Follower, history: StreamHistory, asked: StreamHistory | None) -> Iterator[Elsewhere]:
+    prompt, hashes = follower.prompt, follower.hashes
+    is_asked = (history.stream.model, history.stream.tenant) == (prompt.model, prompt.tenant)
+    names: dict[str, str | int | bool | None] = {}
+    if history.stream.model != prompt.model:
+        names["model"] = history.stream.model
+    if history.stream.tenant != prompt.tenant:
+        names["tenant"] = history.stream.tenant
+    asked_rule = hashes.asked((asked or history).block_size).rule
+    own = hashes.asked(history.block_size)
+    for number, trail in history.trails.items():
+        variant = hashes.variants[number]
+        pages = _leading(trail.held)
+        if not pages or (is_asked and variant.number == own.number):
+            continue
+        rule = variant.rule if variant.column is Column.SEQUENCE else history.rules.get(number)
+        different = {} if rule is None else rule.differences(asked_rule)
+        first = follower.batches[int(trail.stored[0])]
+        yield Elsewhere(pages, pages * (variant.rule.block_size or history.block_size), names | different, first)
+
+
+def found_elsewhere(elsewhere: Elsewhere, page: int | None) -> Finding:
+    """Return the finding that a worker holds the prompt under another namespace. page: the end of its prefix."""
+    return Finding(
+        cause="other_namespace",
+        page=None if page is None else page + 1,
+        pages=elsewhere.pages,
+        namespace=elsewhere.namespace,
+        evidence=[_evidence("stored", elsewhere.first)],
+        text=sentences.other_namespace(elsewhere.namespace, elsewhere.pages, elsewhere.first),
+    )
+
+
+def _evidence(what: str, batch: Batch, medium: str | None = None) -> Evidence:
+    return Evidence(what=what, medium=medium, batch=position(batch))
+
+
+def position(batch: Batch) -> BatchPosition:
+    """Return a batch as an answer names it."""
+    return BatchPosition(
+        index=batch.record_index,
+        partition=batch.partition,
+        offset=batch.offset,
+        time=batch.time_s,
+        epoch=batch.epoch,
+        seq=batch.seq,
+        pages_stored=batch.num_stored,
+        pages_removed=batch.num_removed,
+    )

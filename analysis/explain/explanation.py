@@ -1,0 +1,143 @@
+"""Why each worker holds no more of a prompt, from a log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from analysis.explain import sentences
+from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere, position
+from analysis.explain.follower import Follower, StreamHistory
+from analysis.explain.prompts import AskedPrompt
+from indexer.settings import IndexerSettings
+from indexer.until import Until
+from kv_events.errors import KvsightError, shorten
+from kv_events.records import LogRecord
+from kv_events.streams import StreamId, split_group
+from kvsight.schemas.explanations import Evidence, Explanation, Finding, WorkerExplanation
+
+_MOST_NAMED = 5
+
+
+class NothingToExplainError(KvsightError):
+    """The prompt fits no namespace of the log, or the worker is not in it."""
+
+
+def explain(
+    prompt: AskedPrompt,
+    records: Iterable[tuple[int | None, LogRecord]],
+    until: Until | None = None,
+    settings: IndexerSettings | None = None,
+) -> Explanation:
+    """Explain why each worker holds no more of a prompt at a moment of a log.
+
+    records: all records of the log, each with its index; None for records of a topic. until: the moment; None: the end.
+    settings: the bounds of the index and the time-to-live of workers, as the router had them.
+
+    Raises NothingToExplainError, and what `records` raises.
+    """
+    follower = Follower(prompt, settings)
+    follower.follow(records, until)
+    workers = [*_asked_workers(follower), *_later_workers(follower)]
+    names = {worker.instance_id for worker in workers}
+    workers += _workers_elsewhere(follower, names)
+    if not workers:
+        raise NothingToExplainError(_why_nothing(follower))
+    workers.sort(key=lambda each: (-each.held["external"], -each.held["gpu"], each.instance_id, each.dp_rank))
+    return Explanation(
+        model_name=prompt.model,
+        routing_group=prompt.tenant,
+        time=follower.replay.now,
+        records=follower.replay.applier.records,
+        num_tokens=None if prompt.tokens is None else len(prompt.tokens),
+        workers=workers,
+    )
+
+
+def _asked_workers(follower: Follower) -> Iterator[WorkerExplanation]:
+    """Yield the streams of the model and tenant that are known at the moment."""
+    for history in follower.streams.values():
+        if _is_asked(follower.prompt, history.stream):
+            causes = Causes(follower, history)
+            yield _worker(
+                history.stream,
+                history.block_size,
+                causes.findings(),
+                num_pages=causes.num_pages,
+                held=causes.prefixes.lengths,
+                state=causes.state.value,
+                state_reason=causes.state_reason,
+            )
+
+
+def _later_workers(follower: Follower) -> Iterator[WorkerExplanation]:
+    """Yield the streams of the model and tenant whose first batch comes after the moment."""
+    for stream, (first, block_size) in follower.later_streams().items():
+        if _is_asked(follower.prompt, stream):
+            evidence = [Evidence(what="first_batch", batch=position(first))]
+            finding = Finding(cause="not_known_yet", evidence=evidence, text=sentences.not_known_yet(first))
+            yield _worker(stream, block_size, [finding], num_pages=follower.prompt.num_pages(block_size))
+
+
+def _workers_elsewhere(follower: Follower, known: set[str]) -> Iterator[WorkerExplanation]:
+    """Yield workers that hold the prompt, but have no stream of the model and tenant."""
+    histories: dict[str, StreamHistory] = {}
+    for stream, history in follower.streams.items():
+        is_wanted = follower.prompt.worker in (None, stream.worker)
+        if is_wanted and stream.worker not in known and not _is_asked(follower.prompt, stream):
+            histories.setdefault(stream.worker, history)
+    for worker, history in histories.items():
+        elsewhere = best_elsewhere(follower, worker, None)
+        if elsewhere is not None:
+            pages = follower.prompt.num_pages(history.block_size)
+            yield _worker(history.stream, history.block_size, [found_elsewhere(elsewhere, 0)], num_pages=pages)
+
+
+def _worker(
+    stream: StreamId,
+    block_size: int,
+    findings: list[Finding],
+    *,
+    num_pages: int,
+    held: tuple[int, ...] = (0, 0, 0, 0),
+    state: str | None = None,
+    state_reason: str = "",
+) -> WorkerExplanation:
+    return WorkerExplanation(
+        instance_id=stream.worker,
+        dp_rank=stream.dp_rank,
+        model_name=stream.model,
+        routing_group=stream.tenant,
+        block_size=block_size,
+        state=state,
+        state_reason=state_reason,
+        num_pages=num_pages,
+        held=dict(zip(TIERS, held, strict=True)),
+        cause=findings[0].cause,
+        findings=findings,
+    )
+
+
+def _is_asked(prompt: AskedPrompt, stream: StreamId) -> bool:
+    is_wanted = prompt.worker is None or prompt.worker == stream.worker
+    return is_wanted and (stream.model, stream.tenant) == (prompt.model, prompt.tenant)
+
+
+def _why_nothing(follower: Follower) -> str:
+    prompt, streams = follower.prompt, list(follower.first_records)
+    here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.model, prompt.tenant)]
+    if here and prompt.worker is not None:
+        known = _listed(stream.worker for stream in here)
+        return f"worker {shorten(prompt.worker)} is not in the log; {_namespace(here[0])} has {known}"
+    asked = f"no worker of the log serves model {shorten(prompt.model)}, tenant {shorten(prompt.tenant)}"
+    known = _listed(_namespace(stream) for stream in streams if split_group(stream.model)[1] is None)
+    return f"{asked}; it has {known or 'no readable record'}"
+
+
+def _namespace(stream: StreamId) -> str:
+    return f"model {shorten(stream.model)}, tenant {shorten(stream.tenant)}"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    several = list(dict.fromkeys(texts))
+    more = f" and {len(several) - _MOST_NAMED} more" if len(several) > _MOST_NAMED else ""
+    return "; ".join(several[:_MOST_NAMED]) + more

@@ -1,0 +1,237 @@
+"""Reads a log once: rebuilds the views with the ordinary replay, and follows the asked pages beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from analysis.explain.prompts import AskedPrompt, Column, HashRule, PromptHashes, Variant
+from analysis.explain.rule_finder import RuleFinder
+from analysis.explain.trails import Trail
+from indexer.replay import Replay
+from indexer.settings import IndexerSettings
+from indexer.until import Until
+from indexer.views import View, ViewState
+from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
+from kv_events.errors import RecordRejectedError
+from kv_events.hashing import U64Array
+from kv_events.records import LogRecord
+from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
+from kv_events.streams import StreamId, split_group
+
+
+class Batch(NamedTuple):
+    """A batch and its record in the log."""
+
+    record_index: int | None
+    """Of the record in an event log. None: a topic has none."""
+    partition: int
+    offset: int
+    time_s: float
+    """Of the record, in seconds since 1970."""
+    epoch: int
+    seq: int
+    num_stored: int
+    """Pages that the batch stores."""
+    num_removed: int
+
+
+class Gap(NamedTuple):
+    """Batches that are missing in the log."""
+
+    first_seq: int
+    last_seq: int
+    before: Batch | None
+    """The last batch before the gap. None: the log begins after the gap."""
+    after: Batch
+
+
+@dataclass
+class StreamHistory:
+    """What the log shows about one worker stream."""
+
+    stream: StreamId
+    block_size: int
+    view: View
+    first: Batch
+    last: Batch
+    epoch_began: Batch
+    """The first batch of the present epoch."""
+    trails: dict[int, Trail] = field(default_factory=dict)
+    """Variant number -> what happened to its pages, if any was stored."""
+    gaps: list[Gap] = field(default_factory=list)
+    """The gaps since the view was last right."""
+    doubted: Batch | None = None
+    """The first batch after which the view was not live, since it last was. None: it is live."""
+    resync: Batch | None = None
+    """The beginning of the resync in progress."""
+    rules: dict[int, HashRule | None] = field(default_factory=dict)
+    """Number of a variant of block hashes -> the rule under which the worker hashes its pages. None: not recognised.
+    Variants whose pages have the hashes that were asked for are absent."""
+
+
+class Follower:
+    """Follows the pages of one prompt through all streams of a log."""
+
+    def __init__(self, prompt: AskedPrompt, settings: IndexerSettings | None = None) -> None:
+        """settings: bounds of the index, and the time-to-live of workers."""
+        self.prompt = prompt
+        self.hashes = PromptHashes(prompt)
+        self.replay = Replay(settings or IndexerSettings())
+        self.replay.applier.on_applied.append(self._note)
+        self.streams: dict[StreamId, StreamHistory] = {}
+        self.batches: list[Batch] = []
+        """Batches by the numbers that trails use. Only those that did something to a page of the prompt."""
+        self.first_records: dict[StreamId, tuple[Batch, int]] = {}
+        """The first readable record of each stream, before or after the moment, and its block size."""
+        self._rule_finder = RuleFinder(self.hashes)
+        self._keys: set[bytes] = set()
+        self._index: int | None = None
+        self._record = LogRecord(0, 0, 0, b"", b"")
+
+    def follow(self, records: Iterable[tuple[int | None, LogRecord]], until: Until | None = None) -> None:
+        """Read the records of a log, each with its index in an event log, and apply those before a moment."""
+        self.replay.apply_all(self._noted(records), until)
+
+    def later_streams(self) -> dict[StreamId, tuple[Batch, int]]:
+        """Return the streams whose first batch comes after the moment, see `first_records`."""
+        return {stream: first for stream, first in self.first_records.items() if stream not in self.streams}
+
+    def _noted(self, records: Iterable[tuple[int | None, LogRecord]]) -> Iterator[LogRecord]:
+        for self._index, self._record in records:
+            if self._record.key not in self._keys:
+                self._note_first()
+            yield self._record
+
+    def _note_first(self) -> None:
+        """Note the first record of a stream. Most records after the moment need not be decoded for that."""
+        try:
+            batch = decode_batch(self._record.payload)
+        except RecordRejectedError:
+            return
+        self._keys.add(self._record.key)
+        self.first_records.setdefault(batch.stream, (self._batch(batch), batch.block_size))
+
+    def _note(self, view: View, batch: DecodedBatch) -> None:
+        """Note a batch that was applied."""
+        if split_group(batch.stream.model)[1] is not None:
+            return
+        at = self._batch(batch)
+        history = self.streams.get(batch.stream)
+        if history is None or history.view is not view:
+            history = self._begin_view(history, view, batch, at)
+        else:
+            _note_position(history, batch, at)
+        self._note_steps(history, batch, at)
+        if view.state is ViewState.LIVE:
+            history.gaps.clear()
+            history.doubted = None
+        elif history.doubted is None:
+            history.doubted = at
+        if history.resync is not None and view.state is not ViewState.SYNCING:
+            _abandon_resync(history)  # it took too long
+        history.last = at
+
+    def _batch(self, batch: DecodedBatch) -> Batch:
+        stored = sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
+        removed = sum(len(step.hashes) for step in batch.steps if isinstance(step, RemovedPages))
+        record = self._record
+        return Batch(
+            self._index,
+            record.partition,
+            record.offset,
+            record.timestamp_ms / 1000,
+            batch.epoch,
+            batch.seq,
+            stored,
+            removed,
+        )
+
+    def _begin_view(self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: Batch) -> StreamHistory:
+        """Begin a history, or continue one with a new view: the worker has started again with other pages."""
+        self.hashes.add_block_size(batch.block_size)
+        history = StreamHistory(batch.stream, batch.block_size, view, at, at, at)
+        if before is not None:
+            history.first, history.trails = before.first, before.trails
+            number = self._number(at)
+            for trail in history.trails.values():
+                trail.clear(number)
+        if batch.seq:
+            history.gaps.append(Gap(0, batch.seq - 1, None, at))
+        self.streams[batch.stream] = history
+        return history
+
+    def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+        for step in batch.steps:
+            match step:
+                case StoredPages():
+                    for trail, pages in self._found(history, batch, step):
+                        trail.store(pages, step.medium, self._number(at))
+                case RemovedPages():
+                    for trail, pages in self._found(history, batch, step):
+                        trail.remove(pages, step.medium, self._number(at))
+                case AllBlocksCleared():
+                    for trail in history.trails.values():
+                        trail.clear(self._number(at))
+                case SnapshotBegin():
+                    history.resync = at
+                    for trail in history.trails.values():
+                        trail.begin_resync()
+                case SnapshotEnd():
+                    history.resync = None
+                    for trail in history.trails.values():
+                        trail.end_resync(self._number(at))
+
+    def _found(
+        self, history: StreamHistory, batch: DecodedBatch, step: StoredPages | RemovedPages
+    ) -> Iterator[tuple[Trail, np.ndarray]]:
+        """Yield the trails that an event touches, with the pages of the prompt in it."""
+        for variant, _, pages in self.hashes.find(Column.SEQUENCE, step.hashes):
+            yield self._trail(history, variant), pages
+        for variant, positions, pages in self.hashes.find(Column.BLOCK, step.block_hashes):
+            if isinstance(step, StoredPages) and history.rules.get(variant.number) is None:
+                self._recognise(history, variant, step.hashes[positions], pages)
+            if variant.number in history.rules:
+                yield self._trail(history, variant), pages
+
+    def _recognise(self, history: StreamHistory, variant: Variant, hashes: U64Array, pages: np.ndarray) -> None:
+        """Find out how the worker hashes pages that it stores under the engine's names of the prompt's pages."""
+        if not self.hashes.is_known(hashes):
+            asked = self.hashes.asked_rule(variant.rule.block_size)._replace(is_bigram=variant.rule.is_bigram)
+            history.rules[variant.number] = self._rule_finder.find(self._record, asked, hashes, pages)
+
+    def _trail(self, history: StreamHistory, variant: Variant) -> Trail:
+        trail = history.trails.get(variant.number)
+        if trail is None:
+            trail = history.trails[variant.number] = Trail(len(variant.hashes))
+            if history.resync is not None:
+                trail.begin_resync()
+        return trail
+
+    def _number(self, batch: Batch) -> int:
+        if not self.batches or self.batches[-1] is not batch:
+            self.batches.append(batch)
+        return len(self.batches) - 1
+
+
+def _note_position(history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:
+    """Note what the epoch and the number of a batch show."""
+    last = history.last
+    expected = last.seq + 1
+    if batch.epoch != last.epoch:
+        history.epoch_began, expected = at, 0
+        history.gaps.clear()
+    if batch.epoch == last.epoch and batch.seq == expected:
+        return
+    _abandon_resync(history)
+    if batch.seq > expected:
+        history.gaps.append(Gap(expected, batch.seq - 1, last, at))
+
+
+def _abandon_resync(history: StreamHistory) -> None:
+    history.resync = None
+    for trail in history.trails.values():
+        trail.abandon_resync()

@@ -1,0 +1,166 @@
+"""The findings in plain sentences. `page` is counted from 0 here and from 1 in the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from analysis.explain.follower import Batch, Gap
+
+_FIELDS = {
+    "model": "model",
+    "tenant": "tenant",
+    "block_size": "pages of",
+    "lora_name": "LoRA adapter",
+    "cache_salt": "cache salt",
+    "seed": "hash seed",
+    "is_bigram": "token pairs",
+}
+
+
+def time_text(seconds: float) -> str:
+    """Return a time in UTC, as `--at` accepts it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def at(batch: Batch) -> str:
+    """Return when and where a batch is in the log."""
+    return f"at {time_text(batch.time_s)} ({where(batch)})"
+
+
+def where(batch: Batch) -> str:
+    """Return where a batch is in the log."""
+    record = (
+        f"offset {batch.partition}:{batch.offset}" if batch.record_index is None else f"record {batch.record_index}"
+    )
+    return f"{record}, batch {batch.seq}"
+
+
+def pages(number: int) -> str:
+    """`1 page`, `2 pages`."""
+    return f"{number} page" if number == 1 else f"{number} pages"
+
+
+def held(num_pages: int) -> str:
+    """The whole prompt is on the device."""
+    return f"The whole prompt, {pages(num_pages)}, is held on the device."
+
+
+def partial_page(tail: int, block_size: int, num_pages: int) -> str:
+    """The prompt does not end with a page."""
+    if not num_pages:
+        return f"The prompt of {_tokens(tail)} is shorter than a page of {block_size}."
+    return f"All whole pages ({num_pages}) are held; the last {_tokens(tail)} do not fill a page of {block_size}."
+
+
+def expired(last: Batch, now: float, is_closed: bool, longest: int, num_pages: int) -> str:
+    """The worker is left out."""
+    held = f"It is left out of answers; its view holds {longest} of {pages(num_pages)}."
+    if is_closed:
+        return f"Its publisher was closed {at(last)}. {held}"
+    return f"It was last heard {at(last)}, {now - last.time_s:.1f} s before this moment. {held}"
+
+
+def other_block_size(asked: int, block_size: int, longest: int, num_pages: int) -> str:
+    """The query names another block size."""
+    return (
+        f"The query asks for pages of {asked} tokens, and this worker uses pages of {block_size}, "
+        f"of which it holds {longest} of {num_pages}."
+    )
+
+
+def refused(page: int, stored: Batch) -> str:
+    """The index was full."""
+    return f"Page {page + 1} was stored {at(stored)}, but the index had no room for it (KVSIGHT_MAX_PAGES)."
+
+
+def left(cause: str, page: int, num_pages: int, stored: Batch, left: Batch, medium: str, times: int) -> str:
+    """The page was held and is not held now."""
+    again = f", the last of {times} times," if times > 1 else ""
+    was = f"Page {page + 1} of {num_pages} was stored {at(stored)}{again}"
+    later = f"{left.time_s - stored.time_s:.1f} s later, {at(left)}"
+    if cause == "evicted":
+        batch = f"That batch removes {pages(left.num_removed)} and stores {left.num_stored}."
+        return f"{was} and evicted from {medium} {later}. {batch}"
+    if cause == "cleared":
+        return f"{was}. The worker cleared its cache {later}."
+    if cause == "restarted":
+        return f"{was}. The engine or its publisher restarted: its new epoch dropped the page {later}."
+    return f"{was}. The worker resent all that it holds, without this page; the resync ended {later}."
+
+
+def lost(page: int, gap: Gap, num_gaps: int, resync: Batch | None) -> str:
+    """Batches are missing."""
+    several = gap.first_seq != gap.last_seq
+    numbers = f"batches {gap.first_seq} to {gap.last_seq}" if several else f"batch {gap.first_seq}"
+    if gap.before is None:
+        between = f"the log has nothing of it before batch {gap.after.seq}, {at(gap.after)}"
+    else:
+        between = f"between {where(gap.before)} and {where(gap.after)}, {time_text(gap.after.time_s)}"
+    more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
+    then = "No resync has begun" if resync is None else f"A resync began {at(resync)} and has not ended"
+    return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {then}."
+
+
+def stale(page: int, state: str, reason: str, doubted: Batch, resync: Batch | None) -> str:
+    """The view is not right."""
+    if resync is not None:
+        return f"A resync began {at(resync)} and has not ended, so page {page + 1} may still come."
+    since = f"The view is {state} ({reason}) since {time_text(doubted.time_s)} ({where(doubted)})"
+    return f"{since}: page {page + 1} may be missing only in the view."
+
+
+def never_stored(page: int, num_pages: int, first: Batch) -> str:
+    """No batch stores the page."""
+    return f"Page {page + 1} of {num_pages} was never stored; the worker's first batch in the log came {at(first)}."
+
+
+def not_continued(page: int, num_pages: int, last: Batch) -> str:
+    """No batch stores the page, but those before it."""
+    return f"Page {page + 1} of {num_pages} was never stored; page {page}, the last one held, was stored {at(last)}."
+
+
+def moved(page: int, source: str, target: str, stored: Batch, left: Batch) -> str:
+    """The page is on a slower tier now."""
+    steps = f"stored there {at(stored)}, removed from {source} {at(left)}"
+    return f"Page {page + 1} was moved from {source} to {target}: {steps}."
+
+
+def slower_tier(page: int, medium: str, tier: str, stored: Batch) -> str:
+    """The page was never on the faster tier."""
+    return f"Page {page + 1} was stored on {medium} {at(stored)}, and never on {tier}."
+
+
+def hidden(first: int, number: int, hole: int) -> str:
+    """Pages behind a hole."""
+    verb = "is" if number == 1 else "are"
+    return f"{pages(number)} from page {first + 1} on {verb} held, but hidden by the hole at page {hole + 1}."
+
+
+def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: Batch) -> str:
+    """The worker holds the prompt under another namespace."""
+    held = f"The worker holds {pages(number)} of this prompt"
+    stored = f"the first one stored {at(first)}"
+    if not namespace:
+        return f"{held} under another LoRA adapter, cache salt or hash seed, which the log does not show; {stored}."
+    return f"{held} under {', '.join(_difference(*each) for each in namespace.items())}; {stored}."
+
+
+def not_known_yet(first: Batch) -> str:
+    """The worker comes later."""
+    return f"The worker is not known yet: its first batch comes {at(first)}."
+
+
+def _difference(field: str, value: str | int | bool | None) -> str:
+    name = _FIELDS[field]
+    if value is None:
+        return f"no {name}"
+    if field == "block_size":
+        return f"{name} {value} tokens"
+    if field == "is_bigram":
+        return name if value else f"no {name}"
+    return f"{name} {value}"
+
+
+def _tokens(number: int) -> str:
+    return f"{number} token" if number == 1 else f"{number} tokens"

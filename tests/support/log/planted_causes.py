@@ -1,0 +1,540 @@
+"""Logs in which a worker holds no more of a prompt for a known cause, among other workers and their noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from indexer.until import Until
+from kv_events.hashing import block_hash_chain, hash_strs_to_int64, namespace_seed, sequence_hashes
+from kv_events.records import LogRecord
+from kv_events.schema import (
+    BATCHES_LOST,
+    CLOSED,
+    MEDIA,
+    AllBlocksCleared,
+    PackedStored,
+    SnapshotBegin,
+    SnapshotEnd,
+    WireEvent,
+)
+from tests.support.log.records import Stream, digest_of, removed, stored, words
+
+MODEL, TENANT = "model-a", "default"
+VICTIM = "victim"
+_START_S = 1_769_860_800.0
+_CPU, _DISK = 1, 2
+
+
+class Truth(NamedTuple):
+    """What `explain` must find for the victim."""
+
+    cause: str
+    page: int | None = None
+    """Counted from 1."""
+    record: int | None = None
+    """Index of the record that shows the cause: the last one of the evidence."""
+    since: int | None = None
+    """Index of the record that stored the page: the first one of the evidence."""
+    namespace: dict[str, Any] | None = None
+    also: tuple[str, ...] = ()
+    """Further causes that must be found."""
+    tier: str | None = None
+
+
+@dataclass
+class Scene:
+    """A log that is written record by record, with noisy workers beside the victim."""
+
+    random: np.random.Generator
+    body: dict[str, Any] = field(default_factory=dict)
+    """The query."""
+    records: list[LogRecord] = field(default_factory=list)
+    until: Until | None = None
+    """The moment; None: the end of the log."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the indexer."""
+
+    def __post_init__(self) -> None:
+        self.now = _START_S
+        self.block_size = int(self.random.choice([4, 16, 32]))
+        self.num_pages = int(self.random.integers(6, 24))
+        self.tokens = self.new_tokens(self.num_pages * self.block_size)
+        self.body = {"model_name": MODEL, "token_ids": self.tokens}
+        self.hashes = self.hashes_under()
+        self.victim = self.stream(VICTIM)
+        self.others = [self.stream(f"engine-{number}") for number in range(int(self.random.integers(2, 6)))]
+        self._first_offset = int(self.random.integers(0, 10_000))
+        self._prompts = [self.hashes, *(self._other_prompt() for _ in range(3))]
+        self._silent: set[str] = set()
+
+    def stream(self, worker: str, *, model: str = MODEL, tenant: str = TENANT, block_size: int | None = None) -> Stream:
+        """Return a new worker stream, by default of the scene's model and block size."""
+        stream = Stream(worker, model=model, tenant=tenant, block_size=block_size or self.block_size)
+        stream.epoch = int(self.random.integers(1, 1000))
+        return stream
+
+    def new_tokens(self, count: int) -> list[int]:
+        """Return random tokens."""
+        tokens: list[int] = self.random.integers(0, 150_000, count).tolist()
+        return tokens
+
+    def hashes_under(
+        self,
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        seed: int | None = None,
+        block_size: int | None = None,
+        is_bigram: bool = False,
+    ) -> list[int]:
+        """Return the prompt's sequence hashes under some rule."""
+        size = self.block_size if block_size is None else block_size
+        names = namespace_seed(lora, salt, base=seed)
+        hashes: list[int] = sequence_hashes(self.tokens, size, names, base=seed, is_bigram=is_bigram).tolist()
+        return hashes
+
+    def page(self, low: int = 0) -> int:
+        """Return a random page of the prompt, counted from 0, not the last one."""
+        return int(self.random.integers(low, self.num_pages - 1))
+
+    def emit(self, record: LogRecord) -> int:
+        """Append a record to the log. Returns its index."""
+        index = len(self.records)
+        self.records.append(record._replace(offset=self._first_offset + 2 * index))
+        return index
+
+    def send(self, stream: Stream, *events: WireEvent, **options: Any) -> int:
+        """Append a batch to the log, a moment later. Returns its index."""
+        self.now += float(self.random.uniform(0.001, 0.05))
+        return self.emit(stream.batch(*events, now=self.now, **options))
+
+    def lose(self, stream: Stream, *events: WireEvent) -> None:
+        """Let a batch get lost on its way to the log."""
+        stream.batch(*events, now=self.now)
+
+    def store(self, stream: Stream, pages: Sequence[int], hashes: list[int] | None = None, tier: int = 0) -> int:
+        """Store consecutive pages of the prompt. Returns the index of the record."""
+        chain = self.hashes if hashes is None else hashes
+        parent = chain[pages[0] - 1] if pages[0] else 0
+        return self.send(stream, stored((parent, [chain[page] for page in pages]), tier=tier))
+
+    def remove(self, stream: Stream, pages: Sequence[int], tier: int = 0) -> int:
+        """Remove pages of the prompt from a tier. Returns the index of the record."""
+        return self.send(stream, removed([self.hashes[page] for page in pages], tier=tier))
+
+    def noise(self, most: int = 12) -> None:
+        """Let the other workers do what workers do, and everyone send heartbeats."""
+        for _ in range(int(self.random.integers(1, most)) if self.others else 0):
+            self._noise_of(self.others[int(self.random.integers(len(self.others)))])
+        self.heartbeats()
+
+    def heartbeats(self) -> None:
+        """Let every worker that is not silent send a heartbeat."""
+        for stream in (self.victim, *self.others):
+            if stream.id.worker not in self._silent and stream.seq:
+                self.send(stream)
+
+    def silence(self, worker: str) -> None:
+        """Let a worker send no more heartbeats."""
+        self._silent.add(worker)
+
+    def _other_prompt(self) -> list[int]:
+        """Return hashes of a prompt that shares a random prefix with the scene's."""
+        shared = int(self.random.integers(0, self.num_pages))
+        tokens = self.tokens[: shared * self.block_size] + self.new_tokens(6 * self.block_size)
+        hashes: list[int] = sequence_hashes(tokens, self.block_size).tolist()
+        return hashes
+
+    def _noise_of(self, stream: Stream) -> None:
+        chain = self._prompts[int(self.random.integers(len(self._prompts)))]
+        depth = int(self.random.integers(1, len(chain) + 1))
+        tier = int(self.random.integers(3))
+        match int(self.random.integers(10)):
+            case 0 | 1 | 2 | 3:
+                self.send(stream, stored((0, chain[:depth]), tier=tier))
+            case 4 | 5 | 6:
+                self.send(stream, removed(chain[depth - 1 :], tier=tier))
+            case 7:
+                self.send(stream, AllBlocksCleared())
+            case 8:
+                stream.restart()
+                self.send(stream, stored((0, chain[:depth])))
+            case _ if stream.seq:
+                self.lose(stream, stored((0, chain[:depth])))
+                self.send(stream)
+                self.emit(stream.resync(now=self.now))
+            case _:
+                self.send(stream)
+
+
+Plant = Callable[[Scene], Truth]
+
+
+def _stored_up_to(scene: Scene, end: int, tier: int = 0) -> list[int]:
+    """Let the victim store the first pages in one to three batches. Returns the record of each page."""
+    cuts = sorted({0, end, *scene.random.integers(0, end + 1, 2).tolist()})
+    found: list[int] = []
+    for start, stop in pairwise(cuts):
+        index = scene.store(scene.victim, range(start, stop), tier=tier)
+        found += [index] * (stop - start)
+        scene.noise(4)
+    return found
+
+
+def never_stored(scene: Scene) -> Truth:
+    end = scene.page()
+    scene.send(scene.victim)
+    found = _stored_up_to(scene, end)
+    return Truth("never_stored", end + 1, record=found[-1] if found else None)
+
+
+def evicted(scene: Scene) -> Truth:
+    end = scene.page()
+    found = _stored_up_to(scene, scene.num_pages)
+    if scene.random.random() < 0.5:
+        found = _restored(scene, end)
+    scene.noise()
+    scene.now += float(scene.random.uniform(0, 3))
+    scene.heartbeats()
+    tail = list(range(end + 1, scene.num_pages))
+    scene.remove(scene.victim, tail)
+    at = scene.remove(scene.victim, [end])
+    return Truth("evicted", end + 1, record=at, since=found[end])
+
+
+def _restored(scene: Scene, page: int) -> list[int]:
+    """Evict everything from a page on, and store it again."""
+    scene.remove(scene.victim, range(page, scene.num_pages))
+    scene.noise()
+    return [scene.store(scene.victim, range(page, scene.num_pages))] * scene.num_pages
+
+
+def evicted_from_a_slower_tier(scene: Scene) -> Truth:
+    end = scene.page()
+    found = _stored_up_to(scene, scene.num_pages)
+    rest = range(end, scene.num_pages)
+    scene.store(scene.victim, rest, tier=_CPU)
+    scene.remove(scene.victim, rest)
+    scene.noise()
+    return Truth("evicted", end + 1, record=scene.remove(scene.victim, rest, tier=_CPU), since=found[end])
+
+
+def moved(scene: Scene) -> Truth:
+    end = scene.page()
+    _stored_up_to(scene, scene.num_pages)
+    rest = range(end, scene.num_pages)
+    if scene.random.random() < 0.5:  # one batch moves the pages, the removal first
+        hashes = [scene.hashes[page] for page in rest]
+        at = scene.send(scene.victim, removed(hashes), stored((scene.hashes[end - 1] if end else 0, hashes), tier=_CPU))
+        return Truth("moved", end + 1, record=at, since=at, tier="gpu")
+    since = scene.store(scene.victim, rest, tier=_CPU)
+    scene.noise()
+    return Truth("moved", end + 1, record=scene.remove(scene.victim, rest), since=since, tier="gpu")
+
+
+def stored_on_a_slower_tier(scene: Scene) -> Truth:
+    end = scene.page()
+    if end:
+        _stored_up_to(scene, end)
+    at = scene.store(scene.victim, range(end, scene.num_pages), tier=_DISK)
+    return Truth("slower_tier", end + 1, record=at, tier="gpu")
+
+
+def cleared(scene: Scene) -> Truth:
+    found = _stored_up_to(scene, scene.num_pages)
+    scene.noise()
+    at = scene.send(scene.victim, AllBlocksCleared())
+    end = scene.page()
+    if end:
+        _stored_up_to(scene, end)
+    return Truth("cleared", end + 1, record=at, since=found[end])
+
+
+def restarted(scene: Scene) -> Truth:
+    found = _stored_up_to(scene, scene.num_pages)
+    scene.noise()
+    scene.victim.restart()
+    end = scene.page()
+    if scene.random.random() < 0.5:  # it resends what it holds
+        scene.send(scene.victim, SnapshotBegin("start"))
+        if end:
+            _stored_up_to(scene, end)
+        at = scene.send(scene.victim, SnapshotEnd())
+    else:
+        at = scene.send(scene.victim)
+        if end:
+            _stored_up_to(scene, end)
+    return Truth("restarted", end + 1, record=at, since=found[end])
+
+
+def lost_batch(scene: Scene) -> Truth:
+    end = scene.page(1)
+    _stored_up_to(scene, end)
+    scene.lose(scene.victim, stored((scene.hashes[end - 1], scene.hashes[end:])))
+    if scene.random.random() < 0.3:
+        scene.lose(scene.victim)
+    at = scene.send(scene.victim)
+    if scene.random.random() < 0.5:
+        scene.noise()
+        scene.send(scene.victim, SnapshotBegin("gap"))
+        if scene.random.random() < 0.5:
+            scene.store(scene.victim, range(end))
+    return Truth("lost_batches", end + 1, record=at)
+
+
+def batches_before_the_log(scene: Scene) -> Truth:
+    scene.lose(scene.victim, stored((0, scene.hashes)))
+    at = scene.send(scene.victim)
+    return Truth("lost_batches", 1, record=at)
+
+
+def wrong_digest(scene: Scene) -> Truth:
+    end = scene.page()
+    if end:
+        _stored_up_to(scene, end)
+    scene.send(scene.victim)
+    wrong = digest_of({(h, 0) for h in scene.hashes})
+    at = scene.send(scene.victim, digest=wrong)
+    scene.victim.held = {(h, 0) for h in scene.hashes}  # what it really holds
+    return Truth("stale", end + 1, record=at)
+
+
+def degraded(scene: Scene) -> Truth:
+    end = scene.page()
+    if end:
+        _stored_up_to(scene, end)
+    scene.send(scene.victim)
+    at = scene.send(scene.victim, degraded_reason=BATCHES_LOST)
+    scene.silence(VICTIM)
+    return Truth("stale", end + 1, record=at)
+
+
+def expired(scene: Scene) -> Truth:
+    found = _stored_up_to(scene, scene.page(1))
+    scene.silence(VICTIM)
+    last = max(index for index, record in enumerate(scene.records) if record.key == scene.victim.id.key.encode())
+    assert last >= found[-1]
+    for _ in range(12):
+        scene.now += 1.5
+        scene.heartbeats()
+        scene.noise(3)
+    return Truth("expired", record=last)
+
+
+def closed(scene: Scene) -> Truth:
+    _stored_up_to(scene, scene.page(1))
+    at = scene.send(scene.victim, degraded_reason=CLOSED)
+    scene.silence(VICTIM)
+    return Truth("expired", record=at)
+
+
+def not_known_yet(scene: Scene) -> Truth:
+    for _ in range(3):
+        scene.noise()
+    scene.until = Until(time_s=scene.now)
+    scene.now += 1.0
+    at = scene.send(scene.victim)
+    _stored_up_to(scene, scene.num_pages)
+    return Truth("not_known_yet", record=at)
+
+
+def other_model(scene: Scene) -> Truth:
+    return _in_other_stream(scene, model="model-b")
+
+
+def other_tenant(scene: Scene) -> Truth:
+    return _in_other_stream(scene, tenant="tenant-b")
+
+
+def _in_other_stream(scene: Scene, **names: Any) -> Truth:
+    other = scene.stream(VICTIM, **names)
+    if scene.random.random() < 0.5:  # it serves the model that was asked for, too
+        scene.send(scene.victim)
+    at = scene.store(other, range(scene.num_pages))
+    return Truth("other_namespace", 1, since=at, namespace=dict(names))
+
+
+def other_block_size(scene: Scene) -> Truth:
+    """The query names the only block size that it accepts."""
+    asked = scene.block_size
+    scene.block_size = 2 * asked
+    hashes = scene.hashes_under()
+    scene.victim = scene.stream(VICTIM)
+    scene.store(scene.victim, range(len(hashes)), hashes)
+    scene.block_size = asked
+    scene.body = {"model": MODEL, "block_size": asked, "token_ids": scene.tokens}
+    return Truth("other_namespace", namespace={"block_size": 2 * asked})
+
+
+def pages_of_another_size(scene: Scene) -> Truth:
+    """The worker hashes pages of another size than it states. A second worker of the log states that size."""
+    twice = scene.stream("engine-twice", block_size=2 * scene.block_size)
+    scene.send(twice)
+    at = scene.store(scene.victim, range(scene.num_pages // 2), scene.hashes_under(block_size=2 * scene.block_size))
+    return Truth("other_namespace", 1, since=at, namespace={"block_size": 2 * scene.block_size})
+
+
+def without_lora(scene: Scene) -> Truth:
+    return _under(scene, {"lora_name": "sql"}, {"lora_name": None})
+
+
+def without_salt(scene: Scene) -> Truth:
+    return _under(scene, {"cache_salt": "s3cret"}, {"cache_salt": None})
+
+
+def lora_as_salt(scene: Scene) -> Truth:
+    return _under(scene, {"lora_name": "sql"}, {"lora_name": None, "cache_salt": "sql"}, salt="sql")
+
+
+def other_seed(scene: Scene) -> Truth:
+    return _under(scene, {}, {"seed": 0}, seed=0)
+
+
+def token_pairs(scene: Scene) -> Truth:
+    return _under(scene, {}, {"is_bigram": True}, is_bigram=True)
+
+
+def _under(scene: Scene, asked: dict[str, str], namespace: dict[str, Any], **rule: Any) -> Truth:
+    """The query has other names than the pages."""
+    scene.body |= asked
+    scene.send(scene.victim)
+    hashes = scene.hashes_under(**rule)
+    at = scene.store(scene.victim, range(len(hashes)), hashes)
+    return Truth("other_namespace", 1, since=at, namespace=namespace)
+
+
+def unusual_seed(scene: Scene) -> Truth:
+    seed = int(scene.random.integers(2000, 60_000))
+    return _by_block_hash(scene, scene.hashes_under(seed=seed), {"seed": seed})
+
+
+def unknown_salt(scene: Scene) -> Truth:
+    return _by_block_hash(scene, scene.hashes_under(salt="never in the log"), {})
+
+
+def salt_in_the_record(scene: Scene) -> Truth:
+    return _by_block_hash(scene, scene.hashes_under(salt="pepper"), {"cache_salt": "pepper"}, "pepper")
+
+
+def _by_block_hash(scene: Scene, hashes: list[int], namespace: dict[str, Any], extra_key: str | None = None) -> Truth:
+    """The pages can only be recognised by the block hashes of an engine that hashes tokens."""
+    scene.send(scene.victim)
+    chain = block_hash_chain(scene.tokens, scene.block_size, None, is_bigram=False)
+    event = stored((0, hashes))
+    tokens = np.array(scene.tokens, "<u4").tobytes() if extra_key is not None else None
+    block_hashes = words(hash_strs_to_int64(chain).view(np.uint64).tolist())
+    at = scene.send(
+        scene.victim,
+        PackedStored(
+            MEDIA[0], event.sequence_hashes, block_hashes, event.chain_starts, event.parents, tokens, extra_key
+        ),
+    )
+    return Truth("other_namespace", 1, since=at, namespace=namespace)
+
+
+def hidden(scene: Scene) -> Truth:
+    found = _stored_up_to(scene, scene.num_pages)
+    hole = scene.page()
+    scene.noise()
+    at = scene.remove(scene.victim, [hole])
+    return Truth("evicted", hole + 1, record=at, since=found[hole], also=("hidden",))
+
+
+def hidden_from_the_start(scene: Scene) -> Truth:
+    scene.send(scene.victim)
+    hole = scene.page()
+    if hole:
+        _stored_up_to(scene, hole)
+    scene.store(scene.victim, range(hole + 1, scene.num_pages))
+    return Truth("never_stored", hole + 1, also=("hidden",))
+
+
+def partial_page(scene: Scene) -> Truth:
+    _stored_up_to(scene, scene.num_pages)
+    scene.body["token_ids"] = scene.tokens + scene.new_tokens(int(scene.random.integers(1, scene.block_size)))
+    return Truth("partial_page", scene.num_pages + 1)
+
+
+def shorter_than_a_page(scene: Scene) -> Truth:
+    scene.send(scene.victim)
+    scene.body["token_ids"] = scene.tokens[: int(scene.random.integers(1, scene.block_size))]
+    return Truth("partial_page", 1)
+
+
+def not_resent(scene: Scene) -> Truth:
+    found = _stored_up_to(scene, scene.num_pages)
+    end = scene.page()
+    scene.noise()
+    scene.lose(scene.victim, removed(scene.hashes[end:]))
+    scene.send(scene.victim)
+    at = scene.emit(scene.victim.resync(now=scene.now))
+    return Truth("not_resent", end + 1, record=at, since=found[end])
+
+
+def index_full(scene: Scene) -> Truth:
+    scene.others = []
+    scene.settings = {"max_pages": scene.num_pages - 1}
+    return Truth("index_full", scene.num_pages, record=_stored_up_to(scene, scene.num_pages)[-1])
+
+
+def held(scene: Scene) -> Truth:
+    _stored_up_to(scene, scene.num_pages)
+    return Truth("held")
+
+
+PLANTS: dict[str, Plant] = {
+    plant.__name__: plant
+    for plant in (
+        never_stored,
+        evicted,
+        evicted_from_a_slower_tier,
+        moved,
+        stored_on_a_slower_tier,
+        cleared,
+        restarted,
+        lost_batch,
+        batches_before_the_log,
+        wrong_digest,
+        degraded,
+        expired,
+        closed,
+        not_known_yet,
+        other_model,
+        other_tenant,
+        other_block_size,
+        pages_of_another_size,
+        without_lora,
+        without_salt,
+        lora_as_salt,
+        other_seed,
+        token_pairs,
+        unusual_seed,
+        unknown_salt,
+        salt_in_the_record,
+        hidden,
+        hidden_from_the_start,
+        partial_page,
+        shorter_than_a_page,
+        not_resent,
+        index_full,
+        held,
+    )
+}
+"""Name -> the function that plants the cause."""
+
+
+def planted(name: str, number: int) -> tuple[Scene, Truth]:
+    """Return one of the random instances of a cause."""
+    scene = Scene(np.random.default_rng([number, *name.encode()]))
+    if name != "index_full":
+        scene.noise()
+    truth = PLANTS[name](scene)
+    if name != "index_full":
+        scene.noise()
+    scene.heartbeats()
+    return scene, truth
