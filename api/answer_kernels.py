@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from indexer.view_columns import FAULT_CLOSED, FAULT_NONE
 from indexer.views import STATES, ViewState
-from kv_events.bundles import BoolVector, F64Input, F64Vector, I32Vector, I64Input, I64Vector, U8Vector, U32Matrix
+from kv_events.bundles import BoolVector, F64Vector, I32Vector, I64Vector, U8Vector
 from kv_events.instructions import copy_sixteen, lowest_bit, put_eight
-from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.kernels import array_function, array_helper
 
 _LIVE, _SYNCING, _STALE, _EXPIRED = (
     np.uint8(STATES.index(state)) for state in (ViewState.LIVE, ViewState.SYNCING, ViewState.STALE, ViewState.EXPIRED)
@@ -404,45 +403,20 @@ def _put_scores(out, at, roster, pages, streams, query, block_size):
     return at
 
 
-@array_kernel(
-    types.int64,
-    Roster,
-    Layout,
-    types.UniTuple(types.float64, 4),
-    types.int64,
-    I32Vector,
-    U32Matrix,
-    I64Input,
-    types.int64,
-    F64Input,
-    types.int64,
-    U8Vector,
-)
-def write_answer(
-    roster,
-    layout,
-    times,
-    num_found,
-    found,
-    pages,
-    reusable,
-    block_size,
-    weights,
-    start,
-    out,
-):
+@array_helper
+def put_answer(out, start, roster, layout, times, streams, pages, reusable, block_size, weights):
     """Write an answer, up to the end of its list of workers.
 
-    times: seconds since 1970, and `expired_before`, `syncing_before` and `late_before` of `Freshness`. num_found,
-    found: int32[streams], pages: uint32[streams, 4]: from `find`. Expired streams are left out. reusable:
-    int64[streams], pages that each stream can reuse, -1 for those without group streams; or [0]. weights: float64[4],
-    or [0] without weights. start: index in `out` after the beginning of the answer. out: at least twice the names of
-    all workers, plus `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each one. Returns the length of the answer, or -1 if
-    a weighted number needs another form.
+    out: uint8[n], which has room for twice the names of all workers, `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each
+    one. start: index in `out` after the beginning of the answer. times: seconds since 1970, and `expired_before`,
+    `syncing_before` and `late_before` of `Freshness`. streams: int32[n], pages: uint32[streams, 4]: from `find`.
+    Expired streams are left out. reusable: int64[streams], pages that each stream can reuse, -1 for those without group
+    streams; or [0]. weights: float64[4], or [0] without weights. Returns the length of the answer, or -1 if a weighted
+    number needs another form.
     """
     now, expired_before, syncing_before, late_before = times
     roster.query[0] += 1
-    query, at, written, streams = roster.query[0], start, 0, found[:num_found]
+    query, at, written = roster.query[0], start, 0
     for number in streams:
         stream = np.int64(number)
         roster.shown[stream] = _shown_state(roster, stream, expired_before, syncing_before, late_before)

@@ -9,78 +9,185 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from api.answer_kernels import BYTES_PER_RANK, BYTES_PER_WORKER, Roster, write_answer
+from api.answer_kernels import BYTES_PER_RANK, BYTES_PER_WORKER, Roster
 from api.answer_layouts import PEER, RFC, texts
+from api.hot_lane.number_kernels import read_hashes
+from api.query_kernel import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, Desk, answer_query
 from api.questions import Numbers, Question
 from indexer.freshness import Freshness
 from indexer.index import Matches
 from indexer.namespaces import Namespace
 from indexer.reuse import reusable_pages
 from kv_events.bundles import Resident, resident
-from kv_events.schema import NUM_MEDIA
+from kv_events.hashing import process_base
+from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
+from kv_events.xxh3 import long_hash_state
+
+_UINT8 = np.dtype(np.uint8)
 
 _PEER_BEGIN = b'{"scores":{'
 _FRAME_BYTES = 256
-_NO_REUSE = np.zeros(0, np.int64)
-_NO_WEIGHTS = np.zeros(0)
+_GIVEN = {
+    "token_ids": TOKENS,
+    "block_hashes": LOCAL_HASHES,
+    "seq_hashes": SEQUENCE_HASHES,
+    "block_hash": SEQUENCE_HASHES,
+}
+_NO_TEXT, _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint8), np.zeros(0, np.uint32), np.zeros(0, np.uint64)
 
 
 class AnswerWriter:
-    """Writes into one buffer, so one thread calls it."""
+    """Answers queries about one namespace, all its workers included. One thread calls it."""
 
     def __init__(self) -> None:
         self._peer, self._rfc = resident(PEER), resident(RFC)
         self._rosters: dict[int, _KeptRoster] = {}  # by the id of a namespace, while it exists
-        self._out, self._begin = np.empty(0, np.uint8), b""
-        self._streams, self._pages = np.empty(0, np.int32), np.empty((0, NUM_MEDIA), np.uint32)
+        self._desk = Desk.new()
+        self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
+        self._plan: _Plan | None = None
 
     def write(
         self, question: Question, numbers: Numbers, namespace: Namespace, freshness: Freshness, now: float
     ) -> bytes | None:
-        """Return the answer about all workers as JSON, or None if one of its numbers needs the general encoder.
+        """Return the answer as JSON, or None if one of its numbers needs the general encoder.
 
         numbers: those of the prompt. now: seconds since 1970.
         """
-        block_size, index = namespace.key.block_size, namespace.index
-        hashes = question.hashes(numbers, block_size)
-        if len(self._streams) < index.most_streams:
-            self._streams = np.empty(index.most_streams, np.int32)
-            self._pages = np.empty((index.most_streams, NUM_MEDIA), np.uint32)
-        found = index.find_into(hashes, self._streams, self._pages)
-        reusable = _NO_REUSE
-        if namespace.groups:
-            matches = Matches(self._streams[:found], self._pages[: index.most_streams])
-            reusable = reusable_pages(namespace, hashes, matches, freshness)
+        kind = _GIVEN[question.field]
+        tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
+        length, _ = self._write(question, _Prompt(kind, _NO_TEXT, 0, tokens, hashes), namespace, freshness, now)
+        return None if length < 0 else self._desk.out[:length].tobytes()
+
+    def write_text(
+        self, question: Question, text: bytes, start: int, namespace: Namespace, freshness: Freshness, now: float
+    ) -> tuple[bytes, int] | None:
+        """Answer a question whose numbers are in a JSON text. start: index after the "[".
+
+        Returns the answer and the index of the "]", or None if the text must be read or answered in another way.
+        """
+        data = np.frombuffer(text, _UINT8)
+        if question.field == "token_ids":
+            prompt = _Prompt(TEXT, data, start, _NO_TOKENS, _NO_HASHES)
+            length, end = self._write(question, prompt, namespace, freshness, now)
+        else:
+            kind = _GIVEN[question.field]
+            count, end = read_hashes(data, start, self._hashes, kind == LOCAL_HASHES)
+            prompt = _Prompt(kind, _NO_TEXT, 0, _NO_TOKENS, self._hashes[: max(0, count)])
+            length = -1 if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
+        return None if length < 0 else (self._desk.out[:length].tobytes(), end)
+
+    def _write(
+        self, question: Question, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
+    ) -> tuple[int, int]:
+        """Return the length of the answer, -1 if there is none, and the index of the "]" of a text."""
+        plan = self._plan_for(question, namespace)
+        if not namespace.groups:
+            length, end, _ = plan.answer(prompt, UNKNOWN, 0, freshness, now)
+            return length, end
+        found, end, num_pages = plan.answer(prompt, UNKNOWN, 1, freshness, now)
+        if end < 0:
+            return -1, end
+        desk = self._desk
+        hashes = prompt.hashes if prompt.kind == SEQUENCE_HASHES else desk.hashes[:num_pages]
+        matches = Matches(desk.streams[:found], desk.pages[: namespace.index.most_streams])
+        reusable = reusable_pages(namespace, hashes, matches, freshness)
+        desk.reusable[: len(reusable)] = reusable
+        return plan.answer(prompt, found, 1, freshness, now)[0], end
+
+    def _plan_for(self, question: Question, namespace: Namespace) -> _Plan:
+        """Prepare the answer to a question. Questions that follow each other are often the same."""
+        plan = self._plan
+        if plan is None or not plan.is_for(question, namespace):
+            plan = self._plan = self._planned(question, namespace)
+        return plan
+
+    def _planned(self, question: Question, namespace: Namespace) -> _Plan:
+        roster = self._roster(namespace)
+        begin = _PEER_BEGIN if question.is_peer else b"{%s:{" % msgspec.json.encode(question.tenant)
+        block_size = namespace.key.block_size
+        num_pages = max(MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY // block_size)
+        num_bytes = len(begin) + roster.most_bytes
+        desk = self._desk = self._desk.with_room(num_pages, namespace.index.most_streams, num_bytes)
+        desk.out[: len(begin)] = np.frombuffer(begin, _UINT8)
+        if question.weights is not None:
+            desk.weights[:] = question.weights
+        state = long_hash_state(block_size + question.is_bigram, question.seed)
+        desk.long_state[: len(state)] = state
+        return _Plan(
+            question,
+            namespace,
+            namespace.num_changes,
+            namespace.index.lookup,
+            resident(desk),
+            roster.roster,
+            self._peer if question.is_peer else self._rfc,
+            (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
+            (question.seed, process_base()),
+        )
+
+    def _roster(self, namespace: Namespace) -> _KeptRoster:
         kept = self._rosters.get(id(namespace))
         if kept is None or kept.num_changes != namespace.num_changes:
             if kept is None:
                 finalize(namespace, self._rosters.pop, id(namespace))
             kept = self._rosters[id(namespace)] = _KeptRoster.of(namespace)
-        begin = _PEER_BEGIN if question.is_peer else b"{%s:{" % msgspec.json.encode(question.tenant)
-        out = self._begun(begin, kept.most_bytes)
-        length = write_answer(
-            kept.roster,
-            self._peer if question.is_peer else self._rfc,
-            (now, freshness.expired_before(), freshness.syncing_before(), freshness.late_before()),
-            found,
-            self._streams,
-            self._pages,
-            reusable,
-            block_size,
-            _NO_WEIGHTS if question.weights is None else np.array(question.weights, np.float64),
-            len(begin),
-            out,
-        )
-        return None if length < 0 else out[:length].tobytes()
+        return kept
 
-    def _begun(self, begin: bytes, most_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the buffer with the beginning of an answer, and room for `most_bytes` more."""
-        if len(self._out) < len(begin) + most_bytes:
-            self._out, self._begin = np.empty(2 * (len(begin) + most_bytes), np.uint8), b""
-        if begin != self._begin:
-            self._out[: len(begin)] = np.frombuffer(begin, np.uint8)
-            self._begin = begin
-        return self._out
+
+class _Prompt(NamedTuple):
+    """The first parameters of `answer_query`."""
+
+    kind: int
+    text: npt.NDArray[np.uint8]
+    start: int
+    tokens: Numbers
+    hashes: Numbers
+
+
+class _Plan(NamedTuple):
+    """All that the answer to a question needs, except the prompt and the time."""
+
+    question: Question
+    namespace: Namespace
+    num_changes: int
+    """`Namespace.num_changes`."""
+    lookup: Resident
+    desk: Resident
+    roster: Resident
+    layout: Resident
+    numbers: tuple[int, int, int, int]
+    """Block size, 1 for pages of token pairs, 1 if there are weights, bytes of the beginning."""
+    seeds: tuple[np.uint64, np.uint64]
+
+    def is_for(self, question: Question, namespace: Namespace) -> bool:
+        """Return whether nothing has changed since the plan was made."""
+        return (
+            question is self.question
+            and namespace is self.namespace
+            and namespace.num_changes == self.num_changes
+            and namespace.index.lookup is self.lookup
+        )
+
+    def answer(
+        self, prompt: _Prompt, found: int, has_groups: int, freshness: Freshness, now: float
+    ) -> tuple[int, int, int]:
+        """Call `answer_query`."""
+        kind, text, start, tokens, hashes = prompt
+        block_size, is_bigram, has_weights, begin = self.numbers
+        answered: tuple[int, int, int] = answer_query(
+            text,
+            start,
+            tokens,
+            hashes,
+            (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
+            self.seeds,
+            self.lookup,
+            self.desk,
+            self.roster,
+            self.layout,
+            (now, freshness.expired_before(), freshness.syncing_before(), freshness.late_before()),
+        )
+        return answered
 
 
 class _KeptRoster(NamedTuple):

@@ -35,6 +35,19 @@ class Answers:
         hashes = partial(question.hashes, numbers)
         return encoded_answer(question, score_all(asked, hashes, freshness), now)
 
+    def answer_text(
+        self, question: Question, text: bytes, start: int, namespaces: Namespaces, freshness: Freshness, now: float
+    ) -> tuple[bytes, int] | None:
+        """Answer a question whose numbers are in a JSON text. start: index after the "[".
+
+        Returns the answer and the index of the "]", or None if another decoder or encoder is needed. Raises
+        ProblemError.
+        """
+        asked = _namespaces_of(question, namespaces)
+        if len(asked) > 1 or question.instance is not None:
+            return None
+        return self._writer.write_text(question, text, start, asked[0], freshness, now)
+
 
 def _namespaces_of(question: Question, namespaces: Namespaces) -> Sequence[Namespace]:
     """Return the namespaces of the question. Dynamo's dialect names no block size, so there may be several."""

@@ -18,7 +18,7 @@ from api.large_bodies import number_slices
 from api.problems import ProblemError
 from api.query_requests import PeerQuery, RfcQuery
 from kv_events.errors import InvalidValueError
-from kv_events.hashing import U64Array, namespace_seed, prompt_hashes, rolling_hashes
+from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKEN_ID, MAX_TOKENS_PER_QUERY
 from kv_events.streams import DEFAULT_TENANT
 from kvsight.schemas.queries import TierWeights
@@ -75,11 +75,12 @@ class Question:
     def hashes(self, numbers: Numbers, block_size: int) -> U64Array:
         """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
         if self.field == "token_ids":
-            return prompt_hashes(numbers, block_size, self._seed, is_bigram=self.is_bigram)
+            return sequence_hashes(numbers, block_size, int(self.seed), is_bigram=self.is_bigram)
         return rolling_hashes(numbers) if self.field == "block_hashes" else numbers
 
     @cached_property
-    def _seed(self) -> np.uint64:
+    def seed(self) -> np.uint64:
+        """Seed of the local hashes."""
         return np.uint64(namespace_seed(self.lora_name, self.cache_salt))
 
 

@@ -14,7 +14,7 @@ from indexer.kernels import apply, holder_sets
 from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
 from kv_events import page_table
-from kv_events.bundles import resident
+from kv_events.bundles import Resident, resident
 from kv_events.codec import RemovedPages, StoredPages
 from kv_events.digest import Digest, empty_digest
 from kv_events.errors import InvalidValueError
@@ -82,7 +82,6 @@ class OverlapIndex:
         self._max_streams = max_streams
         self._max_set_bytes = max_set_bytes
         self._width = 1
-        self._alive = np.zeros((NUM_MEDIA, 1), np.uint64)  # scratch of find()
         self._set_pages(
             apply.Pages(
                 table=page_table.make_table(max_pages),
@@ -183,12 +182,7 @@ class OverlapIndex:
         """Find how far each stream holds a prompt. hashes: uint64[n], C order, sequence hashes from page 0."""
         streams = np.empty(self.most_streams, _INT32)
         pages = np.empty((self.most_streams, NUM_MEDIA), _UINT32)
-        return Matches(streams[: self.find_into(hashes, streams, pages)], pages)
-
-    def find_into(self, hashes: U64Array, streams: npt.NDArray[np.int32], pages: npt.NDArray[np.uint32]) -> int:
-        """Write what `find` returns to arrays of at least `most_streams` rows. Returns the number of streams."""
-        found: int = find(self._lookup, hashes, self._alive, streams, pages)
-        return found
+        return Matches(streams[: find(self.lookup, hashes, streams, pages)], pages)
 
     @property
     def most_streams(self) -> int:
@@ -201,7 +195,7 @@ class OverlapIndex:
         hashes: uint64[n], C order, sequence hashes.
         """
         sets = np.empty(len(hashes), _UINT32)
-        sets_of_pages(self._lookup, hashes, sets)
+        sets_of_pages(self.lookup, hashes, sets)
         return sets
 
     def tiers_held(self, hashes: U64Array, stream: int) -> npt.NDArray[np.uint8]:
@@ -352,11 +346,12 @@ class OverlapIndex:
     def _widen(self, width: int) -> None:
         if width != self._width:
             capacity = self._set_capacity(self.max_pages, width)
-            self._set_pages(self._pages._replace(sets=holder_sets.widened(self._pages.sets, capacity, width)))
             self._width = width
-            self._alive = np.zeros((NUM_MEDIA, width), np.uint64)
+            self._set_pages(self._pages._replace(sets=holder_sets.widened(self._pages.sets, capacity, width)))
 
     def _set_pages(self, pages: apply.Pages) -> None:
         self._pages = pages
         self._resident = resident(pages)
-        self._lookup = resident(PageLookup(pages.table, pages.holders, pages.sets.words))
+        alive = np.zeros((NUM_MEDIA, self._width), np.uint64)
+        self.lookup: Resident = resident(PageLookup(pages.table, pages.holders, pages.sets.words, alive))
+        """The `PageLookup` of kernels that find prefixes. It is another one after an array was replaced."""

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from indexer.errors import IndexFullError
 from indexer.index import OverlapIndex
 from indexer.settings import IndexerSettings
@@ -41,6 +44,18 @@ class Namespace:
     """Views by worker and DP rank."""
     groups: dict[str, Namespace] = field(default_factory=dict, repr=False)
     """Namespaces of its group streams, of the same tenant and block size."""
+    group_streams: dict[str, GroupStreams] = field(default_factory=dict, repr=False)
+    """What `indexer.reuse` keeps about them."""
+
+
+class GroupStreams(NamedTuple):
+    """The streams of a namespace in one of its groups."""
+
+    group: Namespace
+    changes: tuple[int, int]
+    """`num_changes` of the namespace and of the group when this was made."""
+    streams: npt.NDArray[np.int64]
+    """[streams] number in the group, -1 for streams that are not in it."""
 
 
 class Namespaces:

@@ -26,12 +26,10 @@ from kv_events.tokens import U32Array as U32Array
 from kv_events.tokens import U64Array as U64Array
 from kv_events.tokens import hash_array, hash_word
 from kv_events.tokens import token_array as token_array
-from kv_events.xxh3 import hash_windows, roll
+from kv_events.xxh3 import hash_windows, long_hash_state, roll
 
 _SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
 _MASK64 = 2**64 - 1
-_UINT64 = np.dtype(np.uint64)
-_NO_PARENT = np.uint64(0)
 
 
 def _utf8(name: str, field: str) -> bytes:
@@ -162,7 +160,8 @@ def local_hashes(
     """
     tokens = token_array(tokens, "tokens")
     out = np.empty(num_whole_pages(len(tokens), block_size, is_bigram=is_bigram), dtype=np.uint64)
-    hash_windows(tokens, block_size + is_bigram, block_size, _seed_word(seed, "seed"), out)
+    width, word = block_size + is_bigram, _seed_word(seed, "seed")
+    hash_windows(tokens, width, block_size, word, long_hash_state(width, word), out)
     return out
 
 
@@ -198,19 +197,9 @@ def sequence_hashes(
     return rolling_hashes(local, parent=parent, base=base)
 
 
-def prompt_hashes(tokens: U32Array, block_size: int, seed: np.uint64, *, is_bigram: bool = False) -> U64Array:
-    """Return `sequence_hashes` with the seed of the process as base. Checks nothing, so that a short call is quick.
-
-    tokens: uint32[n], C order. block_size: tokens a page, at least 1. seed: the `namespace_seed`.
-    """
-    out = np.empty(max(0, len(tokens) - is_bigram) // block_size, _UINT64)
-    hash_windows(tokens, block_size + is_bigram, block_size, seed, out)
-    roll(out, _process_base(), _NO_PARENT, False, out)
-    return out
-
-
 @cache
-def _process_base() -> np.uint64:
+def process_base() -> np.uint64:
+    """Return `process_seed()` as a word."""
     return np.uint64(process_seed())
 
 

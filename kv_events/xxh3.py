@@ -6,8 +6,11 @@ bytes, so the classes of 0 to 3 bytes are not implemented. Strings are hashed by
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
-from numba import njit, types
+import numpy.typing as npt
+from numba import types
 
 from kv_events.kernels import array_function, array_helper, array_kernel
 
@@ -20,6 +23,10 @@ _SECRET = bytes.fromhex(
 _NUM_SECRET_WORDS = len(_SECRET) - 7
 # element i: the eight secret bytes from byte i on, as a little-endian word
 _SECRET_AT = np.array([int.from_bytes(_SECRET[i : i + 8], "little") for i in range(_NUM_SECRET_WORDS)], dtype=np.uint64)
+
+_MAX_SHORT, _NUM_LANES = 60, 8  # tokens up to which the secret is not derived from the seed; accumulators
+_NO_STATE = np.zeros(0, np.uint64)
+LONG_STATE_WORDS = _NUM_SECRET_WORDS + _NUM_LANES
 
 _P32_1 = np.uint64(0x9E3779B1)
 _P32_2 = np.uint64(0x85EBCA77)
@@ -165,33 +172,30 @@ def _hash_long(tokens, start, n, secret, acc):
     return _avalanche(result)
 
 
-@njit
-def _seeded_secret(seed):
+@lru_cache(maxsize=256)
+def _seeded_secret(seed: int) -> npt.NDArray[np.uint64]:
     """Return uint64[185], the words of the secret derived from a seed, one at every byte offset."""
-    data = np.empty(192, np.uint8)
-    for i in range(24):
-        word = _SECRET_AT[8 * i]
-        word = word + seed if i % 2 == 0 else word - seed
-        for j in range(8):
-            data[8 * i + j] = np.uint8((word >> np.uint64(8 * j)) & np.uint64(0xFF))
-    words = np.zeros(_NUM_SECRET_WORDS, np.uint64)
-    for i in range(_NUM_SECRET_WORDS):
-        for j in range(8):
-            words[i] |= np.uint64(data[i + j]) << np.uint64(8 * j)
-    return words
+    words, signs = _SECRET_AT[::8].copy(), np.array([1, -1] * 12, np.int64).view(np.uint64)
+    data = (words + signs * np.uint64(seed)).astype("<u8").view(np.uint8)
+    windows = np.lib.stride_tricks.sliding_window_view(data, 8)
+    return np.ascontiguousarray(windows).view("<u8").reshape(-1).astype(np.uint64)
 
 
-@array_kernel(types.void, U32_IN, types.int64, types.int64, types.uint64, U64_OUT, allocates=True)
-def hash_windows(tokens, width, stride, seed, out):
-    """Compute XXH3-64 of windows of a token array.
+def long_hash_state(width: int, seed: int | np.uint64) -> npt.NDArray[np.uint64]:
+    """Return uint64[LONG_STATE_WORDS], which `hash_windows` needs for windows of more than 60 tokens; [0] for others.
 
-    tokens: uint32, C order, with at least (len(out) - 1) * stride + width elements. width: tokens per window, >= 1.
-    stride: tokens between the starts of adjacent windows. out: uint64; out[i] receives the hash of
-    tokens[i * stride :][:width] as little-endian bytes.
+    Threads must not share it.
     """
-    if width > 60:
-        secret = _seeded_secret(seed)
-        acc = np.empty(8, np.uint64)
+    if width <= _MAX_SHORT:
+        return _NO_STATE
+    return np.concatenate((_seeded_secret(int(seed)), np.zeros(_NUM_LANES, np.uint64)))
+
+
+@array_function
+def hash_each_window(tokens, width, stride, seed, state, out):
+    """See `hash_windows`."""
+    if width > _MAX_SHORT:
+        secret, acc = state[:_NUM_SECRET_WORDS], state[_NUM_SECRET_WORDS:]
         for i in range(out.shape[0]):
             out[i] = _hash_long(tokens, i * stride, width, secret, acc)
     elif width > 32:
@@ -208,6 +212,26 @@ def hash_windows(tokens, width, stride, seed, out):
             out[i] = _hash_up_to_8(tokens, i * stride, width, seed)
 
 
+@array_kernel(types.void, U32_IN, types.int64, types.int64, types.uint64, U64_OUT, U64_OUT)
+def hash_windows(tokens, width, stride, seed, state, out):
+    """Compute XXH3-64 of windows of a token array.
+
+    tokens: uint32, C order, with at least (len(out) - 1) * stride + width elements. width: tokens per window, >= 1.
+    stride: tokens between the starts of adjacent windows. state: `long_hash_state` of this width and seed. out: uint64;
+    out[i] receives the hash of tokens[i * stride :][:width] as little-endian bytes.
+    """
+    hash_each_window(tokens, width, stride, seed, state, out)
+
+
+@array_helper
+def roll_each(local, base, parent, has_parent, out):
+    """See `roll`."""
+    previous = parent
+    for i in range(local.shape[0]):
+        previous = hash_pair(previous, local[i], base) if has_parent or i > 0 else local[0]
+        out[i] = previous
+
+
 @array_kernel(types.void, U64_IN, types.uint64, types.uint64, types.boolean, U64_OUT)
 def roll(local, base, parent, has_parent, out):
     """Roll local hashes into sequence hashes: out[i] = XXH3-64(out[i - 1] ‖ local[i]).
@@ -215,7 +239,4 @@ def roll(local, base, parent, has_parent, out):
     local, out: uint64 of equal lengths, which may be the same array. base: the hash seed, equal for all namespaces.
     parent: the sequence hash of the page before the first one, used if has_parent is set. Otherwise, out[0] = local[0].
     """
-    previous = parent
-    for i in range(local.shape[0]):
-        previous = hash_pair(previous, local[i], base) if has_parent or i > 0 else local[0]
-        out[i] = previous
+    roll_each(local, base, parent, has_parent, out)

@@ -3,81 +3,76 @@
     {"model_name":"m","token_ids":[1,2,3]}      body
     {"model_name":"m","token_ids":[     ]}      envelope
 
-Callers send the same few envelopes again and again, so decoded envelopes are kept. A kernel reads the numbers. The
-ordinary decoder reads a new envelope with random numbers in it. If it returns these numbers, the array is the prompt,
-and not part of a string, of a nested object or of a field that occurs twice.
+Callers send the same few envelopes again and again, so decoded envelopes are kept. The ordinary decoder reads a new one
+with random numbers in it. If it returns these numbers, the array is the prompt, and not part of a string, of a nested
+object or of a field that occurs twice. A kernel reads the real numbers.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple, TypeVar
 
 from api.decoding import codec_of
-from api.hot_lane.number_kernels import read_i64, read_u32, read_u64
 from api.problems import ProblemError
-from api.questions import Numbers, Question, decode_question
-from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
+from api.questions import Question, decode_question
 
 _JSON = codec_of("application/json")
 _MAX_KEPT = 1024
 _MAX_BYTES = 4096
 _NUM_SENTINELS = 3
 
-
-class _Numbers(NamedTuple):
-    """How the numbers of a field are read, and to where."""
-
-    read: Callable[..., tuple[int, int]]
-    scratch: npt.NDArray[Any]
+_Value = TypeVar("_Value")
 
 
-def _numbers_of(field: str) -> _Numbers:
-    if field == "token_ids":
-        return _Numbers(read_u32, np.empty(MAX_TOKENS_PER_QUERY, np.uint32))
-    return _Numbers(read_i64 if field == "block_hashes" else read_u64, np.empty(MAX_HASHES_PER_QUERY, np.uint64))
+class Envelope(NamedTuple):
+    """What an envelope asks, and where the numbers of a body begin."""
+
+    question: Question
+    first: int
+    after: bytes
+    """What must follow the numbers, from the "]" on."""
 
 
 class Envelopes:
-    """Reads the JSON queries of one route."""
+    """Recognises the JSON queries of one route."""
 
     def __init__(self, fields: tuple[str, ...]) -> None:
         """fields: names of the arrays that the route accepts as a prompt."""
         self._fields = fields
-        self._array = re.compile(rb'"(%s)" ?: ?\[' % "|".join(fields).encode())
-        self._numbers = {field.encode(): _numbers_of(field) for field in fields}
+        self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
+        self._last: dict[bytes, tuple[bytes, Question]] = {}  # text before the numbers -> the newest text after them
         self._kept: dict[bytes, Question | None] = {}
 
-    def question(self, data: bytes, start: int) -> tuple[Question, Numbers] | None:
-        """Return the question of the body data[start:] and its numbers, or None if the ordinary decoder must read it.
+    def expected(self, data: bytes, start: int) -> Envelope | None:
+        """Return the envelope that the body data[start:] is likely to have, judged by its beginning."""
+        first = data.find(b"[", start) + 1
+        last = self._last.get(data[start:first])
+        return None if last is None else Envelope(last[1], first, last[0])
 
-        The numbers are valid until the next call.
-        """
+    def read(self, data: bytes, start: int) -> Envelope | None:
+        """Return the envelope of the body data[start:], or None if the ordinary decoder must read it."""
         found = self._array.search(data, start)
         if found is None:
             return None
-        read, scratch = self._numbers[found[1]]
-        first = found.end()
-        count, end = read(np.frombuffer(data, np.uint8), first, scratch)
+        first, end = found.end(), data.find(b"]", found.end())
         if end < 0 or first - start + len(data) - end > _MAX_BYTES:
             return None
-        question = self._decoded(data[start:first], data[end:])
-        return None if question is None else (question, scratch[:count])
+        before, after = data[start:first], data[end:]
+        question = self._decoded(before, after)
+        if question is None:
+            return None
+        if before.index(b"[") == len(before) - 1:
+            _keep(self._last, before, (after, question))
+        return Envelope(question, first, after)
 
     def _decoded(self, before: bytes, after: bytes) -> Question | None:
         """Return the question of an envelope. before: up to the "["; after: from the "]" on."""
         envelope = before + after
-        if envelope in self._kept:
-            return self._kept[envelope]
-        if len(self._kept) == _MAX_KEPT:
-            self._kept.clear()
-        question = self._kept[envelope] = self._verified(before, after)
-        return question
+        if envelope not in self._kept:
+            _keep(self._kept, envelope, self._verified(before, after))
+        return self._kept[envelope]
 
     def _verified(self, before: bytes, after: bytes) -> Question | None:
         sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
@@ -87,3 +82,9 @@ class Envelopes:
         except ProblemError:
             return None
         return question if numbers.tolist() == sentinels else None
+
+
+def _keep(kept: dict[bytes, _Value], key: bytes, value: _Value) -> None:
+    if len(kept) == _MAX_KEPT:
+        kept.clear()
+    kept[key] = value

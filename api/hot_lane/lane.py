@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from api.answers import Answers
 from api.auth import authorization
 from api.decoding import codec_of, is_large
-from api.hot_lane.envelopes import Envelopes
+from api.hot_lane.envelopes import Envelope, Envelopes
 from api.hot_lane.heads import Head, Heads
 from api.metrics import HttpMetrics
 from api.problems import ProblemError
-from api.questions import BY_HASH, BY_TOKENS, Numbers, Question, decode_question
+from api.questions import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from indexer.consumer import Consumer
 from kv_events.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
+_PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # read in about a millisecond
-
-_Read = Callable[[bytes, int], tuple[Question, Numbers] | None]
 
 
 class HotLane:
@@ -44,11 +42,8 @@ class HotLane:
         self._limited_logger = RateLimitedLogger(logger, "hot lane")
         self._headers: list[tuple[bytes, bytes]] = []
         self._encoded_headers = b""
-        self._readers: dict[tuple[str, str], _Read] = {}
-        for path, names in fields.items():
-            self._readers[path, "application/json"] = Envelopes(names).question
-            for content_type in ("application/msgpack", "application/x-msgpack"):
-                self._readers[path, content_type] = _packed_reader(content_type, names)
+        self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
+        self._fields = fields
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the JSON answer to the body data[start:], or None if the request must take the usual way."""
@@ -67,12 +62,32 @@ class HotLane:
         return body
 
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
-        read = self._readers.get((head.path, head.content_type))
-        asked = None if read is None else read(data, start)
-        if asked is None:
-            return None
+        if head.content_type == "application/json":
+            return self._answer_json(self._envelopes[head.path], data, start)
+        return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
+
+    def _answer_json(self, envelopes: Envelopes, data: bytes, start: int) -> bytes | None:
+        envelope = envelopes.expected(data, start)
+        body = None if envelope is None else self._answer_enveloped(envelope, data)
+        if body is None:
+            envelope = envelopes.read(data, start)
+            body = None if envelope is None else self._answer_enveloped(envelope, data)
+        return body
+
+    def _answer_enveloped(self, envelope: Envelope, data: bytes) -> bytes | None:
+        question, first, after = envelope
         consumer = self._consumer
-        return self._answers.answer(*asked, consumer.namespaces, consumer.freshness, time.time())
+        answered = self._answers.answer_text(
+            question, data, first, consumer.namespaces, consumer.freshness, time.time()
+        )
+        return answered[0] if answered is not None and data[answered[1] :] == after else None
+
+    def _answer_packed(self, head: Head, body: bytes) -> bytes | None:
+        if is_large(body):
+            return None
+        question, numbers = decode_question(body, codec_of(head.content_type), self._fields[head.path])
+        consumer = self._consumer
+        return self._answers.answer(question, numbers, consumer.namespaces, consumer.freshness, time.time())
 
     def encoded_headers(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return the server's name and the date as header lines. uvicorn makes a new list of them every second."""
@@ -80,18 +95,3 @@ class HotLane:
             self._headers = headers
             self._encoded_headers = b"".join(b"%b: %b\r\n" % header for header in headers)
         return self._encoded_headers
-
-
-def _packed_reader(content_type: str, fields: tuple[str, ...]) -> _Read:
-    codec = codec_of(content_type)
-
-    def read(data: bytes, start: int) -> tuple[Question, Numbers] | None:
-        body = data[start:]
-        if is_large(body):
-            return None
-        try:
-            return decode_question(body, codec, fields)
-        except ProblemError:
-            return None
-
-    return read

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from kv_events.bundles import U8Input, U32Vector, U64Vector
+from kv_events.bundles import U8Input, U64Vector
 from kv_events.instructions import eight_bytes, equal_bytes, leading_zeros, lowest_bit
 from kv_events.kernels import array_function, array_helper, array_kernel
 
@@ -165,26 +165,19 @@ def _read(data, start, out, low, high, are_short):
         at += 1
 
 
-_FOUND = types.UniTuple(types.int64, 2)
-
-
-@array_kernel(_FOUND, U8Input, types.int64, U32Vector)
-def read_u32(data, start, out):
-    """Read an array of integers in 0 .. 2**32 - 1 from JSON text.
-
-    data: uint8[n]. start: index after the "[". out: uint32[most], written. Returns (count, index of the "]"); the index
-    is -1 for an empty array, more than `most` numbers, a number out of range, or anything that is not a number.
-    """
+@array_function
+def read_tokens(data, start, out):
+    """Read an array of integers in 0 .. 2**32 - 1 from JSON text. See `read_hashes`. out: uint32[most]."""
     return _read(data, start, out, np.uint64(0), _MAX_U32, True)
 
 
-@array_kernel(_FOUND, U8Input, types.int64, U64Vector)
-def read_u64(data, start, out):
-    """Read an array of integers in 0 .. 2**64 - 1. See `read_u32`."""
-    return _read(data, start, out, np.uint64(0), _MAX_U64, False)
+@array_kernel(types.UniTuple(types.int64, 2), U8Input, types.int64, U64Vector, types.boolean)
+def read_hashes(data, start, out, are_signed):
+    """Read an array of integers in 0 .. 2**64 - 1, or in -2**63 .. 2**63 - 1 if they are signed, from JSON text.
 
-
-@array_kernel(_FOUND, U8Input, types.int64, U64Vector)
-def read_i64(data, start, out):
-    """Read an array of integers in -2**63 .. 2**63 - 1, written in two's complement. See `read_u32`."""
-    return _read(data, start, out, np.uint64(2**63), _MAX_I64, False)
+    data: uint8[n]. start: index after the "[". out: uint64[most], written; negative numbers in two's complement.
+    Returns (count, index of the "]"); the index is -1 for an empty array, more than `most` numbers, a number out of
+    range, or anything that is not a number.
+    """
+    low, high = (np.uint64(2**63), _MAX_I64) if are_signed else (np.uint64(0), _MAX_U64)
+    return _read(data, start, out, low, high, False)

@@ -21,6 +21,8 @@ class PageLookup(NamedTuple):
     table: Table
     holders: U32Vector
     words: U64Matrix
+    alive: U64Matrix
+    """[4, width] scratch: the streams that hold every page so far on a tier or a faster one."""
 
 
 @array_helper
@@ -71,15 +73,9 @@ def _begin(pages, held, alive, out_streams, out_pages):
     return found
 
 
-@array_kernel(types.int64, PageLookup, U64Input, U64Matrix, I32Vector, U32Matrix)
-def find(pages, hashes, alive, out_streams, out_pages):
-    """Find the longest held prefix of a prompt for each stream that holds the first page on any tier.
-
-    hashes: uint64[n], sequence hashes. alive: uint64[4, width], scratch memory. out_streams: int32[64 * width], the
-    streams found, in ascending order. out_pages: uint32[64 * width, 4]; out_pages[stream, t] is the number of leading
-    pages that the stream holds on tier t or a faster one. Rows of other streams are not written. Returns the number of
-    streams found.
-    """
+@array_function
+def find_prefixes(pages, hashes, out_streams, out_pages):
+    """See `find`."""
     n = hashes.shape[0]
     if n == 0:
         return 0
@@ -88,7 +84,7 @@ def find(pages, hashes, alive, out_streams, out_pages):
         return 0
     width = pages.words.shape[1] // NUM_MEDIA
     held = pages.holders[entry]
-    found = _begin(pages, np.int64(held), alive, out_streams, out_pages)
+    found = _begin(pages, np.int64(held), pages.alive, out_streams, out_pages)
     last = n
     for i in range(1, n):
         entry = look_up(pages, entry, hashes[i])
@@ -97,9 +93,20 @@ def find(pages, hashes, alive, out_streams, out_pages):
             break
         if pages.holders[entry] != held:
             held = pages.holders[entry]
-            if not _narrow(pages, np.int64(held), alive, i, out_pages):
+            if not _narrow(pages, np.int64(held), pages.alive, i, out_pages):
                 return found
     for word in range(width):
         for tier in range(NUM_MEDIA):
-            _record(alive[tier, word], word, tier, last, out_pages)
+            _record(pages.alive[tier, word], word, tier, last, out_pages)
     return found
+
+
+@array_kernel(types.int64, PageLookup, U64Input, I32Vector, U32Matrix)
+def find(pages, hashes, out_streams, out_pages):
+    """Find the longest held prefix of a prompt for each stream that holds the first page on any tier.
+
+    hashes: uint64[n], sequence hashes. out_streams: int32[64 * width], the streams found, in ascending order.
+    out_pages: uint32[64 * width, 4]; out_pages[stream, t] is the number of leading pages that the stream holds on tier
+    t or a faster one. Rows of other streams are not written. Returns the number of streams found.
+    """
+    return find_prefixes(pages, hashes, out_streams, out_pages)

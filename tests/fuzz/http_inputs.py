@@ -9,19 +9,14 @@ from typing import Any
 
 import msgspec
 
-from api.app import create_app
 from api.decoding import CONTENT_TYPES, codec_of, decode_as
 from api.hot import HotRoutes
-from api.hot_lane.envelopes import Envelopes
-from api.hot_lane.heads import Head
-from api.hot_lane.lane import HotLane
 from api.problems import ProblemError
-from api.questions import BY_HASH, BY_TOKENS, decode_question
 from api.register import engine_of_peer, engine_of_rfc
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from api.saved_registrations import SavedRegistrations
-from api.settings import ApiSettings
 from tests.fuzz.log_inputs import SMALL
+from tests.support.both_ways import BothWays
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 
@@ -74,24 +69,15 @@ class HttpTarget:
 
 
 class LaneTarget:
-    """The hot lane: what it reads from a body is what the decoder reads, and its answer needs no other route."""
+    """The hot lane: what it answers is what the ordinary way answers."""
 
     def __init__(self) -> None:
-        consumer = HandFed(SMALL).consumer
-        for _ in consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0):
-            pass
-        self._lane: HotLane = create_app(consumer, ApiSettings()).state.lane
-        self._envelopes = {fields: Envelopes(fields) for fields in (BY_TOKENS, BY_HASH)}
+        self._both = BothWays(HandFed(SMALL))
 
     def __call__(self, data: bytes) -> None:
-        for fields, envelopes in self._envelopes.items():
-            read = envelopes.question(b"x" + data, 1)
-            if read is not None:
-                question, numbers = decode_question(data, codec_of("application/json"), fields)
-                assert (read[0], read[1].tolist()) == (question, numbers.tolist())
         for path in ("/query", "/query_by_hash"):
             for content_type in CONTENT_TYPES:
-                self._lane.answer(Head(path, content_type, len(data)), data, 0)
+                self._both.agree(data, path, content_type)
 
 
 class _OneImage:

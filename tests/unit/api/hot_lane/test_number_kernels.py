@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import types
 
-from api.hot_lane.number_kernels import read_i64, read_u32, read_u64
+from api.hot_lane.number_kernels import read_hashes, read_tokens
+from kv_events.bundles import U8Input, U32Vector
+from kv_events.kernels import array_kernel
 from tests.support.effort import num_examples
 
 MOST = 256
+
+
+def _read_hashes(are_signed: bool, data: Any, start: int, out: Any) -> Any:
+    return read_hashes(data, start, out, are_signed)
+
+
+@array_kernel(types.UniTuple(types.int64, 2), U8Input, types.int64, U32Vector)
+def _read_tokens(data, start, out):
+    return read_tokens(data, start, out)
 
 
 class Reader(NamedTuple):
@@ -26,9 +39,9 @@ class Reader(NamedTuple):
 
 
 READERS = {
-    "u32": Reader(read_u32, "<u4", 0, 2**32 - 1),
-    "u64": Reader(read_u64, "<u8", 0, 2**64 - 1),
-    "i64": Reader(read_i64, "<i8", -(2**63), 2**63 - 1),
+    "u32": Reader(_read_tokens, "<u4", 0, 2**32 - 1),
+    "u64": Reader(partial(_read_hashes, False), "<u8", 0, 2**64 - 1),
+    "i64": Reader(partial(_read_hashes, True), "<i8", -(2**63), 2**63 - 1),
 }
 readers = st.sampled_from(sorted(READERS))
 PIECES = [*"0123456789-+.,[]{}e \t\n\r\"'x", "12345678", "4294967295", "18446744073709551615", "\0", "\ff", "٣"]

@@ -1,25 +1,25 @@
-"""Questions read by envelope equal those of the ordinary decoder. Bodies that differ from it are left to it."""
+"""Bodies that the hot lane takes get the answer of the ordinary way. Others are left to the ordinary decoder."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.decoding import codec_of
-from api.hot_lane.envelopes import Envelopes
 from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question
+from indexer.settings import IndexerSettings
+from tests.support.both_ways import PROMPT, BothWays
 from tests.support.effort import num_examples
+from tests.support.log.hand_fed import HandFed
 
-JSON = codec_of("application/json")
-readers: dict[tuple[str, ...], Envelopes] = {fields: Envelopes(fields) for fields in (BY_TOKENS, BY_HASH)}
+both_ways = BothWays(HandFed(IndexerSettings(max_pages=1000)))
 
-tokens = st.lists(st.integers(0, 2**17) | st.integers(-1, 2**32), max_size=5)
+tokens = st.lists(st.integers(0, 2**17) | st.integers(-1, 2**32), max_size=5) | st.just(PROMPT)
 hashes = st.lists(st.integers(-(2**63) - 1, 2**64), max_size=4)
 words = st.sampled_from(["m", "", "ü", '"token_ids":[1]', "\\", "a" * 40])
 numbers = {"token_ids": tokens, "seq_hashes": hashes, "block_hashes": hashes, "block_hash": hashes}
@@ -53,20 +53,14 @@ def text_of(body: list[tuple[str, Any]], separator: tuple[str, str], *, is_ascii
 
 
 def check(data: bytes, fields: tuple[str, ...]) -> bool:
-    """Compare both ways for a body. Returns whether the envelope was accepted."""
-    head = b"POST ...\r\n\r\n"
-    read = readers[fields].question(head + data, len(head))
-    if read is None:
-        return False
-    question, numbers = decode_question(data, JSON, fields)
-    assert read[0] == question
-    assert np.array_equal(read[1], numbers)
-    return True
+    """Compare both ways for a body. Returns whether the lane took it."""
+    path = "/query" if fields == BY_TOKENS else "/query_by_hash"
+    return both_ways.agree(data, path)
 
 
 @settings(max_examples=num_examples(8_000))
 @given(bodies, separators, st.booleans(), st.sampled_from([BY_TOKENS, BY_HASH]))
-def test_what_is_read_is_what_the_decoder_reads(
+def test_both_ways_agree(
     body: list[tuple[str, Any]], separator: tuple[str, str], is_ascii: bool, fields: tuple[str, ...]
 ) -> None:
     check(text_of(body, separator, is_ascii=is_ascii), fields)
@@ -90,13 +84,13 @@ def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]]
     [
         ({"model_name": "m", "token_ids": [1, 2, 3]}, BY_TOKENS),
         ({"model_name": "m", "token_ids": [1], "lora_name": "a", "cache_salt": "b", "unknown": {"x": [1]}}, BY_TOKENS),
-        ({"model": "m", "block_size": 16, "tenant_id": "t", "token_ids": [5] * 40}, BY_TOKENS),
+        ({"model": "m", "block_size": 4, "tenant_id": "default", "token_ids": [5] * 40}, BY_TOKENS),
         ({"model_name": "m", "seq_hashes": [2**64 - 1, 0]}, BY_HASH),
         ({"model_name": "m", "block_hashes": [-(2**63), 2**63 - 1]}, BY_HASH),
-        ({"model": "m", "block_size": 16, "block_hash": [7]}, BY_HASH),
+        ({"model": "m", "block_size": 4, "block_hash": [7]}, BY_HASH),
     ],
 )
-def test_usual_bodies_are_read_by_envelope(body: dict[str, Any], fields: tuple[str, ...]) -> None:
+def test_usual_bodies_are_taken(body: dict[str, Any], fields: tuple[str, ...]) -> None:
     for separator in ((",", ":"), (", ", ": ")):
         assert check(text_of(list(body.items()), separator, is_ascii=True), fields)
 
@@ -119,7 +113,7 @@ def test_an_array_in_another_place_is_left_to_the_decoder(text: bytes) -> None:
 
 
 def test_the_numbers_of_a_body_do_not_leak_into_the_next_one() -> None:
-    for values in ([1, 2, 3], [9], [4, 5]):
+    for values in (PROMPT, [1, 2, 3, 4], PROMPT[:12]):
         assert check(json.dumps({"model_name": "m", "token_ids": values}).encode(), BY_TOKENS)
 
 
@@ -127,4 +121,4 @@ def test_a_decoder_error_is_that_of_the_ordinary_way() -> None:
     text = b'{"model_name":"m","token_ids":[4294967296]}'
     assert not check(text, BY_TOKENS)
     with pytest.raises(ProblemError, match=r"token_ids\[0\]"):
-        decode_question(text, JSON, BY_TOKENS)
+        decode_question(text, codec_of("application/json"), BY_TOKENS)
