@@ -9,7 +9,19 @@ from pathlib import Path
 
 from benchmarks.report import Figure, as_json, show
 
-NAMES = ("index", "publish", "radix", "tiers", "unified", "storage", "bridge", "http", "end_to_end", "simulation")
+NAMES = (
+    "index",
+    "replay",
+    "publish",
+    "radix",
+    "tiers",
+    "unified",
+    "storage",
+    "bridge",
+    "http",
+    "end_to_end",
+    "simulation",
+)
 
 
 def main() -> None:

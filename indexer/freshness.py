@@ -30,18 +30,20 @@ class Freshness:
         self._ttl_s = ttl_s
         self._clock = clock
         self._began_at = now
-        self._log_read_at = now
-        self._resumed_at = now
+        self.log_read_at = now
+        """Time up to which the event log was read."""
+        self.resumed_at = now
+        """Time at which the event log became available for the last time."""
 
     def note_log_read(self, now: float) -> None:
         """Record that the event log could be read at this time."""
-        if now - self._log_read_at > self._ttl_s / 2:
-            self._resumed_at = now
-        self._log_read_at = max(self._log_read_at, now)
+        if now - self.log_read_at > self._ttl_s / 2:
+            self.resumed_at = now
+        self.log_read_at = max(self.log_read_at, now)
 
     def silence_s(self, view: View) -> float:
         """Return the seconds during which the event log could be read but had no records from the worker."""
-        return self._log_read_at - max(view.heard_tick, self._resumed_at)
+        return self.log_read_at - max(view.heard_tick, self.resumed_at)
 
     def is_silent(self, view: View, tick: float) -> bool:
         """Return whether the worker had been silent for the time-to-live when a record arrived. tick: the arrival.
@@ -49,7 +51,7 @@ class Freshness:
         A closed publisher is silent at once. Otherwise never true during an outage of the event log, and never while
         the records of the past are read at the start.
         """
-        return view.is_closed or tick - max(view.heard_tick, self._resumed_at) > self._ttl_s
+        return view.is_closed or tick - max(view.heard_tick, self.resumed_at) > self._ttl_s
 
     def state(self, view: View) -> ViewState:
         """Return the state to report and to act on."""
@@ -63,8 +65,8 @@ class Freshness:
 
     def expired_before(self) -> float:
         """Return the time such that views which were heard last before it are expired."""
-        at = self._log_read_at - self._ttl_s
-        return at if self._resumed_at < at else -math.inf
+        at = self.log_read_at - self._ttl_s
+        return at if self.resumed_at < at else -math.inf
 
     def syncing_before(self) -> float:
         """Return the time such that views which were heard last before it are syncing: all while catching up."""
@@ -72,7 +74,7 @@ class Freshness:
 
     def late_before(self) -> float:
         """Return the time such that views which were heard last before it miss two heartbeats."""
-        at = (self._log_read_at if self._clock is None else self._clock()) - _LATE_S
+        at = (self.log_read_at if self._clock is None else self._clock()) - _LATE_S
         return at if self._began_at < at else -math.inf
 
     def is_late(self, view: View) -> bool:

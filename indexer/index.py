@@ -256,6 +256,10 @@ class OverlapIndex:
             yield
         return image
 
+    def live_entries(self) -> npt.NDArray[np.int64]:
+        """Return the entries of all pages, int64[n], in the order of the columns of `image`."""
+        return np.flatnonzero(self._pages.holders[: page_table.high_water(self._pages.table)])
+
     def restore(self, image: IndexImage) -> None:
         """Load an image into this new, empty index. Raises InvalidValueError if the image is inconsistent."""
         num_sets, words_per_set = image.sets.shape

@@ -80,12 +80,13 @@ class View:
     position: Position = START
     stale_reason: str = "new"
     counters: ViewCounters = field(default_factory=ViewCounters)
-    _degraded_reason: str = ""
-    _marks: Marks | None = None
-    _resync_began: float = 0.0
+    marks: Marks | None = None
+    """Pages stored since the beginning of the resync in progress. None if there is no resync."""
+    resync_began: float = 0.0
     """`heard_tick` at the beginning of the resync in progress."""
-    _refused_now: int = 0
+    refused_now: int = 0
     """Pages refused since the last resync or clear. The digest cannot match before the next one."""
+    _degraded_reason: str = ""
 
     def __post_init__(self) -> None:
         self.columns.reserve(self.number)
@@ -187,8 +188,8 @@ class View:
     def confirm(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
         self.degraded_reason = batch.degraded_reason
-        if self._marks is not None:
-            if self.heard_tick - self._resync_began > _LONGEST_RESYNC_S:
+        if self.marks is not None:
+            if self.heard_tick - self.resync_began > _LONGEST_RESYNC_S:
                 self.mark_stale(RESYNC_CUT_OFF)
             return
         if np.array_equal(self.index.digest(self.number), batch.digest):
@@ -197,7 +198,7 @@ class View:
                 self.position = self.position.without_gap()
             return
         self.counters.digest_mismatches += 1
-        if self._refused_now:
+        if self.refused_now:
             self.mark_stale(INDEX_FULL)
         elif self.state is ViewState.LIVE:
             self.mark_stale("digest")
@@ -210,7 +211,7 @@ class View:
 
     def mark_stale(self, reason: str) -> None:
         """Mark the view as stale until a digest matches. A resync in progress is abandoned."""
-        self._marks = None
+        self.marks = None
         self.state, self.stale_reason = ViewState.STALE, reason
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
@@ -228,19 +229,19 @@ class View:
                 yield from self._remove(step)
             case AllBlocksCleared():
                 self.counters.clears += 1
-                self._refused_now = 0
+                self.refused_now = 0
                 yield from self.clear()
             case SnapshotBegin():
-                self._refused_now = 0
-                self._marks = self.index.new_marks()
-                self._resync_began = self.heard_tick
+                self.refused_now = 0
+                self.marks = self.index.new_marks()
+                self.resync_began = self.heard_tick
                 self.state = ViewState.SYNCING
             case SnapshotEnd():
                 yield from self._end_snapshot()
 
     def _store(self, event: StoredPages) -> Iterator[None]:
         for start, stop in _slices(len(event.hashes)):
-            known, refused = self.index.store(self.number, event, start, stop, self._marks)
+            known, refused = self.index.store(self.number, event, start, stop, self.marks)
             self.counters.known_stores += known
             self._count_refused(refused)
             self.counters.pages_stored += stop - start - known - refused
@@ -248,7 +249,7 @@ class View:
 
     def _remove(self, event: RemovedPages) -> Iterator[None]:
         for start, stop in _slices(len(event.hashes)):
-            unknown, refused = self.index.remove(self.number, event, start, stop, self._marks)
+            unknown, refused = self.index.remove(self.number, event, start, stop, self.marks)
             self.counters.unknown_removals += unknown
             self._count_refused(refused)
             self.counters.pages_removed += stop - start - unknown - refused
@@ -256,15 +257,15 @@ class View:
 
     def _count_refused(self, num_pages: int) -> None:
         self.counters.refused_pages += num_pages
-        self._refused_now += num_pages
+        self.refused_now += num_pages
 
     def _end_snapshot(self) -> Iterator[None]:
-        if self._marks is None:
+        if self.marks is None:
             return  # the beginning of the resync was lost; the gap was detected already
-        for removed in self.index.sweep(self.number, self._marks):
+        for removed in self.index.sweep(self.number, self.marks):
             self.counters.pages_removed += removed
             yield
-        self._marks = None
+        self.marks = None
         self.state, self.stale_reason = ViewState.STALE, "digest"  # until `confirm` finds equal digests
         self.counters.resyncs += 1
 

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from kv_events.log_segment import (
     HEADER_BYTES,
     EventLogCorruptedError,
     EventLogError,
+    Resume,
     Segment,
     encode_record,
     list_segments,
@@ -229,8 +231,9 @@ class EventLogReader:
         segments = list_segments(self._folder)
         if not segments:
             return 0
-        next_index = max(segments[-1].first_index, self._end.record_index if self._end else 0)
-        for index, _ in self._from_nearest(segments, next_index):
+        last = segments[-1].first_index
+        next_index = max(last, self._end.record_index if self._end else 0)
+        for index, _ in self._from_nearest(segments, next_index, passes=sys.maxsize):
             next_index = index + 1
         return next_index
 
@@ -248,8 +251,13 @@ class EventLogReader:
             if index >= start:
                 yield index, record
 
-    def _from_nearest(self, segments: list[Segment], start: int) -> Iterator[tuple[int, LogRecord]]:
-        """Yield records from the nearest known position at or before `start`."""
+    def _from_nearest(
+        self, segments: list[Segment], start: int, passes: int | None = None
+    ) -> Iterator[tuple[int, LogRecord]]:
+        """Yield records from the nearest known position at or before `start`.
+
+        Passes over damage before record `passes`, by default before `start`.
+        """
         if not segments:
             return
         mark = self._nearest(segments, start)
@@ -258,9 +266,27 @@ class EventLogReader:
                 continue
             here = segment.first_index == mark.segment
             position, index = (mark.position, mark.record_index) if here else (HEADER_BYTES, segment.first_index)
-            for located in scan(segment, position, index):
-                self._note(_Mark(located.record_index + 1, segment.first_index, located.end))
-                yield located.record_index, located.record
+            yield from self._from(segment, position, index, start if passes is None else passes)
+
+    def _from(self, segment: Segment, position: int, index: int, start: int) -> Iterator[tuple[int, LogRecord]]:
+        """Yield the records of a segment from a byte position, which is that of record `index`.
+
+        Passes over damage before record `start`.
+        """
+        resume: Resume | None = Resume(index, position)
+        while resume is not None and resume.position is not None:
+            try:
+                for located in scan(segment, resume.position, resume.record_index):
+                    self._note(_Mark(located.record_index + 1, segment.first_index, located.end))
+                    yield located.record_index, located.record
+            except EventLogCorruptedError as error:
+                resume = error.resume
+                if resume is not None and resume.position is not None:
+                    self._note(_Mark(resume.record_index, segment.first_index, resume.position), is_kept=True)
+                if resume is None or resume.record_index > start:
+                    raise
+            else:
+                return
 
     def _nearest(self, segments: list[Segment], start: int) -> _Mark:
         firsts = [segment.first_index for segment in segments]
@@ -271,10 +297,10 @@ class EventLogReader:
             known.append(self._end)
         return max(known)
 
-    def _note(self, mark: _Mark) -> None:
+    def _note(self, mark: _Mark, *, is_kept: bool = False) -> None:
         if self._end is None or mark.record_index > self._end.record_index:
             self._end = mark
-            if mark.record_index % _MARK_EVERY == 0:
+            if is_kept or mark.record_index % _MARK_EVERY == 0:
                 self._marks.append(mark)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogWriter
-from kv_events.log_segment import list_segments
+from kv_events.log_segment import companions, list_segments
 
 _PARTS = 8
 """A bound on the age is kept in at least this many segments, so that not too much is deleted at once."""
@@ -50,6 +50,7 @@ class LogRetention:
         *old, newest = list_segments(self._folder)
         # the newest one may grow to its full size
         total = self._writer.segment_bytes + sum(segment.path.stat().st_size for segment in old)
+        total += sum(path.stat().st_size for _, path in companions(self._folder))
         deleted: list[DeletedSegment] = []
         for segment in old:
             facts = segment.path.stat()
@@ -57,10 +58,19 @@ class LogRetention:
             if not is_expired and (self._max_bytes is None or total <= self._max_bytes):
                 break
             segment.path.unlink()
-            total -= facts.st_size
+            total -= facts.st_size + self._delete_companions(segment.next_first_index or newest.first_index)
             last = (segment.next_first_index or newest.first_index) - 1
             deleted.append(DeletedSegment(segment.path, segment.first_index, last, facts.st_size))
         return deleted
+
+    def _delete_companions(self, first_index: int) -> int:
+        """Delete what was kept beside deleted segments. Returns the bytes."""
+        num_bytes = 0
+        for index, path in companions(self._folder):
+            if index < first_index:
+                num_bytes += path.stat().st_size
+                path.unlink()
+        return num_bytes
 
     def _close_old_segment(self, now: float) -> None:
         """Start a new segment when the newest one spans a part of the longest age."""

@@ -31,7 +31,8 @@ _CRC = struct.Struct("<I")
 
 HEADER_BYTES = _SEGMENT.size + _CRC.size
 _FRAME_BYTES = _FRAME.size + _CRC.size
-_MAX_BODY_BYTES = _BODY.size + MAX_KEY_BYTES + MAX_RECORD_BYTES
+MAX_BODY_BYTES = _BODY.size + MAX_KEY_BYTES + MAX_RECORD_BYTES
+_MOST_RECORD_BYTES = _FRAME_BYTES + MAX_BODY_BYTES
 _CHUNK_BYTES = 2 << 20  # bytes per read; more than the largest record
 
 
@@ -39,19 +40,28 @@ class EventLogError(KvsightError):
     """An event log cannot be used. Names the path and the cause."""
 
 
-class EventLogCorruptedError(EventLogError):
-    """Bytes that were written completely have changed. Records before `index` are valid."""
+class Resume(NamedTuple):
+    """The first sound record after damage."""
 
-    def __init__(self, segment: Path, position: int, index: int, detail: str, resume_index: int | None) -> None:
-        onward = "it is the last segment" if resume_index is None else f"the next segment begins at {resume_index}"
+    record_index: int
+    position: int | None
+    """Byte offset in the same segment. None: at the beginning of the next one."""
+
+
+class EventLogCorruptedError(EventLogError):
+    """Bytes that were written completely have changed, or are gone. Records before `index` are valid."""
+
+    def __init__(self, segment: Path, position: int, index: int, detail: str, resume: Resume | None) -> None:
+        onward = "no sound record follows" if resume is None else f"the next sound record is {resume.record_index}"
         super().__init__(f"{segment}: {detail} at byte {position}, record {index}; {onward}")
+        self.detail = detail
         self.segment = segment
         self.position = position
         """Byte offset in the segment at which the damaged record begins."""
         self.index = index
         """Index of the damaged record."""
-        self.resume_index = resume_index
-        """Index of the next segment's first record, at which reading can continue. None if there is no next segment."""
+        self.resume = resume
+        """Where reading can continue. None if no sound record follows."""
 
 
 class Located(NamedTuple):
@@ -78,6 +88,12 @@ def list_segments(folder: Path) -> list[Segment]:
     firsts = sorted(int(stem) for stem in stems if len(stem) == _NAME_DIGITS and stem.isdecimal())
     after: list[int | None] = [*firsts[1:], None]
     return [Segment(segment_path(folder, first), first, next_) for first, next_ in zip(firsts, after, strict=False)]
+
+
+def companions(folder: Path) -> list[tuple[int, Path]]:
+    """Return (index, path) of the files beside the segments, such as key frames. Their names begin with an index."""
+    found = [(path.name[:_NAME_DIGITS], path) for path in folder.glob(f"{'[0-9]' * _NAME_DIGITS}.*")]
+    return [(int(stem), path) for stem, path in found if path.suffix != SUFFIX]
 
 
 def segment_path(folder: Path, first_index: int) -> Path:
@@ -147,9 +163,17 @@ def scan(segment: Segment, position: int, index: int) -> Iterator[Located]:
                 position, index = located.end, located.record_index + 1
             if position == begin:
                 break
-        fault = _fault(file.fileno(), position)
+        check_end(file.fileno(), segment, position, index)
+
+
+def check_end(fd: int, segment: Segment, position: int, index: int) -> None:
+    """Raise EventLogCorruptedError unless the segment ends at a byte position, before record `index`.
+
+    A torn tail counts as an end, except in a segment that has a successor.
+    """
+    fault = _fault(fd, position)
     if fault is not None and (fault.corrupted or segment.next_first_index is not None):
-        raise _corrupted(segment, position, index, fault.detail)
+        raise _corrupted(segment, position, index, fault.detail, _resume(fd, segment, position, index, fault))
     if segment.next_first_index not in (None, index):
         raise _corrupted(segment, position, index, f"records up to {segment.next_first_index} are missing")
 
@@ -158,6 +182,8 @@ class _Fault(NamedTuple):
     detail: str
     corrupted: bool
     """Whether the damage cannot be a torn tail."""
+    num_bytes: int | None = None
+    """Length of the damaged record, if its head is sound."""
 
 
 def _whole_records(data: bytes, position: int, index: int) -> Iterator[Located]:
@@ -191,7 +217,7 @@ def _frame(view: memoryview, start: int) -> _Body | None:
     num_bytes, checksum = _FRAME.unpack_from(view, start)
     (frame_checksum,) = _CRC.unpack_from(view, start + _FRAME.size)
     sound = zlib.crc32(view[start : start + _FRAME.size]) == frame_checksum
-    return _Body(num_bytes, checksum) if sound and _BODY.size <= num_bytes <= _MAX_BODY_BYTES else None
+    return _Body(num_bytes, checksum) if sound and _BODY.size <= num_bytes <= MAX_BODY_BYTES else None
 
 
 def _fault(fd: int, position: int) -> _Fault | None:
@@ -210,8 +236,34 @@ def _fault(fd: int, position: int) -> _Fault | None:
     length = _FRAME_BYTES + body.num_bytes
     if length > len(rest):
         return _Fault(f"{len(rest)} bytes of a record of {length}", corrupted=False)
-    return _Fault("a record's checksum is wrong", corrupted=length < len(rest))
+    return _Fault("a record's checksum is wrong", corrupted=length < len(rest), num_bytes=length)
 
 
-def _corrupted(segment: Segment, position: int, index: int, detail: str) -> EventLogCorruptedError:
-    return EventLogCorruptedError(segment.path, position, index, detail, segment.next_first_index)
+def _resume(fd: int, segment: Segment, position: int, index: int, fault: _Fault) -> Resume | None:
+    """Find the first sound record behind a fault in the same segment."""
+    if fault.num_bytes is not None:
+        found = position + fault.num_bytes
+        return Resume(index + 1, found) if _is_sound(os.pread(fd, _CHUNK_BYTES, found), 0) else None
+    data = os.pread(fd, 2 * _MOST_RECORD_BYTES, position)
+    found = next((at for at in range(1, min(len(data), _MOST_RECORD_BYTES) + 1) if _is_sound(data, at)), 0)
+    if not found:
+        return None
+    if segment.next_first_index is None:  # one record at least is lost; a head tells no number
+        return Resume(index + 1, position + found)
+    num_left = sum(1 for _ in scan(segment._replace(next_first_index=None), position + found, 0))
+    return Resume(max(index + 1, segment.next_first_index - num_left), position + found)
+
+
+def _is_sound(data: bytes, start: int) -> bool:
+    """Return whether a whole record begins at a position of some data."""
+    if _frame(memoryview(data), start) is None:
+        return False
+    return any(_whole_records(data[start : start + _MOST_RECORD_BYTES], 0, 0))
+
+
+def _corrupted(
+    segment: Segment, position: int, index: int, detail: str, resume: Resume | None = None
+) -> EventLogCorruptedError:
+    if resume is None and segment.next_first_index is not None:
+        resume = Resume(segment.next_first_index, None)
+    return EventLogCorruptedError(segment.path, position, index, detail, resume)

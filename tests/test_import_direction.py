@@ -64,6 +64,7 @@ ROOMS = {
     "engine_cache.tree": {"errors", "types"},
     "indexer.decisions": set(),
     "indexer.kernels": set(),
+    "indexer.replay": {"applier", "dead_letters", "freshness", "namespaces", "settings", "snapshots", "until"},
     "indexer.snapshots": {"errors", "index", "namespaces", "position", "settings", "slices", "views"},
     "indexer.sources": {"errors", "settings"},
     "publisher.sinks": {"settings"},

@@ -29,6 +29,17 @@ _MAGIC = b"KVSNAP01"
 _HEADER_BYTES = len(_MAGIC) + 4
 
 
+class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
+    """What a replay needs in addition to continue exactly, in place of a consumer that meets the present."""
+
+    heard_tick: float
+    first_missing: int | None
+    refused_now: int
+    resync_began: float
+    marks: bytes | None
+    """One byte for each page of the namespace, if a resync is in progress."""
+
+
 class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
     worker: str
     dp_rank: int
@@ -41,6 +52,7 @@ class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
     counters: ViewCounters
     digest: bytes
     degraded_reason: str = ""
+    exact: _ExactImage | None = None
 
 
 class _NamespaceImage(msgspec.Struct, frozen=True, array_like=True):
@@ -100,15 +112,18 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Image)
 
 
-def take(namespaces: Namespaces, positions: Mapping[int, int], now: float) -> Generator[None, None, SnapshotParts]:
+def take(
+    namespaces: Namespaces, positions: Mapping[int, int], now: float, *, is_exact: bool = False
+) -> Generator[None, None, SnapshotParts]:
     """Copy everything out of the views, slice by slice.
 
-    Start between two records and apply no record before the end. A view during a resync is saved as stale.
+    Start between two records and apply no record before the end. A view during a resync is saved as stale, unless
+    is_exact: the views are then restored with everything on which the next records depend.
     """
     images = []
     for namespace in namespaces:
         index = yield from namespace.index.image()
-        images.append((namespace.key, [_view_image(view) for view in namespace.views.values()], index))
+        images.append((namespace.key, [_view_image(view, is_exact) for view in namespace.views.values()], index))
     return SnapshotParts(now, dict(positions), images)
 
 
@@ -130,9 +145,9 @@ def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
     return Snapshot(namespaces, image.positions, image.taken_at)
 
 
-def _view_image(view: View) -> _ViewImage:
+def _view_image(view: View, is_exact: bool) -> _ViewImage:
     state, reason = view.state, view.stale_reason
-    if state is ViewState.SYNCING:
+    if state is ViewState.SYNCING and not is_exact:
         state, reason = ViewState.STALE, RESYNC_CUT_OFF
     return _ViewImage(
         view.stream.worker,
@@ -146,7 +161,13 @@ def _view_image(view: View) -> _ViewImage:
         replace(view.counters),
         digest_bytes(view.index.digest(view.number)),
         view.degraded_reason,
+        _exact_image(view) if is_exact else None,
     )
+
+
+def _exact_image(view: View) -> _ExactImage:
+    marks = None if view.marks is None else view.marks[view.index.live_entries()].tobytes()
+    return _ExactImage(view.heard_tick, view.position.first_missing, view.refused_now, view.resync_began, marks)
 
 
 def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
@@ -174,4 +195,14 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             counters=v.counters,
         )
         view.state, view.heard_at, view.degraded_reason = v.state, v.heard_at, v.degraded_reason
+        if v.exact is not None:
+            _restore_exactly(view, v.exact)
         namespaces.adopt(namespace, view)
+
+
+def _restore_exactly(view: View, exact: _ExactImage) -> None:
+    view.heard_tick, view.refused_now, view.resync_began = exact.heard_tick, exact.refused_now, exact.resync_began
+    view.position = view.position._replace(first_missing=exact.first_missing)
+    if exact.marks is not None:
+        view.marks = view.index.new_marks()
+        view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

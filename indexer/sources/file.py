@@ -49,8 +49,8 @@ class FileSource:
             return {}
         try:
             return {0: await asyncio.to_thread(lambda reader: reader.next_index, self._reader)}
-        except EventLogCorruptedError as error:
-            return {0: error.resume_index if error.resume_index is not None else self._next}
+        except EventLogCorruptedError:
+            return {0: self._next}
         except (EventLogError, OSError) as error:
             raise SourceUnavailableError(str(error)) from error
 
@@ -79,8 +79,8 @@ class FileSource:
 
     def _skip_damage(self, error: EventLogCorruptedError, num_read: int) -> None:
         """Continue after damaged records. The views detect the loss themselves."""
-        if error.resume_index is None and not num_read:
+        if error.resume is None and not num_read:
             raise SourceUnavailableError(str(error)) from error
-        if error.resume_index is not None:
-            logger.warning("going on at record %d: %s", error.resume_index, error)
-            self._next = error.resume_index
+        if error.resume is not None:
+            logger.warning("going on at record %d: %s", error.resume.record_index, error)
+            self._next = error.resume.record_index

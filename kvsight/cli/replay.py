@@ -60,7 +60,9 @@ def replay(
     moment = parse_moment(at)
     body = None if query is None else read_json_object(query)
     history = open_history(log, kafka, connection, moment)
-    compile_kernels("api.encoded_answers", *(["api.answers", "api.questions"] if query is not None else []))
+    compile_kernels(
+        "indexer.replay", "api.encoded_answers", *(["api.answers", "api.questions"] if query is not None else [])
+    )
     asked = None if body is None else decode_query(body)
     replayed, span = _replay(history, moment)
     fault = span.fault(moment)

@@ -22,6 +22,7 @@ RECORDS = st.lists(
         st.integers(-(2**63), 2**63 - 1),
         st.binary(max_size=20),
         st.binary(max_size=60),
+        st.integers(0, 255),
     ),
     min_size=1,
     max_size=12,

@@ -220,12 +220,14 @@ def test_damage_before_the_tail_is_named_and_reading_can_continue_behind_it(tmp_
     flip(first, HEADER_BYTES + 3 * RECORD_BYTES + place)
     reader = EventLogReader(tmp_path)
     seen: list[tuple[int, LogRecord]] = []
-    with pytest.raises(EventLogCorruptedError, match=r"record 3; the next segment begins at 7") as caught:
+    with pytest.raises(EventLogCorruptedError, match=r"record 3; the next sound record is 4") as caught:
         seen.extend(reader.read())
     error = caught.value
     assert (error.segment, error.position, error.index) == (first, HEADER_BYTES + 3 * RECORD_BYTES, 3)
-    assert error.resume_index == 7
-    assert list(reader.read(7)) == expected(range(7, 14))
+    assert error.resume == (4, HEADER_BYTES + 4 * RECORD_BYTES)
+    assert list(reader.read(4)) == expected(range(4, 14))
+    assert list(EventLogReader(tmp_path).read(4)) == expected(range(4, 14))
+    assert reader.next_index == EventLogReader(tmp_path).next_index == 14
 
 
 def test_a_writer_refuses_a_damaged_segment_instead_of_cutting_it(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_a_writer_refuses_a_damaged_segment_instead_of_cutting_it(tmp_path: Path
     path = segments(tmp_path)[0]
     flip(path, HEADER_BYTES + 2 * RECORD_BYTES)
     before = path.read_bytes()
-    with pytest.raises(EventLogCorruptedError, match="record 2; it is the last segment"):
+    with pytest.raises(EventLogCorruptedError, match="record 2; the next sound record is 3"):
         EventLogWriter(tmp_path)
     assert path.read_bytes() == before
 

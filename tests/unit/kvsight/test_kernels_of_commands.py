@@ -21,11 +21,14 @@ print(*(kernel.source for kernel in declared_kernels(tuple(later))))
     ("first", "later"),
     [
         ("api.app", "api.server,indexer.assembly,api.questions,api.answers"),
-        ("api.encoded_answers", "indexer.replay,indexer.sources.kafka"),
-        ("api.encoded_answers,api.answers,api.questions", "indexer.replay,api.decoding"),
+        ("indexer.replay,api.encoded_answers", "indexer.replay,indexer.sources.kafka"),
+        ("indexer.replay,api.encoded_answers,api.answers,api.questions", "indexer.replay,api.decoding"),
         ("simulation,publisher.own_blocks", "simulation.live,publisher.sinks.kafka,publisher.sinks.memory"),
         ("bridge", "bridge.metrics,publisher.sinks.kafka"),
-        ("publisher.own_blocks,bridge,api.app", "simulation,engine_cache,bridge.plugins,indexer.replay,api.server"),
+        (
+            "publisher.own_blocks,bridge,indexer.replay,api.app",
+            "simulation,engine_cache,bridge.plugins,indexer.replay,api.server",
+        ),
     ],
     ids=["serve", "replay", "replay --query", "simulate", "bridge", "compile-kernels"],
 )

@@ -27,6 +27,8 @@ class Replay:
         self.applier = Applier(Namespaces(self.settings), DeadLetters(), self.freshness.is_silent)
         self.now = 0.0
         """Time of the newest record applied, in seconds since 1970."""
+        self.positions: dict[int, int] = {}
+        """Partition of the events -> offset after the highest one applied."""
 
     @property
     def namespaces(self) -> Namespaces:
@@ -38,6 +40,7 @@ class Replay:
         if record.channel != Channel.EVENTS:
             return
         self.now = max(self.now, record.timestamp_ms / 1000)
+        self.positions[record.partition] = max(self.positions.get(record.partition, 0), record.offset + 1)
         self.freshness.note_log_read(self.now)
         for _ in self.applier.apply(record, record.timestamp_ms / 1000):
             pass
@@ -50,14 +53,15 @@ class Replay:
         """
         newest = 0.0
         for record in records:
-            newest = max(newest, record.timestamp_ms / 1000)
+            if record.channel == Channel.EVENTS:
+                newest = max(newest, record.timestamp_ms / 1000)
             if until is None or until.takes(record):
                 self.apply(record)
         if until is not None and until.time_s is not None and self.applier.records:
-            self._pass_time(min(until.time_s, newest))
+            self.pass_time(min(until.time_s, newest))
         return self
 
-    def _pass_time(self, now: float) -> None:
+    def pass_time(self, now: float) -> None:
         """Advance the clock without records. The log could be read during this time, so silent workers expire."""
         while self.now < now:
             self.now = min(now, self.now + self.settings.worker_ttl_s / 4)

@@ -1,0 +1,131 @@
+"""Key frames: exact images of the views beside an event log, from which a replay continues.
+
+`docs/event_log.md` documents the files `*.kvframe`. They can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from indexer.replay.replay import Replay
+from indexer.settings import IndexerSettings
+from indexer.snapshots.base import SnapshotDamagedError
+from indexer.snapshots.image import take, unpack
+from kv_events.errors import KvsightError
+from kv_events.log_times import replace_file
+from kv_events.records import LogRecord
+
+FRAME_SUFFIX: Final = ".kvframe"
+
+_MAGIC = b"KVSFRM01"
+_LENGTHS_BYTES = 8
+_SETTINGS = ("max_pages", "max_set_bytes", "max_streams", "max_namespaces", "worker_ttl_s")
+"""Settings on which views depend."""
+
+
+class KeyFrameError(KvsightError):
+    """A key frame cannot be used. The views are replayed from an earlier one, or from the beginning of the log."""
+
+
+class FrameHead(msgspec.Struct, frozen=True, array_like=True):
+    """What decides whether a key frame can be used for a moment."""
+
+    next_index: int
+    """Index of the first record that is not in the views."""
+    last_record: int
+    """Checksum of the record before that one."""
+    newest_ms: int
+    """The latest time of the applied records."""
+    positions: dict[int, int]
+    """Partition -> offset after the highest one applied."""
+    settings: dict[str, float]
+    log_read_at: float
+    resumed_at: float
+    num_records: int
+    rejected: dict[str, int]
+    """Reason -> records that could not be applied."""
+
+
+class Frame(NamedTuple):
+    """A key frame whose head was read."""
+
+    path: Path
+    head: FrameHead
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(FrameHead)
+
+
+def checksum(record: LogRecord) -> int:
+    """Return a number that identifies a record of a log."""
+    facts = f"{record.channel} {record.partition} {record.offset} {record.timestamp_ms}".encode()
+    return zlib.crc32(record.payload, zlib.crc32(record.key, zlib.crc32(facts)))
+
+
+def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) -> Path:
+    """Write a key frame of views to which the records before `next_index` are applied. Raises OSError."""
+    head = FrameHead(
+        next_index,
+        last_record,
+        round(replay.now * 1000),
+        replay.positions,
+        _settings(replay.settings),
+        replay.freshness.log_read_at,
+        replay.freshness.resumed_at,
+        replay.applier.records,
+        dict(replay.applier.dead_letters.counts),
+    )
+    copying = take(replay.namespaces, replay.positions, replay.now, is_exact=True)
+    while True:
+        try:
+            next(copying)
+        except StopIteration as end:
+            image = end.value.pack()
+            break
+    packed = _encoder.encode(head)
+    lengths = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
+    path = folder / f"{next_index:020d}{FRAME_SUFFIX}"
+    replace_file(path, b"".join((_MAGIC, lengths, packed, image)))
+    return path
+
+
+def read_head(path: Path, settings: IndexerSettings) -> Frame:
+    """Read the head of a key frame. Raises KeyFrameError, also for a frame of views with other settings."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_MAGIC) + _LENGTHS_BYTES)
+            num_bytes, stated = int.from_bytes(begin[8:12], "little"), begin[12:16]
+            packed = file.read(min(num_bytes, path.stat().st_size))
+        if begin[:8] != _MAGIC or zlib.crc32(packed).to_bytes(4, "little") != stated:
+            raise KeyFrameError(f"{path}: the head of the key frame is damaged")
+        head = _decoder.decode(packed)
+    except (OSError, msgspec.DecodeError) as error:
+        raise KeyFrameError(f"{path}: {error}") from error
+    if head.settings != _settings(settings):
+        raise KeyFrameError(f"{path}: the key frame was made with other settings: {head.settings}")
+    return Frame(path, head)
+
+
+def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
+    """Return the views of a key frame. Raises KeyFrameError."""
+    try:
+        data = frame.path.read_bytes()
+        snapshot = unpack(data[16 + int.from_bytes(data[8:12], "little") :], settings)
+    except (OSError, SnapshotDamagedError) as error:
+        raise KeyFrameError(f"{frame.path}: {error}") from error
+    head, replay = frame.head, Replay(settings)
+    replay.applier.namespaces = snapshot.namespaces
+    replay.applier.records, replay.applier.dead_letters.counts = head.num_records, Counter(head.rejected)
+    replay.now, replay.positions = snapshot.taken_at, dict(head.positions)
+    replay.freshness.log_read_at, replay.freshness.resumed_at = head.log_read_at, head.resumed_at
+    return replay
+
+
+def _settings(settings: IndexerSettings) -> dict[str, float]:
+    return {name: getattr(settings, name) for name in _SETTINGS}

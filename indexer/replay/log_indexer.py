@@ -1,0 +1,87 @@
+"""Keeps the key frames and the time index of an event log up to date."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from indexer.replay.frames import checksum, save_frame
+from indexer.replay.timeline import Timeline
+from indexer.settings import IndexerSettings
+from indexer.until import Until
+from kv_events.records import LogRecord
+
+logger = logging.getLogger(__name__)
+
+_RECORD_COST = 128
+"""What it takes to apply a record, in changes of pages."""
+_PAGE_BYTES = 16
+FRAME_COST: Final = 3_000_000
+"""Changes of pages between two key frames: about a second of replay."""
+_HELD_COST = 2
+"""The same for each page that is held, because frames of many pages take long to write and to load."""
+
+
+class LogIndexer:
+    """Follows an event log and writes key frames and the time index beside it. For one thread at a time.
+
+    The log may be written by this process or by another one. Files that cannot be written are only logged and counted:
+    a `Timeline` is slower without them, but right.
+    """
+
+    def __init__(self, folder: Path, settings: IndexerSettings | None = None, *, frame_cost: int = FRAME_COST) -> None:
+        """Continues at the newest key frame. folder, settings and errors: see `Timeline`.
+
+        frame_cost: changes of pages between two key frames; a record counts as 128 of them.
+        """
+        self._folder = folder
+        self._frame_cost = frame_cost
+        self.timeline = Timeline(folder, settings)
+        """The log. Its `damage` and `faults` name what could not be used."""
+        self._views, self._next_index = self.timeline.nearest(Until())
+        self._cost = 0
+        self.frames_written = 0
+        """Key frames written so far."""
+        self.failures: list[str] = []
+        """Files that could not be written."""
+
+    @property
+    def next_index(self) -> int:
+        """Index of the next record to read."""
+        return self._next_index
+
+    def advance(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
+        """Read everything that was appended since, and write key frames that are due.
+
+        on_progress: receives the index of the next record, before each 256th record. Raises OSError if the log cannot
+        be read.
+        """
+        self.timeline.refresh()
+        for index, record in self.timeline.records(self._next_index):
+            if index % 256 == 0:
+                on_progress(index)
+            self._views.apply(record)
+            self._next_index = index + 1
+            self._cost += _RECORD_COST + len(record.payload) // _PAGE_BYTES
+            if self._cost > self._frame_cost and self._cost > _HELD_COST * self._num_held():
+                self._write_frame(record)
+        self._write(self.timeline.save_times)
+
+    def _num_held(self) -> int:
+        return sum(namespace.index.num_pages for namespace in self._views.namespaces)
+
+    def _write_frame(self, record: LogRecord) -> None:
+        self._cost = 0
+        if self._write(lambda: save_frame(self._folder, self._views, self._next_index, checksum(record))):
+            self.frames_written += 1
+
+    def _write(self, write: Callable[[], object]) -> bool:
+        try:
+            write()
+        except OSError as error:
+            logger.warning("%s: %s; the log is complete, but slower to open", self._folder, error)
+            self.failures.append(str(error))
+            return False
+        return True

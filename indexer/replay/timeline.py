@@ -1,0 +1,256 @@
+"""Any moment of an event log, and the way from one moment to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from indexer.replay.frames import FRAME_SUFFIX, Frame, KeyFrameError, checksum, load_frame, read_head
+from indexer.replay.replay import Replay
+from indexer.settings import IndexerSettings
+from indexer.until import Until
+from kv_events.codec import DecodedBatch, decode_batch
+from kv_events.errors import RecordRejectedError
+from kv_events.event_log import EventLogError
+from kv_events.log_segment import EventLogCorruptedError
+from kv_events.log_times import TimeIndex
+from kv_events.records import Channel, LogRecord
+
+_NAME_BYTES = 4096
+"""The names of a batch are within its first bytes."""
+
+
+class BatchAt(NamedTuple):
+    """A batch of a worker, and where it is in the log."""
+
+    record_index: int
+    record: LogRecord
+    batch: DecodedBatch
+
+
+class Timeline:
+    """Opens any moment of an event log, also while the log grows. For one thread at a time.
+
+    A moment is an `Until`: an index, a time, or Kafka positions. The views are those of the nearest key frame before
+    it, with the records since applied. Without key frames, all records are applied, beginning with the oldest one.
+    Damaged records and key frames are passed over and named in `damage` and `faults`.
+    """
+
+    def __init__(self, folder: Path, settings: IndexerSettings | None = None) -> None:
+        """settings: bounds and time-to-live of the views; default: from `KVSIGHT_*` variables.
+
+        Raises EventLogError if there is no such folder, or OSError.
+        """
+        if not folder.is_dir():
+            raise EventLogError(f"{folder}: no such folder")
+        self._folder = folder
+        self._settings = settings or IndexerSettings()
+        self._damage: dict[tuple[Path, int], EventLogCorruptedError] = {}
+        self._frame_faults: dict[Path, str] = {}
+        self._times = TimeIndex(folder, self._note_damage)
+        self._views: Replay | None = None
+        self._index = self._times.first_index
+        self._is_exact = True  # whether the views are those at `_index`, rather than at a time or at positions
+        self._ahead: Iterator[tuple[int, LogRecord]] | None = None  # the records from `_index` on
+
+    @property
+    def first_index(self) -> int:
+        """Index of the oldest record."""
+        return self._times.first_index
+
+    @property
+    def next_index(self) -> int:
+        """Index after the newest record."""
+        return self._times.next_index
+
+    @property
+    def span_s(self) -> tuple[float, float] | None:
+        """Earliest and latest time of a record, in seconds since 1970. None if the log is empty."""
+        return None if self._times.is_empty else (self._times.first_ms / 1000, self._times.last_ms / 1000)
+
+    @property
+    def index(self) -> int:
+        """Index after the newest record of the present moment. Before the first call, the oldest index."""
+        return self._index
+
+    @property
+    def damage(self) -> list[EventLogCorruptedError]:
+        """Damage of the log that was found so far, each with segment, byte and record."""
+        return list(self._damage.values())
+
+    @property
+    def faults(self) -> list[str]:
+        """Key frames and files of the time index that could not be used so far. The views are right without them."""
+        return [*self._frame_faults.values(), *self._times.faults]
+
+    def refresh(self) -> None:
+        """Take the records along that were appended since. Raises OSError."""
+        self._times.refresh()
+        self._ahead = None
+
+    def save_times(self) -> None:
+        """Write the files of the time index. Raises OSError."""
+        self._times.save()
+
+    def at(self, moment: Until | None = None) -> Replay:
+        """Return the views at a moment; default: the end of the log. They are new objects: later calls do not change
+        them, except `next`.
+
+        A moment before the log gives empty views, one behind it those at its end. Raises OSError.
+        """
+        moment = moment or Until()
+        stop = self._stop(moment)
+        views, start = self.nearest(moment)
+        rest = replace(moment, offset=None)
+        self._index = start
+        for index, record in _before(self.records(start, stop), moment.positions):
+            if rest.takes(record):
+                views.apply(record)
+                self._index = index + 1
+        if moment.time_s is not None and views.applier.records and self._times.last_event_ms is not None:
+            views.pass_time(min(moment.time_s, self._times.last_event_ms / 1000))
+        self._is_exact = moment.time_s is None and moment.positions is None
+        if self._is_exact:
+            self._index = max(start, stop)
+        self._views, self._ahead = views, None
+        return views
+
+    def next(self) -> Replay | None:
+        """Apply the next record of events. Returns the views, or None at the end of the log.
+
+        The result of the last call changes if it was returned by `at` of an index, or by this method. Raises OSError.
+        """
+        if self._ahead is None:
+            self._ahead = self.records(self._index)
+        for index, record in self._ahead:
+            if record.channel != Channel.EVENTS:
+                continue
+            if self._views is None or not self._is_exact:
+                return self.at(Until(offset=index + 1))
+            self._views.apply(record)
+            self._index = index + 1
+            return self._views
+        self._ahead = None
+        return None
+
+    def previous(self) -> Replay | None:
+        """Return the views before the newest record of events of the present moment. None at the beginning of the log.
+
+        Raises OSError.
+        """
+        stop = self._index
+        while (start := self._times.block_before(stop)) is not None:
+            events = [index for index, record in self.records(start, stop) if record.channel == Channel.EVENTS]
+            if events:
+                return self.at(Until(offset=events[-1]))
+            stop = start
+        return None
+
+    def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
+        """Yield (index, record) of all channels, from index `start` up to but excluding `stop`.
+
+        Damage is passed over and noted. Raises OSError.
+        """
+        for chunk in self._times.chunks(start):
+            for index, record in chunk.records():
+                if stop is not None and index >= stop:
+                    return
+                if index >= start:
+                    yield index, record
+
+    def records_between(self, start: Until, stop: Until) -> Iterator[tuple[int, LogRecord]]:
+        """Yield (index, record) of all channels that belong to one moment and not to an earlier one. Raises OSError."""
+        first = 0
+        if start.offset is not None:
+            first = start.offset
+        elif start.time_s is not None:
+            first = self._times.before(start.time_s * 1000)
+        for index, record in self.records(first, self._stop(stop)):
+            if _takes(stop, index, record) and not _takes(start, index, record):
+                yield index, record
+
+    def changes(self, worker: str, start: Until | None = None, stop: Until | None = None) -> Iterator[BatchAt]:
+        """Yield the batches of a worker with events, in the order of the log, that belong to one moment and not to an
+        earlier one. Defaults: all of the log.
+
+        Batches that a view would not apply, such as duplicates, are included. Raises OSError.
+        """
+        name = worker.encode()
+        for index, record in self.records_between(start or Until(offset=0), stop or Until()):
+            if record.channel != Channel.EVENTS or name not in record.payload[:_NAME_BYTES]:
+                continue
+            try:
+                batch = decode_batch(record.payload)
+            except RecordRejectedError:
+                continue
+            if batch.stream.worker == worker and batch.steps:
+                yield BatchAt(index, record, batch)
+
+    def _stop(self, moment: Until) -> int:
+        """Return an index after the last record that belongs to a moment."""
+        stop = self._times.next_index
+        if moment.offset is not None:
+            stop = min(stop, moment.offset)
+        if moment.time_s is not None and not self._times.is_empty:
+            stop = min(stop, self._times.after(moment.time_s * 1000))
+        return max(stop, self._times.first_index)
+
+    def nearest(self, moment: Until) -> tuple[Replay, int]:
+        """Return the views of the last key frame at or before a moment, and the index of the next record to apply.
+
+        Without such a frame: empty views and the oldest index.
+        """
+        stop = self._stop(moment)
+        for path in sorted(self._folder.glob(f"*{FRAME_SUFFIX}"), reverse=True):
+            if path in self._frame_faults:
+                continue
+            try:
+                frame = read_head(path, self._settings)
+                if self._is_before(frame, moment, stop):
+                    self._check_record(frame)
+                    return load_frame(frame, self._settings), frame.head.next_index
+            except KeyFrameError as error:
+                self._frame_faults[path] = str(error)
+        return Replay(self._settings), self._times.first_index
+
+    def _is_before(self, frame: Frame, moment: Until, stop: int) -> bool:
+        head = frame.head
+        return (
+            self._times.first_index <= head.next_index <= stop
+            and (moment.time_s is None or head.newest_ms <= moment.time_s * 1000)
+            and (moment.positions is None or _is_within(head.positions, moment.positions))
+        )
+
+    def _check_record(self, frame: Frame) -> None:
+        """Check that the log still has the record before a key frame. One that is deleted or damaged proves nothing."""
+        last = frame.head.next_index - 1
+        for _, record in self.records(last, last + 1):
+            if checksum(record) != frame.head.last_record:
+                raise KeyFrameError(f"{frame.path}: the key frame belongs to another log")
+
+    def _note_damage(self, error: EventLogCorruptedError) -> None:
+        self._damage.setdefault((error.segment, error.position), error)
+
+
+def _takes(moment: Until, index: int, record: LogRecord) -> bool:
+    return moment.takes(record if moment.offset is None else record._replace(offset=index))
+
+
+def _is_within(positions: Mapping[int, int], limits: Mapping[int, int]) -> bool:
+    return all(offset <= limits.get(partition, 0) for partition, offset in positions.items())
+
+
+def _before(
+    records: Iterator[tuple[int, LogRecord]], positions: Mapping[int, int] | None
+) -> Iterator[tuple[int, LogRecord]]:
+    """Yield records until each partition has reached its limit. positions: partition -> offset; None: no limits."""
+    behind = {partition for partition, offset in (positions or {}).items() if offset}
+    for index, record in records:
+        if positions is not None and record.channel == Channel.EVENTS:
+            if record.offset >= positions.get(record.partition, 0):
+                behind.discard(record.partition)
+            if not behind:
+                return
+        yield index, record

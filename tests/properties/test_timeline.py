@@ -1,0 +1,93 @@
+"""Any moment of a log, compared with a replay of everything from its beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.replay import LogIndexer, Replay, Timeline
+from indexer.settings import IndexerSettings
+from indexer.until import Until
+from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.records import Channel, LogRecord
+from tests.support.effort import num_examples
+from tests.support.log.faulty_run import faulty_run
+from tests.support.log.view_facts import facts
+
+SETTINGS = IndexerSettings(max_pages=1000)
+SEEDS, LENGTHS = st.integers(0, 2**32), st.integers(1, 120)
+
+
+def write(folder: Path, random: Random, length: int) -> list[LogRecord]:
+    """Write a faulty run, with key frames in some places. Returns its records."""
+    records = faulty_run(random, length)
+    done = random.randrange(len(records) + 1)
+    for part in (records[:done], records[done:]):
+        with EventLogWriter(folder, segment_bytes=random.choice((1, 4000, 50_000))) as writer:
+            for record in part:
+                writer.append(record)
+        if random.random() < 0.7:
+            LogIndexer(folder, SETTINGS, frame_cost=random.choice((0, 500, 5000, 10**9))).advance()
+    for frame in folder.glob("*.kvframe"):
+        if random.random() < 0.2:
+            frame.unlink()
+    return records
+
+
+def from_the_beginning(folder: Path, until: Until) -> Replay:
+    found = (
+        record._replace(offset=index) if until.offset is not None else record
+        for index, record in EventLogReader(folder).read()
+    )
+    return Replay(SETTINGS).apply_all(found, until)
+
+
+def some_moment(random: Random, records: list[LogRecord]) -> Until:
+    kind, record = random.random(), random.choice(records)
+    if kind < 0.4:
+        return Until(offset=random.randrange(len(records) + 2))
+    if kind < 0.7:
+        return Until(time_s=(record.timestamp_ms + random.choice((-1, 0, 1, 4000))) / 1000)
+    limits = {0: -1, 1: -1}
+    for each in records[: random.randrange(len(records) + 1)]:
+        if each.channel == Channel.EVENTS:
+            limits[each.partition] = each.offset
+    return Until(positions={p: offset + random.randrange(2) for p, offset in limits.items() if offset >= 0})
+
+
+@given(SEEDS, LENGTHS)
+@settings(max_examples=num_examples(12), deadline=None)
+def test_any_moment_equals_a_replay_from_the_beginning(seed: int, length: int) -> None:
+    random = Random(seed)
+    with TemporaryDirectory() as name:
+        records = write(Path(name), random, length)
+        timeline = Timeline(Path(name), SETTINGS)
+        for _ in range(6):
+            moment = some_moment(random, records)
+            assert facts(timeline.at(moment)) == facts(from_the_beginning(Path(name), moment)), moment
+        assert (timeline.faults, timeline.damage) == ([], [])
+
+
+@given(SEEDS, LENGTHS)
+@settings(max_examples=num_examples(12), deadline=None)
+def test_steps_forward_and_back_equal_a_replay_from_the_beginning(seed: int, length: int) -> None:
+    random = Random(seed)
+    with TemporaryDirectory() as name:
+        records = write(Path(name), random, length)
+        timeline = Timeline(Path(name), SETTINGS)
+        events = [index for index, record in enumerate(records) if record.channel == Channel.EVENTS]
+        timeline.at(some_moment(random, records))
+        for _ in range(8):
+            before = timeline.index
+            if random.random() < 0.5:
+                views, at = timeline.next(), min((i + 1 for i in events if i >= before), default=None)
+            else:
+                views, at = timeline.previous(), max((i for i in events if i < before), default=None)
+            assert (views is None) == (at is None)
+            if views is not None and at is not None:
+                assert timeline.index == at
+                assert facts(views) == facts(from_the_beginning(Path(name), Until(offset=at)))

@@ -1,0 +1,204 @@
+"""Moments of a log: key frames, what replaces them, and what cannot be read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from indexer.replay import LogIndexer, Timeline
+from indexer.settings import IndexerSettings
+from indexer.until import Until
+from kv_events.codec import StoredPages
+from kv_events.event_log import EventLogError, EventLogWriter
+from kv_events.log_retention import LogRetention
+from kv_events.records import Channel, LogRecord
+from tests.support.log.records import Stream, removed, stored
+from tests.support.log.view_facts import facts
+
+SETTINGS = IndexerSettings(max_pages=1000)
+NUM_RECORDS = 60
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A log of two workers in several segments. Record i is of second i and stores page i + 1."""
+    streams = [Stream("w-0"), Stream("w-1")]
+    with EventLogWriter(tmp_path / "log", segment_bytes=5000) as writer:
+        for i in range(NUM_RECORDS):
+            writer.append(streams[i % 2].batch(stored((0, [i + 1])), now=1000 + i))
+    return tmp_path / "log"
+
+
+def index_log(folder: Path, frame_cost: int = 1500) -> list[Path]:
+    LogIndexer(folder, SETTINGS, frame_cost=frame_cost).advance()
+    return frames(folder)
+
+
+def frames(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.kvframe"))
+
+
+def num_pages(timeline: Timeline, moment: Until | None = None) -> int:
+    return sum(view.num_pages[0] for view in timeline.at(moment).namespaces.views)
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def damage(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def test_moments_open_with_and_without_key_frames(log: Path) -> None:
+    expected = [facts(Timeline(log, SETTINGS).at(Until(offset=i))) for i in range(NUM_RECORDS)]
+    assert len(index_log(log)) > 3
+    timeline = Timeline(log, SETTINGS)
+    assert [facts(timeline.at(Until(offset=i))) for i in range(NUM_RECORDS)] == expected
+    assert num_pages(timeline, Until(time_s=1029.5)) == 30
+    assert (timeline.first_index, timeline.next_index, timeline.span_s) == (0, NUM_RECORDS, (1000.0, 1059.0))
+
+
+def test_an_indexer_continues_where_another_one_ended(log: Path) -> None:
+    before = index_log(log)
+    with EventLogWriter(log) as writer:
+        for i in range(30):
+            writer.append(Stream("w-2").batch(stored((0, [100 + i])), now=2000))
+    indexer = LogIndexer(log, SETTINGS, frame_cost=1500)
+    assert indexer.next_index > NUM_RECORDS / 2
+    indexer.advance()
+    assert indexer.next_index == NUM_RECORDS + 30
+    assert len(frames(log)) == len(before) + indexer.frames_written > len(before)
+
+
+def test_a_damaged_key_frame_is_named_and_an_earlier_one_is_used(log: Path) -> None:
+    expected = facts(Timeline(log, SETTINGS).at())
+    *_, last = index_log(log)
+    for position in (0, 9, 20, last.stat().st_size - 1):
+        damage(last, position)
+        timeline = Timeline(log, SETTINGS)
+        assert facts(timeline.at()) == expected
+        assert [str(last) in fault for fault in timeline.faults] == [True]
+        damage(last, position)
+    os.truncate(last, 100)
+    timeline = Timeline(log, SETTINGS)
+    assert facts(timeline.at()) == expected
+    assert len(timeline.faults) == 1
+
+
+def test_lost_key_frames_are_replaced_by_replay(log: Path) -> None:
+    expected = facts(Timeline(log, SETTINGS).at())
+    for frame in index_log(log):
+        frame.unlink()
+    timeline = Timeline(log, SETTINGS)
+    assert facts(timeline.at()) == expected
+    assert timeline.faults == []
+
+
+def test_key_frames_of_another_log_or_of_other_settings_are_not_used(log: Path, tmp_path: Path) -> None:
+    index_log(log)
+    other = tmp_path / "other"
+    with EventLogWriter(other) as writer:
+        stream = Stream("other")
+        for _ in range(NUM_RECORDS):
+            writer.append(stream.batch(stored((0, [7]))))
+    for frame in frames(log):
+        (other / frame.name).write_bytes(frame.read_bytes())
+    timeline = Timeline(other, SETTINGS)
+    assert num_pages(timeline) == 1
+    assert all("belongs to another log" in fault for fault in timeline.faults)
+    timeline = Timeline(log, IndexerSettings(max_pages=10))
+    assert num_pages(timeline) == 10
+    assert all("other settings" in fault for fault in timeline.faults)
+
+
+def test_a_damaged_time_index_is_named_and_the_records_are_read(log: Path) -> None:
+    index_log(log)
+    path = min(log.glob("*.kvtimes"))
+    damage(path, 30)
+    timeline = Timeline(log, SETTINGS)
+    assert num_pages(timeline, Until(time_s=1020)) == 21
+    assert [str(path) in fault for fault in timeline.faults] == [True]
+
+
+def test_damaged_records_are_named_and_the_others_are_used(log: Path) -> None:
+    segment = sorted(log.glob("*.kvlog"))[1]
+    damage(segment, 24 + 12 + 50)
+    timeline = Timeline(log, SETTINGS)
+    first = int(segment.stem)
+    assert num_pages(timeline) == NUM_RECORDS - 1
+    assert [(error.segment, error.position, error.index) for error in timeline.damage] == [(segment, 24, first)]
+    assert index_log(log)
+    assert num_pages(Timeline(log, SETTINGS)) == NUM_RECORDS - 1
+
+
+def test_a_missing_segment_is_named_and_the_others_are_used(log: Path) -> None:
+    _, second, third, *_ = sorted(log.glob("*.kvlog"))
+    second.unlink()
+    timeline = Timeline(log, SETTINGS)
+    lost = int(third.stem) - int(second.stem)
+    assert num_pages(timeline) == NUM_RECORDS - lost
+    assert [
+        (error.index, f"records up to {int(third.stem)} are missing" in str(error)) for error in timeline.damage
+    ] == [(int(second.stem), True)]
+
+
+def test_after_old_segments_are_deleted_moments_start_at_the_oldest_key_frame(log: Path) -> None:
+    index_log(log)
+    with EventLogWriter(log, segment_bytes=1000) as writer:
+        assert LogRetention(log, writer, max_bytes=num_bytes(log) // 2, max_age_s=None).enforce()
+    oldest = min(int(path.stem) for path in log.glob("*.kvlog"))
+    assert 0 < oldest <= min(int(path.stem) for path in frames(log))
+    assert oldest <= min(int(path.stem) for path in log.glob("*.kvtimes"))
+    assert num_pages(Timeline(log, SETTINGS)) == NUM_RECORDS
+
+
+def test_the_size_of_a_bounded_log_counts_key_frames(log: Path) -> None:
+    index_log(log)
+    with EventLogWriter(log, segment_bytes=1000) as writer:
+        bound = num_bytes(log) // 2
+        LogRetention(log, writer, bound, max_age_s=None).enforce()
+    assert num_bytes(log) <= bound
+
+
+def test_a_timeline_sees_what_is_appended_after_a_refresh(log: Path) -> None:
+    timeline = Timeline(log, SETTINGS)
+    assert timeline.at().applier.records == NUM_RECORDS
+    assert timeline.next() is None
+    with EventLogWriter(log) as writer:
+        writer.append(Stream("w-2").batch(stored((0, [500])), now=2000))
+    timeline.refresh()
+    views = timeline.next()
+    assert views is not None
+    assert views.applier.records == NUM_RECORDS + 1
+
+
+def test_changes_are_the_batches_of_one_worker_between_two_moments(log: Path) -> None:
+    with EventLogWriter(log) as writer:
+        stream = Stream("w-1")
+        writer.append(LogRecord(0, 0, 1_060_000, b"router", b"w-1", Channel.DECISIONS))
+        writer.append(LogRecord(0, 0, 1_060_000, b"broken", b"w-1"))
+        writer.append(stream.batch(now=1060))
+        writer.append(stream.batch(removed([2]), now=1061))
+    timeline = Timeline(log, SETTINGS)
+    found = list(timeline.changes("w-1", Until(offset=10), Until(time_s=1019)))
+    assert [each.record_index for each in found] == list(range(11, 20, 2))
+    step = found[0].batch.steps[0]
+    assert isinstance(step, StoredPages)
+    assert step.hashes.tolist() == [12]
+    assert [each.record_index for each in timeline.changes("w-1", Until(time_s=1055))] == [57, 59, NUM_RECORDS + 3]
+    assert len(list(timeline.changes("w-0"))) == NUM_RECORDS / 2
+    assert list(timeline.changes("w")) == []
+
+
+def test_an_empty_log_has_no_moments(tmp_path: Path) -> None:
+    EventLogWriter(tmp_path).close()
+    timeline = Timeline(tmp_path, SETTINGS)
+    assert (timeline.next(), timeline.previous(), timeline.span_s) == (None, None, None)
+    assert timeline.at().namespaces.views == []
+    with pytest.raises(EventLogError, match="no such folder"):
+        Timeline(tmp_path / "other", SETTINGS)
