@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import finalize
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from api.answer_kernels import BYTES_PER_RANK, BYTES_PER_WORKER, Roster
 from api.answer_layouts import PEER, RFC, texts
@@ -33,7 +32,11 @@ _GIVEN = {
     "seq_hashes": SEQUENCE_HASHES,
     "block_hash": SEQUENCE_HASHES,
 }
-_NO_TEXT, _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint8), np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+_NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+
+_Prompt: TypeAlias = tuple[int, bytes, int, Numbers, Numbers]
+"""The first parameters of `answer_query`: kind, text, start, tokens, hashes."""
+_Times: TypeAlias = tuple[float, float, float, float]
 
 
 class AnswerWriter:
@@ -55,7 +58,7 @@ class AnswerWriter:
         """
         kind = _GIVEN[question.field]
         tokens, hashes = (numbers, _NO_HASHES) if kind == TOKENS else (_NO_TOKENS, numbers)
-        length, _ = self._write(question, _Prompt(kind, _NO_TEXT, 0, tokens, hashes), namespace, freshness, now)
+        length, _ = self._write(question, (kind, b"", 0, tokens, hashes), namespace, freshness, now)
         return None if length < 0 else self._desk.out[:length].tobytes()
 
     def write_text(
@@ -65,14 +68,13 @@ class AnswerWriter:
 
         Returns the answer and the index of the "]", or None if the text must be read or answered in another way.
         """
-        data = np.frombuffer(text, _UINT8)
+        prompt: _Prompt = (TEXT, text, start, _NO_TOKENS, _NO_HASHES)
         if question.field == "token_ids":
-            prompt = _Prompt(TEXT, data, start, _NO_TOKENS, _NO_HASHES)
             length, end = self._write(question, prompt, namespace, freshness, now)
         else:
             kind = _GIVEN[question.field]
-            count, end = read_hashes(data, start, self._hashes, kind == LOCAL_HASHES)
-            prompt = _Prompt(kind, _NO_TEXT, 0, _NO_TOKENS, self._hashes[: max(0, count)])
+            count, end = read_hashes(text, start, self._hashes, kind == LOCAL_HASHES)
+            prompt = (kind, b"", 0, _NO_TOKENS, self._hashes[: max(0, count)])
             length = -1 if end < 0 else self._write(question, prompt, namespace, freshness, now)[0]
         return None if length < 0 else (self._desk.out[:length].tobytes(), end)
 
@@ -80,26 +82,22 @@ class AnswerWriter:
         self, question: Question, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
     ) -> tuple[int, int]:
         """Return the length of the answer, -1 if there is none, and the index of the "]" of a text."""
-        plan = self._plan_for(question, namespace)
+        plan = self._plan
+        if plan is None or not plan.is_for(question, namespace):  # questions that follow each other are often the same
+            plan = self._plan = self._planned(question, namespace)
+        times = (now, *freshness.bounds())
         if not namespace.groups:
-            length, end, _ = plan.answer(prompt, UNKNOWN, 0, freshness, now)
+            length, end, _ = plan.answer(prompt, UNKNOWN, 0, times)
             return length, end
-        found, end, num_pages = plan.answer(prompt, UNKNOWN, 1, freshness, now)
+        found, end, num_pages = plan.answer(prompt, UNKNOWN, 1, times)
         if end < 0:
             return -1, end
         desk = self._desk
-        hashes = prompt.hashes if prompt.kind == SEQUENCE_HASHES else desk.hashes[:num_pages]
+        hashes = prompt[-1] if prompt[0] == SEQUENCE_HASHES else desk.hashes[:num_pages]
         matches = Matches(desk.streams[:found], desk.pages[: namespace.index.most_streams])
         reusable = reusable_pages(namespace, hashes, matches, freshness)
         desk.reusable[: len(reusable)] = reusable
-        return plan.answer(prompt, found, 1, freshness, now)[0], end
-
-    def _plan_for(self, question: Question, namespace: Namespace) -> _Plan:
-        """Prepare the answer to a question. Questions that follow each other are often the same."""
-        plan = self._plan
-        if plan is None or not plan.is_for(question, namespace):
-            plan = self._plan = self._planned(question, namespace)
-        return plan
+        return plan.answer(prompt, found, 1, times)[0], end
 
     def _planned(self, question: Question, namespace: Namespace) -> _Plan:
         roster = self._roster(namespace)
@@ -134,16 +132,6 @@ class AnswerWriter:
         return kept
 
 
-class _Prompt(NamedTuple):
-    """The first parameters of `answer_query`."""
-
-    kind: int
-    text: npt.NDArray[np.uint8]
-    start: int
-    tokens: Numbers
-    hashes: Numbers
-
-
 class _Plan(NamedTuple):
     """All that the answer to a question needs, except the prompt and the time."""
 
@@ -168,9 +156,7 @@ class _Plan(NamedTuple):
             and namespace.index.lookup is self.lookup
         )
 
-    def answer(
-        self, prompt: _Prompt, found: int, has_groups: int, freshness: Freshness, now: float
-    ) -> tuple[int, int, int]:
+    def answer(self, prompt: _Prompt, found: int, has_groups: int, times: _Times) -> tuple[int, int, int]:
         """Call `answer_query`."""
         kind, text, start, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
@@ -185,7 +171,7 @@ class _Plan(NamedTuple):
             self.desk,
             self.roster,
             self.layout,
-            (now, freshness.expired_before(), freshness.syncing_before(), freshness.late_before()),
+            times,
         )
         return answered
 

@@ -12,10 +12,10 @@ from api.answer_kernels import Layout, Roster, put_answer
 from api.hot_lane.number_kernels import read_tokens
 from indexer.kernels.find import PageLookup, find_prefixes
 from kv_events.bundles import (
+    BYTES,
     F64Vector,
     I32Vector,
     I64Vector,
-    U8Input,
     U8Vector,
     U32Input,
     U32Matrix,
@@ -104,7 +104,7 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
 
 @array_kernel(
     types.UniTuple(types.int64, 3),
-    U8Input,
+    BYTES,
     types.int64,
     U32Input,
     U64Input,
@@ -119,7 +119,7 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
 def answer_query(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
     """Answer a query about one namespace.
 
-    text: uint8[n], for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
+    text: for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
     uint64[n], for LOCAL_HASHES and SEQUENCE_HASHES. question: how the prompt is given, block size, 1 for pages of token
     pairs or 0, number of streams found before (in `desk`) or UNKNOWN, 1 if `desk.weights` counts or 0, 1 if workers
     have group streams or 0, bytes at the beginning of `desk.out` that the caller has written. seeds: of local hashes,

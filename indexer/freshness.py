@@ -77,6 +77,10 @@ class Freshness:
         at = (self.log_read_at if self._clock is None else self._clock()) - _LATE_S
         return at if self._began_at < at else -math.inf
 
+    def bounds(self) -> tuple[float, float, float]:
+        """Return `expired_before`, `syncing_before` and `late_before`."""
+        return self.expired_before(), self.syncing_before(), self.late_before()
+
     def is_late(self, view: View) -> bool:
         """Return whether two heartbeats of the worker are missing, for example because the event log is unreadable."""
         return view.heard_tick < self.late_before()

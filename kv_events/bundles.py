@@ -48,6 +48,9 @@ U64Input: TypeAlias = Annotated[npt.NDArray[np.uint64], types.Array(types.uint64
 I64Input: TypeAlias = Annotated[npt.NDArray[np.int64], types.Array(types.int64, 1, "C", readonly=True)]
 F64Input: TypeAlias = Annotated[npt.NDArray[np.float64], types.Array(types.float64, 1, "C", readonly=True)]
 
+BYTES = types.Bytes(types.uint8, 1, "C", readonly=True)
+"""Parameter of kernels that accept `bytes`: 0.3 us less than a `U8Input` made by `np.frombuffer`."""
+
 # two-dimensional, in C order
 U32Matrix: TypeAlias = Annotated[npt.NDArray[np.uint32], types.uint32[:, ::1]]
 U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], types.uint64[:, ::1]]

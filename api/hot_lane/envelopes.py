@@ -30,7 +30,8 @@ class Envelope(NamedTuple):
     """What an envelope asks, and where the numbers of a body begin."""
 
     question: Question
-    first: int
+    num_before: int
+    """Bytes before the numbers."""
     after: bytes
     """What must follow the numbers, from the "]" on."""
 
@@ -42,14 +43,12 @@ class Envelopes:
         """fields: names of the arrays that the route accepts as a prompt."""
         self._fields = fields
         self._array = re.compile(rb'"(?:%s)" ?: ?\[' % "|".join(fields).encode())
-        self._last: dict[bytes, tuple[bytes, Question]] = {}  # text before the numbers -> the newest text after them
+        self._last: dict[bytes, Envelope] = {}  # by the text before the numbers, the newest one
         self._kept: dict[bytes, Question | None] = {}
 
     def expected(self, data: bytes, start: int) -> Envelope | None:
         """Return the envelope that the body data[start:] is likely to have, judged by its beginning."""
-        first = data.find(b"[", start) + 1
-        last = self._last.get(data[start:first])
-        return None if last is None else Envelope(last[1], first, last[0])
+        return self._last.get(data[start : data.find(b"[", start) + 1])
 
     def read(self, data: bytes, start: int) -> Envelope | None:
         """Return the envelope of the body data[start:], or None if the ordinary decoder must read it."""
@@ -63,9 +62,10 @@ class Envelopes:
         question = self._decoded(before, after)
         if question is None:
             return None
+        envelope = Envelope(question, len(before), after)
         if before.index(b"[") == len(before) - 1:
-            _keep(self._last, before, (after, question))
-        return Envelope(question, first, after)
+            _keep(self._last, before, envelope)
+        return envelope
 
     def _decoded(self, before: bytes, after: bytes) -> Question | None:
         """Return the question of an envelope. before: up to the "["; after: from the "]" on."""

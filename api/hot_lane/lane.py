@@ -67,18 +67,18 @@ class HotLane:
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
 
     def _answer_json(self, envelopes: Envelopes, data: bytes, start: int) -> bytes | None:
-        envelope = envelopes.expected(data, start)
-        body = None if envelope is None else self._answer_enveloped(envelope, data)
+        expected = envelopes.expected(data, start)
+        body = None if expected is None else self._answer_enveloped(expected, data, start)
         if body is None:
-            envelope = envelopes.read(data, start)
-            body = None if envelope is None else self._answer_enveloped(envelope, data)
+            read = envelopes.read(data, start)
+            body = None if read is None or read == expected else self._answer_enveloped(read, data, start)
         return body
 
-    def _answer_enveloped(self, envelope: Envelope, data: bytes) -> bytes | None:
-        question, first, after = envelope
+    def _answer_enveloped(self, envelope: Envelope, data: bytes, start: int) -> bytes | None:
+        question, num_before, after = envelope
         consumer = self._consumer
         answered = self._answers.answer_text(
-            question, data, first, consumer.namespaces, consumer.freshness, time.time()
+            question, data, start + num_before, consumer.namespaces, consumer.freshness, time.time()
         )
         return answered[0] if answered is not None and data[answered[1] :] == after else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from kv_events.bundles import U8Input, U64Vector
+from kv_events.bundles import BYTES, U64Vector
 from kv_events.instructions import eight_bytes, equal_bytes, leading_zeros, lowest_bit
 from kv_events.kernels import array_function, array_helper, array_kernel
 
@@ -37,11 +37,11 @@ _BAD = np.int64(-1)
 @array_helper
 def _eight_at(data, at):
     """Return eight bytes as a big-endian word. Bytes beyond the end are zero, which is no digit."""
-    if at + 8 <= data.shape[0]:
+    if at + 8 <= len(data):
         return eight_bytes(data, at)
     word = np.uint64(0)
     for i in range(8):
-        byte = data[at + i] if at + i < data.shape[0] else np.uint8(0)
+        byte = data[at + i] if at + i < len(data) else np.uint8(0)
         word = (word << np.uint64(8)) | np.uint64(byte)
     return word
 
@@ -106,7 +106,7 @@ def _number(data, at):
 
 @array_helper
 def _after_white(data, at):
-    while at < data.shape[0] and _WHITE[data[at]]:
+    while at < len(data) and _WHITE[data[at]]:
         at += 1
     return at
 
@@ -118,7 +118,7 @@ def _read_short_numbers(data, at, out, count):
     The commas of 64 bytes are found at once, so no number has to wait for the end of the one before it.
     """
     block = at
-    while block + _BLOCK <= data.shape[0] and count + _BLOCK <= out.shape[0]:
+    while block + _BLOCK <= len(data) and count + _BLOCK <= out.shape[0]:
         commas, close = equal_bytes(data, block, _COMMA), equal_bytes(data, block, _CLOSE)
         if close != np.uint64(0):
             commas &= (close & (~close + np.uint64(1))) - np.uint64(1)  # those before the first "]"
@@ -151,14 +151,14 @@ def _read(data, start, out, low, high, are_short):
         if are_short:
             count, at = _read_short_numbers(data, at, out, count)
         at = _after_white(data, at)
-        negative = low > np.uint64(0) and at < data.shape[0] and data[at] == _MINUS
+        negative = low > np.uint64(0) and at < len(data) and data[at] == _MINUS
         value, at = _number(data, at + negative)
         if count == out.shape[0] or at < 0 or value > (low if negative else high):
             return count, _BAD
         out[count] = -value if negative else value
         count += 1
         at = _after_white(data, at)
-        if at >= data.shape[0] or (data[at] != _COMMA and data[at] != _CLOSE):
+        if at >= len(data) or (data[at] != _COMMA and data[at] != _CLOSE):
             return count, _BAD
         if data[at] == _CLOSE:
             return count, at
@@ -171,11 +171,11 @@ def read_tokens(data, start, out):
     return _read(data, start, out, np.uint64(0), _MAX_U32, True)
 
 
-@array_kernel(types.UniTuple(types.int64, 2), U8Input, types.int64, U64Vector, types.boolean)
+@array_kernel(types.UniTuple(types.int64, 2), BYTES, types.int64, U64Vector, types.boolean)
 def read_hashes(data, start, out, are_signed):
     """Read an array of integers in 0 .. 2**64 - 1, or in -2**63 .. 2**63 - 1 if they are signed, from JSON text.
 
-    data: uint8[n]. start: index after the "[". out: uint64[most], written; negative numbers in two's complement.
+    start: index after the "[". out: uint64[most], written; negative numbers in two's complement.
     Returns (count, index of the "]"); the index is -1 for an empty array, more than `most` numbers, a number out of
     range, or anything that is not a number.
     """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numba import types
 
 from api.hot_lane.number_kernels import read_hashes, read_tokens
-from kv_events.bundles import U8Input, U32Vector
+from kv_events.bundles import BYTES, U32Vector
 from kv_events.kernels import array_kernel
 from tests.support.effort import num_examples
 
@@ -24,7 +24,7 @@ def _read_hashes(are_signed: bool, data: Any, start: int, out: Any) -> Any:
     return read_hashes(data, start, out, are_signed)
 
 
-@array_kernel(types.UniTuple(types.int64, 2), U8Input, types.int64, U32Vector)
+@array_kernel(types.UniTuple(types.int64, 2), BYTES, types.int64, U32Vector)
 def _read_tokens(data, start, out):
     return read_tokens(data, start, out)
 
@@ -52,7 +52,7 @@ def read(name: str, text: str, start: int = 1) -> list[int] | None:
     kernel, dtype, _, _ = READERS[name]
     data = text.encode()
     out = np.zeros(MOST, dtype)
-    count, end = kernel(np.frombuffer(data, np.uint8), start, out.view(dtype.replace("i", "u")))
+    count, end = kernel(data, start, out.view(dtype.replace("i", "u")))
     if end < 0:
         return None
     assert data[end : end + 1] == b"]"
