@@ -66,6 +66,7 @@ class Consumer:
         self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
         self._snapshots = SnapshotKeeper(store, settings, now)
         self._probe_interval = Interval(_PROBE_S)
+        self._probing: asyncio.Task[None] | None = None
         self._stopping = False
         self._worker_log = WorkerLog(self.freshness)
         applier.on_applied.append(lambda view, _batch: self._worker_log.note(view))
@@ -150,6 +151,7 @@ class Consumer:
             is_between_records = task.done() and self.failure is None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            await self._stop_probing()
             await self._requester.stop()
             await self._snapshots.close(self._copy if is_between_records and self.progress.is_started else None)
             await self._reader.stop()
@@ -188,6 +190,7 @@ class Consumer:
             logger.info("snapshot of %d views loaded", len(snapshot.namespaces.views))
 
     async def _start_reading(self) -> None:
+        await self._stop_probing()
         await self._reader.stop()  # of a run that failed
         while not self._stopping:
             opened = await self._reader.start(self.progress.positions)
@@ -207,23 +210,37 @@ class Consumer:
 
     async def _between_records(self, now: float) -> None:
         await self._forgetting.drop_demanded(self.progress)
-        if not self.ready or self._probe_interval.is_due(now):
+        if not self.ready:
             await self._probe()
+        elif self._probing is not None and self._probing.done():
+            probed, self._probing = self._probing, None
+            probed.result()
+        elif self._probing is None and self._probe_interval.is_due(now):
+            self._probing = asyncio.create_task(self._probe(), name="log-probe")
         if self.ready and self._requester.start_when_due(self.namespaces, now):
             await self._forgetting.drop_silent()
         self._worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
 
     async def _probe(self) -> None:
+        """Ask the event log for its ends. Once ready, this happens beside reading: a broker that holds back the answer
+        to a fetch until a record comes holds back those to later requests as well."""
         if self.progress.catches_up():
             self.freshness.is_catching_up = False
             logger.info("caught up after %d records", self.applier.records)
+        positions = dict(self.progress.positions)  # records may be applied during the probe
         ends = await self._reader.ends()
         if ends is None:
             return
-        if self.progress.is_beyond(ends):
+        if any(positions.get(partition, 0) > end for partition, end in ends.items()):
             raise LogReplacedError("the event log ends before the last record that was read")
         self.progress.update_ends(ends)
+
+    async def _stop_probing(self) -> None:
+        probing, self._probing = self._probing, None
+        if probing is not None:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
 
     async def _copy(self) -> SnapshotParts:
         """Copy the views in slices. The loop waits for the copy, so nothing changes the views during this time."""

@@ -31,10 +31,6 @@ class Progress:
         self.positions |= begins
         self._goal = ends
 
-    def is_beyond(self, ends: Mapping[int, int]) -> bool:
-        """Whether more has been applied than an event log with these ends contains."""
-        return any(self.positions.get(partition, 0) > end for partition, end in ends.items())
-
     def is_applied(self, record: LogRecord) -> bool:
         """Whether a record was applied before."""
         return record.offset < self.positions.get(record.partition, 0)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 5.0
 _STOP_GRACE_S = 2.0
-_POLL_S = 0.005
+_POLL_S = 0.002
 """Longest time for which `publish` may leave events to the drain."""
 _POLLING_S = 0.1
 """Time without events after which the drain no longer polls. A waking call would cost an engine as much as all else."""

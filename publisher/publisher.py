@@ -114,7 +114,7 @@ class EventPublisher:
 
         The events belong to the publisher from then on: the caller may change `events`, but not the events in it.
         Invalid events are dropped and counted by reason; all others are published. Costs about 0.5 us per page. A
-        running publisher only keeps calls of up to 256 pages, and its own thread records them a few ms later.
+        running publisher only keeps calls of up to 256 pages, and its own thread records them up to 2 ms later.
         """
         self._tracker.record(events)
         self._drain.poll()

@@ -40,6 +40,8 @@ class Source(Protocol):
     async def ends(self) -> Mapping[int, int]:
         """Return partition -> offset after its newest record. Success also shows that the log is available.
 
+        Can be called while `fetch` waits.
+
         Raises SourceUnavailableError, or LogReplacedError, after which `start` must be called again.
         """
 

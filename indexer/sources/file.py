@@ -27,6 +27,7 @@ class FileSource:
         self._folder = folder
         self._reader: EventLogReader | None = None
         self._next = 0
+        self._is_reading = asyncio.Lock()  # the reader supports one thread at a time
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         try:
@@ -39,7 +40,8 @@ class FileSource:
         return {0: self._next}
 
     async def fetch(self) -> Sequence[LogRecord]:
-        records = await asyncio.to_thread(self._read)
+        async with self._is_reading:
+            records = await asyncio.to_thread(self._read)
         if not records:
             await asyncio.sleep(_POLL_S)
         return records
@@ -48,7 +50,8 @@ class FileSource:
         if self._reader is None:
             return {}
         try:
-            return {0: await asyncio.to_thread(lambda reader: reader.next_index, self._reader)}
+            async with self._is_reading:
+                return {0: await asyncio.to_thread(lambda reader: reader.next_index, self._reader)}
         except EventLogCorruptedError:
             return {0: self._next}
         except (EventLogError, OSError) as error:

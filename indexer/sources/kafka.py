@@ -55,11 +55,12 @@ class KafkaSource:
         self._was_found = False  # whether the topic existed before
         self._is_replaced = False  # whether positions of before mean nothing
         self._assigned: set[TopicPartition] = set()
+        self._found: set[TopicPartition] = set()  # the topic's partitions, as of the newest look
         self._times_ms: dict[int, int] = {}  # partition -> time of its newest record
         self._clients = AsyncExitStack()
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        self._assigned, self._next_offsets = set(), {}
+        self._assigned, self._found, self._next_offsets = set(), set(), {}
         try:
             await self._connection.check()
             await self._open_clients()
@@ -80,10 +81,12 @@ class KafkaSource:
         return begins
 
     async def fetch(self) -> Sequence[LogRecord]:
-        if not self._assigned:
+        if not self._found:
             await asyncio.sleep(_FETCH_WAIT_MS / 1000)
             return []
         try:
+            if self._found != self._assigned:
+                await self._assign_new({})
             fetched = await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS)
         except KafkaError as error:
             raise SourceUnavailableError(self._connection.failure(error, "read")) from error
@@ -113,13 +116,13 @@ class KafkaSource:
     async def ends(self) -> Mapping[int, int]:
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                await self._assign_new({})
+                await self._look_for_partitions()
                 if self._topic_id is None:
                     self._topic_id = await topic_id(self._consumer, self._events_topic)
                 elif await self._current_id() != self._topic_id:
                     self._is_replaced = True
                     raise self._replaced()
-                ends = await self._consumer.end_offsets(list(self._assigned))
+                ends = await self._consumer.end_offsets(list(self._found))
         except (KafkaError, TimeoutError) as error:
             raise SourceUnavailableError(self._connection.failure(error, "read")) from error
         return {tp.partition: offset for tp, offset in ends.items()}
@@ -182,12 +185,9 @@ class KafkaSource:
                     logger.warning("topic %s: %s", self._events_topic, mismatch)
 
     async def _assign_new(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        """Begin to read new partitions, and return the offset at which each begins."""
-        described = await describe_topics(self._consumer, [self._events_topic])
-        self._tell_whether_waiting(self._events_topic, is_waiting=self._events_topic not in described)
-        found = {TopicPartition(self._events_topic, part) for part in range(len(described.get(self._events_topic, ())))}
-        self._was_found = self._was_found or bool(found)
-        new = found - self._assigned
+        """Begin to read new partitions, and return the offset at which each begins. Not while records are fetched."""
+        await self._look_for_partitions()
+        new = self._found - self._assigned
         if not new:
             return {}
         kept = {tp: await self._consumer.position(tp) for tp in self._assigned}
@@ -201,6 +201,14 @@ class KafkaSource:
         for tp, offset in kept.items():
             self._consumer.seek(tp, offset)
         return {tp.partition: kept[tp] for tp in new}
+
+    async def _look_for_partitions(self) -> None:
+        """Update `_found`. Partitions of a topic that was deleted stay."""
+        described = await describe_topics(self._consumer, [self._events_topic])
+        self._tell_whether_waiting(self._events_topic, is_waiting=self._events_topic not in described)
+        num_partitions = len(described.get(self._events_topic, ()))
+        self._found = self._assigned | {TopicPartition(self._events_topic, i) for i in range(num_partitions)}
+        self._was_found = self._was_found or num_partitions > 0
 
     def _tell_whether_waiting(self, topic: str, *, is_waiting: bool) -> None:
         """Log once that a topic is missing, and once that it exists."""

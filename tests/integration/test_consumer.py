@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +64,44 @@ async def test_it_is_ready_only_when_it_has_caught_up() -> None:
     async with consumer.running():
         await async_wait_until(lambda: consumer.ready, what="ready")
         assert consumer.applier.records == 50
+
+
+class SlowProbes(MemorySource):
+    """A source that measures its ends at once and returns them later."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        super().__init__(log)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.num_waiting = 0
+
+    async def ends(self) -> Mapping[int, int]:
+        ends = await super().ends()
+        self.num_waiting += 1
+        await self.may_answer.wait()
+        self.num_waiting -= 1
+        return ends
+
+
+async def test_records_are_applied_while_the_log_is_slow_to_say_where_it_ends() -> None:
+    log, stream = MemoryLog(), Stream()
+    put(log, stream.batch(stored((0, [1]))))
+    source = SlowProbes(log)
+    consumer = Consumer(source, Applier(Namespaces(SETTINGS), DeadLetters()), SETTINGS)
+    async with consumer.running():
+        await caught_up(consumer, log)
+        source.may_answer.clear()
+        await async_wait_until(lambda: source.num_waiting == 1, what="a probe")
+        for i in range(1, 20):
+            put(log, stream.batch(stored((i, [i + 1]))))
+            await caught_up(consumer, log)
+        source.may_answer.set()  # with ends before the newest records
+        await async_wait_until(lambda: source.num_waiting == 0, what="its answer")
+        source.may_answer.clear()
+        await async_wait_until(lambda: source.num_waiting == 1, what="the next probe")
+        view = consumer.namespaces.view(stream.id)
+        assert view is not None
+        assert (view.state, consumer.failure, consumer.lag()) == (ViewState.LIVE, None, 0)
 
 
 async def test_a_restart_loads_the_snapshot_and_reads_only_what_came_since(tmp_path: Path) -> None:
