@@ -1,19 +1,20 @@
 """From `publish()` to `/query` through a real broker. `python -m benchmarks.bench_end_to_end [--json FILE]`
 
-A publisher sends 5,000 and 20,000 pages/s to Kafka, `kvsight serve` reads them in its own process, and a router queries
-the newest event over HTTP, every half millisecond, until all its pages are found. KVSIGHT_KAFKA names the broker;
-without it, the benchmark starts one.
+A publisher in a process of its own sends 5,000 and 20,000 pages/s to Kafka, as an engine does. `kvsight serve` reads
+them, and a router queries the newest event over HTTP, every half millisecond, until all its pages are found.
+KVSIGHT_KAFKA names the broker; without it, the benchmark starts one.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Self
 
 import httpx
 import numpy as np
@@ -27,6 +28,8 @@ from publisher.sinks.kafka import KafkaSink
 EVENT_PAGES, BLOCK_SIZE = 50, 16
 SECONDS = 20.0
 _QUERY_S = 0.0005
+_WARM_UP = 100
+_PUBLISHED = np.dtype([("at", "f8"), ("cost", "f8"), ("hashes", "u8", EVENT_PAGES)])
 
 
 @contextmanager
@@ -56,32 +59,55 @@ def _is_ready(client: httpx.Client) -> bool:
         return False
 
 
-class Load(threading.Thread):
-    """Publishes chains of new pages at a steady rate."""
-
-    def __init__(self, publisher: EventPublisher, pages_per_s: int) -> None:
-        super().__init__(daemon=True)
-        self._period_s = EVENT_PAGES / pages_per_s
-        self._publisher = publisher
-        self._random = np.random.default_rng(1)
-        self.newest: tuple[float, list[int]] = (0.0, [])
-        """The time at which the newest event was published, and its sequence hashes."""
-        self.costs: list[float] = []
-        self.running = True
-
-    def run(self) -> None:
+def publish_steadily(kafka: str, model: str, pages_per_s: int) -> None:
+    """Publish chains of new pages at a steady rate, and write each as an element of `_PUBLISHED` to stdout."""
+    settings = PublisherSettings(model=model, worker="engine-0", block_size=BLOCK_SIZE, kafka=kafka)
+    random = np.random.default_rng(1)
+    with EventPublisher(settings, KafkaSink(settings)) as publisher, suppress(BrokenPipeError):
         due = time.perf_counter()
-        while self.running:
-            hashes = self._random.integers(1, 2**63, EVENT_PAGES, dtype=np.uint64)
+        while True:
+            hashes = random.integers(1, 2**63, EVENT_PAGES, dtype=np.uint64)
             event = BlockStored(
                 hashes.tolist(), None, [], BLOCK_SIZE, None, StorageMedium.GPU, None, hashes.astype("<u8").tobytes()
             )
             published_at = time.perf_counter()
-            self._publisher.publish([event])
-            self.costs.append(time.perf_counter() - published_at)
-            self.newest = (published_at, hashes.tolist())
-            due += self._period_s
+            publisher.publish([event])
+            cost = time.perf_counter() - published_at
+            os.write(sys.stdout.fileno(), np.array((published_at, cost, hashes), _PUBLISHED).tobytes())
+            due += EVENT_PAGES / pages_per_s
             time.sleep(max(0.0, due - time.perf_counter()))
+
+
+class Load:
+    """A process that publishes, for `with`."""
+
+    def __init__(self, kafka: str, model: str, pages_per_s: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.bench_end_to_end", "--publish", kafka, model, str(pages_per_s)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        os.set_blocking(self._pipe.fileno(), False)
+        self._unread = b""
+        self.costs: list[float] = []
+        """Seconds of each call of `publish()` so far."""
+
+    def newest(self) -> tuple[float, list[int]] | None:
+        """Return the time and the sequence hashes of the newest event, or None if there is none since the last call."""
+        self._unread += self._pipe.read() or b""
+        num_events = len(self._unread) // _PUBLISHED.itemsize
+        if not num_events:
+            return None
+        events = np.frombuffer(self._unread, _PUBLISHED, num_events)
+        self._unread = self._unread[num_events * _PUBLISHED.itemsize :]
+        self.costs += events["cost"].tolist()
+        return float(events["at"][-1]), events["hashes"][-1].tolist()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.wait()
 
 
 def seconds_until_visible(client: httpx.Client, model: str, hashes: list[int], published_at: float) -> float:
@@ -99,23 +125,18 @@ def freshness_figures(kafka: str, client: httpx.Client, pages_per_s: int) -> Ite
     """Measure one load."""
     latencies: list[float] = []
     model = f"bench-{time.time_ns()}"  # the topic may contain older runs
-    settings = PublisherSettings(model=model, worker="engine-0", block_size=BLOCK_SIZE, kafka=kafka)
-    with EventPublisher(settings, KafkaSink(settings)) as publisher:
-        load = Load(publisher, pages_per_s)
-        load.start()
-        asked = 0.0
+    with Load(kafka, model, pages_per_s) as load:
         until = time.perf_counter() + SECONDS
         while time.perf_counter() < until:
-            published_at, hashes = load.newest
-            if published_at > asked:
-                asked = published_at
-                latencies.append(seconds_until_visible(client, model, hashes, published_at) * 1e3)
-            else:
+            newest = load.newest()
+            if newest is None:
                 time.sleep(_QUERY_S)
-        load.running = False
-        load.join()
+            else:
+                published_at, hashes = newest
+                latencies.append(seconds_until_visible(client, model, hashes, published_at) * 1e3)
+    latencies = latencies[_WARM_UP:]
     within = 100 * sum(latency <= 50 for latency in latencies) / len(latencies)
-    costs = [cost * 1e6 for cost in load.costs]
+    costs = [cost * 1e6 for cost in load.costs[_WARM_UP:]]
     yield figure(f"visible in /query at {pages_per_s} pages/s, {len(latencies)} events", "ms", latencies)
     yield figure("the same, 99th percentile", "ms", [percentile(latencies, 99)], "<= 15")
     yield figure("visible within 50 ms", "%", [within], ">= 99")
@@ -130,4 +151,7 @@ def run() -> list[Figure]:
 
 
 if __name__ == "__main__":
-    main("end to end through Kafka", run)
+    if sys.argv[1:2] == ["--publish"]:
+        publish_steadily(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        main("end to end through Kafka", run)
