@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Generator
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 Outcome: TypeAlias = httpx.Response | httpx.HTTPError
 """The outcome of one attempt."""
 
+_HEADERS = {"Accept": "*/*", "Accept-Encoding": "gzip, deflate", "User-Agent": "kvsight"}
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CREDENTIALS = re.compile(r"^(\w*:?//)?.*@", re.DOTALL)
 _TOKEN = re.compile(r"[!-~]+")  # what a header can carry unchanged
@@ -30,8 +32,7 @@ class Attempt(NamedTuple):
     """One attempt: wait, then send."""
 
     pause_s: float
-    request: dict[str, Any]
-    """Arguments for httpx."""
+    request: httpx.Request
 
 
 class BaseClient:
@@ -48,8 +49,12 @@ class BaseClient:
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         base_url = _checked(url, self._shown_url)
+        bare_url = base_url.copy_with(userinfo=b"")  # httpx logs addresses
+        self._address = str(bare_url).rstrip("/")
+        self._headers: dict[str | None, httpx.Headers] = {}  # by content type
+        self._extensions = {"timeout": httpx.Timeout(timeout_s).as_dict()}
         self._options: dict[str, Any] = {
-            "base_url": base_url.copy_with(userinfo=b""),  # httpx logs addresses
+            "base_url": bare_url,
             **_authorization(base_url, token),
             "timeout": timeout_s,
             "limits": httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_KEEPALIVE_S),
@@ -57,7 +62,7 @@ class BaseClient:
 
     def _attempts(self, call: Call[T]) -> Generator[Attempt, Outcome, T]:
         """Yield each attempt, receive its outcome, and return the result of the last one, or raise its error."""
-        request = _request(call)
+        request = self._request(call)
         outcome = yield Attempt(0.0, request)
         for attempt in count():
             pause_s = self._retry.pause(attempt, outcome) if call.may_repeat else None
@@ -65,6 +70,24 @@ class BaseClient:
                 break
             outcome = yield Attempt(pause_s, request)
         return self._result(call, outcome)
+
+    def _request(self, call: Call[T]) -> httpx.Request:
+        """Build a request. httpx would join the address and merge the headers anew each time."""
+        url = _joined(self._address, call.path)
+        params = {name: value for name, value in (call.params or {}).items() if value is not None}
+        return httpx.Request(
+            call.method,
+            url.copy_merge_params(params) if params else url,
+            headers=self._headers_of(call.content_type),
+            content=call.content,
+            extensions=self._extensions,
+        )
+
+    def _headers_of(self, content_type: str | None) -> httpx.Headers:
+        if content_type not in self._headers:
+            more = {} if content_type is None else {"Content-Type": content_type}
+            self._headers[content_type] = httpx.Headers(_HEADERS | self._options.get("headers", {}) | more)
+        return self._headers[content_type]
 
     def _result(self, call: Call[T], outcome: Outcome) -> T:
         if isinstance(outcome, httpx.HTTPError):
@@ -83,15 +106,9 @@ class BaseClient:
             self._result(calls.events(), response)
 
 
-def _request(call: Call[T]) -> dict[str, Any]:
-    """Arguments for httpx."""
-    return {
-        "method": call.method,
-        "url": call.path,
-        "params": {name: value for name, value in (call.params or {}).items() if value is not None},
-        "content": call.content,
-        "headers": {"Content-Type": call.content_type} if call.content_type else {},
-    }
+@lru_cache(maxsize=256)
+def _joined(base: str, path: str) -> httpx.URL:
+    return httpx.URL(base + path)
 
 
 def _checked(url: str, shown: str) -> httpx.URL:

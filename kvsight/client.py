@@ -137,9 +137,9 @@ class Client(BaseClient):
         """Close the connections."""
         self._http.close()
 
-    def _outcome(self, request: dict[str, Any]) -> Outcome:
+    def _outcome(self, request: httpx.Request) -> Outcome:
         try:
-            return self._http.request(**request)
+            return self._http.send(request)
         except httpx.HTTPError as error:
             return error
 
@@ -216,9 +216,9 @@ class AsyncClient(BaseClient):
         """Close the connections."""
         await self._http.aclose()
 
-    async def _outcome(self, request: dict[str, Any]) -> Outcome:
+    async def _outcome(self, request: httpx.Request) -> Outcome:
         try:
-            return await self._http.request(**request)
+            return await self._http.send(request)
         except httpx.HTTPError as error:
             return error
 
