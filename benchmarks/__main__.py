@@ -19,6 +19,7 @@ NAMES = (
     "storage",
     "bridge",
     "http",
+    "hostile",
     "end_to_end",
     "simulation",
 )
