@@ -26,6 +26,7 @@ from benchmarks.report import Figure, figure, main
 _PAGES, _SECONDS, _WARM = 64, 2.0, 200
 _SLOW_CLIENTS = 200
 _LARGE_BODY = 32 * 2**20
+_HEAD = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 _Stranger = Callable[[str, int, Event], None]
 
@@ -42,7 +43,7 @@ def ordinary() -> Request:
 
 def _one_byte_a_second(host: str, port: int, stop: Event) -> None:
     """Many connections that send a request byte by byte."""
-    request = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n["
+    request = _HEAD % 100_000 + b"["
     lines = [socket.create_connection((host, port)) for _ in range(_SLOW_CLIENTS)]
     for byte in request:
         for line in lines:
@@ -74,8 +75,7 @@ def _endless_headers(host: str, port: int, stop: Event) -> None:
 
 def _pipelined_garbage(host: str, port: int, stop: Event) -> None:
     """Requests without end in one packet after the other, of which most are no requests."""
-    request = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
-    garbage = (request + b'{"x":[1]}') * 50 + bytes(range(256)) * 20
+    garbage = (_HEAD % 9 + b'{"x":[1]}') * 50 + bytes(range(256)) * 20
     while not stop.is_set():
         _send(host, port, garbage)
 
@@ -126,7 +126,7 @@ async def _milliseconds(url: str, request: Request) -> list[float]:
     caller = await Caller.connect(url)
     for number in range(_WARM):
         await caller.ask(request, number)
-    seconds = []
+    seconds: list[float] = []
     end = time.perf_counter() + _SECONDS
     while time.perf_counter() < end:
         seconds.append(await caller.ask(request, len(seconds) % PROMPTS))
