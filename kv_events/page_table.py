@@ -15,7 +15,8 @@ is only used for the parts in use. The kernels are in `page_table_kernels`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,10 +57,10 @@ class Table(NamedTuple):
     """[7] see the column numbers above."""
 
 
-def make_table(capacity: int) -> Table:
+def make_table(capacity: int, zeros: Callable[..., npt.NDArray[Any]] = np.zeros) -> Table:
     """Create an empty table for at most `capacity` live entries.
 
-    Reserves address space, not memory. Raises InvalidValueError.
+    zeros: makes the arrays. Reserves address space, not memory. Raises InvalidValueError.
     """
     if not 1 <= capacity <= MAX_CAPACITY:
         raise InvalidValueError("capacity", capacity, f"1 .. {MAX_CAPACITY}")
@@ -70,19 +71,18 @@ def make_table(capacity: int) -> Table:
     meta[CAPACITY] = capacity
     _reset_meta(meta)
     return Table(
-        keys=np.zeros(capacity + 1, np.uint64),
-        directory=np.zeros(1 << max_depth, np.uint32),
-        slots=_zeros_in_lines((num_segments + 1) * SEGMENT_SLOTS),
-        segments=np.zeros((num_segments, 2), np.uint32),
+        keys=zeros(capacity + 1, np.uint64),
+        directory=zeros(1 << max_depth, np.uint32),
+        slots=_in_lines(zeros((num_segments + 1) * SEGMENT_SLOTS + NUM_LANES, np.uint64)),
+        segments=zeros((num_segments, 2), np.uint32),
         meta=meta,
     )
 
 
-def _zeros_in_lines(length: int) -> npt.NDArray[np.uint64]:
-    """Return zeros as uint64[length], aligned to a cache line."""
-    zeros = np.zeros(length + NUM_LANES, np.uint64)
-    first = -zeros.ctypes.data % (8 * NUM_LANES) // 8
-    return zeros[first : first + length]
+def _in_lines(array: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return all elements of an array except NUM_LANES, aligned to a cache line."""
+    first = -array.ctypes.data % (8 * NUM_LANES) // 8
+    return array[first : first + len(array) - NUM_LANES]
 
 
 def num_live(table: Table) -> int:

@@ -16,6 +16,7 @@ from kv_events.bundles import I64Vector, U32Matrix
 from kv_events.kernels import array_helper
 from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
+from kv_events.small_pages import zeros
 
 # columns
 PAGE, STATE = range(2)
@@ -62,7 +63,7 @@ class BlockTable(Protocol):
 
 def make_blocks(capacity: int) -> Blocks:
     """Create an empty table for at most `capacity` entries. Reserves address space, not memory."""
-    return Blocks(page_table.make_table(capacity), np.zeros((capacity + 1, 2), np.uint32), np.zeros(2, np.int64))
+    return Blocks(page_table.make_table(capacity, zeros), zeros((capacity + 1, 2), np.uint32), np.zeros(2, np.int64))
 
 
 def states(blocks: Blocks) -> npt.NDArray[np.uint32]:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kv_events.bundles import resident
 from kv_events.errors import InvalidValueError
+from kv_events.small_pages import zeros
 from publisher.queue_kernels import BROKEN, HEAD, TAIL, TAKEN, QueueArrays
 
 
@@ -62,11 +63,11 @@ class ChangeQueue:
         if capacity < 1:
             raise InvalidValueError("queue_pages", capacity, "a positive integer")
         self.arrays = QueueArrays(
-            np.zeros(capacity, np.uint8),
-            np.zeros(capacity, np.uint64),
-            np.zeros(capacity, np.uint64),
-            np.zeros(capacity, np.uint64),
-            np.zeros(capacity, np.uint32),
+            zeros(capacity, np.uint8),
+            zeros(capacity, np.uint64),
+            zeros(capacity, np.uint64),
+            zeros(capacity, np.uint64),
+            zeros(capacity, np.uint32),
             np.zeros(6, np.int64),
         )
         self.resident = resident(self.arrays)

@@ -14,6 +14,7 @@ from kv_events.bundles import resident
 from kv_events.digest import DIGEST_WORDS, Digest, empty_digest
 from kv_events.page_table import make_table
 from kv_events.schema import NUM_MEDIA
+from kv_events.small_pages import zeros
 from publisher.blocks import HELD, ON_MEDIA, PAGE, STATE, BlockTable
 from publisher.change_kernels import advance_digest
 from publisher.change_queue import ChangeQueue
@@ -62,11 +63,11 @@ class Ledger:
         self._blocks = blocks
         self._arrays = LedgerArrays(
             blocks=blocks.arrays,
-            pages=make_table(capacity),
-            page_media=np.zeros(capacity, np.uint8),
-            page_copies=np.zeros((NUM_MEDIA, capacity), np.uint32),
-            page_words=np.zeros((capacity, 2), np.uint64),
-            page_stored_in=np.zeros(capacity, np.uint32),
+            pages=make_table(capacity, zeros),
+            page_media=zeros(capacity, np.uint8),
+            page_copies=zeros((NUM_MEDIA, capacity), np.uint32),
+            page_words=zeros((capacity, 2), np.uint64),
+            page_stored_in=zeros(capacity, np.uint32),
             page_changed=np.zeros(-(-capacity // SLICE_PAGES), np.bool_),
             found=np.empty(FOUND_BLOCKS, np.int64),
             digest=empty_digest(),

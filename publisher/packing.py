@@ -77,6 +77,9 @@ def _sorted(changes: PageChanges) -> tuple[PageChanges, list[tuple[int, int]]]:
     num_changes = len(changes.kinds)
     if not num_changes:
         return changes, []
+    first = changes.kinds[0]
+    if first != CLEARED and (changes.kinds == first).all():
+        return changes, [(0, num_changes)]
     num_spans = (int(changes.spans[-1]) - int(changes.spans[0])) % 2**32 + 1
     words, borders = np.empty((3, num_changes), np.uint64), np.empty(num_changes + 1, np.int64)
     ordered = PageChanges(np.empty(num_changes, np.uint8), words[0], words[1], words[2], changes.spans[:0])

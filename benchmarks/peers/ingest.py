@@ -27,7 +27,7 @@ WORKERS, BLOCK_SIZE, PROMPT_PAGES = 8, 16, 64
 ROUNDS = 5
 _PEER_THREADS = 2
 _WARM_UP_PROMPTS = 16
-_POLL_S = 0.005
+_POLL_S = 0.02
 _GOAL = "≥ 1.5"
 
 
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 KINDS = [
     Kind(blocks, encoding, prompts)
-    for blocks, prompts in ((1, 256), (8, 1024), (64, 2048))
+    for blocks, prompts in ((1, 512), (8, 1536), (64, 3072))
     for encoding in ("array", "map")
 ]
 

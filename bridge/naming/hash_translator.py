@@ -31,6 +31,7 @@ from kv_events.bundles import resident
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.page_table import MAX_CAPACITY
+from kv_events.small_pages import zeros
 from publisher.blocks import states
 from publisher.event_columns import StoredColumns
 from publisher.shared_blocks import SharedBlocks
@@ -100,9 +101,9 @@ class HashTranslator:
         """For the ledger, which marks the pages that are held."""
         self._arrays = HashArrays(
             self.blocks.arrays,
-            np.zeros(capacity + 1, np.uint64),
-            np.zeros(capacity + 1, np.uint64),
-            np.zeros(capacity + 1, np.uint16),
+            zeros(capacity + 1, np.uint64),
+            zeros(capacity + 1, np.uint64),
+            zeros(capacity + 1, np.uint16),
             np.array([-1, idle_pages, 0], np.int64),
         )
         self._resident = resident(self._arrays)
