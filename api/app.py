@@ -19,6 +19,7 @@ from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
 from api.hot_lane.lane import HotLane
 from api.metrics import HttpMetrics, MeasureRequests
+from api.recording import RecordingMetrics
 from api.register import RegisterRoutes
 from api.request_log import RequestLog
 from api.service import service_routes
@@ -26,6 +27,7 @@ from api.settings import ApiSettings
 from api.workers import worker_routes
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
+from indexer.recording.thread import RecordingThread
 
 if TYPE_CHECKING:
     from api.registrations import Registrations
@@ -51,18 +53,20 @@ def create_app(
     settings: ApiSettings,
     registrations: Registrations | None = None,
     decisions: DecisionLog | None = None,
+    recording: RecordingThread | None = None,
 ) -> Application:
     """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
 
     registrations: engines that this process reads itself. None if it reads none; registrations are then refused.
-    decisions: what keeps the decisions of routers. None: they are dropped.
+    decisions: what keeps the decisions of routers. None: they are dropped. recording: what records the log, or None.
     """
     decisions = decisions or DecisionLog(None)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         engines = nullcontext() if registrations is None else registrations.running()
-        async with consumer.running(), engines, decisions.running():
+        recorded = nullcontext() if recording is None else recording.running()
+        async with recorded, consumer.running(), engines, decisions.running():
             yield
 
     app = Application(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -74,10 +78,12 @@ def create_app(
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
     metrics.registry.register(DecisionMetrics(decisions))
+    if recording is not None:
+        metrics.registry.register(RecordingMetrics(recording.recorder))
     others = {**RegisterRoutes(registrations).endpoints(), **DecisionRoute(consumer, decisions).endpoints()}
     for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    app.include_router(service_routes(consumer, metrics, registrations))
+    app.include_router(service_routes(consumer, metrics, registrations, recording))
     app.include_router(worker_routes(consumer, registrations))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))

@@ -14,6 +14,7 @@ from api.metrics import HttpMetrics
 from api.openapi import answers, problem
 from api.problems import ProblemError
 from indexer.consumer import Consumer
+from indexer.recording.thread import RecordingThread
 from kvsight.schemas.service import Status
 
 if TYPE_CHECKING:
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 _encoder = msgspec.json.Encoder()
 
 
-def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Registrations | None) -> APIRouter:
+def service_routes(
+    consumer: Consumer,
+    metrics: HttpMetrics,
+    registrations: Registrations | None,
+    recording: RecordingThread | None,
+) -> APIRouter:
     """Return the probes and metrics, which need no token."""
     router = APIRouter(tags=["service"])
 
@@ -33,11 +39,15 @@ def service_routes(consumer: Consumer, metrics: HttpMetrics, registrations: Regi
         responses={**answers(Status, "Healthy"), **problem(503, "The consumer has failed")},
     )
     async def health() -> Response:
-        """Return 200 while the consumer runs, and 503 after it has failed. Only a restart helps then."""
+        """Return 200 while the consumer runs, and 503 after it has failed. Only a restart helps then.
+
+        `recording` says why a recording beside the service is degraded, if it is.
+        """
         if consumer.failure is not None:
             detail = f"the consumer has failed: {type(consumer.failure).__name__}"
             raise ProblemError(503, "unavailable", detail)
-        return json_response(_encoder.encode(Status(status="ok")))
+        degraded = "" if recording is None else recording.degraded
+        return json_response(_encoder.encode(Status(status="ok", recording=degraded)))
 
     @router.get(
         "/ready", response_class=Response, responses={**answers(Status, "Ready"), **problem(503, "Not ready yet")}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from pydantic import Field, SecretStr, field_validator
 
 from kv_events.errors import InvalidValueError
+from kv_events.quantities import SECONDS, parse_quantity
 from kv_events.settings import KvsightSettings, argument
 from kv_events.variables import variable
 
@@ -30,10 +32,26 @@ class ApiSettings(KvsightSettings):
     metrics_max_workers: int = Field(200, ge=0)
     """Workers that have series of their own in `GET /metrics`. All further ones share the labels `other`."""
 
+    record: Path | None = None
+    """Folder of an event log, to which everything is recorded beside the service. None: nothing is recorded."""
+    record_keep: str = "24h"
+    """Age after which whole files of that log are deleted: a number with the unit s, m, h or d."""
+
     max_body_bytes: int = argument(32 * 2**20, ge=1024)
     """Maximum size of a request body. The default fits eight million packed tokens."""
     max_event_clients: int = argument(64, ge=0)
     """Maximum number of concurrent clients of `GET /events`."""
+
+    @property
+    def record_keep_s(self) -> float:
+        """`record_keep` in seconds."""
+        return parse_quantity(variable("record_keep"), self.record_keep, SECONDS)
+
+    @field_validator("record_keep")
+    @classmethod
+    def _age_is_a_quantity(cls, text: str) -> str:
+        parse_quantity(variable("record_keep"), text, SECONDS)
+        return text
 
 
 class RegistrationSettings(KvsightSettings):

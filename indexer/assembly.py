@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 from indexer.applier import Applier
 from indexer.consumer import Consumer
 from indexer.dead_letters import DeadLetters
 from indexer.decisions.log import DecisionLog
+from indexer.decisions.recorded import RecordedDecisions
 from indexer.namespaces import Namespaces
+from indexer.recording.feed import Feed
+from indexer.recording.recorder import Recorder
+from indexer.recording.thread import RecordingThread
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotStore
 from indexer.snapshots.folder import FolderStore
@@ -14,16 +21,24 @@ from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
 from kv_events.decisions import DECISIONS_FOLDER
+from kv_events.errors import InvalidValueError
+from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
+from kv_events.records import Channel
+from kv_events.variables import variable
 
 
-def create_consumer(settings: IndexerSettings, log: MemoryLog | None = None) -> Consumer:
-    """Create a consumer that is not running yet. log: the log to read in embedded mode.
+def create_consumer(
+    settings: IndexerSettings, log: MemoryLog | None = None, recording: RecordingThread | None = None
+) -> Consumer:
+    """Create a consumer that is not running yet. log: the log to read in embedded mode. recording: gets dead letters.
 
     A log in memory ends with its process and its writers start from scratch, so views of it are not saved. Clients are
     imported only if the settings need them.
     """
     applier = Applier(Namespaces(settings), DeadLetters(settings.dead_letter_dir))
+    if recording is not None:
+        applier.dead_letters.on_put.append(recording.recorder.offer)
     store = None if settings.is_embedded else create_store(settings)
     return Consumer(_create_source(settings, log), applier, settings, store)
 
@@ -42,10 +57,34 @@ def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | N
     return None
 
 
-def create_decision_log(settings: IndexerSettings) -> DecisionLog:
+def create_recording(settings: IndexerSettings, folder: Path, keep_s: float) -> RecordingThread:
+    """Create what records all topics beside a service. In embedded mode the service's own parts offer their records.
+
+    keep_s: age in seconds after which whole segments are deleted. Raises InvalidValueError for a service that reads an
+    event log, and OSError if there can be no such folder.
+    """
+    if settings.event_log_dir is not None:
+        expected = f"none with {variable('event_log_dir')}: that folder is a recording already"
+        raise InvalidValueError(variable("record"), str(folder), expected)
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(folder, max_age_s=keep_s, is_new_run=settings.is_embedded)
+    return RecordingThread(recorder, list if settings.kafka is None else partial(create_feeds, settings))
+
+
+def create_feeds(settings: KafkaSettings) -> list[Feed]:
+    """Create the feeds of all topics of a deployment."""
+    from indexer.sources.kafka import KafkaSource
+
+    topics = {Channel.CONTROL: settings.control_topic, Channel.DECISIONS: settings.decisions_topic}
+    others = [Feed(KafkaSource(settings, topic=name), channel, name) for channel, name in topics.items()]
+    return [Feed(KafkaSource(settings), Channel.EVENTS, settings.events_topic), *others]
+
+
+def create_decision_log(settings: IndexerSettings, recording: RecordingThread | None = None) -> DecisionLog:
     """Create the log of decisions beside the log of events: a topic of the same broker, or a folder inside the log's.
 
-    An event log has one writer, so the decisions have a log of their own. In embedded mode they are dropped.
+    An event log has one writer, so the decisions have a log of their own. In embedded mode they go to
+    the recording, or are dropped.
     """
     if settings.kafka is not None:
         from indexer.decisions.kafka import KafkaDecisions
@@ -55,7 +94,7 @@ def create_decision_log(settings: IndexerSettings) -> DecisionLog:
         from indexer.decisions.file import FileDecisions
 
         return DecisionLog(FileDecisions(settings.event_log_dir / DECISIONS_FOLDER))
-    return DecisionLog(None)
+    return DecisionLog(None if recording is None else RecordedDecisions(recording.recorder.offer))
 
 
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from kv_events.errors import KvsightError, RecordRejectedError
@@ -26,6 +27,8 @@ class DeadLetters:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.counts: Counter[str] = Counter()
+        self.on_put: list[Callable[[LogRecord], None]] = []
+        """Called with each rejected record, in the channel of dead letters."""
         self._is_full = False
         self._writer = EventLogWriter(folder) if folder is not None else None
         self._bytes_left = _MAX_FOLDER_BYTES - (
@@ -43,6 +46,8 @@ class DeadLetters:
             )
         if self._writer is not None:
             self._write(self._writer, record)
+        for notify in self.on_put:
+            notify(record._replace(channel=Channel.DEAD_LETTERS))
 
     def _write(self, writer: EventLogWriter, record: LogRecord) -> None:
         """Write a record to the folder, cut to what an event log accepts. A failure is only logged."""

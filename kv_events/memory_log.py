@@ -31,12 +31,21 @@ class MemoryLog:
     `LogTruncatedError`, as with the retention of a Kafka topic.
     """
 
-    def __init__(self, capacity_bytes: int = 256 * 2**20, *, is_read_once: bool = False) -> None:
-        """is_read_once: there is one reader, which never seeks backwards, so records before its offset are dropped."""
+    def __init__(
+        self,
+        capacity_bytes: int = 256 * 2**20,
+        *,
+        is_read_once: bool = False,
+        on_record: Callable[[LogRecord], None] | None = None,
+    ) -> None:
+        """is_read_once: there is one reader, which never seeks backwards, so records before its offset are dropped.
+        on_record: receives each record in order, on the thread of its writer; must not wait.
+        """
         if capacity_bytes < 1:
             raise InvalidValueError("capacity_bytes", capacity_bytes, "a positive integer")
         self._capacity_bytes = capacity_bytes
         self._is_read_once = is_read_once
+        self._on_record = on_record
         self._lock = threading.Lock()  # guards everything below
         self._records: deque[LogRecord] = deque()
         self._num_bytes = 0
@@ -59,7 +68,10 @@ class MemoryLog:
         """Append one record and return its offset."""
         with self._lock:
             offset = self._first + len(self._records)
-            self._records.append(LogRecord(0, offset, timestamp_ms, key, payload))
+            record = LogRecord(0, offset, timestamp_ms, key, payload)
+            self._records.append(record)
+            if self._on_record is not None:
+                self._on_record(record)
             self._num_bytes += len(payload)
             while self._num_bytes > self._capacity_bytes and len(self._records) > 1:
                 self._drop_oldest()

@@ -82,6 +82,8 @@ SETTINGS = frozenset(
         "metrics_max_workers",
         "register_allow",
         "max_registrations",
+        "record",
+        "record_keep",
         "url",
         # engine caches
         "debug_pools",

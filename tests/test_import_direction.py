@@ -65,6 +65,7 @@ ROOMS = {
     "indexer.decisions": set(),
     "indexer.kernels": set(),
     "indexer.replay": {"applier", "dead_letters", "freshness", "namespaces", "settings", "snapshots", "until"},
+    "indexer.recording": {"slices", "sources", "until"},
     "indexer.snapshots": {"errors", "index", "namespaces", "position", "settings", "slices", "views"},
     "indexer.sources": {"errors", "settings"},
     "publisher.sinks": {"settings"},

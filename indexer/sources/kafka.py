@@ -38,15 +38,19 @@ _PARTITION_BYTES = 4 * 2**20
 class KafkaSource:
     """See `Source`. Partitions that are added later are read from their beginning."""
 
-    def __init__(self, settings: KafkaSettings, snapshot_interval_s: float | None = None) -> None:
+    def __init__(
+        self, settings: KafkaSettings, snapshot_interval_s: float | None = None, topic: str | None = None
+    ) -> None:
         """snapshot_interval_s: seconds between the indexer's snapshots, to compare with the topic's retention.
+        topic: another one than that of the events. It may be missing.
 
         Raises InvalidValueError for settings without a broker, or for a file that cannot be used.
         """
         self._settings = settings
         self._snapshot_interval_s = snapshot_interval_s
         self._connection = KafkaConnection(settings)
-        self._events_topic = settings.events_topic
+        self._events_topic = topic or settings.events_topic
+        self._may_be_missing = topic is not None
         self._control_topic = settings.control_topic
         self._awaited: set[str] = set()  # topics that do not exist
         self._producer: Any = None
@@ -135,6 +139,18 @@ class KafkaSource:
             await asyncio.sleep(_ID_PAUSE_S)
         return None
 
+    async def offsets_at(self, time_s: float) -> Mapping[int, int]:
+        """Return partition -> offset of its first record from a time on, or its end. The source is started.
+
+        time_s: seconds since 1970. Raises SourceUnavailableError.
+        """
+        try:
+            ends = await self.ends()
+            found = await self._consumer.offsets_for_times(dict.fromkeys(self._found, int(time_s * 1000)))
+        except KafkaError as error:
+            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
+        return {tp.partition: ends[tp.partition] if at is None else at.offset for tp, at in found.items()}
+
     async def request(self, request: ResyncRequest) -> None:
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
@@ -205,7 +221,8 @@ class KafkaSource:
     async def _look_for_partitions(self) -> None:
         """Update `_found`. Partitions of a topic that was deleted stay."""
         described = await describe_topics(self._consumer, [self._events_topic])
-        self._tell_whether_waiting(self._events_topic, is_waiting=self._events_topic not in described)
+        if not self._may_be_missing:
+            self._tell_whether_waiting(self._events_topic, is_waiting=self._events_topic not in described)
         num_partitions = len(described.get(self._events_topic, ()))
         self._found = self._assigned | {TopicPartition(self._events_topic, i) for i in range(num_partitions)}
         self._was_found = self._was_found or num_partitions > 0

@@ -32,9 +32,9 @@ class Opened(NamedTuple):
 class SourceReader:
     """A source that pauses instead of failing."""
 
-    def __init__(self, source: Source, on_read: Callable[[], None] = lambda: None) -> None:
-        """on_read: called after each successful access to the source."""
-        self.outage = Outage(logger, "log unreadable", "log readable")
+    def __init__(self, source: Source, on_read: Callable[[], None] = lambda: None, what: str = "log") -> None:
+        """on_read: called after each successful access to the source. what: its name in log lines."""
+        self.outage = Outage(logger, f"{what} unreadable", f"{what} readable")
         self._limited_logger = RateLimitedLogger(logger, "resyncs")
         self._source = source
         self._read_at: float | None = None  # seconds since 1970

@@ -31,8 +31,8 @@ class Moment(NamedTuple):
     """Whether a time without a zone was given, which is taken as local time."""
 
 
-def parse_moment(at: str | None) -> Moment:
-    """Read the value of `--at`. Raises UsageError."""
+def parse_moment(at: str | None, flag: str = "--at") -> Moment:
+    """Read the value of `--at`, or of another flag. Raises UsageError."""
     from indexer.until import Until
 
     if at is None:
@@ -47,7 +47,7 @@ def parse_moment(at: str | None) -> Moment:
         time = datetime.fromisoformat(at)
         return Moment(at, Until(time_s=time.timestamp()), is_naive=time.tzinfo is None)
     except (ValueError, OverflowError):
-        raise UsageError(f"--at: got {shorten(at)}, expected {_FORMS}") from None
+        raise UsageError(f"{flag}: got {shorten(at)}, expected {_FORMS}") from None
 
 
 def local_time(seconds: float) -> str:

@@ -3,135 +3,147 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import signal
-import time
-from collections import defaultdict
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_events.errors import InvalidValueError
-from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.records import Channel, LogRecord
+from kv_events.event_log import EventLogReader
+from kv_events.quantities import BYTES, SECONDS, parse_quantity
 from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import UsageError, err
+from kvsight.cli.console import UsageError, err, stop_signals
+from kvsight.cli.moments import parse_moment
 
 if TYPE_CHECKING:
-    from indexer.sources.base import Source
-    from kv_events.log_retention import LogRetention
+    from indexer.recording.feed import Feed, Selection
+    from indexer.recording.recorder import Recorder
+    from indexer.until import Until
+    from kv_events.kafka_settings import KafkaSettings
+    from kv_events.log_retention import DeletedSegment
 
-_SEGMENT_BYTES = 64 * 2**20
 _MIN_SEGMENTS = 8
 """Segments in which a bound on the size is kept at least."""
-_PROBE_S = 1.0
-_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SHOW_S = 0.5
+
+
+class Kind(str, Enum):  # noqa: UP042  (typer shows its values)
+    """What can be recorded."""
+
+    EVENTS = "events"
+    CONTROL = "control"
+    DECISIONS = "decisions"
+    DEAD_LETTERS = "dead-letters"
 
 
 @with_kafka_flags
 def record(
     folder: Annotated[Path, typer.Argument(help="Folder of the event log, new or to continue.")],
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")],
-    once: Annotated[bool, typer.Option("--once", help="Stop at the current end of the topic.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Stop at the current end of the topics.")] = False,
+    since: Annotated[str | None, typer.Option("--from", help="First moment: a time, or PARTITION:OFFSET,...")] = None,
+    until: Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms; then stop.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
+    only: Annotated[list[Kind] | None, typer.Option(help="Only this kind of records. Repeatable.")] = None,
+    *,
     max_bytes: Annotated[str | None, typer.Option(help="Bound on the log's size, such as 20GiB.")] = None,
     max_age: Annotated[str | None, typer.Option(help="Bound on the age of records, such as 7d.")] = None,
     segment_bytes: Annotated[str | None, typer.Option(help="Size of a file of the log.")] = None,
-    *,
     connection: dict[str, Any],
 ) -> None:
-    """Copy the events of a Kafka topic into an event log.
+    """Copy the topics of a deployment into an event log: events, control messages, decisions and dead letters.
 
-    `kvsight replay` reads it. Runs until Ctrl-C. Records keep their partition, offset and timestamp. A bound is kept by
-    deleting whole files of the log, oldest first.
+    `kvsight replay` and `kvsight explain` read it. Runs until Ctrl-C, or until the moment of --to. Records keep their
+    partition, offset and timestamp. A bound is kept by deleting whole files of the log, oldest first.
+
+    Moments are times (ISO 8601, or @SECONDS since 1970), or offsets of the events' topic: PARTITION:OFFSET,... Records
+    from --from up to --to are copied; the offset of --to is not.
+
+    Example: kvsight record incident --kafka localhost:9092 --from 2026-01-31T12:00:00Z --to 2026-01-31T12:10:00Z
     """
-    from indexer.sources.kafka import KafkaSource
+    from indexer.recording.feed import Selection
+    from indexer.recording.recorder import SEGMENT_BYTES, Recorder
     from kv_events.kafka_settings import KafkaSettings
-    from kv_events.log_retention import LogRetention
 
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
-    source = KafkaSource(settings)
-    size = None if max_bytes is None else int(_amount("--max-bytes", max_bytes, _BYTES))
-    age_s = None if max_age is None else _amount("--max-age", max_age, _SECONDS)
-    segment = _SEGMENT_BYTES if size is None else min(_SEGMENT_BYTES, size // _MIN_SEGMENTS)
+    first, last = _moment("--from", since), _moment("--to", until)
+    has_offsets = first.positions is not None or last.positions is not None
+    feeds = _feeds(settings, only, last, Selection(worker, model), has_offsets=has_offsets)
+    size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
+    age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
+    segment = SEGMENT_BYTES if size is None else min(SEGMENT_BYTES, size // _MIN_SEGMENTS)
     if segment_bytes is not None:
-        segment = int(_amount("--segment-bytes", segment_bytes, _BYTES))
-    with EventLogWriter(folder, segment_bytes=max(1, segment)) as writer:
-        retention = LogRetention(folder, writer, size, age_s)
-        err.print(f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops")
-        asyncio.run(_copy(source, writer, retention, next_offsets(folder)[Channel.EVENTS], once))
-        num_records = writer.next_index - EventLogReader(folder).first_index
-        err.print(f"stopped; {folder} holds {num_records} records")
+        segment = int(parse_quantity("--segment-bytes", segment_bytes, BYTES))
+    recorder = Recorder(
+        folder,
+        segment_bytes=max(1, segment),
+        max_bytes=size,
+        max_age_s=age_s,
+        is_patient=not once,
+        on_deleted=_report_deletion,
+    )
+    recorder.open()
+    err.print(f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops")
+    asyncio.run(_record(recorder, feeds, first, once=once))
+    num_records = recorder.next_index - EventLogReader(folder).first_index
+    err.print(f"stopped; {folder} holds {num_records} records")
 
 
-def next_offsets(folder: Path) -> defaultdict[int, dict[int, int]]:
-    """Channel -> partition -> the offset after its newest record in an event log."""
-    positions: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    reader = EventLogReader(folder)
-    for _, found in reader.read(reader.first_index):
-        positions[found.channel][found.partition] = found.offset + 1
-    return positions
+def _report_deletion(segment: DeletedSegment) -> None:
+    records = f"records {segment.first_index} to {segment.last_index}, {segment.num_bytes} bytes"
+    err.print(f"deleted {segment.path.name}: {records}")
 
 
-async def _copy(
-    source: Source, writer: EventLogWriter, retention: LogRetention, positions: dict[int, int], once: bool
-) -> None:
-    from indexer.slices import Interval
-    from indexer.sources.reader import SourceReader
-
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    reader = SourceReader(source)
-    goal = None
-    try:
-        if once:
-            positions, goal = await _open_once(source, positions)
-        else:
-            while not stop.is_set() and (opened := await reader.start(positions)) is None:
-                pass  # the reader has logged why, and paused
-            positions = dict(opened.begins) if opened is not None else positions
-        probe = Interval(_PROBE_S, time.monotonic())
-        with err.status("") as status:
-            while not stop.is_set() and (goal is None or any(positions.get(p, 0) < end for p, end in goal.items())):
-                for found in await reader.fetch():
-                    _append(writer, found)
-                    positions[found.partition] = found.offset + 1
-                if probe.is_due(time.monotonic()):
-                    await reader.ends()  # finds a topic or partitions that are created later
-                await asyncio.to_thread(_keep, writer, retention)
-                status.update(f"{writer.next_index} records")
-    finally:
-        await source.stop()
+async def _record(recorder: Recorder, feeds: list[Feed], since: Until, *, once: bool) -> None:
+    stop = stop_signals()
+    for feed in feeds:
+        await _begin(feed, since)
+    running = asyncio.create_task(recorder.run(feeds, stop, once=once))
+    with err.status("") as status:
+        while not (await asyncio.wait({running}, timeout=_SHOW_S))[0]:
+            status.update(f"{recorder.next_index} records")
+    await running
 
 
-async def _open_once(source: Source, positions: dict[int, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Begin to read. Returns the positions and the ends of the partitions."""
-    begins = dict(await source.start(positions))  # the topic may have been recreated
-    if not begins:
-        raise UsageError("the topic does not exist; `kvsight topics check` shows what does")
-    return begins, dict(await source.ends())
+async def _begin(feed: Feed, since: Until) -> None:
+    """Find the offsets at which a range begins. Raises SourceUnavailableError."""
+    from indexer.sources.kafka import KafkaSource
+
+    feed.begins = since.positions or {}
+    if since.time_s is not None:
+        feed.since_s = since.time_s
+        assert isinstance(feed.source, KafkaSource)  # as `create_feeds` makes them
+        try:
+            await feed.source.start({})
+            feed.begins = await feed.source.offsets_at(since.time_s)
+        finally:
+            await feed.source.stop()
 
 
-def _keep(writer: EventLogWriter, retention: LogRetention) -> None:
-    """Write what was read, and delete what exceeds a bound."""
-    writer.flush()
-    for segment in retention.enforce():
-        records = f"records {segment.first_index} to {segment.last_index}, {segment.num_bytes} bytes"
-        err.print(f"deleted {segment.path.name}: {records}")
+def _feeds(
+    settings: KafkaSettings, only: list[Kind] | None, until: Until, selection: Selection, *, has_offsets: bool
+) -> list[Feed]:
+    """The topics to read. Offsets belong to the events' topic, so a range of offsets contains nothing else."""
+    from indexer.assembly import create_feeds
+    from kv_events.records import Channel
+
+    kinds = set(only or ((Kind.EVENTS, Kind.DEAD_LETTERS) if has_offsets else Kind))
+    events, *others = create_feeds(settings)
+    if has_offsets and kinds - {Kind.EVENTS, Kind.DEAD_LETTERS}:
+        raise UsageError("--from and --to name offsets of the events' topic: give times for other kinds of records")
+    names = {Channel.CONTROL: Kind.CONTROL, Channel.DECISIONS: Kind.DECISIONS}
+    events.is_recorded, events.has_dead_letters = Kind.EVENTS in kinds, Kind.DEAD_LETTERS in kinds
+    feeds = [events] if events.is_recorded or events.has_dead_letters else []
+    feeds += [feed for feed in others if names[feed.channel] in kinds]
+    for feed in feeds:
+        feed.accepts, feed.until = selection.takes, until
+    return feeds
 
 
-def _append(writer: EventLogWriter, found: LogRecord) -> None:
-    try:
-        writer.append(found)
-    except InvalidValueError as error:
-        err.print(f"skipped partition {found.partition} offset {found.offset}: {error}")
-
-
-def _amount(flag: str, text: str, units: dict[str, int]) -> float:
-    """A positive number with a unit. Raises InvalidValueError naming the flag."""
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2] not in units or not float(found[1]) > 0:
-        raise InvalidValueError(flag, text, f"a positive number with one of the units {', '.join(filter(None, units))}")
-    return float(found[1]) * units[found[2]]
+def _moment(flag: str, text: str | None) -> Until:
+    """A moment of a topic. Raises UsageError."""
+    moment = parse_moment(text, flag)
+    if moment.until.offset is not None:
+        raise UsageError(f"{flag}: got {text}; a topic has no index: give a time or PARTITION:OFFSET,...")
+    return moment.until

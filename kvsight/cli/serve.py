@@ -16,6 +16,7 @@ from kvsight.extras import require_serve
 if TYPE_CHECKING:
     from api.app import Application
     from api.settings import ApiSettings
+    from indexer.recording.thread import RecordingThread
     from indexer.settings import IndexerSettings
 
 
@@ -38,6 +39,12 @@ def serve(
     snapshot_dir: Annotated[
         Path | None, typer.Option(help="Save snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Record everything into an event log in this folder.", envvar="KVSIGHT_RECORD")
+    ] = None,
+    record_keep: Annotated[
+        str | None, typer.Option(help="Age of records that are deleted: 24h, 7d.", envvar="KVSIGHT_RECORD_KEEP")
+    ] = None,
     *,
     connection: dict[str, Any],
 ) -> None:
@@ -45,7 +52,8 @@ def serve(
 
     Reads the workers' events from Kafka, from an event log, or from engines registered with POST /register. Maintains
     a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and registrations survive a
-    restart if they are saved in Redis or in a folder. All other settings are KVSIGHT_ variables;
+    restart if they are saved in Redis or in a folder. With --record, everything that routers and engines report is
+    also written to an event log, for kvsight replay and explain. All other settings are KVSIGHT_ variables;
     see docs/settings.md.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
@@ -63,17 +71,19 @@ def serve(
         redis=redis,
         snapshot_dir=snapshot_dir,
     )
-    settings = ApiSettings.from_flags(host=host, port=port)
+    settings = ApiSettings.from_flags(host=host, port=port, record=record, record_keep=record_keep)
     keep_freed_memory()
     compile_kernels("api.app")
     from api.app import create_app
     from api.server import listen, run_server, url_of
-    from indexer.assembly import create_consumer, create_decision_log
+    from indexer.assembly import create_consumer, create_decision_log, create_recording
 
+    recording = None if settings.record is None else create_recording(indexer, settings.record, settings.record_keep_s)
     if indexer.is_embedded:
-        app = _embedded(indexer, settings)
+        app = _embedded(indexer, settings, recording)
     else:
-        app = create_app(create_consumer(indexer), settings, decisions=create_decision_log(indexer))
+        consumer, decisions = create_consumer(indexer, recording=recording), create_decision_log(indexer)
+        app = create_app(consumer, settings, decisions=decisions, recording=recording)
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
     if indexer.is_embedded:
@@ -81,7 +91,7 @@ def serve(
     run_server(app, settings, bound)
 
 
-def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
+def _embedded(indexer: IndexerSettings, settings: ApiSettings, recording: RecordingThread | None) -> Application:
     """The application that reads engines itself: their events pass through a log in memory.
 
     The kernels that read engines are loaded while the service answers already.
@@ -93,13 +103,13 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     from api.registrations import Registrations
     from api.settings import RegistrationSettings
     from bridge import BridgeSettings
-    from indexer.assembly import create_consumer, create_store
+    from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.memory_log import MemoryLog
 
-    log = MemoryLog(is_read_once=True)
-    consumer = create_consumer(indexer, log)
+    log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
+    consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations")
     registrations = Registrations(
         consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load)
     )
-    return create_app(consumer, settings, registrations)
+    return create_app(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

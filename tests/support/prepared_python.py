@@ -68,7 +68,7 @@ class PreparedProcess:
         self._events, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(_prepared(), [request], [*streams, theirs.fileno()])
-        self._pid = int(self._events.recv(16))
+        self.pid = int(self._events.recv(16))
         self._code: int | None = None
 
     @property
@@ -88,7 +88,7 @@ class PreparedProcess:
 
     def send(self, number: int) -> None:
         """Send a signal to the whole session."""
-        os.killpg(self._pid, number)
+        os.killpg(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL and wait for the end. Idempotent."""

@@ -48,6 +48,12 @@ class ServiceProcess:
             self._process = PreparedProcess("kvsight", arguments, os.environ | self._variables, streams)
         wait_until(self._answers, deadline_s=120, what="kvsight serve to listen")
 
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """Send SIGKILL. Idempotent."""
         if self._process is not None:

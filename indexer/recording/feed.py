@@ -1,0 +1,107 @@
+"""What is recorded of one source: its channel, its range, and the worker or the model."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from indexer.sources.base import Source
+from indexer.until import Until
+from kv_events.codec import decode_batch
+from kv_events.decisions import Decision, decode_decision
+from kv_events.errors import RecordRejectedError
+from kv_events.records import Channel, LogRecord
+from kv_events.streams import split_group
+
+_MAX_REQUESTS = 65_536
+_KEY_PARTS = 4
+
+
+@dataclass
+class Feed:
+    """One source, and what of it is recorded."""
+
+    source: Source
+    channel: Channel
+    name: str
+    """Of the topic, for log lines."""
+    begins: Mapping[int, int] = field(default_factory=dict)
+    """Partition -> first offset. Others begin with the oldest record."""
+    since_s: float | None = None
+    """Earlier records are left out. Seconds since 1970."""
+    until: Until = field(default_factory=Until)
+    """The end of the range."""
+    accepts: Callable[[LogRecord], bool] = lambda _record: True
+    is_recorded: bool = True
+    """Whether the records themselves are recorded."""
+    has_dead_letters: bool = False
+    """Whether records that cannot be decoded are recorded in the channel of dead letters, too."""
+
+    def selected(self, records: Iterable[LogRecord]) -> Iterator[LogRecord]:
+        """Yield what is to be recorded, with its channel."""
+        for record in records:
+            is_late = self.since_s is None or record.timestamp_ms >= self.since_s * 1000
+            if is_late and self.until.takes(record) and self.accepts(marked := record._replace(channel=self.channel)):
+                if self.is_recorded:
+                    yield marked
+                if self.has_dead_letters and _is_rejected(record.payload):
+                    yield record._replace(channel=Channel.DEAD_LETTERS)
+
+    def goal(self, ends: Mapping[int, int], *, once: bool) -> Mapping[int, int] | None:
+        """Partition -> offset at which the range ends. None: not known yet, or it never ends.
+
+        ends: of the source, now. once: the range ends there at the latest.
+        """
+        if self.until.positions is not None:
+            return {part: min(end, ends.get(part, 0) if once else end) for part, end in self.until.positions.items()}
+        is_over = self.until.time_s is not None and time.time() > self.until.time_s
+        return ends if once or is_over else None
+
+
+class Selection:
+    """Selects the records of one worker, or of one model."""
+
+    def __init__(self, worker: str | None, model: str | None) -> None:
+        """None: all."""
+        self._worker = worker
+        self._model = model
+        self._requests: OrderedDict[str, None] = OrderedDict()  # ids of selected decisions, newest last
+
+    def takes(self, record: LogRecord) -> bool:
+        """Return whether a record belongs to the selection. The outcomes of selected decisions do."""
+        if self._worker is None and self._model is None:
+            return True
+        return self._takes_decision(record) if record.channel == Channel.DECISIONS else self._takes_stream(record.key)
+
+    def _takes_stream(self, key: bytes) -> bool:
+        """key: that of a worker stream, `tenant/model/worker/rank`, each part percent-encoded."""
+        parts = [unquote(part) for part in key.decode(errors="replace").split("/")]
+        if len(parts) != _KEY_PARTS:
+            return False
+        _, model, worker, _ = parts
+        return self._model in (None, split_group(model)[0]) and self._worker in (None, worker)
+
+    def _takes_decision(self, record: LogRecord) -> bool:
+        try:
+            found = decode_decision(record.payload)
+        except RecordRejectedError:
+            return False
+        if not isinstance(found, Decision):
+            return found.request_id in self._requests
+        if self._model not in (None, found.model) or self._worker not in (None, found.worker):
+            return False
+        self._requests[found.request_id] = None
+        if len(self._requests) > _MAX_REQUESTS:
+            self._requests.popitem(last=False)
+        return True
+
+
+def _is_rejected(payload: bytes) -> bool:
+    try:
+        decode_batch(payload)
+    except RecordRejectedError:
+        return True
+    return False

@@ -1,0 +1,268 @@
+"""Copies sources into an event log, without holes and doubles, as far as the disk and the sources allow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from indexer.recording.feed import Feed
+from indexer.slices import Interval
+from indexer.sources.base import LogReplacedError, SourceUnavailableError
+from indexer.sources.reader import Opened, SourceReader
+from kv_events.errors import InvalidValueError
+from kv_events.event_log import EventLogError, EventLogWriter
+from kv_events.log_positions import LogPositions
+from kv_events.log_retention import DeletedSegment, LogRetention
+from kv_events.outages import Outage
+from kv_events.records import Channel, LogRecord
+from kv_events.supervised import keep_running
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 * 2**20
+MAX_WAITING_BYTES = 64 * 2**20
+"""Bound on offered records that are not written yet."""
+
+_PROBE_S = 1.0
+_UPKEEP_S = 1.0
+_POLL_S = 0.05
+_RETRY_S = 1.0
+
+
+class Recorder:
+    """Writes an event log. Belongs to one event loop, which its writes hold up; `offer` and the counts are for others.
+
+    A disk that is full or fails does not end it. It waits until it can write again; sources are not read during this
+    time, so that nothing is lost which they keep.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        max_bytes: int | None = None,
+        max_age_s: float | None = None,
+        is_patient: bool = True,
+        is_new_run: bool = False,
+        on_deleted: Callable[[DeletedSegment], None] = lambda _segment: None,
+    ) -> None:
+        """max_bytes, max_age_s: see `LogRetention`. is_patient: wait for the disk; otherwise an error of it is raised.
+
+        is_new_run: offsets begin again at 0 with this process, so those in the log mean nothing. on_deleted: called for
+        each segment that exceeds a bound.
+        """
+        self.written = 0
+        """Records written by this process."""
+        self.lost = 0
+        """Records that were not written: too large for the log, or offered while too many were waiting."""
+        self.outage = Outage(logger, "recording degraded", "recording goes on")
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._bounds = max_bytes, max_age_s
+        self._is_patient = is_patient
+        self._is_new_run = is_new_run
+        self._on_deleted = on_deleted
+        self._kept_segment = 0  # index of the newest segment when the bounds were enforced last
+        self._lock = threading.Lock()  # guards what is offered
+        self._offered: list[LogRecord] = []
+        self._offered_bytes = 0
+        self._writer: EventLogWriter | None = None
+        self._is_flushed = self._is_synced = True
+
+    @property
+    def next_index(self) -> int:
+        """Index of the next record of the log. 0 before it is open."""
+        return 0 if self._writer is None else self._writer.next_index
+
+    def offer(self, record: LogRecord) -> None:
+        """Record something that no source keeps. Any thread; never waits for the disk."""
+        with self._lock:
+            if self._offered_bytes + len(record.payload) > MAX_WAITING_BYTES:
+                self.lost += 1
+                return
+            self._offered_bytes += len(record.payload)
+            self._offered.append(record)
+
+    def open(self) -> None:
+        """Open the log. Raises EventLogError, InvalidValueError, OSError."""
+        writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes)
+        try:
+            self._retention = LogRetention(self._folder, writer, *self._bounds)
+            self._positions = LogPositions(self._folder, is_empty=self._is_new_run)
+        except BaseException:
+            writer.close()
+            raise
+        self._writer = writer
+
+    async def run(self, feeds: Sequence[Feed], stop: asyncio.Event, *, once: bool = False) -> None:
+        """Record until `stop` is set, or until every feed has reached the end of its range.
+
+        once: the range of each feed ends at the present end of its source.
+        """
+        await self._open_patiently(stop)
+        upkeep = asyncio.create_task(keep_running(lambda: self._keep_up(stop), "recording", logger), name="recording")
+        following = [asyncio.create_task(self._follow(feed, stop, once=once), name=feed.name) for feed in feeds]
+        try:
+            await asyncio.gather(*following)
+            if not following:
+                await stop.wait()
+        finally:
+            stop.set()
+            for task in following:
+                task.cancel()
+            await asyncio.gather(upkeep, *following, return_exceptions=True)
+            self._close()
+
+    async def _open_patiently(self, stop: asyncio.Event) -> None:
+        while self._writer is None and not stop.is_set():
+            try:
+                self.open()
+            except (OSError, EventLogError) as error:
+                await self._wait(error, stop)
+        self.outage.note_success()
+
+    async def _wait(self, error: OSError | EventLogError, stop: asyncio.Event) -> None:
+        """Pause after an error of the disk. Raises the error if the recorder is not patient."""
+        if not self._is_patient:
+            raise error
+        self.outage.note_failure(error.strerror if isinstance(error, OSError) else error)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _RETRY_S)
+
+    # --- copying ----------------------------------------------------------------------------------------------------
+
+    async def _follow(self, feed: Feed, stop: asyncio.Event, *, once: bool) -> None:
+        """Copy a source up to the end of its range, or until `stop` is set."""
+        reader = SourceReader(feed.source, what=f"topic {feed.name}")
+        try:
+            while not stop.is_set():
+                try:
+                    return await self._copy(feed, reader, stop, once=once)
+                except LogReplacedError as error:
+                    logger.warning("%s; it is recorded from its beginning", error)
+        finally:
+            await reader.stop()
+
+    async def _copy(self, feed: Feed, reader: SourceReader, stop: asyncio.Event, *, once: bool) -> None:
+        opened = await self._start(feed, reader, stop, once=once)
+        if opened is None:
+            return
+        read, goal = dict(opened.begins), feed.goal(opened.ends, once=once)
+        probe = Interval(_PROBE_S, time.monotonic() + _PROBE_S)
+        while not stop.is_set() and (goal is None or any(read.get(part, 0) < end for part, end in goal.items())):
+            records = await reader.fetch()
+            await self._write(list(feed.selected(records)), stop)
+            read |= {record.partition: record.offset + 1 for record in records}
+            if probe.is_due(time.monotonic()):
+                ends = await reader.ends()  # finds a topic or partitions that are created later
+                goal = feed.goal(ends, once=False) if goal is None and ends is not None else goal
+
+    async def _start(self, feed: Feed, reader: SourceReader, stop: asyncio.Event, *, once: bool) -> Opened | None:
+        """Open a source where its recording ended. None: `stop` was set before."""
+        recorded = self._positions.of(feed.channel)
+        wanted = recorded | {part: max(begin, recorded.get(part, 0)) for part, begin in feed.begins.items()}
+        opened = None
+        if once:
+            opened = Opened(await feed.source.start(wanted), await feed.source.ends())
+            if not opened.begins and feed.channel is Channel.EVENTS:
+                raise SourceUnavailableError(
+                    f"{feed.name}: the topic does not exist; `kvsight topics check` shows what does"
+                )
+        while not stop.is_set() and opened is None:
+            opened = await reader.start(wanted)  # it logs why there is none, and pauses
+        if opened is not None:
+            self._positions.set(feed.channel, opened.begins)  # the topic may have been created again
+        return opened
+
+    # --- the disk ---------------------------------------------------------------------------------------------------
+
+    async def _write(self, records: Sequence[LogRecord], stop: asyncio.Event) -> None:
+        """Append records, and make them visible to readers. Waits for the disk until `stop` is set."""
+        waiting = deque(record for record in records if not self._positions.has(record))
+        while waiting or not self._is_flushed:
+            try:
+                self._append(waiting)
+            except OSError as error:
+                if stop.is_set():
+                    return
+                with suppress(OSError):
+                    self._enforce()  # may make room
+                await self._wait(error, stop)
+            else:
+                self.outage.note_success()
+
+    def _append(self, waiting: deque[LogRecord]) -> None:
+        writer = self._opened()
+        self._is_flushed = False
+        while waiting:
+            record = waiting[0]
+            try:
+                writer.append(record)
+                self.written += 1
+            except InvalidValueError as error:
+                self.lost += 1
+                logger.warning("partition %d offset %d is not recorded: %s", record.partition, record.offset, error)
+            self._positions.note(record)
+            waiting.popleft()
+        writer.flush(sync=False)
+        self._is_flushed, self._is_synced = True, False
+        if writer.segment_index != self._kept_segment:
+            self._enforce()
+
+    async def _keep_up(self, stop: asyncio.Event) -> None:
+        """Write what is offered, and keep the log durable and within its bounds."""
+        due = Interval(_UPKEEP_S)
+        while not stop.is_set():
+            await self._write(self._take_offered(), stop)
+            if due.is_due(time.monotonic()):
+                try:
+                    self._tidy()
+                except OSError as error:
+                    await self._wait(error, stop)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _POLL_S)
+
+    def _take_offered(self) -> list[LogRecord]:
+        with self._lock:
+            taken = list(self._offered)
+            self._offered.clear()
+            self._offered_bytes = 0
+        return taken
+
+    def _tidy(self) -> None:
+        """Sync what was written, and delete what exceeds a bound."""
+        writer = self._opened()
+        if not self._is_synced and self._is_flushed:
+            writer.flush()
+            self._positions.save(writer.next_index)
+            self._is_synced = True
+        self._enforce()
+
+    def _enforce(self) -> None:
+        """Delete what exceeds a bound."""
+        self._kept_segment = self._opened().segment_index
+        for segment in self._retention.enforce():
+            self._on_deleted(segment)
+
+    def _close(self) -> None:
+        if self._writer is None:
+            return
+        try:
+            if self._is_flushed:
+                self._tidy()
+            self._writer.close()
+        except OSError as error:
+            if not self._is_patient:
+                raise
+            logger.warning("the end of the recording is not on disk: %s", error)
+
+    def _opened(self) -> EventLogWriter:
+        assert self._writer is not None
+        return self._writer

@@ -1,0 +1,232 @@
+"""Recordings: `kvsight record` and `kvsight serve --record` with a real broker and a disk that really fills up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from kv_events.codec import StoredPages, decode_batch
+from kv_events.event_log import EventLogReader
+from kv_events.records import Channel, LogRecord
+from tests.support.commands import kvsight
+from tests.support.engines.publishing_process import PublishingProcess
+from tests.support.engines.simulated_engine import SimulatedEngine
+from tests.support.servers.child_process import free_port
+from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.waiting import wait_until
+
+GARBAGE = b"garbage"
+
+
+def records(folder: Path) -> list[LogRecord]:
+    reader = EventLogReader(folder)
+    return [record for _, record in reader.read(reader.first_index)]
+
+
+def of(folder: Path, channel: Channel) -> list[LogRecord]:
+    return [record for record in records(folder) if record.channel == channel]
+
+
+def pages(number: int, first: int = 1) -> range:
+    return range(first, first + number)
+
+
+def offsets(folder: Path) -> dict[tuple[int, int], list[int]]:
+    """Channel and partition -> the offsets of the recording, in its order."""
+    found = defaultdict(list)
+    for record in records(folder):
+        found[record.channel, record.partition].append(record.offset)
+    return dict(found)
+
+
+def recorded_pages(folder: Path) -> set[int]:
+    """The pages whose stores are in the recording."""
+    batches = [decode_batch(record.payload) for record in of(folder, Channel.EVENTS) if record.payload != GARBAGE]
+    steps = [step for batch in batches for step in batch.steps if isinstance(step, StoredPages)]
+    return {page for step in steps for page in step.hashes.tolist()}
+
+
+def assert_without_holes_and_doubles(folder: Path) -> None:
+    for key, found in offsets(folder).items():
+        assert found == list(range(len(found))), key
+
+
+def send(topics: dict[str, Any], topic: str, *payloads: bytes) -> None:
+    async def write() -> None:
+        async with AIOKafkaProducer(bootstrap_servers=topics["KVSIGHT_KAFKA"]) as producer:
+            for payload in payloads:
+                await producer.send_and_wait(topics[f"KVSIGHT_{topic}_TOPIC"], payload, key=b"key")
+
+    asyncio.run(write())
+
+
+@pytest.fixture
+def topics(kafka_bootstrap: str) -> dict[str, Any]:
+    found = own_topics(kafka_bootstrap)
+    found["KVSIGHT_DECISIONS_TOPIC"] = found["KVSIGHT_EVENTS_TOPIC"].replace("events", "decisions")
+    return found
+
+
+def decide(service: ServiceProcess, request: str, worker: str) -> None:
+    body = {"request_id": request, "model_name": "m", "seq_hashes": [1, 2], "worker": worker}
+    httpx.post(f"{service.url}/decisions", json=body).raise_for_status()
+
+
+def test_a_service_records_everything_over_restarts_without_holes_and_doubles(
+    topics: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "recording"
+    with (
+        ServiceProcess(tmp_path, **topics, KVSIGHT_RECORD=folder) as service,
+        PublishingProcess("w", **topics) as engine,
+    ):
+        engine.store(*pages(10))
+        wait_until(lambda: service.listener("w").get("state") == "live", what="the worker in the index")
+        decide(service, "r1", "w")
+        assert service._http.post("/workers/w/resync").is_success
+        send(topics, "EVENTS", GARBAGE)
+        kinds = {Channel.EVENTS, Channel.CONTROL, Channel.DECISIONS, Channel.DEAD_LETTERS}
+        wait_until(lambda: {channel for channel, _ in offsets(folder)} == kinds, what="all kinds of records")
+        service.kill()
+        engine.store(*pages(10, 100))
+        service.start()
+        engine.store(*pages(10, 200))
+        wait_until(lambda: service.pages("w") == engine.held, what="the pages after the restart")
+        wait_until(lambda: recorded_pages(folder) == engine.held, what="the recording to catch up")
+        service.terminate()
+    found = offsets(folder)
+    dead = {key: at for key, at in found.items() if key[0] == Channel.DEAD_LETTERS}
+    assert [len(at) for at in dead.values()] == [1]
+    for key, at in found.items():
+        if key not in dead:
+            assert at == list(range(len(at))), key
+    replayed = json.loads(kvsight("replay", folder, "--json").stdout)
+    assert [(view["worker"], view["GPU"]) for view in replayed] == [("w", 30)]
+
+
+def test_a_full_disk_holds_up_nothing_and_loses_nothing(topics: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "recording"
+    with (
+        ServiceProcess(tmp_path, **topics, KVSIGHT_RECORD=folder) as service,
+        PublishingProcess("w", **topics) as engine,
+    ):
+        engine.store(*pages(10))
+        wait_until(lambda: folder.exists() and records(folder), what="the first record")
+        unlimited = resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (64 * 2**10, resource.RLIM_INFINITY))
+        for number in range(1, 4):
+            engine.store(*pages(4000, 10_000 * number))
+        wait_until(lambda: service.listener("w")["pages"]["GPU"] == 12_010, what="the pages in the index")
+        wait_until(lambda: service.get("/health").json().get("recording"), what="the degraded recording")
+        health = service.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "ok")
+        assert "recording degraded since" in health.json()["recording"]
+        assert "File too large" in health.json()["recording"]
+        assert service.get("/ready").is_success
+        assert service.query("m", [1, 2, 3]).json()["scores"] == {"w": {"0": 12}}
+        metrics = dict(line.rsplit(" ", 1) for line in service.get("/metrics").text.splitlines() if line[0] != "#")
+        assert float(metrics["kvsight_recording_degraded_seconds"]) > 0
+        resource.prlimit(service.pid, resource.RLIMIT_FSIZE, unlimited)
+        wait_until(lambda: "recording" not in service.get("/health").json(), what="the recording to go on")
+        wait_until(lambda: recorded_pages(folder) == engine.held, what="the recording to catch up")
+        service.terminate()
+        said = service.log.read_text()
+    assert (said.count("recording degraded"), said.count("recording goes on again")) == (1, 1)
+    assert_without_holes_and_doubles(folder)
+    replayed = json.loads(kvsight("replay", folder, "--json").stdout)
+    assert [(view["worker"], view["GPU"]) for view in replayed] == [("w", 12_010)]
+
+
+def has_decisions(folder: Path, number: int) -> bool:
+    return len(of(folder, Channel.DECISIONS)) == number
+
+
+def test_a_service_that_reads_engines_itself_records_them_with_decisions(tmp_path: Path) -> None:
+    folder, port = tmp_path / "recording", free_port()
+    for run in (1, 2):
+        with (
+            ServiceProcess(tmp_path, KVSIGHT_RECORD=folder) as service,
+            SimulatedEngine({"zmq_port": port}) as engine,
+        ):
+            service.wait_until_ready()
+            body = {"instance_id": "e", "endpoint": f"tcp://127.0.0.1:{port}", "model_name": "m", "block_size": 16}
+            httpx.post(f"{service.url}/register", json=body).raise_for_status()
+            wait_until(lambda: service.listener("e")["status"] == "active", what="the engine")
+            engine.complete(list(range(33)))
+            wait_until(lambda: service.listener("e")["pages"]["GPU"] == 2, what="the pages")
+            decide(service, f"r{run}", "e")
+            wait_until(partial(has_decisions, folder, run), what="the decision in the recording")
+            service.terminate()
+    num_begins = sum(record.offset == 0 for record in of(folder, Channel.EVENTS))
+    assert num_begins == 2
+    assert [record.key for record in of(folder, Channel.DECISIONS)] == [b"r1", b"r2"]
+
+
+def test_a_range_of_one_worker_is_copied_with_its_control_messages(topics: dict[str, Any], tmp_path: Path) -> None:
+    with PublishingProcess("one", **topics) as one, PublishingProcess("two", **topics) as two:
+        one.store(1)
+        two.store(1)
+        assert kvsight("record", tmp_path / "all", "--once", environment=topics).returncode == 0
+        wait_until(lambda: recorded_again(topics, tmp_path / "all", {b"one", b"two"}), what="both workers")
+        middle = max(record.timestamp_ms for record in records(tmp_path / "all"))
+        one.store(2)
+        one.close()
+        two.close()
+    flags = ["--from", f"@{middle / 1000 + 0.001}", "--worker", "one"]
+    done = kvsight("record", tmp_path / "part", "--once", *flags, environment=topics)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path / "part")
+    assert found
+    assert {record.key.split(b"/")[2] for record in found} == {b"one"}
+    assert min(record.timestamp_ms for record in found) > middle
+    first = found[0]
+    flags = ["--from", f"{first.partition}:{first.offset}", "--to", f"{first.partition}:{first.offset + 1}"]
+    assert kvsight("record", tmp_path / "single", *flags, "--model", "m", environment=topics).returncode == 0
+    assert [r.payload for r in records(tmp_path / "single") if r.partition == first.partition] == [first.payload]
+
+
+def recorded_again(topics: dict[str, Any], folder: Path, workers: set[bytes]) -> bool:
+    assert kvsight("record", folder, "--once", environment=topics).returncode == 0
+    return {record.key.split(b"/")[2] for record in records(folder)} == workers
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--from", "soon"], "--from: got 'soon', expected a time"),
+        (["--to", "12"], "--to: got 12; a topic has no index: give a time or PARTITION:OFFSET,..."),
+        (["--from", "0:1", "--only", "control"], "--from and --to name offsets of the events' topic"),
+        (["--only", "nothing"], "--only: got 'nothing', expected one of 'events', 'control'"),
+        (["--max-age", "long"], "--max-age: got 'long', expected a positive number with one of the units s, m, h, d"),
+    ],
+)
+def test_wrong_flags_of_a_recording_are_one_line(flags: list[str], line: str, tmp_path: Path) -> None:
+    done = kvsight("record", tmp_path / "log", "--kafka", f"127.0.0.1:{free_port()}", *flags)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
+    assert done.stderr.startswith(f"kvsight: {line}")
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"KVSIGHT_RECORD_KEEP": "soon"}, "KVSIGHT_RECORD_KEEP: got 'soon', expected a positive number"),
+        ({"KVSIGHT_RECORD": "/proc/nowhere"}, "/proc/nowhere: "),
+        (
+            {"KVSIGHT_RECORD": "/tmp/r", "KVSIGHT_EVENT_LOG_DIR": "/tmp/e"},
+            "KVSIGHT_RECORD: got '/tmp/r', expected none",
+        ),
+    ],
+)
+def test_wrong_settings_of_a_recording_are_one_line(variables: dict[str, str], line: str) -> None:
+    done = kvsight("serve", "--port", 0, environment=variables)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
+    assert done.stderr.startswith(f"kvsight: {line}")
