@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.peers import ingest, queries
+from benchmarks.peers import in_process, ingest, memory, queries
 from benchmarks.report import main
 
-main("peers", lambda: [*queries.run(), *ingest.run()])
+main("peers", lambda: [*in_process.run(), *queries.run(), *ingest.run(), *memory.run()])

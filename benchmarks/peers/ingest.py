@@ -26,7 +26,7 @@ from benchmarks.report import Figure, figure
 WORKERS, BLOCK_SIZE, PROMPT_PAGES = 8, 16, 64
 ROUNDS = 5
 _PEER_THREADS = 2
-_WARM_UP_PROMPTS = 16
+WARM_UP_PROMPTS = 16
 _POLL_S = 0.02
 _GOAL = "≥ 1.5"
 
@@ -38,8 +38,10 @@ class Kind(NamedTuple):
     """Blocks of an event. Each message has one event."""
     encoding: str
     """Of events: `array` or `map`."""
-    prompts: int
-    """Timed prompts of each engine."""
+    parts: tuple[int, ...]
+    """Prompts of each engine that are sent at a time. The last part is timed."""
+    is_shared: bool = False
+    """Whether all engines hold the same prompts."""
 
     @property
     def name(self) -> str:
@@ -48,7 +50,7 @@ class Kind(NamedTuple):
 
 
 KINDS = [
-    Kind(blocks, encoding, prompts)
+    Kind(blocks, encoding, (WARM_UP_PROMPTS, prompts))
     for blocks, prompts in ((1, 512), (8, 1536), (64, 3072))
     for encoding in ("array", "map")
 ]
@@ -60,11 +62,11 @@ def run() -> Iterator[Figure]:
     if peer is None:
         return
     for kind in KINDS:
-        with _engines(kind) as (pipe, last):
+        with engines(kind) as (pipe, last):
             rates: list[list[float]] = [[], []]
             for _ in range(ROUNDS):
                 for side, service in zip(rates, (KVSIGHT, peer), strict=True):
-                    side.append(WORKERS * kind.prompts * PROMPT_PAGES / _seconds(service, pipe, last))
+                    side.append(WORKERS * kind.parts[-1] * PROMPT_PAGES / _seconds(service, pipe, last))
         yield figure(f"{kind.name}: kvsight : Dynamo", "x", [median(rates[0]) / median(rates[1])], _GOAL)
         yield figure(f"{kind.name}: kvsight", "blocks/s", rates[0])
         yield figure(f"{kind.name}: Dynamo", "blocks/s", rates[1])
@@ -73,20 +75,23 @@ def run() -> Iterator[Figure]:
 def _seconds(service: Service, pipe: Connection, last: list[list[bytes]]) -> float:
     """Return the seconds of one measurement. last: the query for the last prompt of each engine, by part."""
     with running(service) as client:
-        pipe.send("accept")
-        for worker, port in enumerate(pipe.recv()):
-            endpoint = f"tcp://127.0.0.1:{port}"
-            body = {"instance_id": worker, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
-            posted(client, "/register", msgspec.json.encode(body))
-        pipe.recv()
-        seconds = 0.0
-        for queries in last:
-            began = time.perf_counter()
-            pipe.send("go")
-            _wait(client, queries)
-            seconds = time.perf_counter() - began
-        pipe.send("end")
-        return seconds
+        return list(sent(client, pipe, last))[-1]
+
+
+def sent(client: HTTPConnection, pipe: Connection, last: list[list[bytes]]) -> Iterator[float]:
+    """Register the engines, and yield the seconds after each part that is visible."""
+    pipe.send("accept")
+    for worker, port in enumerate(pipe.recv()):
+        endpoint = f"tcp://127.0.0.1:{port}"
+        body = {"instance_id": worker, "endpoint": endpoint, "model_name": "m", "block_size": BLOCK_SIZE}
+        posted(client, "/register", msgspec.json.encode(body))
+    pipe.recv()
+    for queries in last:
+        began = time.perf_counter()
+        pipe.send("go")
+        _wait(client, queries)
+        yield time.perf_counter() - began
+    pipe.send("end")
 
 
 def _wait(client: HTTPConnection, queries: list[bytes]) -> None:
@@ -108,7 +113,7 @@ def _held(answer: Any, worker: int) -> int:
 
 
 @contextmanager
-def _engines(kind: Kind) -> Iterator[tuple[Connection, list[list[bytes]]]]:
+def engines(kind: Kind) -> Iterator[tuple[Connection, list[list[bytes]]]]:
     """Run the engines' process for the duration of the block, which gets a pipe to it and the last queries."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, kind), daemon=True)
@@ -124,7 +129,7 @@ def _engines(kind: Kind) -> Iterator[tuple[Connection, list[list[bytes]]]]:
 def _serve(pipe: Connection, kind: Kind) -> None:
     """Prepare the traffic, then send it to one subscriber after the other."""
     traffic = [_traffic(kind, worker) for worker in range(WORKERS)]
-    pipe.send([[each.queries[part] for each in traffic] for part in range(2)])
+    pipe.send([[each.queries[part] for each in traffic] for part in range(len(kind.parts))])
     with ThreadPoolExecutor(WORKERS) as threads:
         while True:
             pipe.recv()
@@ -132,7 +137,7 @@ def _serve(pipe: Connection, kind: Kind) -> None:
             pipe.send([each.port for each in publishers])
             list(threads.map(Publisher.accept, publishers))
             pipe.send("ready")
-            for part in range(2):
+            for part in range(len(kind.parts)):
                 pipe.recv()
                 list(threads.map(Publisher.send, publishers, [each.wires[part] for each in traffic]))
             pipe.recv()
@@ -141,18 +146,18 @@ def _serve(pipe: Connection, kind: Kind) -> None:
 
 
 class _Traffic(NamedTuple):
-    """What one engine sends before and during the timed part."""
+    """What one engine sends, by part."""
 
     wires: list[bytes]
     queries: list[bytes]
-    """For the last prompt of each part."""
+    """For the last prompt."""
 
 
 def _traffic(kind: Kind, worker: int) -> _Traffic:
-    random = np.random.default_rng(worker)
+    random = np.random.default_rng(0 if kind.is_shared else worker)
     wires, queries = [], []
     seq = prompt = 0
-    for num_prompts in (_WARM_UP_PROMPTS, kind.prompts):
+    for num_prompts in kind.parts:
         messages = []
         for _ in range(num_prompts):
             tokens = random.integers(0, 128_000, PROMPT_PAGES * BLOCK_SIZE).tolist()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import psutil
 
 GIVE_UP_S = 120.0  # the first start compiles kernels
 _PEER_PACKAGE, _PEER_VERSION = "ai_dynamo_runtime", "1.6.1"
@@ -33,15 +34,19 @@ class Service(NamedTuple):
 KVSIGHT = Service(["-m", "kvsight", "serve", "--port", "{port}"], {})
 
 
-def dynamo(threads: int) -> Service | None:
-    """Return Dynamo's standalone indexer. None if pip cannot install its package, which the tests share.
-
-    threads: threads of its index.
-    """
+def dynamo_folder() -> Path | None:
+    """Return a folder with Dynamo's package, which the tests share. None if pip cannot install it."""
     if not _PEER_FOLDER.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(_PEER_FOLDER)]
         if subprocess.run([*pip, f"{_PEER_PACKAGE}=={_PEER_VERSION}"], check=False).returncode:
             return None
+    return _PEER_FOLDER
+
+
+def dynamo(threads: int) -> Service | None:
+    """Return Dynamo's standalone indexer. None if it cannot be installed. threads: threads of its index."""
+    if dynamo_folder() is None:
+        return None
     command = ["-m", "dynamo.indexer", "--port", "{port}", "--threads", str(threads)]
     return Service(command, {"PYTHONPATH": str(_PEER_FOLDER), "DYN_LOG": "warn"})
 
@@ -57,7 +62,7 @@ def running(service: Service) -> Iterator[HTTPConnection]:
             stdout=output,
             stderr=output,
         )
-        client = HTTPConnection("127.0.0.1", port, timeout=30)
+        client = HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
         try:
             give_up = time.monotonic() + GIVE_UP_S
             while not _is_up(client):
@@ -71,6 +76,12 @@ def running(service: Service) -> Iterator[HTTPConnection]:
             client.close()
             process.kill()
             process.wait()
+
+
+def resident_bytes(client: HTTPConnection) -> int:
+    """Return the memory of a service that this process runs."""
+    (service,) = (each for each in psutil.Process().children() if str(client.port) in each.cmdline())
+    return int(service.memory_info().rss)
 
 
 def posted(client: HTTPConnection, path: str, body: bytes) -> Any:
