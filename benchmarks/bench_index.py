@@ -2,13 +2,17 @@
 
 1M distinct pages of 123 prompts, 64 workers x 4 tiers, batches of 64 pages. "known" queries ask for pages that are
 held. Consecutive queries ask for different prompts, so that no answer comes from the processor's caches alone.
+
+The rows of growth fill an index with 10M pages, three of 1,000 workers on each, and free everything. Their unit is the
+CPU time of one call, so that other programs do not count.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,6 +22,7 @@ from kv_events.codec import RemovedPages, StoredPages
 from kv_events.hashing import sequence_hashes
 
 NUM_PAGES, CHAIN, BATCH, WORKERS, PAGE_TOKENS = 1_000_000, 8192, 64, 64, 16
+GROWN_PAGES, GROWN_WORKERS, HOLDERS, SWEPT_WORKERS = 10_000_000, 1000, 3, 20
 _STARTS = np.packbits([1] + [0] * (BATCH - 1), bitorder="little")
 _RANDOM_SEED = 1
 
@@ -128,6 +133,55 @@ def memory(prompts: list[np.ndarray], num_workers: int) -> Iterator[Figure]:
     yield figure(f"{name}, process", "bytes", [grown / index.num_pages], "<= 48")
 
 
+def growth() -> Iterator[Figure]:
+    """Measure single calls while an index grows and while everything is freed."""
+    index = OverlapIndex()
+    streams = [index.add_stream() for _ in range(GROWN_WORKERS)]
+    seeds = np.random.default_rng(_RANDOM_SEED).integers(1, 2**63, GROWN_PAGES // CHAIN)
+
+    def chain(number: int) -> np.ndarray:
+        return np.random.default_rng(seeds[number]).integers(1, 2**64, CHAIN, dtype=np.uint64)
+
+    def events(holder: int) -> Iterator[tuple[int, StoredPages]]:
+        for number in range(len(seeds)):
+            stream = streams[(7 * number + 331 * holder) % GROWN_WORKERS]
+            yield from ((stream, event) for event in batches(chain(number), holder))
+
+    total = 0.0
+    for holder in range(HOLDERS):
+        calls = [cpu_us(index.store, stream, e, 0, len(e.hashes)) for stream, e in events(holder)]
+        total += sum(calls)
+        yield figure(f"store 64 pages, holder {holder + 1} of each page", "us", calls)
+        yield figure("the same, the longest of all", "us", [max(calls)], "<= 2000")
+    grown = f"{index.num_pages:,} pages"
+    yield figure("store a page, mean of all", "ns", [1e3 * total / HOLDERS / index.num_pages], "<= 80")
+    yield figure(f"memory a page, {grown}, arrays", "bytes", [index.bytes_used / index.num_pages], "<= 48")
+    numbers = np.random.default_rng(_RANDOM_SEED).integers(0, len(seeds), 500)
+    asked = [np.ascontiguousarray(chain(number)[:512]) for number in numbers]
+    yield figure(
+        f"query 512 of {grown}", "us", [timed(lambda h: index.find(h), each) * 1e6 for each in asked], "<= 6.6"
+    )
+    slices: list[float] = []
+    for stream in streams[:SWEPT_WORKERS]:
+        sweep = index.sweep(stream)
+        while index.digest(stream)[:HOLDERS].any():
+            slices.append(cpu_us(next, sweep, 0))
+    yield figure("forget a worker, one slice", "us", slices)
+    yield figure("the same, the longest of all", "us", [max(slices)], "<= 2000")
+    for holder in range(HOLDERS):
+        removed = ((s, RemovedPages(e.medium, e.hashes, e.block_hashes)) for s, e in events(holder))
+        calls = [cpu_us(index.remove, s, e, 0, len(e.hashes)) for s, e in removed]
+        yield figure(f"remove 64 pages, holder {holder + 1} of each page", "us", calls)
+        yield figure("the same, the longest of all", "us", [max(calls)], "<= 2000")
+
+
+def cpu_us(call: Callable[..., object], *arguments: object) -> float:
+    """Return the microseconds of CPU time that a call takes."""
+    began = time.thread_time()
+    call(*arguments)
+    return (time.thread_time() - began) * 1e6
+
+
 def _resident_bytes() -> int:
     import psutil
 
@@ -150,7 +204,7 @@ def run() -> list[Figure]:
         for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines():
             name, value = line.split("\t")
             figures.append(figure(name, "bytes", [float(value)], "<= 48"))
-    return figures
+    return [*figures, *growth()]
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from kv_events.digest import Digest, empty_digest
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
 from kv_events.schema import NUM_MEDIA
+from kv_events.small_pages import zeros
 
-SLICE_PAGES = 4096
+SLICE_PAGES = 2048
 """Maximum number of pages per kernel call. A call takes well under a millisecond, so queries wait only briefly."""
 
 _SCAN_ENTRIES = 65_536
@@ -85,8 +86,8 @@ class OverlapIndex:
         self._set_pages(
             apply.Pages(
                 table=page_table.make_table(max_pages),
-                parents=np.zeros(max_pages + 1, np.uint64),
-                holders=np.zeros(max_pages + 1, np.uint32),
+                parents=zeros(max_pages + 1, np.uint64),
+                holders=zeros(max_pages + 1, np.uint32),
                 sets=holder_sets.make_holder_sets(self._set_capacity(max_pages, 1), 1),
             )
         )
@@ -125,7 +126,7 @@ class OverlapIndex:
 
     def new_marks(self) -> Marks:
         """Return marks for a sweep that keeps the pages stored from now on. They need one byte per page."""
-        return np.zeros(page_table.capacity(self._pages.table) + 1, np.uint8)
+        return zeros(page_table.capacity(self._pages.table) + 1, np.uint8)
 
     def store(
         self, stream: int, event: StoredPages, start: int, stop: int, marks: Marks | None = None

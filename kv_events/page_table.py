@@ -15,8 +15,7 @@ is only used for the parts in use. The kernels are in `page_table_kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from kv_events.bundles import I64Vector, U32Matrix, U32Vector, U64Vector
 from kv_events.errors import InvalidValueError
 from kv_events.instructions import NUM_LANES
+from kv_events.small_pages import zeros
 
 _SEGMENT_BITS = 12
 SEGMENT_SLOTS = 1 << _SEGMENT_BITS
@@ -57,10 +57,10 @@ class Table(NamedTuple):
     """[7] see the column numbers above."""
 
 
-def make_table(capacity: int, zeros: Callable[..., npt.NDArray[Any]] = np.zeros) -> Table:
+def make_table(capacity: int) -> Table:
     """Create an empty table for at most `capacity` live entries.
 
-    zeros: makes the arrays. Reserves address space, not memory. Raises InvalidValueError.
+    Reserves address space, not memory. Raises InvalidValueError.
     """
     if not 1 <= capacity <= MAX_CAPACITY:
         raise InvalidValueError("capacity", capacity, f"1 .. {MAX_CAPACITY}")

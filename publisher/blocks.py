@@ -63,7 +63,7 @@ class BlockTable(Protocol):
 
 def make_blocks(capacity: int) -> Blocks:
     """Create an empty table for at most `capacity` entries. Reserves address space, not memory."""
-    return Blocks(page_table.make_table(capacity, zeros), zeros((capacity + 1, 2), np.uint32), np.zeros(2, np.int64))
+    return Blocks(page_table.make_table(capacity), zeros((capacity + 1, 2), np.uint32), np.zeros(2, np.int64))
 
 
 def states(blocks: Blocks) -> npt.NDArray[np.uint32]:

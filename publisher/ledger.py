@@ -63,7 +63,7 @@ class Ledger:
         self._blocks = blocks
         self._arrays = LedgerArrays(
             blocks=blocks.arrays,
-            pages=make_table(capacity, zeros),
+            pages=make_table(capacity),
             page_media=zeros(capacity, np.uint8),
             page_copies=zeros((NUM_MEDIA, capacity), np.uint32),
             page_words=zeros((capacity, 2), np.uint64),

@@ -23,6 +23,7 @@ from kv_events.digest import mix
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
+from kv_events.small_pages import zeros
 
 _ONE = np.uint64(1)
 _EMPTY = np.uint64(0)
@@ -47,7 +48,7 @@ def make_holder_sets(capacity: int, width: int) -> HolderSets:
     """
     table = page_table.make_table(capacity)
     _insert_empty(table)
-    return HolderSets(table, np.zeros((capacity, NUM_MEDIA * width), np.uint64), np.zeros(capacity, np.uint32))
+    return HolderSets(table, zeros((capacity, NUM_MEDIA * width), np.uint64), zeros(capacity, np.uint32))
 
 
 @array_kernel(types.void, spread(Table))
@@ -73,7 +74,7 @@ def bytes_used(sets: HolderSets) -> int:
 
 def widened(sets: HolderSets, capacity: int, width: int) -> HolderSets:
     """Return a copy with the same sets and ids and wider planes."""
-    words = np.zeros((capacity, NUM_MEDIA * width), np.uint64)
+    words = zeros((capacity, NUM_MEDIA * width), np.uint64)
     used, old_width = page_table.high_water(sets.table), sets.words.shape[1] // NUM_MEDIA
     planes = words.reshape(capacity, NUM_MEDIA, width)
     planes[:used, :, :old_width] = sets.words[:used].reshape(used, NUM_MEDIA, old_width)

@@ -296,7 +296,7 @@ def test_a_live_view_is_right_and_one_resync_mends_any_other(steps: list[tuple[s
 def test_a_large_event_is_applied_in_slices_and_right(applier: Applier) -> None:
     stream = Stream()
     record = stream.batch(stored((0, list(range(1, 9001))), (0, list(range(20_001, 20_801)))))
-    assert sum(1 for _ in applier.apply(record, 0.0)) == 3
+    assert sum(1 for _ in applier.apply(record, 0.0)) == 5
     view = view_of(applier, stream)
     assert (view.state, view.num_pages[0]) == (ViewState.LIVE, 9800)
     parents = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexer.index import OverlapIndex
 from kv_events.small_pages import zeros
 
 MANY = 2**23
@@ -34,6 +35,31 @@ def _flags(address: int) -> list[str]:
         if int(mapping[1], 16) <= address < int(mapping[2], 16):
             return mapping[3].split()
     raise AssertionError("no mapping")
+
+
+def test_an_index_grows_by_small_pages() -> None:
+    """The first write to a huge page takes milliseconds, and a store would wait for it."""
+    before = _large_mappings()
+    index = OverlapIndex(2**20)
+    new = [flags for address, flags in _large_mappings().items() if address not in before]
+    assert index.num_pages == 0
+    assert any("nh" in flags for flags in new)
+    assert not any("hg" in flags for flags in new)
+
+
+def _large_mappings() -> dict[str, list[str]]:
+    """Return the flags of each anonymous mapping of at least 2 MiB that can be written, by its range of addresses."""
+    mappings: dict[str, list[str]] = {}
+    address, is_large = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if " " in name or "-" in name:
+            address = line if line.split()[1] == "rw-p" and line.split()[4] == "0" else ""
+        elif name == "Size":
+            is_large = int(value.split()[0]) >= 2048
+        elif name == "VmFlags" and address and is_large:
+            mappings[address.split()[0]] = value.split()
+    return mappings
 
 
 def test_more_than_the_address_space_is_a_memory_error() -> None:
