@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from http import HTTPStatus
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from api.decision_requests import DecisionProbe, DecisionRequest, OutcomeRequest
-from api.decoding import Codec, decode_as, is_large
+from api.decoding import Body, Codec, Data, decode_as, is_large
 from api.hot import HotEndpoint, json_response
 from api.problems import ProblemError
 from api.questions import BY_ANY, Numbers, Question, decode_question
@@ -41,7 +41,7 @@ class DecisionRoute:
         """Path -> ASGI application for POST."""
         return {"/decisions": HotEndpoint(self._take, MAX_BODY_BYTES)}
 
-    async def _take(self, body: bytes, codec: Codec) -> Response:
+    async def _take(self, body: Body, codec: Codec) -> Response:
         if is_large(body):
             records = await asyncio.to_thread(self._decode, body, codec)
         else:
@@ -50,7 +50,7 @@ class DecisionRoute:
         answer = DecisionsAccepted(accepted=accepted, dropped=len(records) - accepted)
         return json_response(msgspec.json.encode(answer), HTTPStatus.ACCEPTED)
 
-    def _decode(self, body: bytes, codec: Codec) -> list[DecisionRecord]:
+    def _decode(self, body: Body, codec: Codec) -> list[DecisionRecord]:
         """Return the checked records of a body. Raises ProblemError, after which no record is accepted."""
         probe = decode_as(DecisionProbe, body, codec)
         now = time.time()
@@ -64,7 +64,7 @@ class DecisionRoute:
                 raise _inside(f"decisions[{number}].", problem) from None
         return records
 
-    def _record(self, data: bytes | Raw, probe: DecisionProbe, codec: Codec, now: float) -> DecisionRecord:
+    def _record(self, data: Data, probe: DecisionProbe, codec: Codec, now: float) -> DecisionRecord:
         try:
             if probe.cached_tokens is not UNSET:
                 record: DecisionRecord = _outcome(decode_as(OutcomeRequest, data, codec), now)
@@ -75,7 +75,7 @@ class DecisionRoute:
             raise ProblemError.of_value(error) from None
         return record
 
-    def _decision(self, data: bytes | Raw, codec: Codec, now: float) -> Decision:
+    def _decision(self, data: Data, codec: Codec, now: float) -> Decision:
         request = decode_as(DecisionRequest, data, codec)
         question, numbers = decode_question(data, codec, BY_ANY)
         block_size, hashes = self._pages(question, numbers, request.worker)

@@ -16,6 +16,9 @@ from kv_events.errors import InvalidValueError
 
 T_co = TypeVar("T_co", covariant=True)
 _T = TypeVar("_T")
+Body: TypeAlias = bytes | bytearray
+Data: TypeAlias = Body | Raw
+"""A body, or a part of one that is not decoded yet."""
 Query: TypeAlias = PeerQuery[Any] | RfcQuery[Any]
 
 ITEMS = {
@@ -35,7 +38,7 @@ _MAX_WEIGHTS_BYTES = 4096
 
 
 class _Decoder(Protocol[T_co]):
-    def decode(self, data: bytes | Raw, /) -> T_co: ...
+    def decode(self, data: Data, /) -> T_co: ...
 
 
 class Codec(NamedTuple):
@@ -52,7 +55,7 @@ class Codec(NamedTuple):
     large: Codec | None = None
     """Decoders for bodies larger than `LARGE_BYTES`."""
 
-    def sized(self, data: bytes | Raw) -> Codec:
+    def sized(self, data: Data) -> Codec:
         """Return the decoders for data of this size."""
         return self.large if self.large is not None and is_large(data) else self
 
@@ -99,12 +102,12 @@ def codec_of(content_type: str | None) -> Codec:
     return codec
 
 
-def is_large(data: bytes | Raw) -> bool:
+def is_large(data: Data) -> bool:
     """Return whether the data is so large that it must be decoded in another thread."""
     return memoryview(data).nbytes > LARGE_BYTES
 
 
-def decode_query(data: bytes | Raw, codec: Codec) -> Query:
+def decode_query(data: Data, codec: Codec) -> Query:
     """Decode one question, in the dialect that its fields select. Numbers of large JSON stay `Raw`.
 
     Raises ProblemError (400, 422).
@@ -122,7 +125,7 @@ def decode_query(data: bytes | Raw, codec: Codec) -> Query:
     return query
 
 
-def decode_query_batch(data: bytes, codec: Codec) -> list[Raw]:
+def decode_query_batch(data: Body, codec: Codec) -> list[Raw]:
     """Return the questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
     codec = codec.sized(data)
     batch = _decode(codec.batch, data, codec)
@@ -134,13 +137,13 @@ def decode_query_batch(data: bytes, codec: Codec) -> list[Raw]:
         raise ProblemError.of_value(error) from None
 
 
-def decode_as(kind: type[_T], data: bytes | Raw, codec: Codec) -> _T:
+def decode_as(kind: type[_T], data: Data, codec: Codec) -> _T:
     """Decode a small body of an infrequent request into a struct. Raises ProblemError (400, 422)."""
     decoder: _Decoder[_T] = codec.build(kind)
     return _decode(decoder, data, codec)
 
 
-def _decode(decoder: _Decoder[_T], data: bytes | Raw, codec: Codec) -> _T:
+def _decode(decoder: _Decoder[_T], data: Data, codec: Codec) -> _T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -151,7 +154,7 @@ def _decode(decoder: _Decoder[_T], data: bytes | Raw, codec: Codec) -> _T:
         raise ProblemError(400, "malformed-body", f"body: {error}") from None
 
 
-def _mistyped(message: str, data: bytes | Raw, codec: Codec) -> ProblemError:
+def _mistyped(message: str, data: Data, codec: Codec) -> ProblemError:
     """Find the value at the path that msgspec's message names."""
     if missing := _MISSING.match(message):
         return ProblemError(422, "missing-field", f"{missing[1]}: missing", missing[1])
@@ -165,7 +168,7 @@ def _mistyped(message: str, data: bytes | Raw, codec: Codec) -> ProblemError:
     return ProblemError.of_value(InvalidValueError(path or "body", value, expected or said))
 
 
-def _value_at(path: str, data: bytes | Raw, codec: Codec) -> object:
+def _value_at(path: str, data: Data, codec: Codec) -> object:
     if codec.untyped is None:
         return _NOT_FOUND
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from http import HTTPStatus
 from typing import ParamSpec, TypeVar
 
@@ -14,17 +15,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answers import Answers
-from api.decoding import Codec, codec_of, decode_query_batch, is_large
+from api.decoding import Body, Codec, Data, codec_of, decode_query_batch, is_large
+from api.large_prompts import read_large_prompt
 from api.problems import ProblemError
-from api.questions import BY_ANY, BY_HASH, BY_TOKENS, decode_question
+from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from indexer.consumer import Consumer
 
 _SLICE_S = 0.001
+_MANY_TOKENS = 2**17  # hashed in a third of a millisecond
+_JSON = codec_of("application/json")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-Handler = Callable[[bytes, Codec], Awaitable[Response]]
+Handler = Callable[[Body, Codec], Awaitable[Response]]
 
 
 class _ClientDisconnectedError(Exception):
@@ -47,15 +51,15 @@ class HotRoutes:
         handlers = {"/query": self._query, "/query_by_hash": self._query_by_hash, "/query/batch": self._batch}
         return {path: HotEndpoint(handler, self._max_body_bytes) for path, handler in handlers.items()}
 
-    async def _query(self, body: bytes, codec: Codec) -> Response:
+    async def _query(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
         return json_response(await self._answer(body, codec, BY_TOKENS))
 
-    async def _query_by_hash(self, body: bytes, codec: Codec) -> Response:
+    async def _query_by_hash(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
         return json_response(await self._answer(body, codec, BY_HASH))
 
-    async def _batch(self, body: bytes, codec: Codec) -> Response:
+    async def _batch(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
         queries = await self._in_thread(body, decode_query_batch, body, codec)
         results = []
@@ -71,8 +75,10 @@ class HotRoutes:
         if self._must_be_ready and not self._consumer.ready:
             raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
 
-    async def _answer(self, data: bytes | msgspec.Raw, codec: Codec, fields: Collection[str]) -> bytes:
-        question, numbers = await self._in_thread(data, decode_question, data, codec, fields)
+    async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> bytes:
+        question, numbers = await self._in_thread(data, _decoded, data, codec, fields)
+        if len(numbers) > _MANY_TOKENS:
+            question, numbers = await self._hashed(question, numbers)
         try:
             return self._answers.answer(
                 question, numbers, self._consumer.namespaces, self._consumer.freshness, time.time()
@@ -89,14 +95,28 @@ class HotRoutes:
         except ProblemError as problem:
             return msgspec.json.encode(problem.document())
 
-    async def _in_thread(
-        self, data: bytes | msgspec.Raw, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _T:
+    async def _hashed(self, question: Question, tokens: Numbers) -> tuple[Question, Numbers]:
+        """Hash a long prompt in another thread, if all workers of the model use one block size."""
+        namespaces = self._consumer.namespaces.find(question.model, question.tenant)
+        if question.field != "token_ids" or len(namespaces) != 1:
+            return question, tokens
+        hashes = await asyncio.to_thread(question.hashes, tokens, namespaces[0].key.block_size)
+        return replace(question, field="seq_hashes"), hashes
+
+    async def _in_thread(self, data: Data, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call `decode` directly for small data and in a thread for large data."""
         if not is_large(data):
             return decode(*args, **kwargs)
         async with self._large_decodes:
             return await asyncio.to_thread(decode, *args, **kwargs)
+
+
+def _decoded(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
+    """Decode a query. Raises ProblemError."""
+    read = None
+    if codec is _JSON and is_large(data) and not isinstance(data, msgspec.Raw):
+        read = read_large_prompt(data, fields)
+    return read or decode_question(data, codec, fields)
 
 
 class HotEndpoint:
@@ -124,22 +144,23 @@ def json_response(body: bytes, status: int = HTTPStatus.OK) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-async def read_body(receive: Receive, content_length: str | None, limit: int) -> bytes:
+async def read_body(receive: Receive, content_length: str | None, limit: int) -> Body:
     """Read the whole body, at most `limit` bytes, whatever length was announced. Raises ProblemError (413)."""
     if content_length is not None and content_length.isdecimal() and int(content_length) > limit:
         raise _too_large(limit)
-    chunks, size = [], 0
+    body = bytearray()  # grows in place; to join many parts of a large body would hold up other callers
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise _ClientDisconnectedError
         chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
+        if len(body) + len(chunk) > limit:
             raise _too_large(limit)
-        chunks.append(chunk)
+        if not body and not message.get("more_body", False):
+            return bytes(chunk)
+        body += chunk
         if not message.get("more_body", False):
-            return b"".join(chunks)
+            return body
 
 
 def _too_large(limit: int) -> ProblemError:

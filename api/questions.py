@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, Raw
 
-from api.decoding import ITEMS, Codec, Query, decode_query
+from api.decoding import ITEMS, Codec, Data, Query, decode_query
 from api.large_bodies import number_slices
 from api.problems import ProblemError
 from api.query_requests import PeerQuery, RfcQuery
@@ -84,7 +84,7 @@ class Question:
         return np.uint64(namespace_seed(self.lora_name, self.cache_salt))
 
 
-def decode_question(data: bytes | Raw, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
+def decode_question(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
     """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
     return question_of(decode_query(data, codec), fields)
 

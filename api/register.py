@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from api.decoding import Codec, decode_as
+from api.decoding import Body, Codec, decode_as
 from api.hot import HotEndpoint, json_response
 from api.problems import ProblemError
 from api.query_requests import Probe
@@ -49,7 +49,7 @@ class RegisterRoutes:
             raise ProblemError(HTTPStatus.NOT_FOUND, "not-embedded", detail)
         return self._given
 
-    async def _register(self, body: bytes, codec: Codec) -> Response:
+    async def _register(self, body: Body, codec: Codec) -> Response:
         registrations = self._registrations
         if _is_peer(body, codec):
             peer = decode_as(PeerRegistration, body, codec)
@@ -59,7 +59,7 @@ class RegisterRoutes:
         await registrations.add(engine_of_rfc(rfc), is_peer=False)
         return _json(RfcRegistered(instance_id=rfc.instance_id))
 
-    async def _unregister(self, body: bytes, codec: Codec) -> Response:
+    async def _unregister(self, body: Body, codec: Codec) -> Response:
         registrations = self._registrations
         if _is_peer(body, codec):
             peer = decode_as(PeerUnregistration, body, codec)
@@ -72,7 +72,7 @@ class RegisterRoutes:
         return _json(RfcUnregistered(removed_instances=[f"{e.worker}|{e.tenant}|{e.dp_rank}" for e in removed]))
 
 
-def _is_peer(body: bytes, codec: Codec) -> bool:
+def _is_peer(body: Body, codec: Codec) -> bool:
     return decode_as(Probe, body, codec).model_name is not UNSET
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Collection
 from typing import NamedTuple, TypeVar
 
 from api.decoding import codec_of
@@ -20,7 +21,9 @@ from api.questions import Question, decode_question
 
 _JSON = codec_of("application/json")
 _MAX_KEPT = 1024
-_MAX_BYTES = 4096
+MAX_BYTES = 4096
+"""Longer envelopes are left to the ordinary decoder."""
+
 _NUM_SENTINELS = 3
 
 _Value = TypeVar("_Value")
@@ -56,7 +59,7 @@ class Envelopes:
         if found is None:
             return None
         first, end = found.end(), data.find(b"]", found.end())
-        if end < 0 or first - start + len(data) - end > _MAX_BYTES:
+        if end < 0 or first - start + len(data) - end > MAX_BYTES:
             return None
         before, after = data[start:first], data[end:]
         question = self._decoded(before, after)
@@ -71,17 +74,22 @@ class Envelopes:
         """Return the question of an envelope. before: up to the "["; after: from the "]" on."""
         envelope = before + after
         if envelope not in self._kept:
-            _keep(self._kept, envelope, self._verified(before, after))
+            _keep(self._kept, envelope, question_of_envelope(before, after, self._fields))
         return self._kept[envelope]
 
-    def _verified(self, before: bytes, after: bytes) -> Question | None:
-        sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
-        body = before + ",".join(map(str, sentinels)).encode() + after
-        try:
-            question, numbers = decode_question(body, _JSON, self._fields)
-        except ProblemError:
-            return None
-        return question if numbers.tolist() == sentinels else None
+
+def question_of_envelope(before: bytes, after: bytes, fields: Collection[str]) -> Question | None:
+    """Return the question of a new envelope, or None if the ordinary decoder must read bodies that have it.
+
+    before: up to the "["; after: from the "]" on. fields: names of the arrays that the route accepts as a prompt.
+    """
+    sentinels = [secrets.randbits(32) for _ in range(_NUM_SENTINELS)]
+    body = before + ",".join(map(str, sentinels)).encode() + after
+    try:
+        question, numbers = decode_question(body, _JSON, fields)
+    except ProblemError:
+        return None
+    return question if numbers.tolist() == sentinels else None
 
 
 def _keep(kept: dict[bytes, _Value], key: bytes, value: _Value) -> None:

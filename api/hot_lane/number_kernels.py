@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from kv_events.bundles import BYTES, U64Vector
+from kv_events.bundles import BYTES, U8Input, U32Vector, U64Vector
 from kv_events.instructions import eight_bytes, equal_bytes, leading_zeros, lowest_bit
 from kv_events.kernels import array_function, array_helper, array_kernel
 
@@ -171,7 +171,16 @@ def read_tokens(data, start, out):
     return _read(data, start, out, np.uint64(0), _MAX_U32, True)
 
 
-@array_kernel(types.UniTuple(types.int64, 2), BYTES, types.int64, U64Vector, types.boolean)
+_FOUND = types.UniTuple(types.int64, 2)
+
+
+@array_kernel(_FOUND, U8Input, types.int64, U32Vector)
+def read_u32(data, start, out):
+    """Read tokens from JSON text. data: uint8[n]. See `read_hashes`. out: uint32[most]."""
+    return read_tokens(data, start, out)
+
+
+@array_kernel(_FOUND, BYTES, types.int64, U64Vector, types.boolean)
 def read_hashes(data, start, out, are_signed):
     """Read an array of integers in 0 .. 2**64 - 1, or in -2**63 .. 2**63 - 1 if they are signed, from JSON text.
 

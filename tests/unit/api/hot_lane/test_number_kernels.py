@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import types
 
-from api.hot_lane.number_kernels import read_hashes, read_tokens
-from kv_events.bundles import BYTES, U32Vector
-from kv_events.kernels import array_kernel
+from api.hot_lane.number_kernels import read_hashes, read_u32
 from tests.support.effort import num_examples
 
 MOST = 256
@@ -24,9 +21,8 @@ def _read_hashes(are_signed: bool, data: Any, start: int, out: Any) -> Any:
     return read_hashes(data, start, out, are_signed)
 
 
-@array_kernel(types.UniTuple(types.int64, 2), BYTES, types.int64, U32Vector)
-def _read_tokens(data, start, out):
-    return read_tokens(data, start, out)
+def _read_tokens(data: bytes, start: int, out: Any) -> Any:
+    return read_u32(np.frombuffer(data, np.uint8), start, out)
 
 
 class Reader(NamedTuple):
