@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from kv_events.errors import InvalidValueError
 from kv_events.log_segment import (
@@ -45,7 +45,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_LOCK_NAME = "writer.lock"
+LOCK_NAME: Final = "writer.lock"
+"""File that the writer of a log holds with `flock`."""
 _BUFFER_BYTES = 256 * 2**10
 _MARK_EVERY = 1024
 
@@ -305,7 +306,7 @@ class EventLogReader:
 
 
 def _lock(folder: Path) -> int:
-    fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -79,6 +79,13 @@ class RecordChunk(NamedTuple):
         """Index after the last record."""
         return self.first_index + len(self.rows)
 
+    def offsets(self, channel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (partition, offset of its first record, offset of its last one) of a channel."""
+        rows = self.rows[self.channels == channel]
+        for partition in np.unique(rows[:, PARTITION]).tolist():
+            (found,) = np.nonzero(rows[:, PARTITION] == partition)
+            yield partition, int(rows[found[0], OFFSET]), int(rows[found[-1], OFFSET])
+
     def record(self, number: int) -> LogRecord:
         """Return one record. number: its row."""
         row = self.rows[number].tolist()

@@ -241,17 +241,20 @@ def _fault(fd: int, position: int) -> _Fault | None:
 
 def _resume(fd: int, segment: Segment, position: int, index: int, fault: _Fault) -> Resume | None:
     """Find the first sound record behind a fault in the same segment."""
-    if fault.num_bytes is not None:
-        found = position + fault.num_bytes
-        return Resume(index + 1, found) if _is_sound(os.pread(fd, _CHUNK_BYTES, found), 0) else None
-    data = os.pread(fd, 2 * _MOST_RECORD_BYTES, position)
-    found = next((at for at in range(1, min(len(data), _MOST_RECORD_BYTES) + 1) if _is_sound(data, at)), 0)
-    if not found:
+    begin = position + (fault.num_bytes or 1)
+    data = os.pread(fd, 2 * _MOST_RECORD_BYTES, begin)
+    if fault.num_bytes is not None and _is_sound(data, 0):
+        return Resume(index + 1, begin)
+    found = next((begin + at for at in range(min(len(data), _MOST_RECORD_BYTES)) if _is_sound(data, at)), None)
+    if found is None:
         return None
-    if segment.next_first_index is None:  # one record at least is lost; a head tells no number
-        return Resume(index + 1, position + found)
-    num_left = sum(1 for _ in scan(segment._replace(next_first_index=None), position + found, 0))
-    return Resume(max(index + 1, segment.next_first_index - num_left), position + found)
+    if segment.next_first_index is None:  # at least one record is lost
+        return Resume(index + 1, found)
+    try:
+        num_left = sum(1 for _ in scan(segment._replace(next_first_index=None), found, 0))
+    except EventLogCorruptedError:
+        return Resume(index + 1, found)
+    return Resume(max(index + 1, segment.next_first_index - num_left), found)
 
 
 def _is_sound(data: bytes, start: int) -> bool:

@@ -155,18 +155,14 @@ class TimeIndex:
 
     def _load(self, segment: Segment) -> _Covered:
         path = self._path(segment.first_index)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return _Covered(segment.first_index, HEADER_BYTES, _no_blocks())
-        body = data[12:]
-        facts = np.frombuffer(body[:24].ljust(24, b"\0"), "<i8")
-        is_sound = data[:8] == _MAGIC and data[8:12] == zlib.crc32(body).to_bytes(4, "little")
-        if not is_sound or facts[0] != segment.first_index or facts[2] > segment.path.stat().st_size:
-            self.faults.append(f"{path}: not a sound index of its segment; the segment is read instead")
-            return _Covered(segment.first_index, HEADER_BYTES, _no_blocks())
-        self._saved[segment.first_index] = int(facts[1])
-        return _Covered(int(facts[1]), int(facts[2]), np.frombuffer(body[24:], "<i8").reshape(-1, _NUM_FIELDS))
+        if not path.exists():
+            return _nothing(segment)
+        covered = _load(path, segment)
+        if covered is None:
+            self.faults.append(_fault(path))
+            return _nothing(segment)
+        self._saved[segment.first_index] = covered.next_index
+        return covered
 
     def _scan(self, segment: Segment, covered: _Covered) -> _Covered:
         """Extend what is covered by the rest of the segment."""
@@ -175,6 +171,31 @@ class TimeIndex:
             blocks.append(_blocks(chunk))
             end, next_index = chunk.end, chunk.next_index
         return _Covered(next_index, end, np.concatenate(blocks))
+
+
+def faults_of_times(folder: Path) -> list[str]:
+    """Return the files of a log's time index that cannot be used. Raises OSError."""
+    paths = [(folder / f"{segment.path.stem}{TIMES_SUFFIX}", segment) for segment in list_segments(folder)]
+    return [_fault(path) for path, segment in paths if path.exists() and _load(path, segment) is None]
+
+
+def _fault(path: Path) -> str:
+    return f"{path}: not a sound index of its segment; the segment is read instead"
+
+
+def _load(path: Path, segment: Segment) -> _Covered | None:
+    """Read a file of the index. None if it is damaged."""
+    data = path.read_bytes()
+    body = data[12:]
+    facts = np.frombuffer(body[:24].ljust(24, b"\0"), "<i8")
+    is_sound = data[:8] == _MAGIC and data[8:12] == zlib.crc32(body).to_bytes(4, "little")
+    if not is_sound or facts[0] != segment.first_index or facts[2] > segment.path.stat().st_size:
+        return None
+    return _Covered(int(facts[1]), int(facts[2]), np.frombuffer(body[24:], "<i8").reshape(-1, _NUM_FIELDS))
+
+
+def _nothing(segment: Segment) -> _Covered:
+    return _Covered(segment.first_index, HEADER_BYTES, _no_blocks())
 
 
 def _no_blocks() -> Blocks:

@@ -9,6 +9,9 @@ from kv_events.errors import KvsightError
 SERVE = ("fastapi", "fastapi_offline", "httptools", "prometheus_client", "redis", "uvicorn")
 """Modules that the extra `serve` brings."""
 
+ANALYSIS = ("pyarrow",)
+"""Modules that the extra `analysis` brings."""
+
 
 class MissingExtraError(KvsightError):
     """A command needs an extra that is not installed. The text says how to install it."""
@@ -31,5 +34,12 @@ def require_serve(needed_by: str) -> None:
         raise MissingExtraError(needed_by, missing, "serve")
 
 
-def _missing() -> list[str]:
-    return [module for module in SERVE if find_spec(module) is None]
+def require_analysis(needed_by: str) -> None:
+    """Check that the extra `analysis` is installed. needed_by: for the message. Raises MissingExtraError."""
+    missing = _missing(ANALYSIS)
+    if missing:
+        raise MissingExtraError(needed_by, missing, "analysis")
+
+
+def _missing(modules: tuple[str, ...] = SERVE) -> list[str]:
+    return [module for module in modules if find_spec(module) is None]

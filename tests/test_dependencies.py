@@ -25,6 +25,7 @@ EXTRAS_OF = {
     "engine_cache": ("engine", "mooncake"),
     "bridge": ("serve",),
     "indexer": ("serve",),
+    "analysis": ("analysis",),
     "api": ("serve",),
     "kvsight": ("serve",),
 }

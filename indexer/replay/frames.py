@@ -15,7 +15,7 @@ import msgspec
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotDamagedError
-from indexer.snapshots.image import take, unpack
+from indexer.snapshots.image import check, take, unpack
 from kv_events.errors import KvsightError
 from kv_events.log_times import replace_file
 from kv_events.records import LogRecord
@@ -97,6 +97,13 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
 
 def read_head(path: Path, settings: IndexerSettings) -> Frame:
     """Read the head of a key frame. Raises KeyFrameError, also for a frame of views with other settings."""
+    head = _read_head(path)
+    if head.settings != _settings(settings):
+        raise KeyFrameError(f"{path}: the key frame was made with other settings: {head.settings}")
+    return Frame(path, head)
+
+
+def _read_head(path: Path) -> FrameHead:
     try:
         with path.open("rb") as file:
             begin = file.read(len(_MAGIC) + _LENGTHS_BYTES)
@@ -104,19 +111,15 @@ def read_head(path: Path, settings: IndexerSettings) -> Frame:
             packed = file.read(min(num_bytes, path.stat().st_size))
         if begin[:8] != _MAGIC or zlib.crc32(packed).to_bytes(4, "little") != stated:
             raise KeyFrameError(f"{path}: the head of the key frame is damaged")
-        head = _decoder.decode(packed)
+        return _decoder.decode(packed)
     except (OSError, msgspec.DecodeError) as error:
         raise KeyFrameError(f"{path}: {error}") from error
-    if head.settings != _settings(settings):
-        raise KeyFrameError(f"{path}: the key frame was made with other settings: {head.settings}")
-    return Frame(path, head)
 
 
 def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
     """Return the views of a key frame. Raises KeyFrameError."""
     try:
-        data = frame.path.read_bytes()
-        snapshot = unpack(data[16 + int.from_bytes(data[8:12], "little") :], settings)
+        snapshot = unpack(_image(frame.path), settings)
     except (OSError, SnapshotDamagedError) as error:
         raise KeyFrameError(f"{frame.path}: {error}") from error
     head, replay = frame.head, Replay(settings)
@@ -125,6 +128,23 @@ def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
     replay.now, replay.positions = snapshot.taken_at, dict(head.positions)
     replay.freshness.log_read_at, replay.freshness.resumed_at = head.log_read_at, head.resumed_at
     return replay
+
+
+def faults_of_frames(folder: Path) -> list[str]:
+    """Return the key frames of a log that are damaged, each with the reason."""
+    faults = []
+    for path in sorted(folder.glob(f"*{FRAME_SUFFIX}")):
+        try:
+            _read_head(path)
+            check(_image(path))
+        except (KeyFrameError, SnapshotDamagedError, OSError) as error:
+            faults.append(f"{path}: {error}" if isinstance(error, SnapshotDamagedError) else str(error))
+    return faults
+
+
+def _image(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[len(_MAGIC) + _LENGTHS_BYTES + int.from_bytes(data[8:12], "little") :]
 
 
 def _settings(settings: IndexerSettings) -> dict[str, float]:

@@ -101,6 +101,13 @@ class Timeline:
         A moment before the log gives empty views, one behind it those at its end. Raises OSError.
         """
         moment = moment or Until()
+        views = self.replayed(moment)
+        if moment.time_s is not None and views.applier.records and self._times.last_event_ms is not None:
+            views.pass_time(min(moment.time_s, self._times.last_event_ms / 1000))
+        return views
+
+    def replayed(self, moment: Until) -> Replay:
+        """Return the views as `at` does, but with the clock at the newest record, also of a moment in time."""
         stop = self._stop(moment)
         views, start = self.nearest(moment)
         rest = replace(moment, offset=None)
@@ -109,8 +116,6 @@ class Timeline:
             if rest.takes(record):
                 views.apply(record)
                 self._index = index + 1
-        if moment.time_s is not None and views.applier.records and self._times.last_event_ms is not None:
-            views.pass_time(min(moment.time_s, self._times.last_event_ms / 1000))
         self._is_exact = moment.time_s is None and moment.positions is None
         if self._is_exact:
             self._index = max(start, stop)

@@ -129,12 +129,7 @@ def take(
 
 def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
     """Decode a snapshot into new views. Raises SnapshotDamagedError."""
-    body = memoryview(data)[_HEADER_BYTES:]
-    if data[: len(_MAGIC)] != _MAGIC:
-        raise SnapshotDamagedError(f"begins with {data[: len(_MAGIC)]!r}, expected {_MAGIC!r}")
-    stated = int.from_bytes(data[len(_MAGIC) : _HEADER_BYTES], "little")
-    if zlib.crc32(body) != stated:
-        raise SnapshotDamagedError(f"checksum {zlib.crc32(body):08x}, expected {stated:08x}")
+    body = check(data)
     try:
         image = _decoder.decode(body)
         namespaces = Namespaces(settings)
@@ -143,6 +138,17 @@ def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
     except (msgspec.DecodeError, KvsightError, ValueError, RecursionError) as error:
         raise SnapshotDamagedError(str(error)) from error
     return Snapshot(namespaces, image.positions, image.taken_at)
+
+
+def check(data: bytes) -> memoryview:
+    """Check the checksum of a snapshot. Returns what it covers. Raises SnapshotDamagedError."""
+    body = memoryview(data)[_HEADER_BYTES:]
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise SnapshotDamagedError(f"begins with {data[: len(_MAGIC)]!r}, expected {_MAGIC!r}")
+    stated = int.from_bytes(data[len(_MAGIC) : _HEADER_BYTES], "little")
+    if zlib.crc32(body) != stated:
+        raise SnapshotDamagedError(f"checksum {zlib.crc32(body):08x}, expected {stated:08x}")
+    return body
 
 
 def _view_image(view: View, is_exact: bool) -> _ViewImage:

@@ -17,6 +17,7 @@ from kvsight.cli import (
     demo_prompt,
     engine,
     explain,
+    log,
     query,
     record,
     replay,
@@ -62,6 +63,7 @@ app.command("bridge")(bridge.bridge)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
 app.command("explain")(explain.explain)
+app.add_typer(log.app, name="log")
 app.add_typer(topics.app, name="topics")
 app.command("version")(version.version)
 

@@ -15,6 +15,7 @@ from kvsight.cli.tables import count
 
 if TYPE_CHECKING:
     from indexer.until import Until
+    from kv_events.log_scan import RecordChunk
     from kv_events.records import LogRecord
 
 _POSITIONS = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*", re.ASCII)
@@ -82,6 +83,19 @@ class LogSpan:
         if record.channel == Channel.EVENTS:
             self.first_offsets.setdefault(record.partition, record.offset)
             self.next_offsets[record.partition] = record.offset + 1
+
+    def note_chunk(self, chunk: RecordChunk) -> None:
+        """Count the records of a chunk, in the same way."""
+        times = chunk.timestamps_ms
+        first_ms, last_ms = int(times.min()), int(times.max())
+        if not self.records:
+            self.first_index, self.first_ms, self.last_ms = chunk.first_index, first_ms, last_ms
+        self.records += len(chunk.rows)
+        self.next_index = chunk.next_index
+        self.first_ms, self.last_ms = min(self.first_ms, first_ms), max(self.last_ms, last_ms)
+        for partition, first, last in chunk.offsets(Channel.EVENTS):
+            self.first_offsets.setdefault(partition, first)
+            self.next_offsets[partition] = last + 1
 
     def __str__(self) -> str:
         times = f"{local_time(self.first_ms / 1000)} to {local_time(self.last_ms / 1000)}"

@@ -1,0 +1,52 @@
+"""`kvsight log index`"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsight.cli.console import compile_kernels, err, progress_bar, stop_signals
+from kvsight.cli.log.reading import LogFolder, LogInput
+from kvsight.cli.tables import count
+
+if TYPE_CHECKING:
+    from indexer.replay import LogIndexer
+
+_FOLLOW_S = 1.0
+
+
+def index(
+    log: LogFolder,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while the log grows, until Ctrl-C.")] = False,
+) -> None:
+    """Write the key frames and the time index of a log, so that any moment opens fast.
+
+    Files that exist are kept and continued. They can be deleted at any time.
+
+    Example: kvsight log index run.log
+    """
+    source = LogInput(log)
+    compile_kernels("indexer.replay")
+    from indexer.replay import LogIndexer
+
+    indexer = LogIndexer(log)
+    with progress_bar() as bar:
+        task = bar.add_task("indexing", total=indexer.timeline.next_index)
+        indexer.advance(lambda done: bar.update(task, completed=done))
+    if follow:
+        asyncio.run(_follow(indexer))
+    err.print(f"{log}: {count(indexer.frames_written, 'key frame')} written, up to record {indexer.next_index}")
+    source.damage, source.faults = indexer.timeline.damage, [*indexer.timeline.faults, *indexer.failures]
+    source.exit_if_damaged()
+
+
+async def _follow(indexer: LogIndexer) -> None:
+    stop = stop_signals()
+    while not stop.is_set():
+        await asyncio.to_thread(indexer.advance)
+        try:
+            await asyncio.wait_for(stop.wait(), _FOLLOW_S)
+        except TimeoutError:
+            continue

@@ -1,0 +1,342 @@
+"""`kvsight log`: event logs as files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import duckdb
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from indexer.replay import Timeline
+from indexer.settings import IndexerSettings
+from indexer.until import Until
+from kv_events.codec import encode_resync
+from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.records import Channel, LogRecord
+from kv_events.schema import AllBlocksCleared, ResyncRequest
+from kvsight.cli.main import app
+from tests.support.effort import num_examples
+from tests.support.log.faulty_run import faulty_run
+from tests.support.log.records import Stream, removed, stored
+from tests.support.log.version_1 import write_version_1
+from tests.support.log.view_facts import facts
+
+ROOT = Path(__file__).parents[3]
+START_MS = 1_700_000_000_000
+
+
+def kvsight(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def write(folder: Path, records: list[LogRecord], segment_bytes: int = 1500) -> Path:
+    with EventLogWriter(folder, segment_bytes=segment_bytes) as writer:
+        for record in records:
+            writer.append(record)
+    return folder
+
+
+def records_of(folder: Path) -> list[LogRecord]:
+    return [record for _, record in EventLogReader(folder).read()]
+
+
+def cat(*words: object) -> list[dict[str, Any]]:
+    done = kvsight("log", "cat", *words)
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def records() -> list[LogRecord]:
+    """Two workers that store and remove pages, one record each 100 ms; and records of other channels."""
+    streams = [Stream("w-0"), Stream("w-1", model="n")]
+    found: list[LogRecord] = []
+    for i in range(40):
+        event = removed([98 + i]) if i % 4 == 2 else stored((0, [100 + i]), tier=i % 2)
+        record = streams[i % 2].batch(event, now=START_MS / 1000 + i / 10)
+        found.append(record._replace(partition=i % 2, offset=500 + i))
+    found.append(streams[0].batch(AllBlocksCleared(), now=START_MS / 1000 + 4)._replace(offset=600))
+    request = encode_resync(ResyncRequest("default/m/w-0/0", 1, "gap"))
+    found.append(LogRecord(0, 7, START_MS + 4100, b"default/m/w-0/0", request, Channel.CONTROL))
+    found.append(LogRecord(0, 8, START_MS + 4200, b"router", b"\xc1", Channel.DECISIONS))
+    return found
+
+
+@pytest.fixture
+def log(records: list[LogRecord], tmp_path: Path) -> Path:
+    return write(tmp_path / "run.log", records)
+
+
+def damage(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def test_info_shows_the_span_the_streams_and_the_pages(log: Path) -> None:
+    done = kvsight("log", "info", log)
+    assert done.exit_code == 0
+    assert "records 0 to 42" in done.stdout
+    assert "43 records: 41 events, 1 control, 1 decisions; 0 key frames" in done.stdout
+    found = json.loads(kvsight("log", "info", log, "--json").stdout)
+    assert (found["first_ms"], found["last_ms"], found["damage"]) == (START_MS, START_MS + 4200, [])
+    assert found["channels"] == {"events": 41, "control": 1, "decisions": 1}
+    streams = {each["worker"]: each for each in found["streams"]}
+    assert [(w["records"], w["pages_stored"], w["pages_removed"]) for w in streams.values()] == [
+        (21, 10, 10),
+        (20, 20, 0),
+    ]
+
+
+def test_cat_prints_each_record_as_json(log: Path, records: list[LogRecord]) -> None:
+    found = cat(log)
+    assert [each["index"] for each in found] == list(range(len(records)))
+    assert [(each["partition"], each["offset"], each["time_ms"]) for each in found] == [r[:3] for r in records]
+    first, removal, clear, request, decision = found[0], found[2], found[40], found[41], found[42]
+    assert first["events"] == [
+        {
+            "type": "stored",
+            "medium": "gpu",
+            "chains": [{"start": 0, "parent": 0}],
+            "sequence_hashes": [100],
+            "block_hashes": [100],
+        }
+    ]
+    assert removal["events"] == [{"type": "removed", "medium": "gpu", "sequence_hashes": [100], "block_hashes": [100]}]
+    assert clear["events"] == [{"type": "cleared"}]
+    assert (request["channel"], request["stream"], request["reason"]) == ("control", "default/m/w-0/0", "gap")
+    assert (decision["channel"], "malformed" in decision["rejected"]) == ("decisions", True)
+
+
+@pytest.mark.parametrize(
+    ("filters", "indices"),
+    [
+        (["--worker", "w-1", "--limit", "2"], [1, 3]),
+        (["--model", "n", "--from", "37"], [37, 39]),
+        (["--medium", "cpu", "--to", "4"], [1, 3]),
+        (["--sequence-hash", "101"], [1]),
+        (["--sequence-hash", "0x65", "--sequence-hash", "100"], [0, 1, 2]),
+        (["--block-hash", "104"], [4, 6]),
+        (["--worker", "w-0", "--seq", "3-4"], [6, 8]),
+        (["--from", f"@{START_MS / 1000 + 1}", "--to", f"@{START_MS / 1000 + 1.2}"], [10, 11, 12]),
+        (["--from", "0:504,1:507", "--to", "0:507"], [4, 6]),
+        (["--channel", "control", "--channel", "decisions"], [41, 42]),
+        (["--from", "41"], [41, 42]),
+        (["--worker", "nobody"], []),
+    ],
+)
+def test_cat_filters(log: Path, filters: list[str], indices: list[int]) -> None:
+    assert [each["index"] for each in cat(log, *filters)] == indices
+
+
+@pytest.mark.parametrize("command", ["info", "cat", "verify", "index"])
+def test_a_folder_that_is_no_log_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsight", "log", command, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"kvsight: {tmp_path}: not an event log: it has no files *.kvlog\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cat", "--from", "2999-01-01"], "--from 2999-01-01 is outside the log"),
+        (["cat", "--to", "1999-01-01"], "--to 1999-01-01 is outside the log"),
+        (["cat", "--from", "50"], "indices 0 to 42"),
+        (["cat", "--from", "soon"], "--from: got 'soon'"),
+        (["cat", "--seq", "-3"], "--seq: got '-3', expected NUMBER or FIRST-LAST"),
+        (["cat", "--block-hash", "abc"], "--block-hash: got 'abc', expected a 64-bit integer"),
+        (["cat", "--medium", "tape"], "expected one of gpu, cpu, disk, external"),
+        (["cat", "--channel", "news"], "expected one of events, control, decisions, dead_letters"),
+    ],
+)
+def test_a_moment_outside_the_log_or_a_wrong_filter_is_named(log: Path, words: list[str], said: str) -> None:
+    done = kvsight("log", words[0], log, *words[1:])
+    assert said in str(done.exception)
+
+
+def test_verify_names_damage_with_its_place_and_uses_the_rest(log: Path) -> None:
+    assert kvsight("log", "verify", log).exit_code == 0
+    first, second, third, *_, last = sorted(log.glob("*.kvlog"))
+    next_record = 24 + 12 + int.from_bytes(first.read_bytes()[24:28], "little")
+    damage(first, 24 + 12 + 40)
+    damage(first, next_record + 3)
+    second.unlink()
+    os.truncate(last, last.stat().st_size - 1)
+    done = kvsight("log", "verify", log)
+    assert done.exit_code == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("damaged: ")]
+    assert f"{first}: a record's checksum is wrong at byte 24, record 0" in lines[0]
+    assert f"{last}: a torn tail of" in lines[-1]
+    found = json.loads(kvsight("log", "verify", log, "--json").stdout)
+    lost = 3 + int(third.stem) - int(second.stem)
+    assert (found["records"], found["next_index"]) == (43 - lost, 42)
+    done = kvsight("log", "cat", log)
+    assert (done.exit_code, len(done.stdout.splitlines())) == (1, 43 - lost)
+    assert kvsight("log", "info", log).exit_code == 1
+
+
+def test_a_missing_segment_is_named(log: Path) -> None:
+    first, second, third, *_ = sorted(log.glob("*.kvlog"))
+    second.unlink()
+    done = kvsight("log", "verify", log)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+    assert f"{first}: records up to {int(third.stem)} are missing at byte {first.stat().st_size}" in done.stderr
+
+
+def test_damaged_key_frames_and_time_indices_are_named(log: Path) -> None:
+    assert kvsight("log", "index", log).exit_code == 0
+    times = min(log.glob("*.kvtimes"))
+    frame = log / f"{5:020d}.kvframe"
+    frame.write_bytes(b"KVSFRM01 and more")
+    damage(times, 20)
+    done = kvsight("log", "verify", log)
+    assert done.exit_code == 1
+    assert f"damaged: {times}" in done.stderr
+    assert f"damaged: {frame}" in done.stderr
+
+
+def test_logs_of_both_versions_are_read(records: list[LogRecord], tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    write_version_1(folder, records[:10])
+    write(folder, records[10:])
+    assert kvsight("log", "verify", folder).exit_code == 0
+    assert len(cat(folder)) == len(records)
+
+
+def test_a_slice_opens_at_the_same_moments_with_the_same_views(log: Path, tmp_path: Path) -> None:
+    part, by_time = tmp_path / "part.log", tmp_path / "time.log"
+    assert kvsight("log", "slice", log, part, "--from", 20, "--to", 30).exit_code == 0
+    assert records_of(part) == records_of(log)[20:30]
+    assert facts(Timeline(part).at()) == facts(Timeline(log).at(Until(offset=30)))
+    assert kvsight("log", "slice", log, by_time, "--from", f"@{START_MS / 1000 + 2}").exit_code == 0
+    until = Until(time_s=START_MS / 1000 + 3)
+    assert facts(Timeline(by_time).at(until)) == facts(Timeline(log).at(until))
+
+
+def test_a_slice_of_a_worker_or_a_channel_has_its_records_alone(log: Path, tmp_path: Path) -> None:
+    assert kvsight("log", "slice", log, tmp_path / "worker", "--worker", "w-1").exit_code == 0
+    assert {record.partition for record in records_of(tmp_path / "worker")} == {1}
+    assert kvsight("log", "slice", log, tmp_path / "control", "--channel", "control").exit_code == 0
+    assert [record.channel for record in records_of(tmp_path / "control")] == [Channel.CONTROL]
+
+
+def test_a_new_log_never_replaces_another_one(log: Path) -> None:
+    for words in (["slice", log, log], ["merge", log, log, log], ["merge", log]):
+        before = records_of(log)
+        done = kvsight("log", *words)
+        assert done.exception is not None
+        assert "there is a log already" in str(done.exception) or "at least two logs" in str(done.exception)
+        assert records_of(log) == before
+
+
+def test_overlapping_recordings_merge_to_the_whole(log: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert kvsight("log", "slice", log, first, "--to", 30).exit_code == 0
+    assert kvsight("log", "slice", log, second, "--from", 10).exit_code == 0
+    assert kvsight("log", "merge", second, first, tmp_path / "both").exit_code == 0
+    assert records_of(tmp_path / "both") == records_of(log)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 60))
+@settings(max_examples=num_examples(8), deadline=None)
+def test_slices_of_any_log_are_its_parts_and_merge_to_all_its_records(seed: int, length: int) -> None:
+    random = Random(seed)
+    with TemporaryDirectory() as name:
+        folder = write(Path(name, "log"), faulty_run(random, length))
+        whole = records_of(folder)
+        cuts = sorted(random.randrange(len(whole) + 1) for _ in range(2))
+        parts = []
+        for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, len(whole)], strict=True)):
+            if start < stop:
+                parts.append(Path(name, str(number)))
+                assert kvsight("log", "slice", folder, parts[-1], "--from", start, "--to", stop).exit_code == 0
+                assert records_of(parts[-1]) == whole[start:stop]
+                settings = IndexerSettings()
+                assert facts(Timeline(parts[-1], settings).at()) == facts(
+                    Timeline(folder, settings).at(Until(offset=stop))
+                )
+        if len(parts) > 1:
+            assert kvsight("log", "merge", *parts, Path(name, "merged")).exit_code == 0
+            assert sorted(records_of(Path(name, "merged"))) == sorted(whole)
+
+
+def test_a_full_disk_leaves_the_source_and_what_was_copied(log: Path, tmp_path: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    before = records_of(log)
+    copy = tmp_path / "copy"
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsight", "log", "slice", str(log), str(copy)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=limit,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvsight: ")
+    assert "File too large" in done.stderr
+    assert records_of(log) == before
+    assert records_of(copy) == before[: len(records_of(copy))]
+
+
+def test_key_frames_that_do_not_fit_are_named_and_the_log_stays(log: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+
+    before = records_of(log)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsight", "log", "index", str(log)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=limit,
+    )
+    assert (done.returncode, "damaged: [Errno 27] File too large" in done.stderr) == (1, True), done.stderr
+    assert records_of(log) == before
+    assert {path.suffix for path in log.iterdir()} == {".kvlog", ".lock"}
+
+
+def test_the_documented_queries_run_on_an_export(log: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run.parquet"
+    done = kvsight("log", "export", log, "--parquet", folder)
+    assert (done.exit_code, "41 rows of events, 20 pages held" in done.stderr) == (0, True), done.stderr
+    text = (ROOT / "docs" / "debugging.md").read_text()
+    queries = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    assert len(queries) == 3
+    database = duckdb.connect()
+    results = [database.execute(query.replace("run.parquet", str(folder))).fetchall() for query in queries]
+    assert all(results)
+    events = database.execute(
+        f"select event, count(*) from '{folder}/events.parquet' group by all order by 1"
+    ).fetchall()
+    assert events == [("cleared", 1), ("removed", 10), ("stored", 30)]
+    held = database.execute(f"select worker, cpu, count(*) from '{folder}/views.parquet' group by all").fetchall()
+    assert held == [("w-1", True, 20)]
+
+
+def test_an_export_has_the_views_of_a_moment(log: Path, tmp_path: Path) -> None:
+    assert kvsight("log", "export", log, "--parquet", tmp_path / "out", "--at", 10).exit_code == 0
+    query = f"select sequence_hash from '{tmp_path}/out/views.parquet' order by 1"
+    pages = duckdb.connect().execute(query).fetchall()
+    assert [page for (page,) in pages] == [101, 103, 105, 107, 108, 109]
+    done = kvsight("log", "export", log, "--parquet", tmp_path / "out")
+    assert "not an empty folder" in str(done.exception)
