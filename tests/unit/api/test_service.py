@@ -132,6 +132,7 @@ async def test_the_documentation_names_every_route(serving: Any) -> None:
         "/query",
         "/query_by_hash",
         "/query/batch",
+        "/decisions",
         "/register",
         "/unregister",
         "/events",
