@@ -10,13 +10,14 @@ from indexer.dead_letters import DeadLetters
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
+from kv_events.decisions import VERSION, DecisionRecord, Outcome, encode_decision
 from kv_events.event_log import EventLogWriter
 from kv_events.memory_log import MemoryLog
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 from publisher import EventPublisher
 from publisher.sinks.memory import MemorySink
 from simulation.report import PolicyReport
-from simulation.requests import Requests
+from simulation.requests import Request, Requests
 from simulation.settings import SimulationSettings
 from simulation.trial import Progress, Trial, publisher_settings
 
@@ -34,7 +35,9 @@ def run_direct(
         for request in requests:
             fleet.advance(request.arrival_s)
             chosen = fleet.trial.step(request)
+            fleet.decide(request, chosen)
             fleet.deliver(chosen)
+            fleet.finish()
             fleet.trial.show(progress, len(requests))
     return fleet.trial.report(time.perf_counter() - began)
 
@@ -51,6 +54,7 @@ class DirectFleet:
         indexer = IndexerSettings.ignoring_environment()
         self._applier = Applier(Namespaces(indexer), DeadLetters())
         self._log = log
+        self._num_decisions = 0
         self._began_at = self._now = time.time()
         self._freshness = Freshness(indexer.worker_ttl_s, self._now)
         self.trial = Trial(policy, settings, self._publishers, self._applier.namespaces, self._freshness)
@@ -62,6 +66,21 @@ class DirectFleet:
             for publisher in own.values():
                 self._apply(publisher, force=False)
         self._freshness.note_log_read(self._now)
+
+    def decide(self, request: Request, chosen: int) -> None:
+        """Report what the router chose for the newest request."""
+        self._num_decisions += 1
+        self._report(self.trial.router.decision(request, chosen, str(self._num_decisions), self._now))
+
+    def finish(self) -> None:
+        """Report what the worker reused for the newest request."""
+        self._report(Outcome(VERSION, str(self._num_decisions), self._now, self.trial.found_tokens))
+
+    def _report(self, decision: DecisionRecord) -> None:
+        if self._log is not None:
+            payload, key = encode_decision(decision), decision.request_id.encode()
+            ms = int(decision.timestamp * 1000)
+            self._log.append(LogRecord(0, self._log.next_index, ms, key, payload, Channel.DECISIONS))
 
     def deliver(self, worker: int) -> None:
         """Apply everything that a worker has published."""

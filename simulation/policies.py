@@ -66,6 +66,7 @@ class KvAwarePolicy:
         self._fade(request.arrival_s)
         to_compute = [len(request.token_ids) - found for found in router.overlaps(request)]
         costs = [tokens + self._LOAD_WEIGHT * load for tokens, load in zip(to_compute, self._load, strict=True)]
+        router.compare([-cost for cost in costs])
         chosen = min(range(len(costs)), key=costs.__getitem__)
         self._load[chosen] += to_compute[chosen] + self._REQUEST_TOKENS
         return chosen

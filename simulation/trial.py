@@ -64,7 +64,7 @@ class Trial:
         self._name = policy
         self._policy = create_policy(policy, settings.workers, settings.seed)
         self._namespaces = namespaces
-        self.router = Router(namespaces, freshness, settings.model_of(policy), names)
+        self.router = Router(namespaces, freshness, settings.model_of(policy), names, settings.page_size)
         self._loads = [WorkerLoad(name) for name in names]
         self.workers = [
             SimulatedWorker(own[None], create_cache(settings), {group: own[group] for group in settings.event_groups})
@@ -72,6 +72,8 @@ class Trial:
         ]
         self._has_groups = settings.groups
         self._last_requests = deque[Request](maxlen=_REQUESTS_TO_CHECK)
+        self.found_tokens = 0
+        """Tokens of the newest prompt that were in the cache of its worker."""
 
     def step(self, request: Request) -> int:
         """Route and serve one request. Returns the number of the worker that served it."""
@@ -83,6 +85,7 @@ class Trial:
         load.prompt_tokens += len(request.token_ids)
         load.found_tokens += served.found_tokens
         load.cut_requests += served.is_cut
+        self.found_tokens = served.found_tokens
         return chosen
 
     def show(self, progress: Progress | None, total: int) -> None:

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation"},
 }
 ROOMS = {
+    "analysis.audit": set(),
     "analysis.explain": set(),
     "api.hot_lane": {"answers", "auth", "decoding", "metrics", "problems", "questions", "settings"},
     "bridge.decoding": set(),

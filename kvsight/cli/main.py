@@ -12,6 +12,7 @@ import typer
 from kv_events.errors import KvsightError
 from kv_events.variables import report_unknown_variables
 from kvsight.cli import (
+    audit,
     bridge,
     demo,
     demo_prompt,
@@ -64,6 +65,7 @@ app.command("record")(record.record)
 app.command("replay")(replay.replay)
 app.command("explain")(explain.explain)
 app.add_typer(log.app, name="log")
+app.command("audit")(audit.audit)
 app.add_typer(topics.app, name="topics")
 app.command("version")(version.version)
 

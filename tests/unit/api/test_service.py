@@ -135,6 +135,7 @@ async def test_the_documentation_names_every_route(serving: Any) -> None:
         "/decisions",
         "/register",
         "/unregister",
+        "/decisions",
         "/events",
         "/workers",
         "/workers/{worker}/view",

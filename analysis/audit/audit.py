@@ -1,0 +1,48 @@
+"""The audit of one log, in one pass over its events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from analysis.audit.events import EventAudit
+from analysis.audit.funnel import FunnelAudit
+from analysis.audit.reading import Decisions, whole_records
+from analysis.audit.report import AuditReport
+from analysis.audit.verdict import judge
+from kv_events.records import Channel
+
+CHURN_S = 10.0
+
+
+def audit_log(folder: Path, churn_s: float = CHURN_S, on_record: Callable[[int], None] = lambda _: None) -> AuditReport:
+    """Audit an event log.
+
+    The log is read twice: for the decisions, then for everything else. Memory is needed for the pages that are held at
+    one time and for the distinct pages, about 130 bytes each, and none for records. churn_s: seconds for which pages
+    are expected to stay. on_record: called with the index of each record.
+
+    Raises EventLogError if there is no such log. Damaged parts are named in the report.
+    """
+    damage: list[str] = []
+    events = EventAudit(churn_s)
+    funnel = FunnelAudit(events)
+    with closing(Decisions(folder)) as decisions:
+        for index, record in whole_records(folder, damage):
+            on_record(index)
+            if record.channel != Channel.EVENTS:
+                continue
+            for decision in decisions.before(record.timestamp_ms, index):
+                funnel.take(decision)
+            events.apply(index, record)
+        for decision in decisions.rest():
+            funnel.take(decision)
+        report = events.report()
+        report.log, report.damage = str(folder), damage + decisions.damage
+        if len(decisions):
+            report.funnel = funnel.report()
+        if decisions.unreadable:
+            report.unreadable["decision"] = decisions.unreadable
+    judge(report)
+    return report

@@ -1,0 +1,191 @@
+"""What an audit finds, as structs that are printed or encoded as JSON. Times are seconds since 1970."""
+
+from __future__ import annotations
+
+import msgspec
+
+MEDIA_ORDER = "GPU, CPU_PINNED, DISK, EXTERNAL"
+"""The order of counts by medium."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch in the log."""
+
+    index: int
+    """Of the record in the event log."""
+    partition: int
+    offset: int
+    time: float
+    epoch: int
+    seq: int
+
+
+class StreamReport(msgspec.Struct, kw_only=True):
+    """What happened to one worker stream."""
+
+    stream: str
+    """tenant/model/worker/rank"""
+    worker: str
+    batches: int = 0
+    heartbeats: int = 0
+    bytes: int = 0
+    epochs: int = 0
+    gaps: int = 0
+    missing_batches: int = 0
+    first_gap: Place | None = None
+    """The batch that came after the first gap."""
+    digest_mismatches: int = 0
+    first_bad_batch: Place | None = None
+    """The first batch after which the view differed from the publisher's ledger, without a gap before it."""
+    resyncs: int = 0
+    clears: int = 0
+    duplicate_batches: int = 0
+    old_epoch_batches: int = 0
+    not_live_s: float = 0.0
+    """Time during which the view was stale or syncing, between two batches of the stream."""
+    pages_held: int = 0
+    """At the end, summed over the media."""
+
+
+class Resync(msgspec.Struct, kw_only=True):
+    """One resync and what it cost."""
+
+    stream: str
+    reason: str
+    time: float
+    seconds: float = 0.0
+    batches: int = 0
+    bytes: int = 0
+    pages: int = 0
+    """Pages that were sent again."""
+    is_complete: bool = False
+    """False: it was cut off, or the log ends in it."""
+
+
+class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a prompt that is used often."""
+
+    sequence_hash: int
+    pages: int
+    requests: int
+    """0 if the log has no decisions."""
+    stores: int
+    """How often a worker began to hold it."""
+    workers: int
+    """Workers that hold its last page at the end of the log."""
+
+
+class Rates(msgspec.Struct, kw_only=True):
+    """Pages stored and removed, and records, per second."""
+
+    pages_per_s: float = 0.0
+    peak_pages_per_s: int = 0
+    peak_time: float = 0.0
+    records_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One cause of trouble."""
+
+    kind: str
+    weight: float
+    """0 to 1: the share of what it affects, which `text` names."""
+    text: str
+
+
+class ExampleQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt of a request as the body of POST /query_by_hash, for `kvsight explain --prompt`."""
+
+    model_name: str
+    routing_group: str
+    seq_hashes: list[int]
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of which tokens were lost."""
+
+    request_id: str
+    time: float
+    worker: str
+    """The worker that was chosen."""
+    tokens: int
+    """Tokens that were lost."""
+    query: ExampleQuery
+
+
+class Loss(msgspec.Struct, kw_only=True):
+    """Tokens lost from one step of the funnel to the next for one cause."""
+
+    step: str
+    """The step that has fewer tokens."""
+    cause: str
+    tokens: int = 0
+    requests: int = 0
+    share: float = 0.0
+    """Of all prompt tokens."""
+    examples: list[Example] = []
+    """The largest three."""
+
+
+class Funnel(msgspec.Struct, kw_only=True):
+    """What became of the prompts' tokens. Each step equals the one before it, less its losses, plus its gains."""
+
+    requests: int = 0
+    outcomes: int = 0
+    """Requests whose outcome is known."""
+    prompt_tokens: int = 0
+    held_in_fleet: int = 0
+    """Held by the worker that held most, when the router chose."""
+    held_by_chosen: int = 0
+    predicted: int = 0
+    delivered: int = 0
+    losses: list[Loss] = []
+    """Largest first."""
+    gains: list[Loss] = []
+    """Tokens that one step has and the step before it has not."""
+    unmatched_outcomes: int = 0
+    """Outcomes without a decision in the log."""
+    duplicates: int = 0
+    """Decisions and outcomes that repeat the id of an earlier one."""
+
+
+class AuditReport(msgspec.Struct, kw_only=True):
+    """The whole audit."""
+
+    log: str
+    verdict: str = ""
+    findings: list[Finding] = []
+    """Causes, the weightiest first."""
+    records: int = 0
+    bytes: int = 0
+    first_time: float = 0.0
+    last_time: float = 0.0
+    damage: list[str] = []
+    """Parts of the log that cannot be read."""
+    unreadable: dict[str, int] = {}
+    """Reason -> records that break the contract."""
+    first_unreadable: int | None = None
+    """Index of the first of them."""
+    churn_s: float = 0.0
+    """Seconds for which pages are expected to stay."""
+    pages: dict[str, list[int]] = {}
+    """Name -> pages for each medium, in the order GPU, CPU_PINNED, DISK, EXTERNAL.
+
+    stored, removed, double (stored although held), orphan (stored under a parent that is not held), unknown (removed
+    although not held), churned (removed within `churn_s`), bounced (back within `churn_s`, while on another medium),
+    swept (dropped by a clear, a restart or a resync).
+    """
+    orphans: int = 0
+    """Pages held at the end whose parent is not held by their worker: no prompt can use them."""
+    untracked: int = 0
+    """Pages that are missing in `pages`, because there was no room for them."""
+    rates: Rates = msgspec.field(default_factory=Rates)
+    streams: list[StreamReport] = []
+    resyncs: list[Resync] = []
+    """Those that sent most pages, at most 20."""
+    num_resyncs: int = 0
+    resync_pages: int = 0
+    hottest: list[HotPrefix] = []
+    funnel: Funnel | None = None
+    """None if the log has no decisions."""

@@ -1,0 +1,140 @@
+"""`kvsight audit` as people run it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kv_events.event_log import EventLogReader, EventLogWriter
+from kv_events.records import Channel
+from kv_events.schema import SnapshotBegin, SnapshotEnd
+from simulation import SimulationSettings, WorkloadSettings, generate, simulate
+from tests.support.commands import kvsight
+from tests.support.log.deciding_fleet import DecidingFleet
+from tests.support.log.records import Stream, stored
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a fleet whose caches are too small, with decisions."""
+    folder = tmp_path_factory.mktemp("run")
+    settings = SimulationSettings(workers=3, capacity_tokens=8192, event_log_dir=folder)
+    simulate(generate(WorkloadSettings(num_requests=80)), settings, ["kv-aware"])
+    return folder / "kv-aware"
+
+
+def as_json(log: Path, *more: object, rc: int = 0) -> dict[str, Any]:
+    done = kvsight("audit", log, "--json", *more)
+    assert done.returncode == rc, done.stderr
+    return dict(msgspec.json.decode(done.stdout))
+
+
+def test_the_verdict_comes_first_and_lines_fit_a_terminal(recorded: Path) -> None:
+    done = kvsight("audit", recorded)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("verdict: ")
+    assert "of the stored pages were evicted within 10 s" in lines[1]
+    tables = [line for line in lines if line.startswith(("stream  ", "pages  ", "last page", "lost before", "held"))]
+    assert len(tables) > 4
+    assert max(map(len, tables)) <= 80
+    assert "funnel of 80 requests, 80 with a known outcome" in lines
+
+
+def test_json_has_all_of_it(recorded: Path) -> None:
+    report = as_json(recorded)
+    assert report["funnel"]["requests"] == 80
+    assert len(report["streams"]) == 3
+    assert set(report["pages"]) == {
+        "stored", "removed", "double", "orphan", "unknown", "churned", "bounced", "swept",
+    }  # fmt: skip
+    assert report["hottest"][0]["requests"] > 1
+    more = as_json(recorded, "--churn", 1000)["pages"]["churned"][0]
+    assert more >= report["pages"]["churned"][0] > 0
+
+
+def test_the_examples_can_be_explained(recorded: Path, tmp_path: Path) -> None:
+    done = kvsight("audit", recorded, "--examples", tmp_path / "lost")
+    commands = [line.strip() for line in done.stdout.splitlines() if line.startswith("  kvsight explain")]
+    assert commands
+    explained = kvsight(*shlex.split(commands[0])[1:])
+    assert explained.returncode == 0, explained.stderr
+    assert "pages" in explained.stdout
+    assert "--examples FOLDER" in kvsight("audit", recorded).stdout
+
+
+def test_the_first_bad_batch_and_lost_batches_are_named(tmp_path: Path) -> None:
+    good, bad, torn = Stream("good"), Stream("bad"), Stream("torn")
+    with EventLogWriter(tmp_path) as writer:
+        for number in range(20):
+            now = 1_700_000_000.0 + number
+            writer.append(good.batch(stored((0, [number + 1])), now=now))
+            writer.append(bad.batch(stored((0, [number + 1])), now=now, digest=bytes(64) if number > 4 else None))
+            record = torn.batch(stored((0, [number + 1])), now=now)
+            if number not in (7, 8):
+                writer.append(record)
+        writer.append(torn.batch(SnapshotBegin("gap"), stored((0, range(1, 21))), SnapshotEnd(), now=now + 1))
+    report = as_json(tmp_path)
+    streams = {each["worker"]: each for each in report["streams"]}
+    assert streams["good"]["digest_mismatches"] == streams["good"]["gaps"] == 0
+    assert (streams["bad"]["first_bad_batch"]["seq"], streams["bad"]["first_bad_batch"]["index"]) == (5, 16)
+    assert (streams["torn"]["gaps"], streams["torn"]["missing_batches"]) == (1, 2)
+    assert streams["torn"]["first_gap"]["seq"] == 9
+    assert streams["torn"]["first_bad_batch"] is None
+    assert streams["torn"]["not_live_s"] == 11.0
+    (resync,) = report["resyncs"]
+    assert (resync["reason"], resync["pages"], resync["is_complete"]) == ("gap", 20, True)
+    assert {"digest", "gap", "not live"} <= {each["kind"] for each in report["findings"]}
+    text = kvsight("audit", tmp_path).stdout
+    assert "The first is record 16, default/m/bad/0, seq 5, 2023-11-14T22:13:25.000Z" in text
+
+
+def test_the_good_part_of_a_damaged_log_is_audited(tmp_path: Path) -> None:
+    fleet = DecidingFleet(tmp_path, 1)
+    fleet.run(60)
+    whole = as_json(tmp_path)
+    (segment,) = tmp_path.glob("*.kvlog")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    report = as_json(tmp_path, rc=1)
+    counts = [each["records"] + each["funnel"]["requests"] + each["funnel"]["outcomes"] for each in (report, whole)]
+    assert counts[0] in (counts[1] - 1, counts[1] - 2)  # one record, and an outcome whose decision it was
+    (said,) = report["damage"]
+    assert f"{segment}: a record's checksum is wrong at byte " in said
+    assert "damage: " in kvsight("audit", tmp_path).stdout
+
+
+def test_decisions_beside_the_log_count(tmp_path: Path) -> None:
+    fleet = DecidingFleet(tmp_path / "log", 2)
+    fleet.run(40)
+    whole = as_json(tmp_path / "log")["funnel"]
+    split = tmp_path / "split"
+    with EventLogWriter(split) as events, EventLogWriter(split / "decisions") as decisions:
+        for _, record in EventLogReader(tmp_path / "log").read():
+            (decisions if record.channel == Channel.DECISIONS else events).append(record)
+    found = as_json(split)["funnel"]
+    assert (found["requests"], found["prompt_tokens"]) == (whole["requests"], whole["prompt_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere: no such folder"),
+        ([".", "--churn", "0"], "--churn: got '0', expected a number"),
+    ],
+)
+def test_wrong_input_is_named_with_exit_code_2(arguments: list[str], said: str) -> None:
+    done = kvsight("audit", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_an_empty_log_is_no_error(tmp_path: Path) -> None:
+    done: subprocess.CompletedProcess[str] = kvsight("audit", tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "verdict: The log has no batches.")
