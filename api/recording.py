@@ -20,5 +20,5 @@ class RecordingMetrics(Collector):
         """Yield the metric families."""
         yield CounterMetricFamily("kvsight_recorded_records", "Records written", value=self._recorder.written)
         yield CounterMetricFamily("kvsight_recording_lost", "Records not recorded", value=self._recorder.lost)
-        seconds = self._recorder.outage.seconds
+        seconds = self._recorder.degraded_seconds
         yield GaugeMetricFamily("kvsight_recording_degraded_seconds", "Time without writing, or 0", value=seconds)

@@ -33,6 +33,8 @@ _PROBE_S = 1.0
 _UPKEEP_S = 1.0
 _POLL_S = 0.05
 _RETRY_S = 1.0
+_STUCK_S = 5.0
+"""Time for one access to the disk, after which it counts as hanging."""
 
 
 class Recorder:
@@ -75,11 +77,27 @@ class Recorder:
         self._offered_bytes = 0
         self._writer: EventLogWriter | None = None
         self._is_flushed = self._is_synced = True
+        self._alive_at: float | None = None  # monotonic time of the newest sign of life; None unless the log is open
 
     @property
     def next_index(self) -> int:
         """Index of the next record of the log. 0 before it is open."""
         return 0 if self._writer is None else self._writer.next_index
+
+    @property
+    def degraded_seconds(self) -> float:
+        """Time for which the disk has accepted nothing; 0 if it does. For any thread."""
+        alive_at = self._alive_at
+        silent_s = 0.0 if alive_at is None else time.monotonic() - alive_at
+        return max(self.outage.seconds, silent_s if silent_s > _STUCK_S else 0.0)
+
+    @property
+    def degraded(self) -> str:
+        """Why nothing is recorded now, or "". For any thread."""
+        silent_s = self.degraded_seconds
+        return str(self.outage) or (
+            f"recording degraded: no answer of the disk for {silent_s:.0f} s" if silent_s else ""
+        )
 
     def offer(self, record: LogRecord) -> None:
         """Record something that no source keeps. Any thread; never waits for the disk."""
@@ -220,12 +238,15 @@ class Recorder:
         """Write what is offered, and keep the log durable and within its bounds."""
         due = Interval(_UPKEEP_S)
         while not stop.is_set():
+            self._alive_at = time.monotonic()
             await self._write(self._take_offered(), stop)
             if due.is_due(time.monotonic()):
                 try:
                     self._tidy()
                 except OSError as error:
                     await self._wait(error, stop)
+                else:
+                    self.outage.note_success()
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _POLL_S)
 
@@ -252,6 +273,7 @@ class Recorder:
             self._on_deleted(segment)
 
     def _close(self) -> None:
+        self._alive_at = None
         if self._writer is None:
             return
         try:

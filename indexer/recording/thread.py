@@ -28,7 +28,7 @@ class RecordingThread:
     @property
     def degraded(self) -> str:
         """Why records may be missing from the log now, or "" if none are."""
-        return str(self.recorder.outage) or self._failure
+        return self.recorder.degraded or self._failure
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -19,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from indexer.recording.recorder import Recorder
+from indexer.recording.thread import RecordingThread
 from kv_events.records import LogRecord
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
@@ -47,10 +49,12 @@ def program(name: str) -> str:
 
 
 @pytest.fixture
-async def service() -> AsyncIterator[str]:
+async def service(tmp_path: Path) -> AsyncIterator[str]:
     """The address of a service that has workers, and has answered, refused and rejected something."""
     fed, settings = HandFed(), ApiSettings(port=0)
-    async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+    recording = RecordingThread(Recorder(tmp_path / "recording"))
+    app = create_app(fed.consumer, settings, recording=recording)
+    async with running_server(app, settings) as url, httpx.AsyncClient() as client:
         await fed.hold(Stream("w"), TOKENS)
         await fed.feed(LogRecord(0, 0, 0, b"k", b"\xc1"))
         for body in ({"model_name": "m", "token_ids": TOKENS}, {}):
@@ -132,6 +136,7 @@ BAD = {
     'kvsight_ready{instance="i"}': "0x40",
     'kvsight_log_up{instance="i"}': "0x40",
     'kvsight_log_lag_records{instance="i"}': "2000+100x40",
+    'kvsight_recording_degraded_seconds{instance="i"}': "100x40",
     'kvsight_worker_state{worker="w", model="m", state="stale"}': "1x40",
     'kvsight_worker_state{worker="v", model="m", state="expired"}': "1x40",
     'kvsight_worker_resyncs_total{worker="w", model="m"}': "0+1x40",

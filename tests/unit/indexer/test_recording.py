@@ -1,0 +1,63 @@
+"""A recorder beside an event loop: its disk may hang, and what is offered is bounded."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder
+from indexer.recording.thread import RecordingThread
+from kv_events.event_log import EventLogReader
+from kv_events.records import Channel, LogRecord
+from tests.support.waiting import async_wait_until
+
+
+def record(number: int, num_bytes: int = 1000) -> LogRecord:
+    return LogRecord(0, number, 1, b"key", bytes(num_bytes), Channel.EVENTS)
+
+
+async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path) -> None:
+    answers = threading.Event()  # a callback that waits stands in for a disk that does not answer
+    recorder = Recorder(tmp_path, segment_bytes=2000, max_bytes=4000, on_deleted=lambda _segment: bool(answers.wait()))
+    recording = RecordingThread(recorder)
+    async with recording.running():
+        assert recording.degraded == ""
+        for number in range(10):
+            recorder.offer(record(number))
+        await async_wait_until(lambda: recording.degraded, 15, "the report")
+        assert "recording degraded: no answer of the disk for " in recording.degraded
+        assert recorder.degraded_seconds > 1
+        recorder.offer(record(10))
+        answers.set()
+        await async_wait_until(lambda: not recording.degraded, 15, "the disk")
+        await async_wait_until(lambda: recorder.written == 11, 15, "the records")
+    kept = [found.offset for _, found in EventLogReader(tmp_path).read(EventLogReader(tmp_path).first_index)]
+    assert kept == list(range(11 - len(kept), 11))
+
+
+async def test_records_that_are_offered_beyond_the_bound_are_lost_and_counted(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    size = 500_000
+    fitting = MAX_WAITING_BYTES // size
+    for number in range(fitting + 3):
+        recorder.offer(record(number, size))
+    assert recorder.lost == 3
+    async with RecordingThread(recorder).running():
+        await async_wait_until(lambda: recorder.written == fitting, 30, "the records that fit")
+        recorder.offer(record(fitting, size))
+        await async_wait_until(lambda: recorder.written == fitting + 1, 30, "a further one")
+
+
+async def test_a_folder_that_another_writer_has_open_is_used_when_it_is_free(tmp_path: Path) -> None:
+    first, second = Recorder(tmp_path), Recorder(tmp_path)
+    async with RecordingThread(first).running():
+        first.offer(record(0))
+        await async_wait_until(lambda: first.written == 1, 15, "the first record")
+        waiting = RecordingThread(second)
+        running = waiting.running()
+        await running.__aenter__()
+        second.offer(record(1))
+        await async_wait_until(lambda: "another writer" in waiting.degraded, 15, "the report")
+    await async_wait_until(lambda: second.written == 1, 15, "the second record")
+    assert waiting.degraded == ""
+    await running.__aexit__(None, None, None)
