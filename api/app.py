@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -15,6 +16,7 @@ from api.auth import BearerToken
 from api.decisions import DecisionMetrics, DecisionRoute
 from api.docs_page import docs_routes
 from api.dump import dump_routes
+from api.explain import ExplainRoute
 from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
 from api.hot_lane.lane import HotLane
@@ -54,11 +56,13 @@ def create_app(
     registrations: Registrations | None = None,
     decisions: DecisionLog | None = None,
     recording: RecordingThread | None = None,
+    event_log: Path | None = None,
 ) -> Application:
     """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
 
     registrations: engines that this process reads itself. None if it reads none; registrations are then refused.
     decisions: what keeps the decisions of routers. None: they are dropped. recording: what records the log, or None.
+    event_log: folder of the event log that the consumer reads, for explanations. None: they come from the recording.
     """
     decisions = decisions or DecisionLog(None)
 
@@ -80,7 +84,12 @@ def create_app(
     metrics.registry.register(DecisionMetrics(decisions))
     if recording is not None:
         metrics.registry.register(RecordingMetrics(recording.recorder))
-    others = {**RegisterRoutes(registrations).endpoints(), **DecisionRoute(consumer, decisions).endpoints()}
+    rare = (
+        RegisterRoutes(registrations),
+        DecisionRoute(consumer, decisions),
+        ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
+    )
+    others = {path: endpoint for routes in rare for path, endpoint in routes.endpoints().items()}
     for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     app.include_router(service_routes(consumer, metrics, registrations, recording))

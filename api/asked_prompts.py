@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.explain.prompts import AskedPrompt
+from analysis.explain.asked_prompt import AskedPrompt
 from api.questions import Numbers, Question
 from kv_events.hashing import rolling_hashes
 

@@ -17,11 +17,13 @@ from msgspec import UNSET, Struct, structs
 from api.auth import OPEN_PATHS
 from api.decision_requests import CandidateRequest, DecisionRequest, OutcomeRequest
 from api.decoding import CONTENT_TYPES
+from api.explain_requests import ExplainRequest
 from api.problems import MEDIA_TYPE
 from api.query_requests import IntList, PeerQuery, RfcQuery
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from indexer.views import ViewCounters
 from kvsight.schemas.decisions import DecisionsAccepted
+from kvsight.schemas.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
 from kvsight.schemas.problems import ProblemDocument
 from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
@@ -41,9 +43,14 @@ _REQUESTS = (
     DecisionRequest,
     OutcomeRequest,
     CandidateRequest,
+    ExplainRequest,
 )
 _ANSWERS: tuple[type[Struct], ...] = (
+    BatchPosition,
     DecisionsAccepted,
+    Evidence,
+    Explanation,
+    Finding,
     Listener,
     PeerAnswer,
     PeerInstance,
@@ -57,6 +64,7 @@ _ANSWERS: tuple[type[Struct], ...] = (
     Status,
     ViewPage,
     Worker,
+    WorkerExplanation,
 )
 _TEXTS = {
     "/query": "How much of a prompt each worker holds. The prompt is given by `token_ids`.",
@@ -79,6 +87,17 @@ _BODY_PROBLEMS = {
 _QUERY_PROBLEMS = {
     "400": "The body is malformed, no worker uses this block size, or a salt was given with local hashes",
     "404": "The model is unknown",
+    **_BODY_PROBLEMS,
+}
+_EXPLAIN_TEXT = (
+    "Why each worker holds no more of a prompt, from the log that the service keeps: the page at which its prefix "
+    "ends, the cause, and the batches that show it."
+)
+_EXPLAIN_PROBLEMS = {
+    "400": "The body is malformed",
+    "404": "No worker of the log serves the model, the worker is not in the log, or the service keeps no log",
+    "429": "Another explanation is being made",
+    "503": "The log cannot be read, or not within a minute",
     **_BODY_PROBLEMS,
 }
 _REGISTRATION_PROBLEMS = {
@@ -143,6 +162,9 @@ def complete(document: Json, *, needs_token: bool) -> None:
     taken = {"202": _json("Accepted", _schema(DecisionsAccepted))}
     problems = {"400": "The body is malformed", **_BODY_PROBLEMS}
     paths["/decisions"] = _post("/decisions", "decisions", _DECISIONS_TEXT, body, taken, problems)
+    asked = {"allOf": [_schema(ExplainRequest), query]}
+    explained = {"200": _json("The cause for each worker", _schema(Explanation))}
+    paths["/explain"] = _post("/explain", "queries", _EXPLAIN_TEXT, asked, explained, _EXPLAIN_PROBLEMS)
     if needs_token:
         _require_token(document)
 

@@ -39,6 +39,8 @@ TITLES = {
     "body-too-large": "The body is too large",
     "unauthorized": "A token is needed",
     "unavailable": "The service is not available",
+    "no-log": "This service keeps no log",
+    "explaining": "Another explanation is being made",
     "overloaded": "Too many connections",
     "too-many-clients": "Too many callers listen to events",
 }

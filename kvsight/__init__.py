@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvsight.retrying import RetryPolicy
     from kvsight.schemas.decisions import DecisionsAccepted
     from kvsight.schemas.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
+    from kvsight.schemas.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
     from kvsight.schemas.queries import PeerAnswer, PeerInstance
     from kvsight.schemas.workers import Listener, RadixView, ViewPage, Worker
     from publisher import EventPublisher, PublisherSettings
@@ -35,6 +36,7 @@ _HOMES = {
     "AllBlocksCleared": "kv_events",
     "AsyncClient": "kvsight.client",
     "BatchApplied": "kvsight.schemas.events",
+    "BatchPosition": "kvsight.schemas.explanations",
     "BlockRemoved": "kv_events",
     "BlockStored": "kv_events",
     "Client": "kvsight.client",
@@ -42,8 +44,11 @@ _HOMES = {
     "Decision": "kvsight.decisions",
     "DecisionsAccepted": "kvsight.schemas.decisions",
     "EventPublisher": "publisher",
+    "Evidence": "kvsight.schemas.explanations",
+    "Explanation": "kvsight.schemas.explanations",
     "FeedEvent": "kvsight.schemas.events",
     "FileSink": "publisher.sinks.file",
+    "Finding": "kvsight.schemas.explanations",
     "InvalidValueError": "kv_events",
     "KafkaSink": "publisher.sinks.kafka",
     "KvsightConnectionError": "kvsight.errors",
@@ -64,6 +69,7 @@ _HOMES = {
     "ViewPage": "kvsight.schemas.workers",
     "Worker": "kvsight.schemas.workers",
     "WorkerChoice": "kvsight.choice",
+    "WorkerExplanation": "kvsight.schemas.explanations",
     "ZmqSink": "publisher.sinks.zmq",
     "best_worker": "kvsight.choice",
     "rank_workers": "kvsight.choice",
@@ -74,6 +80,7 @@ __all__ = [
     "AllBlocksCleared",
     "AsyncClient",
     "BatchApplied",
+    "BatchPosition",
     "BlockRemoved",
     "BlockStored",
     "Client",
@@ -81,8 +88,11 @@ __all__ = [
     "Decision",
     "DecisionsAccepted",
     "EventPublisher",
+    "Evidence",
+    "Explanation",
     "FeedEvent",
     "FileSink",
+    "Finding",
     "InvalidValueError",
     "KafkaSink",
     "KvsightConnectionError",
@@ -103,6 +113,7 @@ __all__ = [
     "ViewPage",
     "Worker",
     "WorkerChoice",
+    "WorkerExplanation",
     "ZmqSink",
     "best_worker",
     "rank_workers",

@@ -21,6 +21,7 @@ from kvsight.decoding import decode
 from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
 from kvsight.prompts import Numbers, Prompt
 from kvsight.schemas.decisions import DecisionsAccepted
+from kvsight.schemas.explanations import Explanation
 from kvsight.schemas.problems import ProblemDocument
 from kvsight.schemas.queries import BatchAnswer, PeerAnswer, TierWeights
 from kvsight.schemas.workers import RadixView, ResyncAccepted, Worker
@@ -184,6 +185,21 @@ def decided(records: Decision | Outcome | Sequence[Decision | Outcome]) -> Call[
     given = [records] if isinstance(records, Decision | Outcome) else records
     content = msgspec.msgpack.encode({"decisions": [record.body() for record in given]})
     return Call("POST", "/decisions", partial(decode, DecisionsAccepted), content=content, content_type=_MSGPACK)
+
+
+# --- explanations ---------------------------------------------------------------------------------------------------
+
+
+def explain(prompt: Prompt, *, worker: str | None = None, at: float | None = None) -> Call[Explanation]:
+    """Why each worker holds no more of a prompt, from the log that the service keeps (`kvsight serve --record`).
+
+    worker: the only one to explain. at: the moment in seconds since 1970; None: now. The service reads its whole log,
+    which takes seconds: use a client with a longer timeout.
+    """
+    fields = {**prompt.body(), "worker": worker, "at": at}
+    content = msgspec.msgpack.encode({name: value for name, value in fields.items() if value is not None})
+    read = partial(decode, Explanation)
+    return Call("POST", "/explain", read, content=content, content_type=_MSGPACK, may_repeat=False)
 
 
 # --- workers --------------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from analysis.explain import sentences
+from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere, position
 from analysis.explain.follower import Follower, StreamHistory
-from analysis.explain.prompts import AskedPrompt
 from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.errors import KvsightError, shorten

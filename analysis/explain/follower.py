@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from analysis.explain.prompts import AskedPrompt, Column, HashRule, PromptHashes, Variant
+from analysis.explain.asked_prompt import AskedPrompt
+from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from analysis.explain.trails import Trail
 from indexer.replay import Replay

@@ -1,14 +1,14 @@
-"""The prompt that a question is about, and its hashes under every rule by which a worker may have hashed it."""
+"""The hashes of a prompt under every rule by which a worker may have hashed it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
+from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.watch_table import I64Array, WatchTable
 from kv_events.hash_seed import SEEDS, process_seed
 from kv_events.hashing import (
@@ -17,7 +17,6 @@ from kv_events.hashing import (
     block_hash_chain,
     hash_strs_to_int64,
     namespace_seed,
-    num_whole_pages,
     sequence_hashes,
 )
 
@@ -25,38 +24,6 @@ _OTHER_SEEDS = (*SEEDS.values(), 0, 1, 42)
 _MOST_BLOCK_SIZES = 16
 _MOST_OTHER_PAGES = 4096
 """Pages of the prompt that are looked for under another rule than the one that was asked for."""
-
-
-@dataclass(frozen=True)
-class AskedPrompt:
-    """A prompt, as a query gives it. Exactly one of `tokens` and `hashes` is given."""
-
-    model: str
-    tenant: str
-    tokens: U32Array | None = None
-    """uint32[n]"""
-    hashes: U64Array | None = None
-    """uint64[pages] sequence hashes. They cannot be computed under another rule."""
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    is_bigram: bool = False
-    """Whether pages consist of token pairs."""
-    block_size: int | None = None
-    """The only block size that the query accepts; None: any."""
-    worker: str | None = None
-    """The only worker to explain; None: all."""
-
-    def num_pages(self, block_size: int) -> int:
-        """Return the number of whole pages."""
-        if self.tokens is None:
-            return 0 if self.hashes is None else len(self.hashes)
-        return num_whole_pages(len(self.tokens), block_size, is_bigram=self.is_bigram)
-
-    def num_tail_tokens(self, block_size: int) -> int:
-        """Return the number of tokens behind the last whole page."""
-        if self.tokens is None:
-            return 0
-        return max(0, len(self.tokens) - self.is_bigram - self.num_pages(block_size) * block_size)
 
 
 class HashRule(NamedTuple):

@@ -19,7 +19,7 @@ from kvsight.cli.tables import Column, count, names, natural_order, printable, t
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from analysis.explain.prompts import AskedPrompt
+    from analysis.explain.asked_prompt import AskedPrompt
     from kvsight.schemas.explanations import Explanation, Finding, WorkerExplanation
 
 

@@ -73,7 +73,8 @@ app.command("version")(version.version)
 @app.command("compile-kernels", hidden=True)
 def compile_all_kernels() -> None:
     """Compile all numba kernels into the cache. For container images."""
-    compile_kernels("publisher.own_blocks", "bridge", "indexer.replay", *(["api.app"] if has_serve() else []))
+    of_logs = ("indexer.replay", "analysis.explain.explanation")
+    compile_kernels("publisher.own_blocks", "bridge", *of_logs, *(["api.app"] if has_serve() else []))
 
 
 @app.callback()

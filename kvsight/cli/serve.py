@@ -83,7 +83,7 @@ def serve(
         app = _embedded(indexer, settings, recording)
     else:
         consumer, decisions = create_consumer(indexer, recording=recording), create_decision_log(indexer)
-        app = create_app(consumer, settings, decisions=decisions, recording=recording)
+        app = create_app(consumer, settings, decisions=decisions, recording=recording, event_log=indexer.event_log_dir)
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
     if indexer.is_embedded:

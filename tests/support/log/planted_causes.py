@@ -22,6 +22,7 @@ from kv_events.schema import (
     SnapshotEnd,
     WireEvent,
 )
+from kvsight.schemas.explanations import WorkerExplanation
 from tests.support.log.records import Stream, digest_of, removed, stored, words
 
 MODEL, TENANT = "model-a", "default"
@@ -538,3 +539,15 @@ def planted(name: str, number: int) -> tuple[Scene, Truth]:
         scene.noise()
     scene.heartbeats()
     return scene, truth
+
+
+def check_truth(worker: WorkerExplanation, truth: Truth) -> None:
+    """Check that the cause that was planted is the one that was found."""
+    main = worker.findings[0]
+    assert (main.cause, main.page, main.namespace) == (truth.cause, truth.page, truth.namespace), main.text
+    if truth.record is not None:
+        assert main.evidence[-1].batch.index == truth.record, main.text
+    if truth.since is not None:
+        assert main.evidence[0].batch.index == truth.since, main.text
+    assert main.tier == truth.tier
+    assert set(truth.also) <= {finding.cause for finding in worker.findings}

@@ -10,7 +10,7 @@ from api.asked_prompts import asked_prompt
 from indexer.settings import IndexerSettings
 from kvsight.cli.prompts import decode_query
 from kvsight.schemas.explanations import CAUSES, WorkerExplanation
-from tests.support.log.planted_causes import PLANTS, VICTIM, Scene, Truth, planted
+from tests.support.log.planted_causes import PLANTS, VICTIM, Scene, check_truth, planted
 
 INSTANCES = 20
 
@@ -25,22 +25,11 @@ def explanation_of(scene: Scene) -> WorkerExplanation:
     return worker
 
 
-def check(worker: WorkerExplanation, truth: Truth) -> None:
-    main = worker.findings[0]
-    assert (main.cause, main.page, main.namespace) == (truth.cause, truth.page, truth.namespace), main.text
-    if truth.record is not None:
-        assert main.evidence[-1].batch.index == truth.record, main.text
-    if truth.since is not None:
-        assert main.evidence[0].batch.index == truth.since, main.text
-    assert main.tier == truth.tier
-    assert set(truth.also) <= {finding.cause for finding in worker.findings}
-
-
 @pytest.mark.parametrize("name", PLANTS)
 def test_the_true_cause_is_found(name: str) -> None:
     for number in range(INSTANCES):
         scene, truth = planted(name, number)
-        check(explanation_of(scene), truth)
+        check_truth(explanation_of(scene), truth)
 
 
 def test_every_cause_is_planted() -> None:

@@ -133,6 +133,7 @@ async def test_the_documentation_names_every_route(serving: Any) -> None:
         "/query_by_hash",
         "/query/batch",
         "/decisions",
+        "/explain",
         "/register",
         "/unregister",
         "/decisions",

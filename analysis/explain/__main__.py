@@ -1,0 +1,79 @@
+"""A process that explains one prompt: `python -m analysis.explain`, with a `Job` in msgpack on stdin.
+
+It writes the explanation as JSON to stdout and ends with 0. If there is none, it writes a `Refusal` and ends with 2. A
+service explains in a process of its own, because a replay in a thread would delay its answers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from analysis.explain.explanation import NothingToExplainError, explain
+from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
+from indexer.until import Until
+from kv_events.errors import KvsightError
+from kv_events.event_log import EventLogReader
+from kv_events.records import Channel, LogRecord
+from kvsight.schemas.explanations import Explanation
+
+_NICENESS = 10
+
+
+class _OutsideTheLogError(KvsightError):
+    """The moment is before or behind the records of the log."""
+
+
+def main() -> int:
+    """Do one job. Returns the exit code."""
+    os.nice(_NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal of the service, which ends this process itself
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    signal.alarm(int(job.timeout_s) + 1)  # if the service has died
+    try:
+        answer: Explanation | Refusal = _explain(job)
+    except _OutsideTheLogError as error:
+        answer = Refusal(field="at", detail=str(error))
+    except NothingToExplainError as error:
+        answer = Refusal(field="model_name" if job.worker is None else "worker", detail=str(error))
+    except (KvsightError, OSError) as error:
+        answer = Refusal(field=None, detail=str(error))
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    return EXIT_REFUSED if isinstance(answer, Refusal) else 0
+
+
+def _explain(job: Job) -> Explanation:
+    reader = EventLogReader(Path(job.folder))
+    first_s, last_s = float("inf"), 0.0
+
+    def records() -> Iterator[tuple[int, LogRecord]]:
+        nonlocal first_s, last_s
+        for index, record in reader.read(reader.first_index):
+            if record.channel == Channel.EVENTS:
+                first_s, last_s = min(first_s, record.timestamp_ms / 1000), max(last_s, record.timestamp_ms / 1000)
+                yield index, record
+
+    try:
+        found = explain(job.prompt(), records(), None if job.at is None else Until(time_s=job.at))
+    except NothingToExplainError as error:
+        _check_moment(job.at, first_s, last_s, error)
+        raise
+    _check_moment(job.at, first_s, last_s)
+    return found
+
+
+def _check_moment(at: float | None, first_s: float, last_s: float, cause: Exception | None = None) -> None:
+    if not last_s:
+        raise _OutsideTheLogError("the log has no record of events yet") from cause
+    if at is not None and not first_s <= at <= last_s:
+        side = "before the start" if at < first_s else "behind the end"
+        raise _OutsideTheLogError(f"at: {at} is {side} of the log, which has {first_s} to {last_s}") from cause
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""POST /explain: why each worker holds no more of a prompt, from the log that the service keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from http import HTTPStatus
+from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
+
+import msgspec
+from starlette.responses import Response
+
+from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
+from api.asked_prompts import asked_prompt
+from api.daemon_threads import run_in_daemon_thread
+from api.decoding import Codec, decode_as, is_large
+from api.explain_requests import ExplainRequest
+from api.hot import HotEndpoint, json_response
+from api.problems import ProblemError
+from api.questions import BY_ANY, decode_question
+from kv_events.errors import InvalidValueError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 2**20
+MAX_NUMBERS = 131_072
+"""Tokens or hashes of a prompt."""
+_COMMAND = (sys.executable, "-P", "-m", "analysis.explain")
+_BUSY_RETRY_S = 5
+
+
+class ExplainRoute:
+    """The route. A process of its own reads the log, one at a time and for a limited time."""
+
+    def __init__(self, folder: Path | None, timeout_s: float) -> None:
+        """folder: the event log with the records that this service applies. None: there is none."""
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._is_busy = False
+        self._process: Popen[bytes] | None = None
+
+    def endpoints(self) -> dict[str, HotEndpoint]:
+        """Path -> ASGI application for POST."""
+        return {"/explain": HotEndpoint(self._explain, MAX_BODY_BYTES)}
+
+    async def _explain(self, body: bytes | bytearray, codec: Codec) -> Response:
+        if self._folder is None:
+            detail = (
+                "this service keeps no log to explain from; start it with --record FOLDER (KVSIGHT_RECORD), or run "
+                "`kvsight record` and `kvsight explain`"
+            )
+            raise ProblemError(HTTPStatus.NOT_FOUND, "no-log", detail)
+        if self._is_busy:
+            detail = "another explanation is being made, and only one is made at a time"
+            raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "explaining", detail, retry_after_s=_BUSY_RETRY_S)
+        self._is_busy = True
+        try:
+            return await self._run(await _job(body, codec, self._folder, self._timeout_s))
+        finally:
+            self._is_busy = False
+
+    async def _run(self, job: Job) -> Response:
+        answers: list[bytes] = []
+        try:
+            await run_in_daemon_thread(lambda: answers.append(self._explained(job)))
+        finally:
+            if self._process is not None:
+                self._process.kill()  # harmless if it has ended; it has not if the service stops
+        return json_response(answers[0])
+
+    def _explained(self, job: Job) -> bytes:
+        """Return the explanation as JSON. Raises ProblemError."""
+        with Popen(_COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE) as self._process:  # noqa: S603  our own module
+            try:
+                answer, errors = self._process.communicate(msgspec.msgpack.encode(job), job.timeout_s)
+            except TimeoutExpired:
+                self._process.kill()
+                detail = f"not explained within {job.timeout_s:g} s; run `kvsight explain` on the log"
+                raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, "unavailable", detail) from None
+        exit_code = self._process.returncode
+        if exit_code == EXIT_REFUSED:
+            raise _refused(msgspec.json.decode(answer, type=Refusal), job)
+        if exit_code:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            logger.error("an explanation failed with exit code %s: %s", exit_code, last)
+            detail = "the explanation failed; the service's log says why"
+            raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, "unavailable", detail)
+        return answer
+
+
+async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float) -> Job:
+    """Decode and check a request. Raises ProblemError."""
+    request = decode_as(ExplainRequest, body, codec)
+    if is_large(body):
+        question, numbers = await asyncio.to_thread(decode_question, body, codec, BY_ANY)
+    else:
+        question, numbers = decode_question(body, codec, BY_ANY)
+    if len(numbers) > MAX_NUMBERS:
+        fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
+        raise ProblemError.of_value(fault)
+    return Job.of(asked_prompt(question, numbers, request.worker), folder, request.at, timeout_s)
+
+
+def _refused(refusal: Refusal, job: Job) -> ProblemError:
+    match refusal.field:
+        case "model_name":
+            return ProblemError(HTTPStatus.NOT_FOUND, "unknown-model", refusal.detail, "model_name", job.model)
+        case "worker":
+            return ProblemError(HTTPStatus.NOT_FOUND, "unknown-worker", refusal.detail, "worker", job.worker)
+        case "at":
+            return ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-value", refusal.detail, "at", job.at)
+        case _:
+            return ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, "unavailable", refusal.detail)

@@ -1,0 +1,122 @@
+"""POST /explain without a server: the same answers as the library, from a process of its own, and clear refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from api.app import create_app
+from api.settings import ApiSettings
+from kv_events.event_log import EventLogWriter
+from kvsight.client import AsyncClient
+from kvsight.prompts import Prompt
+from kvsight.schemas.explanations import Explanation
+from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.planted_causes import MODEL, VICTIM, Scene, check_truth, planted
+
+QUERY = {"model_name": MODEL, "token_ids": list(range(64))}
+
+
+@asynccontextmanager
+async def service(event_log: Path | None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A service that keeps a log in a folder."""
+    app = create_app(HandFed().consumer, ApiSettings(**settings), event_log=event_log)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://kvsight") as client:
+        yield client
+
+
+def problem_of(answer: httpx.Response, status: int, kind: str) -> dict[str, Any]:
+    """The problem document of a refusal of this kind."""
+    problem = check_problem(answer, status)
+    assert problem["type"] == f"urn:kvsight:problem:{kind}"
+    return problem
+
+
+def write_log(folder: Path, scene: Scene) -> Path:
+    """The records of a scene as an event log."""
+    with EventLogWriter(folder) as writer:
+        for record in scene.records:
+            writer.append(record)
+    return folder
+
+
+def body_of(scene: Scene) -> dict[str, Any]:
+    """The request for the victim at the moment of a scene."""
+    at = {} if scene.until is None else {"at": scene.until.time_s}
+    return {**scene.body, "worker": VICTIM, **at}
+
+
+@pytest.mark.parametrize("name", ["lost_batch", "other_block_size", "not_known_yet"])
+async def test_the_true_cause_is_answered(name: str, tmp_path: Path) -> None:
+    scene, truth = planted(name, 100)
+    async with service(write_log(tmp_path, scene)) as client:
+        answer = await client.post("/explain", json=body_of(scene))
+    assert answer.status_code == 200, answer.text
+    found = msgspec.json.decode(answer.content, type=Explanation)
+    (worker,) = found.workers
+    check_truth(worker, truth)
+
+
+async def test_the_client_explains_while_queries_are_answered(tmp_path: Path) -> None:
+    scene, truth = planted("cleared", 101)
+    async with service(write_log(tmp_path, scene)) as http:
+        client = AsyncClient("http://kvsight", transport=http._transport, timeout_s=60)
+        explaining = asyncio.create_task(client.explain(Prompt(MODEL, scene.tokens), worker=VICTIM))
+        refused = 0
+        while not explaining.done():
+            assert (await http.post("/query", json=QUERY)).status_code == 503  # it has applied nothing yet
+            refused += (await http.post("/explain", json={})).status_code == 429
+            await asyncio.sleep(0.01)
+        assert refused > 1
+        (worker,) = (await explaining).workers
+        check_truth(worker, truth)
+
+
+async def test_a_service_without_a_log_says_how_to_keep_one() -> None:
+    async with service(None) as client:
+        problem = problem_of(await client.post("/explain", json=QUERY), 404, "no-log")
+    assert "--record FOLDER" in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "kind", "field"),
+    [
+        ({"model_name": "unknown", "token_ids": [1, 2, 3]}, 404, "unknown-model", "model_name"),
+        ({"worker": "nobody"}, 404, "unknown-worker", "worker"),
+        ({"at": 4e9}, 422, "invalid-value", "at"),
+        ({"at": "yesterday"}, 422, "invalid-value", "at"),
+        ({"worker": 5}, 422, "invalid-value", "worker"),
+        ({"token_ids": [-1]}, 422, "invalid-value", "token_ids[0]"),
+        ({"token_ids": [1] * 131_073}, 422, "invalid-value", "len(token_ids)"),
+    ],
+)
+async def test_what_does_not_fit_the_log_is_refused(
+    change: dict[str, Any], status: int, kind: str, field: str, tmp_path: Path
+) -> None:
+    scene, _ = planted("held", 102)
+    async with service(write_log(tmp_path, scene)) as client:
+        problem = problem_of(await client.post("/explain", json=scene.body | change), status, kind)
+    assert problem["field"] == field
+
+
+async def test_a_log_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
+    async with service(tmp_path / "missing") as client:
+        problem = problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")
+    assert "no such folder" in problem["detail"]
+
+
+async def test_an_explanation_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    scene, _ = planted("held", 103)
+    async with service(write_log(tmp_path, scene), explain_timeout_s=0.01) as client:
+        problem = problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")
+        assert "kvsight explain" in problem["detail"]
+        problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")  # it is not busy any more
