@@ -16,6 +16,7 @@ from kvsight.cli import (
     bridge,
     demo,
     demo_prompt,
+    diff,
     engine,
     explain,
     log,
@@ -67,6 +68,7 @@ app.command("explain")(explain.explain)
 app.add_typer(log.app, name="log")
 app.command("audit")(audit.audit)
 app.add_typer(topics.app, name="topics")
+app.command("diff")(diff.diff)
 app.command("version")(version.version)
 
 

@@ -72,6 +72,12 @@ class LogSpan:
     next_offsets: dict[int, int] = field(default_factory=dict)
     """Partition of the events -> offset after its last record."""
 
+    @classmethod
+    def of(cls, name: str, first_index: int, next_index: int, times_s: tuple[float, float]) -> LogSpan:
+        """Return the extent of a log whose records are not read. It has no offsets."""
+        first_ms, last_ms = (round(time_s * 1000) for time_s in times_s)
+        return cls(name, next_index - first_index, first_index, next_index, first_ms, last_ms)
+
     def note(self, index: int, record: LogRecord) -> None:
         """Count a record. Records arrive in the order of the log; times may be out of order."""
         if not self.records:
