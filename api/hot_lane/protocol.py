@@ -7,13 +7,23 @@ uvicorn's protocol, as if they had arrived just now.
 
 from __future__ import annotations
 
+import asyncio
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.hot_lane.heads import MAX_BYTES
 from api.hot_lane.lane import HotLane
+from api.problems import ProblemError
 
+MAX_HEAD_BYTES = 2**16
+"""Bound on the head of a request, in addition to one packet."""
+ARRIVAL_S = 60.0
+"""Time in which a request must have arrived completely."""
+
+_HEAD = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\ncontent-type: application/%b\r\n\r\n"
 _END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -28,6 +38,9 @@ class HotProtocol(HttpToolsProtocol):
         self._held = bytearray()  # the part of a request in the lane that has arrived
         self._missing = 0
         self._answered_at = 0.0  # by the clock of the loop
+        self._is_in_head = False  # of a request that httptools reads
+        self._head_bytes = 0
+        self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
 
     def data_received(self, data: bytes) -> None:
         if self._held:
@@ -37,7 +50,43 @@ class HotProtocol(HttpToolsProtocol):
                 return
             data = self._take_held()
         if not (self._is_free() and self._is_taken(data)):
-            super().data_received(data)
+            self._feed(data)
+        if (self._held or self._is_parsing) != (self._arrival is not None):
+            self._set_arrival()
+
+    def _feed(self, data: bytes) -> None:
+        """Pass data to httptools, which bounds neither the number nor the size of headers."""
+        if self._is_in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
+
+    def _set_arrival(self) -> None:
+        """Set a limit to the arrival of a request, or cancel it after the request has arrived."""
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(ARRIVAL_S, self._give_up)
+        else:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _give_up(self) -> None:
+        self._refuse(ProblemError(408, "", f"request: not complete after {ARRIVAL_S:.0f} s"))
+
+    def _refuse(self, problem: ProblemError) -> None:
+        """Answer a request that has not arrived completely, unless its answer has begun, and close the connection."""
+        if not self._held and self.cycle is not None and self.cycle.response_started:
+            self.transport.close()
+            return
+        body, status = msgspec.json.encode(problem.document()), HTTPStatus(problem.status)
+        start = b"%d %b\r\nconnection: close" % (status, status.phrase.encode())
+        self.transport.write(_HEAD % (start, self._headers(), len(body), b"problem+json") + body)
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._arrival is not None:
+            self._set_arrival()
+        super().connection_lost(exc)
 
     def _is_taken(self, data: bytes) -> bool:
         """Answer a complete request, or hold one that is still arriving. Returns False if the lane does not take it.
@@ -69,13 +118,14 @@ class HotProtocol(HttpToolsProtocol):
         )
 
     def _respond(self, body: bytes) -> None:
-        head = b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\ncontent-type: application/json\r\n\r\n"
-        headers = self._lane.encoded_headers(self.server_state.default_headers)
-        self.transport.write(head % (headers, len(body)) + body)
+        self.transport.write(_HEAD % (b"200 OK", self._headers(), len(body), b"json") + body)
         self.server_state.total_requests += 1
         self._answered_at = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._wait_for_request(self.timeout_keep_alive)
+
+    def _headers(self) -> bytes:
+        return self._lane.encoded_headers(self.server_state.default_headers)
 
     def _wait_for_request(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
@@ -95,8 +145,13 @@ class HotProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
-        self._is_parsing = True
+        self._is_parsing = self._is_in_head = True
+        self._head_bytes = 0
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._is_parsing = False
@@ -105,7 +160,7 @@ class HotProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """End the connection after the request that is arriving."""
         if self._held:
-            super().data_received(self._take_held())
+            self._feed(self._take_held())
         super().shutdown()
 
     def _take_held(self) -> bytes:

@@ -13,8 +13,10 @@ import pytest
 import uvloop
 
 from api.app import create_app
+from api.hot_lane import protocol
 from api.hot_lane.heads import Head
 from api.hot_lane.lane import HotLane
+from api.hot_lane.protocol import MAX_HEAD_BYTES
 from api.server import running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
@@ -164,6 +166,39 @@ def test_usual_queries_are_answered_in_the_lane_and_others_are_not(monkeypatch: 
             assert taken == [True, True, True, False]
             await line.ask(request(QUERY, "/query?"))
             assert len(taken) == 4
+
+    run(main())
+
+
+def test_a_head_without_end_is_refused() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line, other = await connect(), await connect()
+            line.writer.write(b"POST /query HTTP/1.1\r\n")
+            await other.ask(request(QUERY))  # so the server has read what was sent before
+            line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
+            status, _, body = await line.answer()
+            assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+            assert json.loads(body)["detail"] == f"headers: more than {MAX_HEAD_BYTES} bytes"
+            assert await line.is_at_end()
+            assert (await other.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/query", "/query?"])
+def test_a_request_that_does_not_arrive_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "ARRIVAL_S", 0.5)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            assert (await line.ask(request(QUERY, path), pieces=3))[0] == b"HTTP/1.1 200 OK"
+            line.writer.write(request(QUERY, path)[:-1])
+            status, _, body = await line.answer()
+            assert status == b"HTTP/1.1 408 Request Timeout"
+            assert "not complete" in json.loads(body)["detail"]
+            assert await line.is_at_end()
 
     run(main())
 
