@@ -136,7 +136,6 @@ async def test_the_documentation_names_every_route(serving: Any) -> None:
         "/explain",
         "/register",
         "/unregister",
-        "/decisions",
         "/events",
         "/workers",
         "/workers/{worker}/view",
