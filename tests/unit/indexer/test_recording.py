@@ -16,9 +16,13 @@ def record(number: int, num_bytes: int = 1000) -> LogRecord:
     return LogRecord(0, number, 1, b"key", bytes(num_bytes), Channel.EVENTS)
 
 
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
 async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path) -> None:
     answers = threading.Event()  # a callback that waits stands in for a disk that does not answer
-    recorder = Recorder(tmp_path, segment_bytes=2000, max_bytes=4000, on_deleted=lambda _segment: bool(answers.wait()))
+    recorder = Recorder(tmp_path, segment_bytes=2000, max_bytes=4000, on_deleted=lambda _segment: _wait(answers))
     recording = RecordingThread(recorder)
     async with recording.running():
         assert recording.degraded == ""
