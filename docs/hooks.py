@@ -25,6 +25,8 @@ OUTSIDE = (
     "deploy/kubernetes/vllm-with-bridge.yaml",
     "deploy/prometheus/alerts.yml",
     "docker-compose.yml",
+    "examples/debug_a_routing_anomaly.md",
+    "examples/record_a_routing_anomaly.py",
     "examples/router.py",
     "examples/small_router.py",
 )

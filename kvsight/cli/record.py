@@ -33,7 +33,7 @@ class Kind(str, Enum):  # noqa: UP042  (typer shows its values)
     EVENTS = "events"
     CONTROL = "control"
     DECISIONS = "decisions"
-    DEAD_LETTERS = "dead-letters"
+    DEAD_LETTERS = "dead_letters"
 
 
 @with_kafka_flags
@@ -45,7 +45,7 @@ def record(
     until: Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms; then stop.")] = None,
     worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
-    only: Annotated[list[Kind] | None, typer.Option(help="Only this kind of records. Repeatable.")] = None,
+    channel: Annotated[list[Kind] | None, typer.Option(help="Only this channel. Repeatable.")] = None,
     *,
     max_bytes: Annotated[str | None, typer.Option(help="Bound on the log's size, such as 20GiB.")] = None,
     max_age: Annotated[str | None, typer.Option(help="Bound on the age of records, such as 7d.")] = None,
@@ -69,7 +69,7 @@ def record(
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
     first, last = _moment("--from", since), _moment("--to", until)
     has_offsets = first.positions is not None or last.positions is not None
-    feeds = _feeds(settings, only, last, Selection(worker, model), has_offsets=has_offsets)
+    feeds = _feeds(settings, channel, last, Selection(worker, model), has_offsets=has_offsets)
     size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
     age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
     segment = SEGMENT_BYTES if size is None else min(SEGMENT_BYTES, size // _MIN_SEGMENTS)
@@ -122,13 +122,13 @@ async def _begin(feed: Feed, since: Until) -> None:
 
 
 def _feeds(
-    settings: KafkaSettings, only: list[Kind] | None, until: Until, selection: Selection, *, has_offsets: bool
+    settings: KafkaSettings, channels: list[Kind] | None, until: Until, selection: Selection, *, has_offsets: bool
 ) -> list[Feed]:
     """The topics to read. Offsets belong to the events' topic, so a range of offsets contains nothing else."""
     from indexer.assembly import create_feeds
     from kv_events.records import Channel
 
-    kinds = set(only or ((Kind.EVENTS, Kind.DEAD_LETTERS) if has_offsets else Kind))
+    kinds = set(channels or ((Kind.EVENTS, Kind.DEAD_LETTERS) if has_offsets else Kind))
     events, *others = create_feeds(settings)
     if has_offsets and kinds - {Kind.EVENTS, Kind.DEAD_LETTERS}:
         raise UsageError("--from and --to name offsets of the events' topic: give times for other kinds of records")

@@ -229,7 +229,7 @@ async def test_a_recording_waits_for_its_topic_and_keeps_a_bound_on_its_size(
     own: dict[str, Any], tmp_path: Path
 ) -> None:
     log, said = tmp_path / "log", tmp_path / "said"
-    bounds = ("--max-bytes", "64KiB", "--segment-bytes", "8KiB", "--only", "events")
+    bounds = ("--max-bytes", "64KiB", "--segment-bytes", "8KiB", "--channel", "events")
     with running("record", log, *flags(own), *bounds, output=said) as process:
         await asyncio.to_thread(wait_until, lambda: "waiting for topic" in said.read_text(), 60, "the line")
         assert await existing(own) == {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder
 from indexer.recording.thread import RecordingThread
 from kv_events.event_log import EventLogReader
+from kv_events.log_retention import DeletedSegment
 from kv_events.records import Channel, LogRecord
 from tests.support.waiting import async_wait_until
 
@@ -16,13 +17,14 @@ def record(number: int, num_bytes: int = 1000) -> LogRecord:
     return LogRecord(0, number, 1, b"key", bytes(num_bytes), Channel.EVENTS)
 
 
-def _wait(event: threading.Event) -> None:
-    event.wait()
-
-
 async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path) -> None:
-    answers = threading.Event()  # a callback that waits stands in for a disk that does not answer
-    recorder = Recorder(tmp_path, segment_bytes=2000, max_bytes=4000, on_deleted=lambda _segment: _wait(answers))
+    answers = threading.Event()
+
+    def hang(_segment: DeletedSegment) -> None:
+        """Stands in for a disk that does not answer."""
+        answers.wait()
+
+    recorder = Recorder(tmp_path, segment_bytes=2000, max_bytes=4000, on_deleted=hang)
     recording = RecordingThread(recorder)
     async with recording.running():
         assert recording.degraded == ""
