@@ -69,6 +69,7 @@ class Applier:
             if view is not None:
                 raise IndexFullError("holder sets, so that the old pages stay", 0)
         if view is None:
+            yield from self.namespaces.make_room(batch.stream, batch.block_size)
             view = self.namespaces.add_view(batch.stream, batch.block_size)
         if view.admit(batch, is_silent=is_silent):
             view.hear(batch, heard_at, heard_tick)

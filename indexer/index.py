@@ -20,7 +20,7 @@ from kv_events.digest import Digest, empty_digest
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
 from kv_events.schema import NUM_MEDIA
-from kv_events.small_pages import zeros
+from kv_events.small_pages import give_back, zeros
 
 SLICE_PAGES = 2048
 """Maximum number of pages per kernel call. A call takes well under a millisecond, so queries wait only briefly."""
@@ -104,10 +104,19 @@ class OverlapIndex:
         stream = len(self._digests)
         if stream == self._max_streams:
             raise IndexFullError("worker streams", self._max_streams)
+        for _ in self.make_room():
+            pass
         self._digests.append(empty_digest())
-        if stream >= 64 * self._width:
-            self._widen(2 * self._width)
         return stream
+
+    def make_room(self) -> Iterator[None]:
+        """Make room for one more stream, in slices, so that `add_stream` takes no time.
+
+        The index must not change before the end. Queries between two slices are answered as before.
+        """
+        is_full = len(self._digests) == self.most_streams and all(digest is not None for digest in self._digests)
+        if is_full and self.most_streams < self._max_streams:
+            yield from self._widen(2 * self._width)
 
     def drop_stream(self, stream: int) -> None:
         """Release the number of a stream. The stream must hold no page (see `sweep`)."""
@@ -241,14 +250,13 @@ class OverlapIndex:
         ids = np.flatnonzero(sets.users[:used])
         row_of_id = np.zeros(used, np.uint32)
         row_of_id[ids] = np.arange(len(ids))
-        image = IndexImage(
-            [],
-            [],
-            [],
-            sets.words[ids],
-            {s: digest.copy() for s, digest in enumerate(self._digests) if digest is not None},
-        )
         yield
+        rows = np.empty((len(ids), sets.words.shape[1]), np.uint64)
+        digests = {s: digest.copy() for s, digest in enumerate(self._digests) if digest is not None}
+        image = IndexImage([], [], [], rows, digests)
+        for start in range(0, len(ids), step := holder_sets.slice_rows(rows)):
+            rows[start : start + step] = sets.words[ids[start : start + step]]
+            yield
         for start, stop in self._entry_ranges(_SCAN_ENTRIES):
             live = start + np.flatnonzero(self._pages.holders[start:stop])
             image.hashes.append(self._pages.table.keys[live])
@@ -266,7 +274,8 @@ class OverlapIndex:
         num_sets, words_per_set = image.sets.shape
         if max(image.digests, default=0) >= self._max_streams or not words_per_set or words_per_set % NUM_MEDIA:
             raise InvalidValueError("image", words_per_set, f"at most {self._max_streams} streams")
-        self._widen(words_per_set // NUM_MEDIA)
+        for _ in self._widen(words_per_set // NUM_MEDIA):
+            pass
         self._check_streams(image)
         ids = np.empty(num_sets, np.uint32)
         for hashes, parents, holders in zip(image.hashes, image.parents, image.holders, strict=True):
@@ -348,11 +357,14 @@ class OverlapIndex:
         bytes_per_set = NUM_MEDIA * width * 8
         return max(64, min(2 * max_pages + 64, self._max_set_bytes // bytes_per_set))
 
-    def _widen(self, width: int) -> None:
+    def _widen(self, width: int) -> Iterator[None]:
         if width != self._width:
             capacity = self._set_capacity(self.max_pages, width)
+            old = self._pages.sets.words[: page_table.high_water(self._pages.sets.table)]
+            sets = yield from holder_sets.widened(self._pages.sets, capacity, width)
             self._width = width
-            self._set_pages(self._pages._replace(sets=holder_sets.widened(self._pages.sets, capacity, width)))
+            self._set_pages(self._pages._replace(sets=sets))
+            yield from give_back(old)
 
     def _set_pages(self, pages: apply.Pages) -> None:
         self._pages = pages

@@ -94,6 +94,12 @@ class Namespaces:
         base, group = _base_key(namespace.key)
         return group is not None and base in self._namespaces
 
+    def make_room(self, stream: StreamId, block_size: int) -> Iterator[None]:
+        """Prepare `add_view`, in slices. See `OverlapIndex.make_room`."""
+        namespace = self._namespaces.get(NamespaceKey(stream.model, stream.tenant, block_size))
+        if namespace is not None:
+            yield from namespace.index.make_room()
+
     def add_view(self, stream: StreamId, block_size: int) -> View:
         """Create an empty view. Raises IndexFullError if a limit of the settings is reached."""
         namespace = self.add_namespace(stream.model, stream.tenant, block_size)

@@ -11,6 +11,7 @@ Set 0 is the empty set. Its hash is 0, its users are not counted, and it is neve
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,14 @@ from numba import types
 from kv_events import page_table, page_table_kernels
 from kv_events.bundles import U32Vector, U64Matrix, spread
 from kv_events.digest import mix
+from kv_events.hashing import U64Array
 from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import Table
 from kv_events.schema import NUM_MEDIA
 from kv_events.small_pages import zeros
+
+_SLICE_BYTES = 2**17
+"""Memory that is written in one slice of a copy. It is fresh, and each of its pages may take ten microseconds."""
 
 _ONE = np.uint64(1)
 _EMPTY = np.uint64(0)
@@ -72,14 +77,22 @@ def bytes_used(sets: HolderSets) -> int:
     return page_table.high_water(sets.table) * int(per_set) + page_table.bytes_used(sets.table)
 
 
-def widened(sets: HolderSets, capacity: int, width: int) -> HolderSets:
-    """Return a copy with the same sets and ids and wider planes."""
-    words = zeros((capacity, NUM_MEDIA * width), np.uint64)
+def widened(sets: HolderSets, capacity: int, width: int) -> Generator[None, None, HolderSets]:
+    """Return a copy with the same sets and ids and wider planes, made in slices. Nothing may change in between."""
     used, old_width = page_table.high_water(sets.table), sets.words.shape[1] // NUM_MEDIA
-    planes = words.reshape(capacity, NUM_MEDIA, width)
-    planes[:used, :, :old_width] = sets.words[:used].reshape(used, NUM_MEDIA, old_width)
+    words = zeros((max(capacity, used), NUM_MEDIA * width), np.uint64)
+    planes = words.reshape(-1, NUM_MEDIA, width)
+    for start in range(0, used, step := slice_rows(words)):
+        here = slice(start, min(start + step, used))
+        planes[here, :, :old_width] = sets.words[here].reshape(-1, NUM_MEDIA, old_width)
+        yield
     page_table.limit(sets.table, capacity)
     return sets._replace(words=words)
+
+
+def slice_rows(words: U64Array) -> int:
+    """Return the number of sets to copy in one slice. words: uint64[s, 4 * width]."""
+    return max(1, _SLICE_BYTES // int(words.shape[1] * words.itemsize))
 
 
 @array_helper

@@ -209,6 +209,62 @@ def test_streams_beyond_the_bound_are_refused() -> None:
         index.add_stream()
 
 
+def scattered(max_pages: int, **bounds: int) -> tuple[OverlapIndex, dict[int, int], list[int]]:
+    """Return an index in which 64 streams hold random pages, the pages that each of them holds, and the prompt."""
+    random = np.random.default_rng(1)
+    index, prompt = OverlapIndex(max_pages, **bounds), list(range(1, max_pages + 1))
+    held = {}
+    for _ in range(64):
+        stream = index.add_stream()
+        part = [page for page in prompt if page == 1 or random.random() < 0.1]
+        index.store(stream, stored_pages(part, 0), 0, len(part))
+        held[stream] = int(index.digest(stream)[0])
+    return index, held, prompt
+
+
+def test_room_for_another_stream_is_made_in_short_slices_between_which_queries_are_answered() -> None:
+    index, held, _ = scattered(20_000)
+    first = np.ones(1, np.uint64)
+    num_slices = 0
+    for _ in index.make_room():
+        assert index.find(first).streams.tolist() == list(range(64))
+        num_slices += 1
+    assert num_slices >= 8
+    assert list(index.make_room()) == []
+    stream = index.add_stream()
+    assert stream == 64
+    index.store(stream, stored_pages([1], 0), 0, 1)
+    assert index.find(first).streams.tolist() == list(range(65))
+    assert {s: int(index.digest(s)[0]) for s in held} == held
+    index.check()
+
+
+def test_another_stream_has_room_if_wider_holder_sets_exceed_their_bound() -> None:
+    index, held, prompt = scattered(300, max_set_bytes=250 * 32)
+    assert index.num_sets > 125  # the bound for sets of 64 bytes
+    stream = index.add_stream()
+    assert index.store(stream, stored_pages([2, 3], 0), 0, 2) == (0, 2)
+    index.check()
+    removed_all = removed_pages(prompt, 0)
+    for old in held:
+        index.remove(old, removed_all, 0, len(prompt))
+        index.check()
+    for old in held:  # removals that need a set of their own are refused until there is room
+        index.remove(old, removed_all, 0, len(prompt))
+    index.check()
+    assert (index.num_pages, index.num_sets) == (0, 0)
+    assert index.store(stream, stored_pages([2, 3], 0), 0, 2) == (0, 0)
+
+
+def test_there_is_no_room_to_make_while_a_number_of_a_stream_is_free() -> None:
+    index, _, _ = scattered(10)
+    assert sum(index.sweep(7)) > 0
+    index.drop_stream(7)
+    assert list(index.make_room()) == []
+    assert index.add_stream() == 7
+    assert index.most_streams == 64
+
+
 def test_a_stream_that_holds_pages_cannot_be_dropped() -> None:
     index = OverlapIndex(max_pages=10)
     stream = index.add_stream()

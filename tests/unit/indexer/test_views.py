@@ -293,6 +293,20 @@ def test_a_live_view_is_right_and_one_resync_mends_any_other(steps: list[tuple[s
     view.index.check()
 
 
+def test_the_worker_for_which_all_holder_sets_are_widened_joins_in_slices(applier: Applier) -> None:
+    random = np.random.default_rng(1)
+    streams = [Stream(f"w{i}") for i in range(65)]
+    for stream in streams[:64]:
+        pages = 1 + np.flatnonzero(random.random(10_000) < 0.1)
+        apply(applier, stream.batch(stored((0, pages.tolist()))))
+    joining = streams[64].batch(stored((0, [1, 2])))
+    assert sum(1 for _ in applier.apply(joining, 0.0)) >= 5
+    for stream in streams:
+        view = view_of(applier, stream)
+        assert (view.state, held(view)) == (ViewState.LIVE, stream.held)
+    view.index.check()
+
+
 def test_a_large_event_is_applied_in_slices_and_right(applier: Applier) -> None:
     stream = Stream()
     record = stream.batch(stored((0, list(range(1, 9001))), (0, list(range(20_001, 20_801)))))

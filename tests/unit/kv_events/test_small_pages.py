@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from indexer.index import OverlapIndex
-from kv_events.small_pages import zeros
+from kv_events.small_pages import give_back, zeros
 
 MANY = 2**23
 
@@ -35,6 +35,16 @@ def _flags(address: int) -> list[str]:
         if int(mapping[1], 16) <= address < int(mapping[2], 16):
             return mapping[3].split()
     raise AssertionError("no mapping")
+
+
+def test_memory_is_given_back_in_steps() -> None:
+    array = zeros((MANY, 2), np.uint64)
+    array[:] = 1
+    used = array[: MANY // 2]
+    assert sum(1 for _ in give_back(used)) == used.nbytes // 2**22
+    assert not used.any()
+    assert array[MANY // 2 :].all()
+    assert list(give_back(zeros(10, np.uint64))) == []
 
 
 def test_an_index_grows_by_small_pages() -> None:
