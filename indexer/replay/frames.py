@@ -32,6 +32,10 @@ class KeyFrameError(KvsightError):
     """A key frame cannot be used. The views are replayed from an earlier one, or from the beginning of the log."""
 
 
+class OtherSettingsError(KvsightError):
+    """A key frame has views with other bounds, or another time-to-live. It is sound, but of no use."""
+
+
 class FrameHead(msgspec.Struct, frozen=True, array_like=True):
     """What decides whether a key frame can be used for a moment."""
 
@@ -96,10 +100,10 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
 
 
 def read_head(path: Path, settings: IndexerSettings) -> Frame:
-    """Read the head of a key frame. Raises KeyFrameError, also for a frame of views with other settings."""
+    """Read the head of a key frame. Raises KeyFrameError, or OtherSettingsError."""
     head = _read_head(path)
     if head.settings != _settings(settings):
-        raise KeyFrameError(f"{path}: the key frame was made with other settings: {head.settings}")
+        raise OtherSettingsError(f"{path}: the key frame was made with other settings: {head.settings}")
     return Frame(path, head)
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from indexer.replay.frames import FRAME_SUFFIX, Frame, KeyFrameError, checksum, load_frame, read_head
+from indexer.replay.frames import (
+    FRAME_SUFFIX,
+    Frame,
+    KeyFrameError,
+    OtherSettingsError,
+    checksum,
+    load_frame,
+    read_head,
+)
 from indexer.replay.replay import Replay
 from indexer.settings import IndexerSettings
 from indexer.until import Until
@@ -17,6 +26,8 @@ from kv_events.event_log import EventLogError
 from kv_events.log_segment import EventLogCorruptedError
 from kv_events.log_times import TimeIndex
 from kv_events.records import Channel, LogRecord
+
+logger = logging.getLogger(__name__)
 
 _NAME_BYTES = 4096
 """The names of a batch are within its first bytes."""
@@ -218,6 +229,8 @@ class Timeline:
                     return load_frame(frame, self._settings), frame.head.next_index
             except KeyFrameError as error:
                 self._frame_faults[path] = str(error)
+            except OtherSettingsError as error:
+                logger.info("%s", error)
         return Replay(self._settings), self._times.first_index
 
     def _is_before(self, frame: Frame, moment: Until, stop: int) -> bool:

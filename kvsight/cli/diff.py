@@ -10,8 +10,9 @@ import typer
 
 from kvsight.cli.console import UsageError, at_most_one, compile_kernels, err, out, print_json, print_lines
 from kvsight.cli.log.reading import LogInput
-from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
+from kvsight.cli.moments import Moment, local_time, parse_moment
 from kvsight.cli.options import ApiToken, AsJson
+from kvsight.cli.replay import views_at
 from kvsight.cli.streams import MEDIA
 from kvsight.cli.tables import Column, count, natural_order, table_lines
 
@@ -59,14 +60,9 @@ def diff(
 def _of_log(source: LogInput, moment: Moment, flag: str) -> Holdings:
     """What the workers hold at a moment of a log. Raises UsageError if the moment is outside."""
     from analysis.diff import holdings_of
-    from indexer.replay import Timeline
 
-    timeline = Timeline(source.folder)
-    if timeline.span_s is None:
-        raise UsageError(f"{source.folder}: the log is empty")
-    views = timeline.at(moment.until)
-    span = LogSpan.of(str(source.folder), timeline.first_index, timeline.next_index, timeline.span_s)
-    if moment.until.positions is None and (fault := span.fault(moment)):
+    views, span = views_at(source, moment)
+    if fault := span.fault(moment):
         raise UsageError(fault.replace("--at", flag))
     if not views.applier.records:
         raise UsageError(f"{flag} {moment.text}: no record is before this moment: {span}")
@@ -74,7 +70,6 @@ def _of_log(source: LogInput, moment: Moment, flag: str) -> Holdings:
         f"{source.folder}: views as of {local_time(views.now)}, after {count(views.applier.records, 'record')}",
         markup=False,
     )
-    source.damage, source.faults = timeline.damage, timeline.faults
     return holdings_of(views)
 
 

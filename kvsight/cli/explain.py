@@ -56,6 +56,7 @@ def explain(
     else:
         print_lines(_lines(found, asked, out.width))
     err.print(f"{span}\nas of {local_time(found.time)}, after {count(found.records, 'record')}", markup=False)
+    history.exit_if_damaged()
 
 
 def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Explanation, LogSpan]:
@@ -64,7 +65,7 @@ def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Expl
     from analysis.explain.explanation import explain as explain_records
 
     span = LogSpan(history.name)
-    records = ((None if history.is_topic else index, record) for index, record in history.records(span))
+    records = ((None if history.log is None else index, record) for index, record in history.records(span))
     try:
         found = explain_records(asked, records, moment.until)
     except NothingToExplainError as error:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kv_events.event_log import EventLogReader
-from kvsight.cli.console import UsageError, at_most_one
+from kvsight.cli.console import UsageError, at_most_one, progress_bar
+from kvsight.cli.log.reading import LogInput
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from kv_events.records import LogRecord
     from kvsight.cli.moments import LogSpan, Moment
 
@@ -19,21 +21,22 @@ class History(NamedTuple):
     """The records of a log, from the oldest to the newest."""
 
     name: str
-    is_topic: bool
-    read: Callable[[Callable[[int], None]], Iterator[tuple[int, LogRecord]]]
-    """Yields each record with its index. Passes their number to its argument when it begins."""
+    read: Callable[[Progress], Iterator[tuple[int, LogRecord]]]
+    """Yields each record with its index, and shows the progress in its argument."""
+    log: LogInput | None = None
+    """None: a topic."""
 
     def records(self, span: LogSpan) -> Iterator[tuple[int, LogRecord]]:
         """Yield each record with its index, noted in a span, and show the progress on stderr."""
-        from kvsight.cli.console import progress_bar
-
         with progress_bar() as bar:
-            task = bar.add_task("replaying", total=None)
-            for index, record in self.read(lambda total: bar.update(task, total=total)):
+            for index, record in self.read(bar):
                 span.note(index, record)
-                if span.records % 256 == 0:
-                    bar.update(task, completed=span.records)
                 yield index, record
+
+    def exit_if_damaged(self) -> None:
+        """Name what could not be read, and end with exit code 1. Does nothing if everything was read."""
+        if self.log is not None:
+            self.log.exit_if_damaged()
 
 
 def open_history(log: Path | None, kafka: str | None, connection: dict[str, Any], moment: Moment) -> History:
@@ -42,13 +45,8 @@ def open_history(log: Path | None, kafka: str | None, connection: dict[str, Any]
         raise UsageError("give the folder of an event log, or --kafka HOST:PORT")
     if log is None:
         return _topic(kafka, connection, moment)
-    reader = EventLogReader(log)
-
-    def read(on_start: Callable[[int], None]) -> Iterator[tuple[int, LogRecord]]:
-        on_start(reader.next_index - reader.first_index)
-        return reader.read(reader.first_index)
-
-    return History(str(log), False, read)
+    source = LogInput(log)
+    return History(str(log), lambda bar: source.records("replaying", bar), source)
 
 
 def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> History:
@@ -62,4 +60,13 @@ def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> His
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
     asyncio.run(KafkaConnection(settings).check())  # before kernels are compiled
     name = f"topic {settings.events_topic}"
-    return History(name, True, lambda on_start: enumerate(source_records(KafkaSource(settings), on_start)))
+
+    def read(bar: Progress) -> Iterator[tuple[int, LogRecord]]:
+        task = bar.add_task("replaying", total=None)
+        records = source_records(KafkaSource(settings), lambda total: bar.update(task, total=total))
+        for index, record in enumerate(records):
+            if index % 256 == 0:
+                bar.update(task, completed=index)
+            yield index, record
+
+    return History(name, read)

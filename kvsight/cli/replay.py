@@ -20,8 +20,10 @@ from kvsight.cli.console import (
     print_json,
     print_lines,
     read_json_object,
+    waiting,
 )
 from kvsight.cli.history import History, open_history
+from kvsight.cli.log.reading import LogInput
 from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.prompts import decode_query
@@ -76,15 +78,33 @@ def replay(
     if fault:
         err.print(f"warning: {fault}", markup=False)
         raise typer.Exit(EXIT_USAGE)
+    history.exit_if_damaged()
 
 
 def _replay(history: History, moment: Moment) -> tuple[Replay, LogSpan]:
     from indexer.replay import Replay
 
+    if history.log is not None:
+        with waiting("replaying"):
+            return views_at(history.log, moment)
     span = LogSpan(history.name)
-    has_index = moment.until.offset is not None
-    records = (record._replace(offset=at) if has_index else record for at, record in history.records(span))
-    return Replay().apply_all(records, moment.until), span
+    return Replay().apply_all((record for _, record in history.records(span)), moment.until), span
+
+
+def views_at(log: LogInput, moment: Moment) -> tuple[Replay, LogSpan]:
+    """The views at a moment of a log, and the extent of the log. Damage is noted in the log."""
+    from indexer.replay import Timeline
+
+    timeline = Timeline(log.folder)
+    views = timeline.at(moment.until)
+    if moment.until.positions is not None or timeline.span_s is None:
+        for _ in log.chunks("reading"):  # which offsets the log has
+            pass
+        span = log.span
+    else:
+        span = LogSpan.of(str(log.folder), timeline.first_index, timeline.next_index, timeline.span_s)
+    log.damage, log.faults = timeline.damage, timeline.faults
+    return views, span
 
 
 def _used(moment: Moment, replayed: Replay) -> str:

@@ -17,6 +17,7 @@ from indexer.views import View
 from kv_events.kafka_clients import KafkaConnection
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.kafka_topics import inspect_topics
+from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
 from kvsight.cli.main import app
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
@@ -35,10 +36,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "kv-aware"
 
 
+def events(folder: Path) -> list[LogRecord]:
+    return [record for record in log_records(folder) if record.channel == Channel.EVENTS]
+
+
 def test_a_replay_up_to_a_time_takes_the_records_of_that_time_along(recorded: Path) -> None:
-    times = [record.timestamp_ms for record in log_records(recorded)]
+    times = [record.timestamp_ms for record in events(recorded)]
     moment = sorted(times)[len(times) // 2]
-    replayed = Replay().apply_all(log_records(recorded), Until(time_s=moment / 1000))
+    replayed = Replay().apply_all(events(recorded), Until(time_s=moment / 1000))
     assert replayed.applier.records == sum(time <= moment for time in times)
     assert replayed.now == moment / 1000
 
@@ -91,7 +96,7 @@ async def copy(folder: Path, settings: KafkaSettings) -> None:
     await inspect_topics(connection, settings, create=True)
     producer = connection.producer()
     await producer.start()
-    for record in log_records(folder):
+    for record in events(folder):
         await producer.send(settings.events_topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
     await producer.stop()
 
@@ -112,7 +117,7 @@ def test_the_command_replays_a_topic_as_it_does_a_recording(recorded: Path, topi
     assert at_end.exit_code == 0, at_end.stderr
     assert views(at_end) == views(replayed(recorded, "--json"))
     assert at_end.stderr.startswith(f"topic {topic.events_topic} has ")
-    times = sorted(record.timestamp_ms for record in log_records(recorded))
+    times = sorted(record.timestamp_ms for record in events(recorded))
     moment = f"@{times[len(times) // 2] / 1000}"
     assert views(replayed("--json", "--at", moment, topic=topic)) == views(replayed(recorded, "--json", "--at", moment))
     assert "worker-0" in replayed(topic=topic).stdout

@@ -340,3 +340,13 @@ def test_an_export_has_the_views_of_a_moment(log: Path, tmp_path: Path) -> None:
     assert [page for (page,) in pages] == [101, 103, 105, 107, 108, 109]
     done = kvsight("log", "export", log, "--parquet", tmp_path / "out")
     assert "not an empty folder" in str(done.exception)
+
+
+def test_a_replay_uses_the_sound_part_of_a_damaged_log_and_says_what_is_lost(log: Path) -> None:
+    assert kvsight("replay", log).exit_code == 0
+    first = min(log.glob("*.kvlog"))
+    damage(first, 24 + 12 + 40)
+    done = kvsight("replay", log, "--at", "20", "--json")
+    assert (done.exit_code, len(json.loads(done.stdout))) == (1, 2)
+    assert f"damaged: {first}: a record's checksum is wrong at byte 24, record 0" in done.stderr
+    assert "after 19 records" in done.stderr
