@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ import typer
 
 from kv_events.event_log import EventLogReader
 from kv_events.quantities import BYTES, SECONDS, parse_quantity
+from kv_events.records import Channel
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, err, stop_signals
 from kvsight.cli.moments import parse_moment
@@ -85,7 +87,8 @@ def record(
     )
     recorder.open()
     err.print(f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops")
-    asyncio.run(_record(recorder, feeds, first, once=once))
+    indexed = None if once or not any(feed.is_recorded and feed.channel == Channel.EVENTS for feed in feeds) else folder
+    asyncio.run(_record(recorder, feeds, first, once=once, indexed=indexed))
     num_records = recorder.next_index - EventLogReader(folder).first_index
     err.print(f"stopped; {folder} holds {num_records} records")
 
@@ -95,10 +98,20 @@ def _report_deletion(segment: DeletedSegment) -> None:
     err.print(f"deleted {segment.path.name}: {records}")
 
 
-async def _record(recorder: Recorder, feeds: list[Feed], since: Until, *, once: bool) -> None:
+async def _record(
+    recorder: Recorder, feeds: list[Feed], since: Until, *, once: bool, indexed: Path | None = None
+) -> None:
+    """indexed: folder of the log, if key frames are written beside it."""
+    from indexer.replay.background import indexing
+
     stop = stop_signals()
     for feed in feeds:
         await _begin(feed, since)
+    async with nullcontext() if indexed is None else indexing(indexed):
+        await _run(recorder, feeds, stop, once=once)
+
+
+async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, once: bool) -> None:
     running = asyncio.create_task(recorder.run(feeds, stop, once=once))
     with err.status("") as status:
         while not (await asyncio.wait({running}, timeout=_SHOW_S))[0]:
@@ -126,7 +139,6 @@ def _feeds(
 ) -> list[Feed]:
     """The topics to read. Offsets belong to the events' topic, so a range of offsets contains nothing else."""
     from indexer.assembly import create_feeds
-    from kv_events.records import Channel
 
     kinds = set(channels or ((Kind.EVENTS, Kind.DEAD_LETTERS) if has_offsets else Kind))
     events, *others = create_feeds(settings)

@@ -242,6 +242,7 @@ async def test_a_recording_waits_for_its_topic_and_keeps_a_bound_on_its_size(
         assert await asyncio.to_thread(process.wait, 30) == 0
     files = sorted(log.glob("*.kvlog"))
     assert sum(file.stat().st_size for file in files) <= 64 * 1024
+    assert len(list(log.glob("*.kvtimes"))) == len(files)  # the time index is written along
     kept = [record.offset for _, record in EventLogReader(log).read(EventLogReader(log).first_index)]
     assert kept == list(range(200 - len(kept), 200))
     text = said.read_text()
