@@ -82,6 +82,15 @@ def test_events_wait_for_company_until_the_linger_time_is_over() -> None:
     assert step.hashes.tolist() == [101, 102]
 
 
+def test_the_first_event_after_a_pause_does_not_wait() -> None:
+    publisher = make(linger_ms=10)
+    publisher.publish([stored(1)])
+    (step,) = steps_of(publisher.take_records(NOW + 0.011))
+    assert step.hashes.tolist() == [101]
+    publisher.publish([stored(2)])
+    assert publisher.take_records(NOW + 0.012) == []
+
+
 def test_a_full_batch_does_not_wait() -> None:
     publisher = make(linger_ms=10_000, batch_pages=4)
     publisher.publish([stored(*range(10))])
