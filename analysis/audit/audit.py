@@ -6,36 +6,41 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+
+from analysis.audit.decisions import Decisions
 from analysis.audit.events import EventAudit
 from analysis.audit.funnel import FunnelAudit
-from analysis.audit.reading import Decisions, whole_records
 from analysis.audit.report import AuditReport
 from analysis.audit.verdict import judge
+from kv_events.event_log import EventLogReader
+from kv_events.log_scan import scan_log
 from kv_events.records import Channel
 
 CHURN_S = 10.0
 
 
-def audit_log(folder: Path, churn_s: float = CHURN_S, on_record: Callable[[int], None] = lambda _: None) -> AuditReport:
+def audit_log(folder: Path, churn_s: float = CHURN_S, on_chunk: Callable[[int], None] = lambda _: None) -> AuditReport:
     """Audit an event log.
 
     The log is read twice: for the decisions, then for everything else. Memory is needed for the pages that are held at
     one time and for the distinct pages, about 130 bytes each, and none for records. churn_s: seconds for which pages
-    are expected to stay. on_record: called with the index of each record.
+    are expected to stay. on_chunk: called now and then with the index of the next record.
 
     Raises EventLogError if there is no such log. Damaged parts are named in the report.
     """
+    EventLogReader(folder)  # there is such a folder
     damage: list[str] = []
     events = EventAudit(churn_s)
     funnel = FunnelAudit(events)
     with closing(Decisions(folder)) as decisions:
-        for index, record in whole_records(folder, damage):
-            on_record(index)
-            if record.channel != Channel.EVENTS:
-                continue
-            for decision in decisions.before(record.timestamp_ms, index):
-                funnel.take(decision)
-            events.apply(index, record)
+        for chunk in scan_log(folder, lambda error: damage.append(str(error))):
+            for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
+                index, record = chunk.first_index + row, chunk.record(row)
+                for decision in decisions.before(record.timestamp_ms, index):
+                    funnel.take(decision)
+                events.apply(index, record)
+            on_chunk(chunk.next_index)
         for decision in decisions.rest():
             funnel.take(decision)
         report = events.report()

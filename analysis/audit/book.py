@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,6 @@ class PageBook:
 
     def __init__(self, churn_s: float, capacity: int = CAPACITY) -> None:
         """churn_s: seconds for which a page is expected to stay. capacity: most pages held, and most distinct pages."""
-        self._churn_ms = int(churn_s * 1000)
         self._book = Book(
             Residencies(
                 make_table(capacity),
@@ -72,6 +72,7 @@ class PageBook:
         )
         self._resident = resident(self._book)
         self._facts = np.zeros(9, np.int64)
+        self._facts[8] = int(churn_s * 1000)
 
     def store(self, stream: int, namespace: int, step: StoredPages, at: Moment, mark: int, *, is_resync: bool) -> None:
         """Note pages that were stored. mark: number of the stream's resync."""
@@ -112,7 +113,7 @@ class PageBook:
 
     def num_orphans(self, num_streams: int) -> int:
         """Return how many held pages have a parent that their stream does not hold."""
-        keys = np.array([_key(stream, 1) for stream in range(num_streams)], np.uint64).view(np.int64)
+        keys = np.array([_signed_key(stream, 1) for stream in range(num_streams)], np.int64)
         return int(kernels.count_orphans(self._resident, keys))
 
     def hottest(self, most: int) -> list[Prefix]:
@@ -133,10 +134,15 @@ class PageBook:
         return [Prefix(*(int(column[entry]) for column in columns)) for entry in best.tolist()]
 
     def _state(self, stream: int, namespace: int, medium: int, at: Moment) -> None:
-        keys = np.array([_key(stream, 1), _key(namespace, 2)], np.uint64).view(np.int64)
-        self._facts[:2] = keys
-        self._facts[2:6] = stream, medium, at.ms & 0xFFFFFFFF, at.batch & 0xFFFFFFFF
-        self._facts[8] = self._churn_ms
+        facts = self._facts
+        facts[0], facts[1] = _signed_key(stream, 1), _signed_key(namespace, 2)
+        facts[2], facts[3], facts[4], facts[5] = stream, medium, at.ms & 0xFFFFFFFF, at.batch & 0xFFFFFFFF
+
+
+@lru_cache(maxsize=2**17)
+def _signed_key(number: int, kind: int) -> int:
+    """The same as a signed number, for arrays of them."""
+    return int(_key(number, kind).view(np.int64))
 
 
 def _key(number: int, kind: int) -> np.uint64:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from dataclasses import replace as copy_of
+from dataclasses import dataclass
 from heapq import nlargest
+from typing import NamedTuple
 
 from analysis.audit.book import Moment, PageBook
 from analysis.audit.report import AuditReport, HotPrefix, Place, Rates, Resync, StreamReport
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
-from indexer.views import View, ViewCounters, ViewState
+from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -23,6 +23,18 @@ _MAX_PAGES = 2**26
 _MAX_STREAMS = 65_536
 
 
+class _Counts(NamedTuple):
+    """Counters of a view after a batch."""
+
+    gaps: int
+    restarts: int
+    resyncs: int
+    digest_mismatches: int
+
+
+_NONE = _Counts(0, 0, 0, 0)
+
+
 @dataclass
 class _Stream:
     """One stream while the log is read."""
@@ -31,8 +43,7 @@ class _Stream:
     namespace: int
     view: View
     report: StreamReport
-    before: ViewCounters = field(default_factory=ViewCounters)
-    """The counters of the view before the batch."""
+    before: _Counts = _NONE
     epoch: int = -1
     seq: int = -1
     mark: int = 0
@@ -133,7 +144,8 @@ class EventAudit:
     def _note(self, view: View, batch: DecodedBatch) -> None:
         stream = self._stream(view, batch)
         self.num_batches += 1
-        after, before = view.counters, stream.before
+        now, before = view.counters, stream.before
+        after = _Counts(now.gaps, now.restarts, now.resyncs, now.digest_mismatches)
         if after.gaps > before.gaps:
             self._note_gap(stream, batch)
         if batch.epoch != stream.epoch:
@@ -150,7 +162,7 @@ class EventAudit:
         stream.report.batches += 1
         stream.report.heartbeats += not batch.steps
         stream.report.bytes += len(self._record[1].payload)
-        stream.epoch, stream.seq, stream.before = batch.epoch, batch.seq, copy_of(after)
+        stream.epoch, stream.seq, stream.before = batch.epoch, batch.seq, after
 
     def _stream(self, view: View, batch: DecodedBatch) -> _Stream:
         found = self._streams.get(view.stream)
@@ -162,7 +174,7 @@ class EventAudit:
             self._end(found)
             self.book.sweep(found.number)
             found.namespace = self.namespace_number(view.stream.model, view.stream.tenant, batch.block_size)
-            found.view, found.before = view, ViewCounters()
+            found.view, found.before = view, _NONE
         return found
 
     def _end(self, stream: _Stream) -> None:

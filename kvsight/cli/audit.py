@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 EXIT_DAMAGED = 1
 _MOST_ROWS = 10
-_PROGRESS_EVERY = 256
 _LONGEST_NAME = 200
 _STEPS = ("held in the fleet", "held by the chosen worker", "predicted", "delivered")
 _MEDIA = ("gpu", "cpu", "disk", "external")
@@ -58,16 +57,15 @@ def audit(
     require_serve("kvsight audit")
     from kv_events.event_log import EventLogReader
 
-    reader = EventLogReader(log)
+    first_index = EventLogReader(log).first_index
     compile_kernels("analysis.audit.audit")
     from analysis.audit.audit import audit_log
 
     with progress_bar() as bar:
         task = bar.add_task("records", total=None)
 
-        def show(index: int) -> None:
-            if index % _PROGRESS_EVERY == 0:
-                bar.update(task, completed=index - reader.first_index)
+        def show(next_index: int) -> None:
+            bar.update(task, completed=next_index - first_index)
 
         report = audit_log(log, churn, show)
     if examples is not None and report.funnel is not None:

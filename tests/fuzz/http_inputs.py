@@ -9,12 +9,16 @@ from typing import Any
 
 import msgspec
 
+from api.decisions import DecisionRoute
 from api.decoding import CONTENT_TYPES, codec_of, decode_as
 from api.hot import HotRoutes
 from api.problems import ProblemError
 from api.register import engine_of_peer, engine_of_rfc
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from api.saved_registrations import SavedRegistrations
+from indexer.decisions.log import DecisionLog
+from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision
+from kv_events.errors import RecordRejectedError
 from tests.fuzz.log_inputs import SMALL
 from tests.support.both_ways import BothWays
 from tests.support.log.hand_fed import HandFed
@@ -31,23 +35,31 @@ _QUERIES: list[dict[str, Any]] = [
     {"modelname": "m", "block_size": 4, "block_hashes": [-1, 2**63 - 1], "tier_weights": {"gpu": 1}},
     {"queries": [{"model_name": "m", "token_ids": [1, 2, 3, 4]}, {"model": "m"}]},
 ]
+_DECISIONS: list[dict[str, Any]] = [
+    {"request_id": "r", "model_name": "m", "token_ids": [1, 2, 3, 4], "worker": "w", "predicted_tokens": 4,
+     "candidates": [{"worker": "w", "dp_rank": 0, "tokens": 4, "score": 0.5}], "timestamp": 1e9},
+    {"decisions": [{"request_id": "r", "cached_tokens": 4}, {"request_id": "s", "model": "m", "block_size": 4,
+                                                            "seq_hashes": [1, 2], "worker": "w", "dp_rank": 1}]},
+]  # fmt: skip
 _REGISTRATIONS: list[dict[str, Any]] = [
     {"instance_id": 1, "endpoint": "tcp://h:1", "model_name": "m", "block_size": 4, "replay_endpoint": "tcp://[::1]:2"},
     {"instance_id": "a", "type": "vLLM", "endpoint": "ipc:///x", "modelname": "m", "block_size": 4, "dp_rank": 3},
 ]
 _LISTS = [{"engines": [{"endpoint": "tcp://h:1", "worker": "w", "model": "m"}]}]
 QUERIES = _both(_QUERIES)
+DECISIONS = _both(_DECISIONS)
 REGISTRATIONS = [*_both(_REGISTRATIONS), *(msgspec.json.encode(kept) for kept in _LISTS)]
 
 
 class HttpTarget:
-    """The hot routes as ASGI applications, without a server."""
+    """The hot routes and that of decisions as ASGI applications, without a server."""
 
     def __init__(self) -> None:
         consumer = HandFed(SMALL).consumer
         for _ in consumer.applier.apply(Stream("w").batch(stored((0, [1, 2, 3]))), 1.0):
             pass
-        self._routes = HotRoutes(consumer, 2**20).endpoints()
+        decisions = DecisionRoute(consumer, DecisionLog(None))
+        self._routes = HotRoutes(consumer, 2**20).endpoints() | decisions.endpoints()
 
     def __call__(self, data: bytes) -> None:
         for route in self._routes.values():
@@ -94,6 +106,18 @@ class _OneImage:
 
     async def close(self) -> None:
         pass
+
+
+def decision_records() -> list[bytes]:
+    """Records of the topic of decisions."""
+    decided = Decision(VERSION, "r", 1.0, "m", "t", 4, 9, bytes(16), "w", None, 8, [Candidate("w", 0, 8, 0.5)])
+    return [encode_decision(each) for each in (decided, Outcome(VERSION, "r", 2.0, 8))]
+
+
+def run_decision(data: bytes) -> None:
+    """Decode a record of the topic of decisions."""
+    with contextlib.suppress(RecordRejectedError):
+        decode_decision(data)
 
 
 def run_registration(data: bytes) -> None:

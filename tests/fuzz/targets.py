@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from tests.fuzz.client_inputs import ANSWERS, FEED, run_answer, run_feed
 from tests.fuzz.engine_inputs import PAYLOADS, POLLED, BridgeTarget, run_polled
-from tests.fuzz.http_inputs import QUERIES, REGISTRATIONS, HttpTarget, LaneTarget, run_registration
+from tests.fuzz.http_inputs import (
+    DECISIONS,
+    QUERIES,
+    REGISTRATIONS,
+    HttpTarget,
+    LaneTarget,
+    decision_records,
+    run_decision,
+    run_registration,
+)
 from tests.fuzz.log_inputs import (
     SNAPSHOT_BODY,
     RecordTarget,
@@ -52,7 +61,8 @@ def targets() -> dict[str, Target]:
         "published record": Target(published_records(), run_published),
         "segment": Target([segment()], run_segment),
         "snapshot": Target([SNAPSHOT_BODY], run_snapshot),
-        "query": Target(QUERIES, HttpTarget()),
+        "query": Target([*QUERIES, *DECISIONS], HttpTarget()),
+        "decision": Target(decision_records(), run_decision),
         "hot lane": Target(QUERIES, LaneTarget()),
         "registration": Target(REGISTRATIONS, run_registration),
         "answer": Target(ANSWERS, run_answer),

@@ -1,4 +1,4 @@
-"""Reading of a log for an audit: what can be read of a damaged one, and the decisions in the order of their times."""
+"""The decisions of a log, in the order of their times."""
 
 from __future__ import annotations
 
@@ -7,32 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from kv_events.decisions import DECISIONS_FOLDER, DecisionRecord, decode_decision
 from kv_events.errors import RecordRejectedError
-from kv_events.event_log import EventLogCorruptedError, EventLogReader
-from kv_events.memory_log import LogTruncatedError
+from kv_events.log_scan import OnDamage, scan_log
 from kv_events.records import Channel, LogRecord
 
 _BESIDE = -1
 """Index of decisions that are in a log of their own: they precede the records of the same millisecond."""
-
-
-def whole_records(folder: Path, damage: list[str]) -> Iterator[tuple[int, LogRecord]]:
-    """Yield (index, record) of all records that can be read. damage: receives what cannot.
-
-    Raises EventLogError if the folder does not exist.
-    """
-    reader = EventLogReader(folder)
-    start: int | None = reader.first_index
-    while start is not None:
-        try:
-            yield from reader.read(start)
-            start = None
-        except EventLogCorruptedError as error:
-            damage.append(str(error))
-            start = None if error.resume is None else error.resume.record_index
-        except LogTruncatedError as error:  # old segments were deleted meanwhile
-            start = error.first
 
 
 class _Place(NamedTuple):
@@ -59,11 +42,8 @@ class Decisions:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (`close` closes it)
         self._places: list[_Place] = []
         self._next = 0
-        for index, record in whole_records(folder, []):
-            self._add(index, record)
-        if (beside := folder / DECISIONS_FOLDER).is_dir():
-            for _, record in whole_records(beside, self.damage):
-                self._add(_BESIDE, record)
+        self._read_all(folder, lambda _: None)  # the audit reads this log again
+        self._read_all(folder / DECISIONS_FOLDER, lambda error: self.damage.append(str(error)), _BESIDE)
         self._places.sort()
 
     def __len__(self) -> int:
@@ -85,9 +65,13 @@ class Decisions:
         """Delete the temporary file."""
         self._file.close()
 
+    def _read_all(self, folder: Path, on_damage: OnDamage, given: int | None = None) -> None:
+        """given: index of all records. None: their own."""
+        for chunk in scan_log(folder, on_damage):
+            for row in np.flatnonzero(chunk.channels == Channel.DECISIONS).tolist():
+                self._add(chunk.first_index + row if given is None else given, chunk.record(row))
+
     def _add(self, index: int, record: LogRecord) -> None:
-        if record.channel != Channel.DECISIONS:
-            return
         try:
             ms = int(decode_decision(record.payload).timestamp * 1000)
         except RecordRejectedError:
