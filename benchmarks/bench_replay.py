@@ -36,7 +36,7 @@ _RANDOM_SEED = 1
 _START_S, _STEP_S = 1.7e9, 0.01
 
 
-class _Worker:
+class Worker:
     """A cache that stores chains of new pages and removes its oldest ones. `index` computes its digests."""
 
     def __init__(self, number: int, index: OverlapIndex) -> None:
@@ -65,7 +65,7 @@ class _Worker:
 def write_log(folder: Path, num_changes: int, pages_per_record: int) -> None:
     """Write a log of this many changes."""
     index = OverlapIndex()
-    workers = [_Worker(number, index) for number in range(NUM_WORKERS)]
+    workers = [Worker(number, index) for number in range(NUM_WORKERS)]
     generator = np.random.default_rng(_RANDOM_SEED)
     done, now = 0, _START_S
     with EventLogWriter(folder) as writer:

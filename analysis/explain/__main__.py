@@ -16,9 +16,9 @@ import msgspec
 
 from analysis.explain.explanation import NothingToExplainError, explain
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
+from indexer.replay import Timeline
 from indexer.until import Until
 from kv_events.errors import KvsightError
-from kv_events.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
 from kvsight.schemas.explanations import Explanation
 
@@ -48,12 +48,12 @@ def main() -> int:
 
 
 def _explain(job: Job) -> Explanation:
-    reader = EventLogReader(Path(job.folder))
+    log = Timeline(Path(job.folder))
     first_s, last_s = float("inf"), 0.0
 
     def records() -> Iterator[tuple[int, LogRecord]]:
         nonlocal first_s, last_s
-        for index, record in reader.read(reader.first_index):
+        for index, record in log.records(log.first_index):
             if record.channel == Channel.EVENTS:
                 first_s, last_s = min(first_s, record.timestamp_ms / 1000), max(last_s, record.timestamp_ms / 1000)
                 yield index, record

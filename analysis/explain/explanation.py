@@ -126,10 +126,10 @@ def _why_nothing(follower: Follower) -> str:
     prompt, streams = follower.prompt, list(follower.first_records)
     here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.model, prompt.tenant)]
     if here and prompt.worker is not None:
-        known = _listed(stream.worker for stream in here)
+        known = _listed(sorted(shorten(stream.worker) for stream in here), ", ")
         return f"worker {shorten(prompt.worker)} is not in the log; {_namespace(here[0])} has {known}"
     asked = f"no worker of the log serves model {shorten(prompt.model)}, tenant {shorten(prompt.tenant)}"
-    known = _listed(_namespace(stream) for stream in streams if split_group(stream.model)[1] is None)
+    known = _listed((_namespace(stream) for stream in streams if split_group(stream.model)[1] is None), "; ")
     return f"{asked}; it has {known or 'no readable record'}"
 
 
@@ -137,7 +137,7 @@ def _namespace(stream: StreamId) -> str:
     return f"model {shorten(stream.model)}, tenant {shorten(stream.tenant)}"
 
 
-def _listed(texts: Iterable[str]) -> str:
+def _listed(texts: Iterable[str], separator: str) -> str:
     several = list(dict.fromkeys(texts))
     more = f" and {len(several) - _MOST_NAMED} more" if len(several) > _MOST_NAMED else ""
-    return "; ".join(several[:_MOST_NAMED]) + more
+    return separator.join(several[:_MOST_NAMED]) + more

@@ -19,7 +19,7 @@ from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.hashing import U64Array
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId, split_group
 
@@ -95,17 +95,23 @@ class Follower:
 
     def follow(self, records: Iterable[tuple[int | None, LogRecord]], until: Until | None = None) -> None:
         """Read the records of a log, each with its index in an event log, and apply those before a moment."""
-        self.replay.apply_all(self._noted(records), until)
+        if until is None or until.offset is None:
+            self.replay.apply_all(self._noted(records), until)
+        else:  # an index in an event log, where the offsets of records are those of the topic that was recorded
+            indexed = (record._replace(offset=self._index or 0) for record in self._noted(records))
+            self.replay.apply_all(indexed, until)
 
     def later_streams(self) -> dict[StreamId, tuple[Batch, int]]:
         """Return the streams whose first batch comes after the moment, see `first_records`."""
         return {stream: first for stream, first in self.first_records.items() if stream not in self.streams}
 
     def _noted(self, records: Iterable[tuple[int | None, LogRecord]]) -> Iterator[LogRecord]:
-        for self._index, self._record in records:
-            if self._record.key not in self._keys:
-                self._note_first()
-            yield self._record
+        for self._index, record in records:
+            if record.channel == Channel.EVENTS:
+                self._record = record
+                if record.key not in self._keys:
+                    self._note_first()
+                yield record
 
     def _note_first(self) -> None:
         """Note the first record of a stream. Most records after the moment need not be decoded for that."""

@@ -7,10 +7,13 @@ import pytest
 
 from analysis.explain.explanation import explain
 from api.asked_prompts import asked_prompt
+from indexer.replay import Replay
 from indexer.settings import IndexerSettings
+from indexer.until import Until
+from kv_events.streams import StreamId
 from kvsight.cli.prompts import decode_query
 from kvsight.schemas.explanations import CAUSES, WorkerExplanation
-from tests.support.log.planted_causes import PLANTS, VICTIM, Scene, check_truth, planted
+from tests.support.log.planted_causes import MODEL, PLANTS, VICTIM, Scene, check_truth, planted
 
 INSTANCES = 20
 
@@ -38,3 +41,44 @@ def test_every_cause_is_planted() -> None:
         _, truth = planted(name, 0)
         found |= {truth.cause, *truth.also}
     assert found == set(CAUSES)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_moment_may_be_an_index_of_the_log(number: int) -> None:
+    scene, truth = planted("evicted", 300 + number)
+    assert truth.record is not None
+    scene.until = Until(offset=truth.record + 1)
+    check_truth(explanation_of(scene), truth)
+    scene.until = Until(offset=truth.record)
+    assert explanation_of(scene).findings[0].page != truth.page
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_moment_may_be_positions_of_a_topic(number: int) -> None:
+    scene, truth = planted("cleared", 310 + number)
+    assert truth.record is not None
+    offset = scene.records[truth.record].offset
+    scene.until = Until(positions={0: offset})
+    assert explanation_of(scene).cause == "held"
+    scene.until = Until(positions={0: offset + 1})
+    assert explanation_of(scene).cause == "cleared"
+
+
+def test_a_prompt_of_hashes_is_explained() -> None:
+    for name in ("evicted", "moved", "restarted", "lost_batch", "other_tenant", "hidden"):
+        scene, truth = planted(name, 320)
+        scene.body = {"model_name": MODEL, "seq_hashes": scene.hashes}
+        check_truth(explanation_of(scene), truth)
+
+
+def test_other_workers_are_not_changed_by_what_is_planted() -> None:
+    scene, _ = planted("held", 330)
+    body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
+    found = explain(asked_prompt(*decode_query(body)), enumerate(scene.records))
+    held = Replay().apply_all(scene.records)
+    for worker in found.workers:
+        view = held.namespaces.view(StreamId(MODEL, "default", worker.instance_id, worker.dp_rank))
+        assert view is not None
+        pages = {h for part in view.index.stream_pages(view.number) for h in part.hashes.tolist()}
+        prefix = next((i for i, h in enumerate(scene.hashes) if h not in pages), len(scene.hashes))
+        assert worker.held["external"] == prefix
