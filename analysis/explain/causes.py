@@ -83,7 +83,7 @@ class Causes:
         """Return the reasons why the prefix ends, the main one first."""
         found = [*self._of_the_worker(), *self._of_the_end(), *self._of_tiers(), *self._of_hidden_pages()]
         tail = self._follower.prompt.num_tail_tokens(self._history.block_size)
-        if tail and self.prefixes.longest == self.num_pages:
+        if not self.num_pages or (tail and self.prefixes.longest == self.num_pages):
             text = sentences.partial_page(tail, self._history.block_size, self.num_pages)
             found.append(Finding(cause="partial_page", page=self.num_pages + 1, text=text))
         return found or [Finding(cause="held", text=sentences.held(self.num_pages))]
@@ -215,10 +215,7 @@ def best_elsewhere(follower: Follower, worker: str, asked: StreamHistory | None)
     asked: the worker's stream under the model and tenant of the query. None: it has none.
     """
     found = (
-        place
-        for history in follower.streams.values()
-        if history.stream.worker == worker
-        for place in _places(follower, history, asked)
+        place for history in follower.by_worker.get(worker, {}).values() for place in _places(follower, history, asked)
     )
     return max(found, key=lambda place: place.tokens, default=None)
 

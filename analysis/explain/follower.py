@@ -84,6 +84,8 @@ class Follower:
         self.replay = Replay(settings or IndexerSettings())
         self.replay.applier.on_applied.append(self._note)
         self.streams: dict[StreamId, StreamHistory] = {}
+        self.by_worker: dict[str, dict[StreamId, StreamHistory]] = {}
+        """The same by the name of the worker."""
         self.batches: list[Batch] = []
         """Batches by the numbers that trails use. Only those that did something to a page of the prompt."""
         self.first_records: dict[StreamId, tuple[Batch, int]] = {}
@@ -169,6 +171,7 @@ class Follower:
         if batch.seq:
             history.gaps.append(Gap(0, batch.seq - 1, None, at))
         self.streams[batch.stream] = history
+        self.by_worker.setdefault(batch.stream.worker, {})[batch.stream] = history
         return history
 
     def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:

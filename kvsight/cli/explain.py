@@ -81,9 +81,10 @@ def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:
     workers = sorted(found.workers, key=_order)
     sizes = sorted({worker.block_size for worker in workers})
     size = sizes[0] if len(sizes) == 1 else 0
-    pages = f", {count(asked.num_pages(size), 'page')}" if size or asked.tokens is None else ""
-    tokens = f"prompt of {count(found.num_tokens, 'token')}" if found.num_tokens is not None else "prompt"
-    yield f"{tokens}{pages}; {namespace_text(found.model_name, found.routing_group, size)}"
+    sizes_of_prompt = [] if found.num_tokens is None else [count(found.num_tokens, "token")]
+    if size or asked.tokens is None:
+        sizes_of_prompt.append(count(asked.num_pages(size), "page"))
+    yield f"prompt of {', '.join(sizes_of_prompt)}; {namespace_text(found.model_name, found.routing_group, size)}"
     yield from table_lines(list(_columns(workers)), width)
     yield ""
     yield from _sentences(workers)
@@ -105,6 +106,8 @@ def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
     yield Column("state", [worker.state or "" for worker in workers], rank=3)
     yield Column("cause", [worker.cause.replace("_", " ") for worker in workers])
     yield Column("page", ["" if each.page is None else str(each.page) for each in main], is_number=True)
+    if not any(each.evidence for each in main):
+        return
     yield Column("at", [_time(each) for each in main], rank=1)
     yield Column("record", [_record(each) for each in main], is_number=True, rank=1)
     yield Column("batch", [_batch(each) for each in main], is_number=True, rank=1)

@@ -82,3 +82,9 @@ def test_other_workers_are_not_changed_by_what_is_planted() -> None:
         pages = {h for part in view.index.stream_pages(view.number) for h in part.hashes.tolist()}
         prefix = next((i for i, h in enumerate(scene.hashes) if h not in pages), len(scene.hashes))
         assert worker.held["external"] == prefix
+
+
+def test_a_prompt_without_tokens_is_shorter_than_a_page() -> None:
+    scene, _ = planted("held", 340)
+    scene.body["token_ids"] = []
+    assert explanation_of(scene).cause == "partial_page"

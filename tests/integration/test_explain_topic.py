@@ -1,0 +1,62 @@
+"""`kvsight explain --kafka` finds in a real topic what it finds in a recording of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from kv_events.event_log import EventLogWriter
+from kv_events.kafka_clients import KafkaConnection
+from kv_events.kafka_settings import KafkaSettings
+from kv_events.kafka_topics import inspect_topics
+from kv_events.records import LogRecord
+from kvsight.cli.main import app
+from kvsight.schemas.explanations import Explanation
+from tests.support.log.planted_causes import VICTIM, planted
+
+
+def explained(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
+
+
+async def publish(records: list[LogRecord], settings: KafkaSettings) -> None:
+    """Write records to a new topic, in the partition of their key."""
+    connection = KafkaConnection(settings)
+    await inspect_topics(connection, settings, create=True)
+    producer = connection.producer()
+    await producer.start()
+    for record in records:
+        await producer.send(settings.events_topic, record.payload, key=record.key, timestamp_ms=record.timestamp_ms)
+    await producer.stop()
+
+
+@pytest.mark.parametrize("cause", ["evicted", "not_known_yet"])
+def test_a_topic_is_explained_as_its_recording_is(cause: str, kafka_bootstrap: str, tmp_path: Path) -> None:
+    name = uuid.uuid4().hex
+    settings = KafkaSettings(
+        kafka=kafka_bootstrap, events_topic=f"events-{name}", control_topic=f"control-{name}", topic_partitions=2
+    )
+    scene, truth = planted(cause, 400)
+    asyncio.run(publish(scene.records, settings))
+    with EventLogWriter(tmp_path / "run.log") as writer:
+        for record in scene.records:
+            writer.append(record)
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps(scene.body))
+    query = ["--prompt", prompt, "--json", *(["--at", f"@{scene.until.time_s}"] if scene.until else [])]
+    of_topic = explained("--kafka", kafka_bootstrap, "--events-topic", settings.events_topic, *query)
+    assert of_topic.exit_code == 0, of_topic.stderr
+    workers = {each.instance_id: each for each in msgspec.json.decode(of_topic.stdout, type=Explanation).workers}
+    of_log = msgspec.json.decode(explained(tmp_path / "run.log", *query).stdout, type=Explanation)
+    causes = {each.instance_id: [finding.cause for finding in each.findings] for each in of_log.workers}
+    assert {worker: [finding.cause for finding in each.findings] for worker, each in workers.items()} == causes
+    assert (workers[VICTIM].cause, workers[VICTIM].findings[0].page) == (truth.cause, truth.page)
+    evidence = workers[VICTIM].findings[0].evidence
+    assert evidence[-1].batch.index is None
+    assert f"offset {evidence[-1].batch.partition}:{evidence[-1].batch.offset}" in workers[VICTIM].findings[0].text
