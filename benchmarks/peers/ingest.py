@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.peers.services import GIVE_UP_S, KVSIGHT, Service, dynamo, posted, running
+from benchmarks.peers.services import GIVE_UP_S, KVSIGHT, Service, cpu_seconds, dynamo, posted, running
 from benchmarks.peers.zmtp import Publisher, framed
 from benchmarks.report import Figure, figure
 
@@ -56,26 +56,40 @@ KINDS = [
 ]
 
 
+class Cost(NamedTuple):
+    """What the timed blocks cost a service."""
+
+    seconds: float
+    cpu_seconds: float
+
+
 def run() -> Iterator[Figure]:
-    """Yield all figures, ratios first. Services take turns."""
+    """Yield all figures, ratios first. Services take turns. CPU time depends less on other load than the rate does."""
     peer = dynamo(_PEER_THREADS)
     if peer is None:
         return
     for kind in KINDS:
         with engines(kind) as (pipe, last):
-            rates: list[list[float]] = [[], []]
+            costs: list[list[Cost]] = [[], []]
             for _ in range(ROUNDS):
-                for side, service in zip(rates, (KVSIGHT, peer), strict=True):
-                    side.append(WORKERS * kind.parts[-1] * PROMPT_PAGES / _seconds(service, pipe, last))
+                for side, service in zip(costs, (KVSIGHT, peer), strict=True):
+                    side.append(_cost(service, pipe, last))
+        blocks = WORKERS * kind.parts[-1] * PROMPT_PAGES
+        rates = [[blocks / each.seconds for each in side] for side in costs]
         yield figure(f"{kind.name}: kvsight : Dynamo", "x", [median(rates[0]) / median(rates[1])], _GOAL)
         yield figure(f"{kind.name}: kvsight", "blocks/s", rates[0])
         yield figure(f"{kind.name}: Dynamo", "blocks/s", rates[1])
+        times = [[each.cpu_seconds / blocks * 1e9 for each in side] for side in costs]
+        yield figure(f"{kind.name}, CPU: Dynamo : kvsight", "x", [median(times[1]) / median(times[0])])
+        yield figure(f"{kind.name}, CPU: kvsight", "ns/block", times[0])
+        yield figure(f"{kind.name}, CPU: Dynamo", "ns/block", times[1])
 
 
-def _seconds(service: Service, pipe: Connection, last: list[list[bytes]]) -> float:
-    """Return the seconds of one measurement. last: the query for the last prompt of each engine, by part."""
+def _cost(service: Service, pipe: Connection, last: list[list[bytes]]) -> Cost:
+    """Return the cost of one measurement. last: the query for the last prompt of each engine, by part."""
     with running(service) as client:
-        return list(sent(client, pipe, last))[-1]
+        marks = [(seconds, cpu_seconds(client)) for seconds in sent(client, pipe, last)]
+    return Cost(marks[-1][0], marks[-1][1] - marks[-2][1])
 
 
 def sent(client: HTTPConnection, pipe: Connection, last: list[list[bytes]]) -> Iterator[float]:

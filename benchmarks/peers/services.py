@@ -80,8 +80,18 @@ def running(service: Service) -> Iterator[HTTPConnection]:
 
 def resident_bytes(client: HTTPConnection) -> int:
     """Return the memory of a service that this process runs."""
+    return int(_process(client).memory_info().rss)
+
+
+def cpu_seconds(client: HTTPConnection) -> float:
+    """Return the CPU time that a service of this process has used."""
+    times = _process(client).cpu_times()
+    return float(times.user + times.system)
+
+
+def _process(client: HTTPConnection) -> psutil.Process:
     (service,) = (each for each in psutil.Process().children() if str(client.port) in each.cmdline())
-    return int(service.memory_info().rss)
+    return service
 
 
 def posted(client: HTTPConnection, path: str, body: bytes) -> Any:
