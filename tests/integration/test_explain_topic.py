@@ -1,4 +1,4 @@
-"""`kvsight explain --kafka` finds in a real topic what it finds in a recording of it."""
+"""A real topic is explained as a recording of it is: by `kvsight explain --kafka`, and by a service that records it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from kv_events.event_log import EventLogWriter
+from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.kafka_clients import KafkaConnection
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.kafka_topics import inspect_topics
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app
+from kvsight.client import Client
+from kvsight.prompts import Prompt
 from kvsight.schemas.explanations import Explanation
-from tests.support.log.planted_causes import VICTIM, planted
+from tests.support.log.planted_causes import MODEL, VICTIM, check_truth, planted
+from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.waiting import wait_until
 
 
 def explained(*arguments: object) -> Result:
@@ -60,3 +64,34 @@ def test_a_topic_is_explained_as_its_recording_is(cause: str, kafka_bootstrap: s
     evidence = workers[VICTIM].findings[0].evidence
     assert evidence[-1].batch.index is None
     assert f"offset {evidence[-1].batch.partition}:{evidence[-1].batch.offset}" in workers[VICTIM].findings[0].text
+
+
+def recorded(folder: Path) -> list[LogRecord]:
+    """The records of events in an event log that is being written."""
+    return [record for _, record in EventLogReader(folder).read() if record.channel == Channel.EVENTS]
+
+
+def test_a_service_explains_from_its_recording(kafka_bootstrap: str, tmp_path: Path) -> None:
+    topics = own_topics(kafka_bootstrap)
+    scene, truth = planted("cleared", 401)
+    names = {"events_topic": topics["KVSIGHT_EVENTS_TOPIC"], "control_topic": topics["KVSIGHT_CONTROL_TOPIC"]}
+    asyncio.run(publish(scene.records, KafkaSettings(kafka=kafka_bootstrap, **names)))
+    folder = tmp_path / "recording"
+    with ServiceProcess(tmp_path, **topics, KVSIGHT_RECORD=str(folder)) as service:
+        service.wait_until_ready()
+        wait_until(lambda: len(recorded(folder)) == len(scene.records), deadline_s=60, what="the recording")
+        with Client(service.url, timeout_s=60) as client:
+            (worker,) = client.explain(Prompt(MODEL, scene.tokens), worker=VICTIM).workers
+    assert (worker.cause, worker.findings[0].page) == (truth.cause, truth.page)
+
+
+def test_a_service_explains_from_the_log_that_it_follows(tmp_path: Path) -> None:
+    scene, truth = planted("moved", 402)
+    with EventLogWriter(tmp_path / "run.log") as writer:
+        for record in scene.records:
+            writer.append(record)
+    with ServiceProcess(tmp_path, KVSIGHT_EVENT_LOG_DIR=str(tmp_path / "run.log")) as service:
+        service.wait_until_ready()
+        with Client(service.url, timeout_s=60) as client:
+            (worker,) = client.explain(Prompt(MODEL, scene.tokens), worker=VICTIM).workers
+    check_truth(worker, truth)
