@@ -161,6 +161,35 @@ def extra_keys(payload: bytes) -> list[str]:
     return list(dict.fromkeys(key for key in keys if key))
 
 
+class _BatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The fields of a batch in front of its events."""
+
+    schema_version: int
+    model: str
+    tenant: str
+    worker: str
+    dp_rank: int
+    block_size: int
+    epoch: int
+    seq: int
+    timestamp: float
+
+
+_head_decoder = msgspec.msgpack.Decoder(_BatchHead)
+
+
+def batch_time(payload: bytes) -> float | None:
+    """Return the time of a batch without decoding its events, or None if the record is no batch.
+
+    The time of its record may be a later one: Kafka can be configured to replace it.
+    """
+    try:
+        time_s = _head_decoder.decode(payload).timestamp
+    except _UNREADABLE:
+        return None
+    return time_s if math.isfinite(time_s) else None
+
+
 def encode_resync(request: ResyncRequest) -> bytes:
     """Encode a message of the control topic."""
     return _encoder.encode(request)

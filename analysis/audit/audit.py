@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from analysis.audit.book import milliseconds
 from analysis.audit.decisions import Decisions
 from analysis.audit.events import EventAudit
 from analysis.audit.funnel import FunnelAudit
 from analysis.audit.report import AuditReport
 from analysis.audit.verdict import judge
+from kv_events.codec import batch_time
 from kv_events.event_log import EventLogReader
 from kv_events.log_scan import scan_log
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 
 CHURN_S = 10.0
 
@@ -37,8 +39,9 @@ def audit_log(folder: Path, churn_s: float = CHURN_S, on_chunk: Callable[[int], 
         for chunk in scan_log(folder, lambda error: damage.append(str(error))):
             for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
                 index, record = chunk.first_index + row, chunk.record(row)
-                for decision in decisions.before(record.timestamp_ms, index):
-                    funnel.take(decision)
+                if len(decisions):
+                    for decision in decisions.before(_batch_ms(record), index):
+                        funnel.take(decision)
                 events.apply(index, record)
             on_chunk(chunk.next_index)
         for decision in decisions.rest():
@@ -51,3 +54,9 @@ def audit_log(folder: Path, churn_s: float = CHURN_S, on_chunk: Callable[[int], 
             report.unreadable["decision"] = decisions.unreadable
     judge(report)
     return report
+
+
+def _batch_ms(record: LogRecord) -> int:
+    """Return the time of a batch, of which the decisions before it are judged first."""
+    time_s = batch_time(record.payload)
+    return record.timestamp_ms if time_s is None else milliseconds(time_s)

@@ -22,6 +22,20 @@ _SPREAD = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
 
 
+_LATEST_S = 2.0**38
+"""Times beyond it come from a broken clock or a forged record, and count as this one."""
+
+
+def bounded(seconds: float) -> float:
+    """Return a time of a record within bounds."""
+    return min(max(seconds, -_LATEST_S), _LATEST_S)
+
+
+def milliseconds(seconds: float) -> int:
+    """Return a time of a record in milliseconds, within bounds."""
+    return int(bounded(seconds) * 1000)
+
+
 class Moment(NamedTuple):
     """When something happened, for the book."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from analysis.audit.book import milliseconds
 from kv_events.decisions import DECISIONS_FOLDER, DecisionRecord, decode_decision
 from kv_events.errors import RecordRejectedError
 from kv_events.log_scan import OnDamage, scan_log
@@ -73,7 +74,7 @@ class Decisions:
 
     def _add(self, index: int, record: LogRecord) -> None:
         try:
-            ms = int(decode_decision(record.payload).timestamp * 1000)
+            ms = milliseconds(decode_decision(record.payload).timestamp)
         except RecordRejectedError:
             self.unreadable += 1
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import NamedTuple
 
-from analysis.audit.book import Moment, PageBook
+from analysis.audit.book import Moment, PageBook, bounded, milliseconds
 from analysis.audit.report import AuditReport, HotPrefix, Place, Rates, Resync, StreamReport
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
@@ -151,14 +151,14 @@ class EventAudit:
         if batch.epoch != stream.epoch:
             stream.report.epochs += 1
         if after.gaps > before.gaps or after.restarts > before.restarts:
-            self._end_resync(stream, batch.timestamp, is_complete=False)  # a gap and a restart cut it off
+            self._end_resync(stream, bounded(batch.timestamp), is_complete=False)  # a gap and a restart cut it off
         self._note_steps(stream, batch, was_swept=after.resyncs > before.resyncs)
         is_bad = after.digest_mismatches > before.digest_mismatches and view.position.first_missing is None
         if is_bad and stream.report.first_bad_batch is None:
             stream.report.first_bad_batch = self._place(batch)
         if stream.resync is not None and view.state is not ViewState.SYNCING:
-            self._end_resync(stream, batch.timestamp, is_complete=False)
-        self._note_state(stream, batch.timestamp)
+            self._end_resync(stream, bounded(batch.timestamp), is_complete=False)
+        self._note_state(stream, bounded(batch.timestamp))
         stream.report.batches += 1
         stream.report.heartbeats += not batch.steps
         stream.report.bytes += len(self._record[1].payload)
@@ -201,13 +201,13 @@ class EventAudit:
             index=index,
             partition=record.partition,
             offset=record.offset,
-            time=batch.timestamp,
+            time=bounded(batch.timestamp),
             epoch=batch.epoch,
             seq=batch.seq,
         )
 
     def _note_steps(self, stream: _Stream, batch: DecodedBatch, *, was_swept: bool) -> None:
-        at = Moment(int(batch.timestamp * 1000), self.num_batches)
+        at = Moment(milliseconds(batch.timestamp), self.num_batches)
         if stream.resync is not None:
             self._count_batch(stream.resync)
         for step in batch.steps:
@@ -224,14 +224,16 @@ class EventAudit:
                 case AllBlocksCleared():
                     self.book.sweep(stream.number)
                 case SnapshotBegin():
-                    self._end_resync(stream, batch.timestamp, is_complete=False)
+                    self._end_resync(stream, bounded(batch.timestamp), is_complete=False)
                     stream.mark += 1
-                    stream.resync = Resync(stream=stream.report.stream, reason=step.reason, time=batch.timestamp)
+                    stream.resync = Resync(
+                        stream=stream.report.stream, reason=step.reason, time=bounded(batch.timestamp)
+                    )
                     self._count_batch(stream.resync)
                 case SnapshotEnd():
                     if was_swept and stream.resync is not None:
                         self.book.sweep(stream.number, stream.mark)
-                        self._end_resync(stream, batch.timestamp, is_complete=True)
+                        self._end_resync(stream, bounded(batch.timestamp), is_complete=True)
 
     def _count_batch(self, resync: Resync) -> None:
         resync.batches += 1

@@ -111,7 +111,10 @@ def _of_the_funnel(report: AuditReport) -> Iterator[Finding]:
 
 def _placed(stream: StreamReport, place: Place | None) -> str:
     assert place is not None
-    at = datetime.fromtimestamp(place.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    try:
+        at = datetime.fromtimestamp(place.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):  # no calendar has this time
+        at = f"@{place.time:g}"
     return f"record {place.index}, {stream.stream}, seq {place.seq}, {at}"
 
 

@@ -135,6 +135,20 @@ def test_wrong_input_is_named_with_exit_code_2(arguments: list[str], said: str) 
     assert said in done.stderr
 
 
+def test_times_that_no_calendar_has_are_shown_as_numbers(tmp_path: Path) -> None:
+    forged = Stream("w")
+    with EventLogWriter(tmp_path) as writer:
+        for now in (1e308, -1e308, 1e15):
+            record = forged.batch(stored((0, [1, 2])), now=1.0, digest=bytes(64))
+            batch = msgspec.msgpack.decode(record.payload)
+            batch[8] = now
+            writer.append(record._replace(payload=msgspec.msgpack.encode(batch), timestamp_ms=2**62))
+    done = kvsight("audit", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "3 records" in done.stdout
+    assert done.stdout.startswith("verdict: 1 of 1 stream had batches whose digest differs")
+
+
 def test_an_empty_log_is_no_error(tmp_path: Path) -> None:
     done: subprocess.CompletedProcess[str] = kvsight("audit", tmp_path)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "verdict: The log has no batches.")

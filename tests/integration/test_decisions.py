@@ -8,11 +8,13 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
+from analysis.audit.audit import audit_log
 from api.app import create_app
 from api.settings import ApiSettings
 from indexer.assembly import create_decision_log
@@ -25,8 +27,9 @@ from kv_events.event_log import EventLogReader
 from kv_events.hashing import sequence_hashes, token_array
 from kv_events.records import Channel
 from kvsight import AsyncClient, Decision, Outcome, Prompt
+from tests.support.commands import kvsight
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream
+from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
@@ -102,6 +105,32 @@ async def test_decisions_go_to_their_own_topic(kafka_bootstrap: str) -> None:
     assert {message.key for message in fetched} == {b"r1"}
     assert len({TopicPartition(message.topic, message.partition) for message in fetched}) == 1
     check([decode_decision(message.value) for message in fetched], decided)
+
+
+@pytest.mark.kafka
+async def test_a_recording_of_the_topics_can_be_audited(kafka_bootstrap: str, tmp_path: Path) -> None:
+    name, engine = uuid.uuid4().hex, Stream("w1")
+    own: dict[str, Any] = {"kafka": kafka_bootstrap, "events_topic": f"e-{name}", "decisions_topic": f"d-{name}"}
+    hashes = sequence_hashes(token_array(TOKENS), 4).tolist()
+    now = time.time()
+    async with AIOKafkaProducer(bootstrap_servers=kafka_bootstrap) as producer:
+        for record in (engine.batch(stored((0, hashes[:3])), now=now - 2), engine.batch(removed([hashes[2]]), now=now)):
+            await producer.send_and_wait(own["events_topic"], record.payload, key=record.key)
+    async with router(IndexerSettings(**own)) as (client, log, fed):
+        await fed.hold(Stream("w1"), TOKENS[:8])
+        chosen = Decision("r1", Prompt("m", TOKENS), "w1", 0, 12, timestamp=now - 1)
+        await client.decided([chosen, Outcome("r1", 8, timestamp=now + 1)])
+        await async_wait_until(lambda: log.written == 2, 30, "the records")
+    flags = [part for field, value in own.items() for part in (f"--{field.replace('_', '-')}", value)]
+    recorded = await asyncio.to_thread(kvsight, "record", tmp_path / "log", *flags, "--once")
+    assert recorded.returncode == 0, recorded.stderr
+    funnel = (await asyncio.to_thread(audit_log, tmp_path / "log")).funnel
+    assert funnel is not None
+    assert (funnel.prompt_tokens, funnel.held_by_chosen, funnel.predicted, funnel.delivered) == (16, 12, 12, 8)
+    assert {(each.cause, each.tokens) for each in funnel.losses} == {
+        ("not computed before", 4),
+        ("evicted before arrival", 4),
+    }
 
 
 async def test_a_broker_that_is_away_delays_no_caller() -> None:
