@@ -2,7 +2,7 @@
 
 A log of 10M changes of pages by 64 workers: each record stores 128 new pages and, once the caches are full, removes 128
 old ones. 1.3M pages are held at the end. The small log has 2M changes in records of 16 pages. Rates are those of one
-core, moments are opened by the clock. The records are in the page cache of the operating system.
+core, by CPU time. The records are in the page cache of the operating system.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from benchmarks.report import Figure, figure, main, timed
+from benchmarks.report import Figure, figure, main
 from indexer.index import OverlapIndex
 from indexer.replay import LogIndexer, Replay, Timeline
 from indexer.until import Until
@@ -106,7 +107,7 @@ def log_rates(folder: Path, name: str, num_changes: int, goal: str) -> list[Figu
 
 def moments(folder: Path) -> list[Figure]:
     """Measure opening random moments, each as a new process would, after the log is indexed."""
-    indexing = timed(LogIndexer(folder).advance)
+    indexing = _cpu_s(LogIndexer(folder).advance)
     num_records = Timeline(folder).next_index
     frames = sum(path.stat().st_size for path in folder.glob("*.kvframe"))
     chosen = random.Random(_RANDOM_SEED)
@@ -114,10 +115,9 @@ def moments(folder: Path) -> list[Figure]:
     def open_at(until: Until) -> None:
         assert Timeline(folder).at(until).namespaces.views
 
-    by_index = [timed(open_at, Until(offset=chosen.randrange(100, num_records))) for _ in range(NUM_MOMENTS)]
-    by_time = [
-        timed(open_at, Until(time_s=_START_S + chosen.uniform(1, num_records * _STEP_S))) for _ in range(NUM_MOMENTS)
-    ]
+    by_index = [_cpu_s(partial(open_at, Until(offset=chosen.randrange(100, num_records)))) for _ in range(NUM_MOMENTS)]
+    times = [_START_S + chosen.uniform(1, num_records * _STEP_S) for _ in range(NUM_MOMENTS)]
+    by_time = [_cpu_s(partial(open_at, Until(time_s=time_s))) for time_s in times]
     return [
         figure("write key frames and time index, 10M pages", "s", [indexing]),
         figure("size of the key frames, 10M pages", "MB", [frames / 1e6]),

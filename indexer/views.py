@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex
 from indexer.position import START, Admission, Position
 from indexer.view_columns import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, ViewColumns
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
-from kv_events.digest import page_counts
+from kv_events.digest import digest_bytes, page_counts
 from kv_events.schema import CLOSED, ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId
 
@@ -192,7 +190,7 @@ class View:
             if self.heard_tick - self.resync_began > _LONGEST_RESYNC_S:
                 self.mark_stale(RESYNC_CUT_OFF)
             return
-        if np.array_equal(self.index.digest(self.number), batch.digest):
+        if digest_bytes(self.index.digest(self.number)) == batch.digest.tobytes():  # faster than comparing arrays
             self.state, self.stale_reason = ViewState.LIVE, ""
             if batch.steps and isinstance(batch.steps[-1], SnapshotEnd):
                 self.position = self.position.without_gap()

@@ -264,7 +264,7 @@ def _stored_pages(event: PackedStored) -> StoredPages:
     starts = np.frombuffer(event.chain_starts, np.uint8)
     if len(starts) != (num_pages + 7) // 8:
         raise RecordRejectedError("hash_count", f"chain_starts: {len(starts)} bytes for {num_pages} pages")
-    num_chains = int(np.bitwise_count(starts).sum())
+    num_chains = int.from_bytes(event.chain_starts, "little").bit_count()
     parents = _words("parents", event.parents, num_chains)
     if num_pages and not starts[0] & 1:
         raise RecordRejectedError("hash_count", "chain_starts: the first page begins no chain")
