@@ -86,9 +86,9 @@ def record(
         on_deleted=_report_deletion,
     )
     recorder.open()
-    err.print(f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops")
+    begun = f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops"
     indexed = None if once or not any(feed.is_recorded and feed.channel == Channel.EVENTS for feed in feeds) else folder
-    asyncio.run(_record(recorder, feeds, first, once=once, indexed=indexed))
+    asyncio.run(_record(recorder, feeds, first, begun, once=once, indexed=indexed))
     num_records = recorder.next_index - EventLogReader(folder).first_index
     err.print(f"stopped; {folder} holds {num_records} records")
 
@@ -99,12 +99,13 @@ def _report_deletion(segment: DeletedSegment) -> None:
 
 
 async def _record(
-    recorder: Recorder, feeds: list[Feed], since: Until, *, once: bool, indexed: Path | None = None
+    recorder: Recorder, feeds: list[Feed], since: Until, begun: str, *, once: bool, indexed: Path | None = None
 ) -> None:
-    """indexed: folder of the log, if key frames are written beside it."""
+    """begun: printed when Ctrl-C stops in order. indexed: folder of the log, if key frames are written beside it."""
+    stop = stop_signals()
+    err.print(begun)
     from indexer.replay.background import indexing
 
-    stop = stop_signals()
     for feed in feeds:
         await _begin(feed, since)
     async with nullcontext() if indexed is None else indexing(indexed):

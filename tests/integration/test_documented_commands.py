@@ -178,7 +178,8 @@ def test_every_other_command_runs(site: Site) -> None:
     for page, words in commands():
         if reason_against(words) is None:
             line = site.line(page, words)
-            shown = next((text for begin, text in RUNS_ON.items() if line.startswith(begin)), None)
+            ends = line.startswith("kvsight record") and " --to " in line
+            shown = None if ends else next((text for begin, text in RUNS_ON.items() if line.startswith(begin)), None)
             site.run(line) if shown is None else site.run_on(line, shown)
             num_run += 1
     assert num_run > 30
