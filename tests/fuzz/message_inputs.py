@@ -66,10 +66,6 @@ class FramesTarget:
     """Messages of a publisher, received together, and a replay answer."""
 
     def __init__(self) -> None:
-        context = zmq.Context()
-        self._sender, self._reader = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        self._sender.bind("inproc://frames")
-        self._reader.connect("inproc://frames")
         self._inbox = Inbox()
 
     def __call__(self, data: bytes) -> None:
@@ -78,11 +74,14 @@ class FramesTarget:
             parse_replay(frames)
         messages = [frames[:3], frames[3:6], frames[6:], frames, [b"kv@w@m", bytes(8), b"last"]]
         sent = [message for message in messages if message]
-        for with_topics in (False, True):
-            for message in sent:
-                self._sender.send_multipart(message)
-            found = received(self._inbox, self._reader, with_topics=with_topics)
-            assert found == of_protocol(sent, with_topics=with_topics)
+        with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as reader:
+            sender.bind("inproc://frames")
+            reader.connect("inproc://frames")
+            for with_topics in (False, True):
+                for message in sent:
+                    sender.send_multipart(message)
+                found = received(self._inbox, reader, with_topics=with_topics)
+                assert found == of_protocol(sent, with_topics=with_topics)
 
 
 class ReplayTarget:
