@@ -41,12 +41,10 @@ _PAGES = {
 def audit(
     log: Annotated[Path, typer.Argument(help="Folder of an event log.")],
     churn: Annotated[float, typer.Option(help="Seconds for which pages are expected to stay.", min=0.001)] = 10.0,
-    examples: Annotated[
-        Path | None, typer.Option(help="Write the prompts of the examples here, for `kvsight explain`.")
-    ] = None,
+    examples: Annotated[Path | None, typer.Option(help="Write prompts for `kvsight explain` here.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what went wrong in a log, and where cached tokens were lost.
+    """Say what went wrong, and where cached tokens were lost.
 
     First the verdict, then its causes by weight, then streams, pages, resyncs and the prefixes that are used most. If
     routers report their decisions, the funnel follows: from the tokens of prompts to those that the engines found in

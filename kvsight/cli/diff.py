@@ -29,10 +29,11 @@ def diff(
     last: Annotated[str | None, typer.Option("--to", help="Moment of the side after. Default: its end.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what the workers hold: at two moments of a log, in two logs, or in a log and a live service.
+    """Compare what the workers hold at two moments.
 
-    For each worker, shows the pages that were gained, lost, and moved to other tiers, with examples. With one log,
-    --from is required. Moments have the forms of `kvsight replay --at`.
+    The moments are of one log, of two logs, or of a log and a live service. For each worker, shows the pages that
+    were gained, lost, and moved to other tiers, with examples. With one log, --from is required. Moments have the
+    forms of `kvsight replay --at`.
 
     Example: kvsight diff run.log --from 2026-01-31T12:00:00Z --to 2026-01-31T12:05:00Z
     """

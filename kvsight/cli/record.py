@@ -54,8 +54,9 @@ def record(
     segment_bytes: Annotated[str | None, typer.Option(help="Size of a file of the log.")] = None,
     connection: dict[str, Any],
 ) -> None:
-    """Copy the topics of a deployment into an event log: events, control messages, decisions and dead letters.
+    """Copy the topics of a deployment into an event log.
 
+    These are events, control messages, decisions and dead letters.
     `kvsight replay` and `kvsight explain` read it. Runs until Ctrl-C, or until the moment of --to. Records keep their
     partition, offset and timestamp. A bound is kept by deleting whole files of the log, oldest first.
 

@@ -40,7 +40,7 @@ def serve(
         Path | None, typer.Option(help="Save snapshots in a folder.", envvar="KVSIGHT_SNAPSHOT_DIR")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Record everything into an event log in this folder.", envvar="KVSIGHT_RECORD")
+        Path | None, typer.Option(help="Record into an event log in this folder.", envvar="KVSIGHT_RECORD")
     ] = None,
     record_keep: Annotated[
         str | None, typer.Option(help="Age of records that are deleted: 24h, 7d.", envvar="KVSIGHT_RECORD_KEEP")

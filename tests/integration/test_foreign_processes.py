@@ -31,9 +31,11 @@ ROUTER = """
 import asyncio, sys
 import numpy as np
 from kvsight import (
-    AsyncClient, BatchApplied, Client, ClientDropped, FeedEvent, InvalidValueError, KvsightConnectionError,
-    KvsightError, KvsightHttpError, Listener, PeerAnswer, PeerInstance, Prompt, RadixView, RetryPolicy, StateChanged,
-    StorageMedium, UnexpectedAnswerError, ViewPage, Worker, WorkerChoice, best_worker, sequence_hashes,
+    AsyncClient, BatchApplied, BatchPosition, Client, ClientDropped, Decision, DecisionsAccepted, Evidence,
+    Explanation, FeedEvent, Finding, InvalidValueError, KvsightConnectionError, KvsightError, KvsightHttpError,
+    Listener, Outcome, PeerAnswer, PeerInstance, Prompt, RadixView, RetryPolicy, StateChanged, StorageMedium,
+    UnexpectedAnswerError, ViewPage, Worker, WorkerChoice, WorkerExplanation, best_worker, rank_workers,
+    sequence_hashes,
 )
 
 url, tokens = sys.argv[1], list(range(1, 17))
@@ -41,6 +43,14 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     answer = client.query("m", tokens)
     chosen = best_worker(answer, load={"one": 1.0})
     assert isinstance(chosen, WorkerChoice) and (chosen.worker, chosen.tokens) == ("one", 16), chosen
+    ranking = rank_workers(answer, load={"one": 1.0})
+    decision = Decision("r1", Prompt("m", tokens), "one", predicted_tokens=16, candidates=ranking)
+    assert isinstance(client.decided([decision, Outcome("r1", 16)]), DecisionsAccepted)
+    try:
+        print(client.explain(Prompt("m", tokens)))
+    except KvsightHttpError as refusal:
+        assert refusal.status == 404, refusal  # this service keeps no log
+    assert {BatchPosition, Evidence, Finding, WorkerExplanation} and Explanation.__struct_fields__
     hashes = sequence_hashes(np.array(tokens, np.uint32), 4)
     first, refused = client.query_batch([Prompt("m", seq_hashes=hashes), Prompt("other", tokens)])
     assert isinstance(first, PeerAnswer) and isinstance(first.instances["one"], PeerInstance), first

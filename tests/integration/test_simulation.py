@@ -18,7 +18,7 @@ from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
-from kv_events.records import LogRecord
+from kv_events.records import Channel, LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, StorageMedium
 from kv_events.streams import DEFAULT_TENANT
 from publisher.sinks import OutRecord
@@ -146,6 +146,8 @@ def _views_by_model(records: Sequence[LogRecord]) -> dict[str, set[int]]:
     """Return the pages of each worker, computed with sets instead of an index."""
     held: dict[str, set[int]] = {}
     for record in records:
+        if record.channel is not Channel.EVENTS:
+            continue
         batch = decode_batch(record.payload)
         pages = held.setdefault(batch.stream.worker, set())
         for step in batch.steps:

@@ -40,14 +40,10 @@ def cat(
     worker: OfWorker = None,
     model: OfModel = None,
     channel: OfChannel = None,
-    medium: Annotated[
-        list[str] | None, typer.Option(help="Only changes on gpu, cpu, disk or external. Repeatable.")
-    ] = None,
-    sequence_hash: Annotated[
-        list[str] | None, typer.Option(help="Only batches with this sequence hash. Repeatable.")
-    ] = None,
-    block_hash: Annotated[list[str] | None, typer.Option(help="Only batches with this block hash. Repeatable.")] = None,
-    seq: Annotated[str | None, typer.Option(help="Only batches with these numbers: NUMBER or FIRST-LAST.")] = None,
+    medium: Annotated[list[str] | None, typer.Option(help="Only changes on this tier. Repeatable.")] = None,
+    sequence_hash: Annotated[list[str] | None, typer.Option(help="Only batches with this hash. Repeatable.")] = None,
+    block_hash: Annotated[list[str] | None, typer.Option(help="Only batches with this hash. Repeatable.")] = None,
+    seq: Annotated[str | None, typer.Option(help="Only these numbers: NUMBER or FIRST-LAST.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", "-n", help="Stop after this many records.", min=1)] = None,
 ) -> None:
     """Print the records of a log as JSON, one a line.

@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 _NAMES_BYTES = 8192
 """The names of a batch are within its first bytes."""
 
-From: TypeAlias = Annotated[
-    str | None, typer.Option("--from", help="First moment: a time, an index, or PARTITION:OFFSET,...")
-]
-To: TypeAlias = Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms as `replay --at`.")]
+From: TypeAlias = Annotated[str | None, typer.Option("--from", help="First moment: a time, index or offsets.")]
+To: TypeAlias = Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms.")]
 OfWorker: TypeAlias = Annotated[str | None, typer.Option("--worker", help="Only batches of this worker.")]
 OfModel: TypeAlias = Annotated[str | None, typer.Option("--model", help="Only batches of this model.")]
 OfChannel: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--channel", help="Only events, control, decisions or dead_letters. Repeatable."),
+    typer.Option("--channel", help="Only this channel. Repeatable."),
 ]
 
 
