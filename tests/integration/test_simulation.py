@@ -146,7 +146,7 @@ def _views_by_model(records: Sequence[LogRecord]) -> dict[str, set[int]]:
     """Return the pages of each worker, computed with sets instead of an index."""
     held: dict[str, set[int]] = {}
     for record in records:
-        if record.channel is not Channel.EVENTS:
+        if record.channel != Channel.EVENTS:
             continue
         batch = decode_batch(record.payload)
         pages = held.setdefault(batch.stream.worker, set())

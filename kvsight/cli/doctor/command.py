@@ -38,7 +38,7 @@ def doctor(
     engine: Annotated[str | None, typer.Option(help="HTTP address of an engine: http://HOST:PORT")] = None,
     engine_token_file: Annotated[Path | None, typer.Option(help="File with the engine's API key.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Text, token ids or @FILE. Default: random.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model, if the engine serves it by another name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model, if the engine names it otherwise.")] = None,
     worker: Annotated[str | None, typer.Option(help="Only events and pages of this worker.")] = None,
     tenant: Annotated[str, typer.Option(help="Tenant (routing group).")] = _DEFAULT_TENANT,
     wait: Annotated[float, typer.Option(help="Seconds to wait for events.", min=0.1, max=600)] = 5.0,
