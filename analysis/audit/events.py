@@ -50,6 +50,8 @@ class _Stream:
     resync: Resync | None = None
     """The one in progress."""
     not_live_since: float | None = None
+    is_partial: bool = False
+    """Whether the view is only in doubt because the log begins after the first batches."""
 
 
 class EventAudit:
@@ -181,7 +183,6 @@ class EventAudit:
         """Add the counters of a view that gets no more batches."""
         self._end_resync(stream, self._report.last_time, is_complete=False)
         counters, report = stream.view.counters, stream.report
-        report.gaps += counters.gaps
         report.digest_mismatches += counters.digest_mismatches
         report.resyncs += counters.resyncs
         report.clears += counters.clears
@@ -190,6 +191,11 @@ class EventAudit:
         report.pages_held = sum(stream.view.num_pages)
 
     def _note_gap(self, stream: _Stream, batch: DecodedBatch) -> None:
+        if stream.seq < 0:
+            stream.report.earlier_batches, stream.is_partial = batch.seq, True
+            return
+        stream.is_partial = False
+        stream.report.gaps += 1
         expected = stream.seq + 1 if batch.epoch == stream.epoch else 0
         stream.report.missing_batches += max(0, batch.seq - expected)
         if stream.report.first_gap is None:
@@ -250,4 +256,5 @@ class EventAudit:
         if stream.not_live_since is not None:
             stream.report.not_live_s += max(0.0, at - stream.not_live_since)
         is_live = stream.view.state is ViewState.LIVE
-        stream.not_live_since = None if is_live else at
+        stream.is_partial = stream.is_partial and not is_live and stream.resync is None
+        stream.not_live_since = None if is_live or stream.is_partial else at

@@ -32,6 +32,8 @@ class StreamReport(msgspec.Struct, kw_only=True):
     epochs: int = 0
     gaps: int = 0
     missing_batches: int = 0
+    earlier_batches: int = 0
+    """Batches of the first epoch before the log begins. They are not missing, and count as no gap."""
     first_gap: Place | None = None
     """The batch that came after the first gap."""
     digest_mismatches: int = 0
@@ -42,7 +44,10 @@ class StreamReport(msgspec.Struct, kw_only=True):
     duplicate_batches: int = 0
     old_epoch_batches: int = 0
     not_live_s: float = 0.0
-    """Time during which the view was stale or syncing, between two batches of the stream."""
+    """Time during which the view was stale or syncing, between two batches of the stream.
+
+    A view that lacks the batches before the log counts from its first resync or gap on.
+    """
     pages_held: int = 0
     """At the end, summed over the media."""
 

@@ -66,16 +66,24 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
             f"{_count(lost, 'batch', 'batches')} missing. The first is before {_placed(first, first.first_gap)}"
         )
         yield Finding(kind="gap", weight=len(gaps) / len(streams), text=text)
+    late = [each for each in streams if each.earlier_batches]
+    if late:
+        earlier = _count(sum(each.earlier_batches for each in late), "batch", "batches")
+        text = (
+            f"the log begins after the first batches of {len(late)} of {_count(len(streams), 'stream')}: {earlier} "
+            "before it; pages that were stored in them count as not held"
+        )
+        yield Finding(kind="before the log", weight=0.0, text=text)
     restarts = sum(max(0, each.epochs - 1) for each in streams)
     if restarts:
         restarted = sum(each.epochs > 1 for each in streams)
         text = f"{_count(restarted, 'stream')} restarted, {_count(restarts, 'time')} in total, and lost their pages"
         yield Finding(kind="restart", weight=restarted / len(streams), text=text)
-    late = sum(each.not_live_s for each in streams)
+    not_live = sum(each.not_live_s for each in streams)
     whole = len(streams) * (report.last_time - report.first_time)
-    if whole and late / whole >= _LEAST_WEIGHT:
-        text = f"views were stale or syncing for {late / whole:.1%} of the time"
-        yield Finding(kind="not live", weight=min(1.0, late / whole), text=text)
+    if whole and not_live / whole >= _LEAST_WEIGHT:
+        text = f"views were stale or syncing for {not_live / whole:.1%} of the time"
+        yield Finding(kind="not live", weight=min(1.0, not_live / whole), text=text)
 
 
 def _of_the_pages(report: AuditReport) -> Iterator[Finding]:

@@ -144,9 +144,12 @@ class Causes:
     def _doubts(self, page: int, since: Batch | None) -> Iterator[Finding]:
         """Yield why the view may lack a page that its worker holds. since: the last that the log shows of the page."""
         gap = next((gap for gap in self._history.gaps if since is None or gap.after.seq > since.seq), None)
-        if gap is not None:
-            evidence = [_evidence("before_gap", gap.before)] if gap.before is not None else []
-            evidence.append(_evidence("after_gap", gap.after))
+        if gap is not None and gap.before is None:
+            text = sentences.before_the_log(page, gap, self._history.resync)
+            evidence = [_evidence("first_batch", gap.after)]
+            yield Finding(cause="before_the_log", page=page + 1, evidence=evidence, text=text)
+        elif gap is not None and gap.before is not None:
+            evidence = [_evidence("before_gap", gap.before), _evidence("after_gap", gap.after)]
             text = sentences.lost(page, gap, len(self._history.gaps), self._history.resync)
             yield Finding(cause="lost_batches", page=page + 1, evidence=evidence, text=text)
         elif self.state not in (ViewState.LIVE, ViewState.EXPIRED):

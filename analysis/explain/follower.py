@@ -46,7 +46,7 @@ class Gap(NamedTuple):
     first_seq: int
     last_seq: int
     before: Batch | None
-    """The last batch before the gap. None: the log begins after the gap."""
+    """The last batch before the gap. None: the log begins after them."""
     after: Batch
 
 
@@ -169,7 +169,7 @@ class Follower:
             for trail in history.trails.values():
                 trail.clear(number)
         if batch.seq:
-            history.gaps.append(Gap(0, batch.seq - 1, None, at))
+            history.gaps.append(Gap(0, batch.seq - 1, None if before is None else before.last, at))
         self.streams[batch.stream] = history
         self.by_worker.setdefault(batch.stream.worker, {})[batch.stream] = history
         return history

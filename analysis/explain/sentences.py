@@ -93,13 +93,22 @@ def lost(page: int, gap: Gap, num_gaps: int, resync: Batch | None) -> str:
     """Batches are missing."""
     several = gap.first_seq != gap.last_seq
     numbers = f"batches {gap.first_seq} to {gap.last_seq}" if several else f"batch {gap.first_seq}"
-    if gap.before is None:
-        between = f"the log has nothing of it before batch {gap.after.seq}, {at(gap.after)}"
-    else:
-        between = f"between {where(gap.before)} and {where(gap.after)}, {time_text(gap.after.time_s)}"
+    start = "" if gap.before is None else f"{where(gap.before)} and "
+    between = f"between {start}{where(gap.after)}, {time_text(gap.after.time_s)}"
     more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
-    then = "No resync has begun" if resync is None else f"A resync began {at(resync)} and has not ended"
-    return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {then}."
+    return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {_since(resync)}."
+
+
+def before_the_log(page: int, gap: Gap, resync: Batch | None) -> str:
+    """The log begins after the first batches of the worker."""
+    begins = f"The log begins with batch {gap.after.seq} of this worker, {at(gap.after)}"
+    return (
+        f"{begins}. Page {page + 1} may have been stored in an earlier one, which is not in the log. {_since(resync)}."
+    )
+
+
+def _since(resync: Batch | None) -> str:
+    return "No resync has begun" if resync is None else f"A resync began {at(resync)} and has not ended"
 
 
 def stale(page: int, state: str, reason: str, doubted: Batch, resync: Batch | None) -> str:

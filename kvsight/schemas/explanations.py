@@ -18,6 +18,7 @@ CAUSES = {
     "restarted": "the engine or its publisher restarted",
     "not_resent": "the page was not among those that a resync sent",
     "lost_batches": "batches are missing in the log, and no resync has ended since",
+    "before_the_log": "the log begins after the worker's first batch, and no resync has ended since",
     "stale": "the view is not right, so the page may be missing only in the view",
     "index_full": "the index had no room for the page",
     "expired": "the worker was silent or closed, so it is left out of answers",

@@ -94,6 +94,34 @@ def test_the_first_bad_batch_and_lost_batches_are_named(tmp_path: Path) -> None:
     assert "The first is record 16, default/m/bad/0, seq 5, 2023-11-14T22:13:25.000Z" in text
 
 
+def test_a_log_that_begins_late_has_no_gap(tmp_path: Path) -> None:
+    stream = Stream("w")
+    for _ in range(5):
+        stream.batch(stored((0, [stream.seq + 1])), now=1_700_000_000.0)
+    with EventLogWriter(tmp_path) as writer:
+        for number in range(20):
+            writer.append(stream.batch(stored((0, [100 + number])), now=1_700_000_001.0 + number))
+    report = as_json(tmp_path)
+    (found,) = report["streams"]
+    assert (found["gaps"], found["missing_batches"], found["first_gap"]) == (0, 0, None)
+    assert (found["earlier_batches"], found["not_live_s"]) == (5, 0.0)
+    assert [each["kind"] for each in report["findings"]] == ["before the log"]
+    assert "begins after the first batches of 1 of 1 stream: 5 batches before it" in report["verdict"]
+
+
+def test_a_gap_of_a_log_that_begins_late_is_counted(tmp_path: Path) -> None:
+    stream = Stream("w")
+    with EventLogWriter(tmp_path) as writer:
+        for number in range(20):
+            record = stream.batch(stored((0, [100 + number])), now=1_700_000_001.0 + number)
+            if number not in (0, 1, 10):
+                writer.append(record)
+    (found,) = as_json(tmp_path)["streams"]
+    assert (found["earlier_batches"], found["gaps"], found["missing_batches"]) == (2, 1, 1)
+    assert found["first_gap"]["seq"] == 11
+    assert found["not_live_s"] == 8.0
+
+
 def test_the_good_part_of_a_damaged_log_is_audited(tmp_path: Path) -> None:
     fleet = DecidingFleet(tmp_path, 1)
     fleet.run(60)

@@ -71,9 +71,12 @@ class Model:
             events = [AllBlocksCleared(), *events]
         if seq != expected:  # after a gap, a number that was skipped is not known to be a duplicate
             seen.first_missing = min(expected, seq) if seen.first_missing is None else min(seen.first_missing, seq)
-            seen.facts["gaps"] += 1
-            seen.facts["missing_batches"] += max(0, seq - expected)
-            seen.first_gap = index if seen.first_gap is None else seen.first_gap
+            if seen.epoch < 0:
+                seen.facts["earlier_batches"] = seq
+            else:
+                seen.facts["gaps"] += 1
+                seen.facts["missing_batches"] += max(0, seq - expected)
+                seen.first_gap = index if seen.first_gap is None else seen.first_gap
         seen.epoch, seen.next_seq = stream.epoch, seq + 1
         seen.facts["batches"] += 1
         seen.facts["heartbeats"] += not events

@@ -291,7 +291,7 @@ def lost_batch(scene: Scene) -> Truth:
 def batches_before_the_log(scene: Scene) -> Truth:
     scene.lose(scene.victim, stored((0, scene.hashes)))
     at = scene.send(scene.victim)
-    return Truth("lost_batches", 1, record=at)
+    return Truth("before_the_log", 1, record=at)
 
 
 def wrong_digest(scene: Scene) -> Truth:
