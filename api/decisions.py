@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -20,7 +21,7 @@ from api.problems import ProblemError
 from api.questions import BY_ANY, Numbers, Question, decode_question
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
-from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, check_decision
+from kv_events.decisions import VERSION, Candidate, Decision, DecisionRecord, Outcome, encode_decision
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
 from kv_events.limits import MAX_PAGES_PER_DECISION
@@ -28,6 +29,14 @@ from kvsight.schemas.decisions import DecisionsAccepted
 
 MAX_BODY_BYTES = 8 * 2**20
 _MAX_AGE_S = 86_400.0
+
+
+class _Encoded(NamedTuple):
+    """A checked record, as it is queued."""
+
+    kind: str
+    request_id: str
+    payload: bytes
 
 
 class DecisionRoute:
@@ -46,12 +55,15 @@ class DecisionRoute:
             records = await asyncio.to_thread(self._decode, body, codec)
         else:
             records = self._decode(body, codec)
-        accepted = sum(self._log.put(record) for record in records)
+        accepted = sum(self._log.put(*record) for record in records)
         answer = DecisionsAccepted(accepted=accepted, dropped=len(records) - accepted)
         return json_response(msgspec.json.encode(answer), HTTPStatus.ACCEPTED)
 
-    def _decode(self, body: Body, codec: Codec) -> list[DecisionRecord]:
-        """Return the checked records of a body. Raises ProblemError, after which no record is accepted."""
+    def _decode(self, body: Body, codec: Codec) -> list[_Encoded]:
+        """Return the checked records of a body, encoded here because this may run in a thread.
+
+        Raises ProblemError, after which no record is accepted.
+        """
         probe = decode_as(DecisionProbe, body, codec)
         now = time.time()
         if probe.decisions is UNSET:
@@ -64,16 +76,16 @@ class DecisionRoute:
                 raise _inside(f"decisions[{number}].", problem) from None
         return records
 
-    def _record(self, data: Data, probe: DecisionProbe, codec: Codec, now: float) -> DecisionRecord:
+    def _record(self, data: Data, probe: DecisionProbe, codec: Codec, now: float) -> _Encoded:
         try:
             if probe.cached_tokens is not UNSET:
                 record: DecisionRecord = _outcome(decode_as(OutcomeRequest, data, codec), now)
             else:
                 record = self._decision(data, codec, now)
-            check_decision(record)
+            payload = encode_decision(record)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
-        return record
+        return _Encoded("decision" if isinstance(record, Decision) else "outcome", record.request_id, payload)
 
     def _decision(self, data: Data, codec: Codec, now: float) -> Decision:
         request = decode_as(DecisionRequest, data, codec)

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 
 from indexer.decisions.base import DecisionSink, DecisionsUnavailableError
 from kv_events.backoff import Backoff
-from kv_events.decisions import Decision, DecisionRecord, encode_decision
 from kv_events.outages import Outage
 from kv_events.records import Channel, LogRecord
 from kv_events.supervised import keep_running
@@ -52,18 +51,19 @@ class DecisionLog:
         """Records that wait to be written."""
         return len(self._queue)
 
-    def put(self, record: DecisionRecord) -> bool:
-        """Queue a record. Returns whether it was accepted. Never waits. Raises InvalidValueError."""
-        payload = encode_decision(record)
+    def put(self, kind: str, request_id: str, payload: bytes) -> bool:
+        """Queue a record that `encode_decision` has encoded. Returns whether it was accepted. Never waits.
+
+        kind: `decision` or `outcome`.
+        """
         reason = NO_LOG if self._sink is None else QUEUE_FULL if self._is_full(len(payload)) else None
         if reason is not None:
             self.dropped[reason] += 1
             return False
-        kind = "decision" if isinstance(record, Decision) else "outcome"
         offset = self.accepted.total()
         self.accepted[kind] += 1
         now_ms = int(time.time() * 1000)
-        self._queue.append(LogRecord(0, offset, now_ms, record.request_id.encode(), payload, Channel.DECISIONS))
+        self._queue.append(LogRecord(0, offset, now_ms, request_id.encode(), payload, Channel.DECISIONS))
         self._queued_bytes += len(payload)
         self._arrival.set()
         return True

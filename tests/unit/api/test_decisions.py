@@ -23,6 +23,7 @@ from kv_events.records import Channel, LogRecord
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
+from tests.support.loop_watch import check_turns
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 19))
@@ -220,3 +221,16 @@ async def test_a_large_prompt_is_kept_and_its_end_left_out() -> None:
         (found,) = await service.kept({**DECIDED, "token_ids": list(range(300_000))})
     assert isinstance(found, Decision)
     assert (found.prompt_tokens, len(found.sequence_hashes)) == (300_000, 8 * 65_536)
+
+
+async def test_a_large_body_is_checked_and_encoded_without_holding_the_loop() -> None:
+    candidates = [{"worker": f"worker-{number}", "tokens": 8, "score": 1.5} for number in range(1024)]
+    body = msgspec.msgpack.encode({"decisions": [{**DECIDED, "candidates": candidates}] * 150})
+    async with rig(max_queued_bytes=2**30) as service:
+
+        async def post() -> None:
+            headers = {"content-type": "application/msgpack"}
+            answer = await service.client.post("/decisions", content=body, headers=headers)
+            assert answer.json() == {"accepted": 150, "dropped": 0}
+
+        await check_turns(post, lambda turns: max(turns) < 0.02)
