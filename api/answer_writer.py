@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
-from weakref import finalize
+from weakref import finalize, ref
 
 import msgspec
 import numpy as np
@@ -113,7 +113,7 @@ class AnswerWriter:
         desk.long_state[: len(state)] = state
         return _Plan(
             question,
-            namespace,
+            ref(namespace),
             namespace.num_changes,
             namespace.index.lookup,
             resident(desk),
@@ -127,16 +127,22 @@ class AnswerWriter:
         kept = self._rosters.get(id(namespace))
         if kept is None or kept.num_changes != namespace.num_changes:
             if kept is None:
-                finalize(namespace, self._rosters.pop, id(namespace))
+                finalize(namespace, self._forget, id(namespace))
             kept = self._rosters[id(namespace)] = _KeptRoster.of(namespace)
         return kept
+
+    def _forget(self, namespace: int) -> None:
+        """Release the memory of a namespace that is gone. namespace: its id."""
+        self._rosters.pop(namespace)
+        if self._plan is not None and self._plan.namespace() is None:
+            self._plan = None
 
 
 class _Plan(NamedTuple):
     """All that the answer to a question needs, except the prompt and the time."""
 
     question: Question
-    namespace: Namespace
+    namespace: ref[Namespace]
     num_changes: int
     """`Namespace.num_changes`."""
     lookup: Resident
@@ -151,7 +157,7 @@ class _Plan(NamedTuple):
         """Return whether nothing has changed since the plan was made."""
         return (
             question is self.question
-            and namespace is self.namespace
+            and self.namespace() is namespace
             and namespace.num_changes == self.num_changes
             and namespace.index.lookup is self.lookup
         )

@@ -100,7 +100,10 @@ class HotRoutes:
         namespaces = self._consumer.namespaces.find(question.model, question.tenant)
         if question.field != "token_ids" or len(namespaces) != 1:
             return question, tokens
-        hashes = await asyncio.to_thread(question.hashes, tokens, namespaces[0].key.block_size)
+        (namespace,) = namespaces
+        hashes = await asyncio.to_thread(question.hashes, tokens, namespace.key.block_size)
+        if list(self._consumer.namespaces.find(question.model, question.tenant)) != [namespace]:
+            return question, tokens  # workers with another block size have come
         return replace(question, field="seq_hashes"), hashes
 
     async def _in_thread(self, data: Data, decode: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

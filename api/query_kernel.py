@@ -30,7 +30,7 @@ from kv_events.xxh3 import LONG_STATE_WORDS, hash_each_window, roll_each
 TEXT, TOKENS, LOCAL_HASHES, SEQUENCE_HASHES = range(4)
 """How a prompt is given: as JSON numbers, or as an array of tokens or hashes."""
 
-MAX_TOKENS_OF_TEXT = 2**20
+MAX_TOKENS_OF_TEXT = 2**17
 """Longer texts must be read in another way."""
 
 UNKNOWN = -1

@@ -174,6 +174,8 @@ class Namespaces:
         base, group = _base_key(gone)
         if group is not None:
             del self._groups_of[base][group]
+            if (home := self._namespaces.get(base)) is not None:
+                home.group_streams.pop(group, None)
         for key in (base, gone):
             if key not in self._namespaces and not self._groups_of.get(key, True):
                 del self._groups_of[key]

@@ -132,7 +132,7 @@ class ChangeTracker:
                     self._ledger.change(part, extra_key)
 
     def _can_defer(self, call: tuple[EngineEvent, ...]) -> bool:
-        if not self._is_deferring:
+        if not self._is_deferring or len(call) > _MAX_DEFERRED_PAGES:
             return False
         try:
             return sum([len(getattr(event, "block_hashes", ())) for event in call]) <= _MAX_DEFERRED_PAGES
@@ -231,6 +231,11 @@ class ChangeTracker:
     def start_deferring(self) -> None:
         """Let `record` keep small calls, which the caller promises to `absorb` every few milliseconds."""
         self._is_deferring = True
+
+    @property
+    def needs_sending(self) -> bool:
+        """Whether changes wait, or a resync must follow lost ones."""
+        return bool(self.num_queued or self._change_queue.is_broken or self._has_lost_events)
 
     @property
     def has_deferred(self) -> bool:

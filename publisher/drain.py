@@ -77,21 +77,19 @@ class Drain:
 
     def wake(self) -> None:
         """Wake the drain task. Thread-safe. Costs almost nothing while the task is awake."""
-        if not self._is_signalled:
+        if self._loop is not None and not self._is_signalled:
             self._is_signalled = True
-            self._call(self._awake.set)
+            self._call(self._loop, self._awake.set)
 
     def poll(self) -> None:
         """Collect deferred events soon. Thread-safe. Costs almost nothing while the drain polls."""
-        if not self._is_polling:
+        if self._loop is not None and not self._is_polling:
             self._is_polling = True
-            self._call(self._poll)
+            self._call(self._loop, self._poll)
 
-    def _call(self, function: Callable[[], object]) -> None:
-        if self._loop is None:
-            return
+    def _call(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
         try:
-            self._loop.call_soon_threadsafe(function)
+            loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop is closed, so there is no task to wake
             self._loop = None
 
@@ -102,15 +100,15 @@ class Drain:
         if self._tracker.has_deferred:
             self._tracker.absorb()
             self._polling_until = now + _POLLING_S
-        if self._tracker.num_queued and not self._is_signalled:
+        if self._tracker.needs_sending and not self._is_signalled:
             self._is_signalled = True
             self._awake.set()
         if self._poll_s and now < self._polling_until:
             self._next_poll = self._loop.call_later(self._poll_s, self._poll)
             return
         self._is_polling = False
-        if self._tracker.has_deferred:  # kept while the flag was set
-            self.poll()
+        if self._tracker.has_deferred or (self._tracker.needs_sending and not self._is_signalled):
+            self.poll()  # it came while the flag was set
 
     async def stop(self, deadline_s: float, *, goodbye: bool) -> None:
         """Send pending records for at most `deadline_s` seconds, then end the tasks and stop the sink.

@@ -24,7 +24,7 @@ from kv_events.rate_limited_logger import RateLimitedLogger
 logger = logging.getLogger(__name__)
 
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
-_MAX_BODY_BYTES = 2**21  # read in about a millisecond
+_MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
 
 class HotLane:

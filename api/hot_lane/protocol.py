@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api.hot_lane.heads import MAX_BYTES
 from api.hot_lane.lane import HotLane
@@ -42,6 +42,8 @@ class HotProtocol(HttpToolsProtocol):
         self._is_in_head = False  # of a request that httptools reads
         self._head_bytes = 0
         self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
+        self._began_at = 0.0  # first byte of that request, by the clock of the loop
+        self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
 
     def data_received(self, data: bytes) -> None:
         if self._held:
@@ -72,17 +74,29 @@ class HotProtocol(HttpToolsProtocol):
             self._arrival = None
 
     def _give_up(self) -> None:
+        left_s = self._began_at + ARRIVAL_S - self.loop.time()
+        if left_s > 0:  # a later request arrives by now
+            self._arrival = self.loop.call_later(left_s, self._give_up)
+            return
         self._refuse(ProblemError(408, "", f"request: not complete after {ARRIVAL_S:.0f} s"))
 
     def _refuse(self, problem: ProblemError) -> None:
-        """Answer a request that has not arrived completely, unless its answer has begun, and close the connection."""
-        if not self._held and self.cycle is not None and self.cycle.response_started:
+        """Answer a request that has not arrived completely, if its answer is the next one. Close the connection."""
+        if not self._is_next_answer_open():
             self.transport.close()
             return
         body, status = msgspec.json.encode(problem.document()), HTTPStatus(problem.status)
         start = b"%d %b\r\nconnection: close" % (status, status.phrase.encode())
         self.transport.write(_HEAD % (start, self._headers(), len(body), b"problem+json") + body)
         self.transport.close()
+
+    def _is_next_answer_open(self) -> bool:
+        """Return whether the next answer is that to the request that is arriving, and has not begun."""
+        if self._held or self.cycle is None:
+            return True
+        if self.cycle is self._before:
+            return bool(self.cycle.response_complete)
+        return not self.pipeline and not self.cycle.response_started
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._arrival is not None:
@@ -101,6 +115,7 @@ class HotProtocol(HttpToolsProtocol):
         self._missing = start + head.content_length - len(data)
         if self._missing > 0:
             self._held += data
+            self._began_at = self.loop.time()
             return True
         body = self._lane.answer(head, data, start) if self._missing == 0 else None
         if body is None:
@@ -152,14 +167,23 @@ class HotProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._is_parsing = self._is_in_head = True
         self._head_bytes = 0
+        self._began_at, self._before = self.loop.time(), self.cycle
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        """Count what follows as headers: trailers follow the last chunk."""
+        self._is_in_head, self._head_bytes = True, 0
+
+    def on_body(self, body: bytes) -> None:
+        self._is_in_head = False
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._is_parsing = False
+        self._is_parsing = self._is_in_head = False
         super().on_message_complete()
 
     def shutdown(self) -> None:

@@ -127,8 +127,11 @@ class Inbox:
         self._resident = resident(self._arrays)
 
 
+_MAX_FREE = 8
+
+
 class Inboxes:
-    """Inboxes that are used again. There are as many as sockets that were ever read at the same time."""
+    """Inboxes that are used again. A few are kept."""
 
     def __init__(self) -> None:
         self._free: list[Inbox] = []
@@ -140,7 +143,8 @@ class Inboxes:
         try:
             yield inbox
         finally:
-            self._free.append(inbox)
+            if len(self._free) < _MAX_FREE:
+                self._free.append(inbox)
 
 
 @lru_cache

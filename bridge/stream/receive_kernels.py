@@ -163,7 +163,7 @@ def _has_room(inbox, most_bytes):
     """Return whether another message may be received, of any topic."""
     counts = inbox.counts
     return (
-        counts[NUM_MESSAGES] < inbox.seqs.shape[0]
+        counts[NUM_MESSAGES] + counts[NUM_BAD] < inbox.seqs.shape[0]
         and counts[NUM_SENDERS] < inbox.senders.shape[0]
         and counts[NUM_TOPIC_BYTES] + MAX_TOPIC_BYTES <= inbox.topics.shape[0]
         and counts[NUM_BYTES] < most_bytes

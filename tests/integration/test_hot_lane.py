@@ -186,6 +186,52 @@ def test_a_head_without_end_is_refused() -> None:
     run(main())
 
 
+def test_trailers_without_end_are_refused() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            line.writer.write(head + b"1\r\n{\r\n0\r\n")
+            await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
+            line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
+            assert (await line.answer())[0].startswith(b"HTTP/1.1 431 ")
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_the_second_request_of_a_connection_is_refused_as_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "ARRIVAL_S", 0.5)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            await line.ask(request(QUERY, "/query?"))
+            line.writer.write(b"POST /query HTTP/1.1\r\nHost: h\r\n")
+            assert (await line.answer())[0] == b"HTTP/1.1 408 Request Timeout"
+
+    run(main())
+
+
+def test_requests_that_arrive_in_time_are_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "ARRIVAL_S", 1.0)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            data = request(QUERY)
+            loop, number = asyncio.get_running_loop(), 0
+            end = loop.time() + 2.0
+            line.writer.write(data[:50])
+            while loop.time() < end:  # each packet ends inside a request
+                assert (await line.ask(data[50:] + data[:50]))[0] == b"HTTP/1.1 200 OK"
+                await asyncio.sleep(0.02)
+                number += 1
+            assert number > 2
+
+    run(main())
+
+
 @pytest.mark.parametrize("path", ["/query", "/query?"])
 def test_a_request_that_does_not_arrive_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "ARRIVAL_S", 0.5)

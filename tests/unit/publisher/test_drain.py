@@ -199,6 +199,23 @@ async def test_tasks_bear_the_workers_name(publisher: EventPublisher, log: Memor
     assert {"publisher-drain:w", "publisher-control:w"} <= names
 
 
+async def test_events_from_before_the_start_do_not_delay_later_ones(sink: FaultySink, log: MemoryLog) -> None:
+    publisher = make(sink, heartbeat_s=60.0)
+    publisher.publish([])
+    async with publisher:
+        await async_wait_until(lambda: log.next_offset == 1)
+        publisher.publish([stored(1)])
+        await async_wait_until(lambda: view_of(log) == {101})  # without a heartbeat
+
+
+async def test_a_resync_after_an_overflow_does_not_wait_for_a_heartbeat(sink: FaultySink, log: MemoryLog) -> None:
+    async with make(sink, queue_pages=2, heartbeat_s=60.0) as publisher:
+        await async_wait_until(lambda: log.next_offset == 1)
+        publisher.publish([stored(1), stored(2), stored(3), stored(4)])
+        await async_wait_until(lambda: view_of(log) == {101, 102, 103, 104})
+    assert len(reasons_of(log)) == 2
+
+
 async def test_an_idle_publisher_sends_heartbeats(sink: FaultySink, log: MemoryLog) -> None:
     async with make(sink, heartbeat_s=0.02):
         await async_wait_until(lambda: log.next_offset >= 4)
