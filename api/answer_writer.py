@@ -156,7 +156,7 @@ class _Plan(NamedTuple):
     def is_for(self, question: Question, namespace: Namespace) -> bool:
         """Return whether nothing has changed since the plan was made."""
         return (
-            question is self.question
+            (question is self.question or question == self.question)
             and self.namespace() is namespace
             and namespace.num_changes == self.num_changes
             and namespace.index.lookup is self.lookup
