@@ -24,6 +24,9 @@ class Channel(IntEnum):
 
 MAX_CHANNEL: Final = 255
 
+_OBJECT_BYTES = 256
+"""What a record takes in memory beside its key and its payload."""
+
 
 class LogRecord(NamedTuple):
     """A record as a log stores and returns it."""
@@ -37,3 +40,8 @@ class LogRecord(NamedTuple):
     payload: bytes
     channel: int = Channel.EVENTS
     """A `Channel`, or the number of one that this version does not know."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """About the bytes that the record takes in memory."""
+        return _OBJECT_BYTES + len(self.key) + len(self.payload)

@@ -29,7 +29,8 @@ NO_LOG, QUEUE_FULL = "no log", "queue full"
 class DecisionLog:
     """Takes decisions and outcomes without waiting, and writes them in the background.
 
-    Beyond `max_queued_bytes` of records that wait, further ones are dropped and counted. So are all without a sink.
+    Beyond `max_queued_bytes` of memory for records that wait, further ones are dropped and counted. So are all without
+    a sink.
     """
 
     def __init__(self, sink: DecisionSink | None, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
@@ -56,15 +57,15 @@ class DecisionLog:
 
         kind: `decision` or `outcome`.
         """
-        reason = NO_LOG if self._sink is None else QUEUE_FULL if self._is_full(len(payload)) else None
+        offset, now_ms = self.accepted.total(), int(time.time() * 1000)
+        record = LogRecord(0, offset, now_ms, request_id.encode(), payload, Channel.DECISIONS)
+        reason = NO_LOG if self._sink is None else QUEUE_FULL if self._is_full(record.memory_bytes) else None
         if reason is not None:
             self.dropped[reason] += 1
             return False
-        offset = self.accepted.total()
         self.accepted[kind] += 1
-        now_ms = int(time.time() * 1000)
-        self._queue.append(LogRecord(0, offset, now_ms, request_id.encode(), payload, Channel.DECISIONS))
-        self._queued_bytes += len(payload)
+        self._queue.append(record)
+        self._queued_bytes += record.memory_bytes
         self._arrival.set()
         return True
 
@@ -109,5 +110,5 @@ class DecisionLog:
             self._backoff.reset()
             for record in batch:
                 self._queue.popleft()
-                self._queued_bytes -= len(record.payload)
+                self._queued_bytes -= record.memory_bytes
             self.written += len(batch)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
 MAX_WAITING_BYTES = 64 * 2**20
-"""Bound on offered records that are not written yet."""
+"""Bound on the memory of offered records that are not written yet."""
 
 _PROBE_S = 1.0
 _UPKEEP_S = 1.0
@@ -63,7 +63,9 @@ class Recorder:
         self.written = 0
         """Records written by this process."""
         self.lost = 0
-        """Records that were not written: too large for the log, or offered while too many were waiting."""
+        """Records that were not written: too large for the log, offered while too many were waiting or after the end,
+        or still waiting for the disk at the end.
+        """
         self.outage = Outage(logger, "recording degraded", "recording goes on")
         self._folder = folder
         self._segment_bytes = segment_bytes
@@ -75,6 +77,7 @@ class Recorder:
         self._lock = threading.Lock()  # guards what is offered
         self._offered: list[LogRecord] = []
         self._offered_bytes = 0
+        self._is_ended = False  # nothing is taken any more from what is offered
         self._writer: EventLogWriter | None = None
         self._is_flushed = self._is_synced = True
         self._alive_at: float | None = None  # monotonic time of the newest sign of life; None unless the log is open
@@ -102,10 +105,10 @@ class Recorder:
     def offer(self, record: LogRecord) -> None:
         """Record something that no source keeps. Any thread; never waits for the disk."""
         with self._lock:
-            if self._offered_bytes + len(record.payload) > MAX_WAITING_BYTES:
+            if self._is_ended or self._offered_bytes + record.memory_bytes > MAX_WAITING_BYTES:
                 self.lost += 1
                 return
-            self._offered_bytes += len(record.payload)
+            self._offered_bytes += record.memory_bytes
             self._offered.append(record)
 
     def open(self) -> None:
@@ -201,20 +204,24 @@ class Recorder:
 
     # --- the disk ---------------------------------------------------------------------------------------------------
 
-    async def _write(self, records: Sequence[LogRecord], stop: asyncio.Event) -> None:
-        """Append records, and make them visible to readers. Waits for the disk until `stop` is set."""
+    async def _write(self, records: Sequence[LogRecord], stop: asyncio.Event) -> int:
+        """Append records, and make them visible to readers. Waits for the disk until `stop` is set.
+
+        Returns the number of records that were not appended.
+        """
         waiting = deque(record for record in records if not self._positions.has(record))
         while waiting or not self._is_flushed:
             try:
                 self._append(waiting)
             except OSError as error:
                 if stop.is_set():
-                    return
+                    return len(waiting)
                 with suppress(OSError):
                     self._enforce()  # may make room
                 await self._wait(error, stop)
             else:
                 self.outage.note_success()
+        return 0
 
     def _append(self, waiting: deque[LogRecord]) -> None:
         writer = self._opened()
@@ -239,7 +246,7 @@ class Recorder:
         due = Interval(_UPKEEP_S)
         while not stop.is_set():
             self._alive_at = time.monotonic()
-            await self._write(self._take_offered(), stop)
+            await self._write_offered(stop)
             if due.is_due(time.monotonic()):
                 try:
                     self._tidy()
@@ -249,9 +256,19 @@ class Recorder:
                     self.outage.note_success()
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _POLL_S)
+        await self._write_offered(stop)
 
-    def _take_offered(self) -> list[LogRecord]:
+    async def _write_offered(self, stop: asyncio.Event) -> None:
+        """Write what is offered. After `stop`, this is the last time, and what the disk does not accept is lost."""
+        offered = self._take_offered(is_last=stop.is_set())
+        num_lost = len(offered) if self._writer is None else await self._write(offered, stop)
+        if num_lost:
+            self.lost += num_lost
+            logger.warning("%d records are not recorded: the disk did not accept them before the end", num_lost)
+
+    def _take_offered(self, *, is_last: bool) -> list[LogRecord]:
         with self._lock:
+            self._is_ended = is_last
             taken = list(self._offered)
             self._offered.clear()
             self._offered_bytes = 0

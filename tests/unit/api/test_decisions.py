@@ -179,13 +179,13 @@ async def test_bad_input_is_named_and_nothing_of_it_is_recorded(body: Any, statu
 
 
 async def test_the_queue_is_bounded_and_nothing_waits_for_a_log_that_is_away() -> None:
-    async with rig(max_queued_bytes=300) as service:
+    async with rig(max_queued_bytes=3000) as service:
         service.sink.is_away = True
         began = time.monotonic()
         answers = [(await service.post(OUTCOME)).json() for _ in range(50)]
         assert time.monotonic() - began < 5
         accepted = sum(answer["accepted"] for answer in answers)
-        assert 0 < accepted < 50
+        assert 0 < accepted < 3000 // 256  # small records, too, take memory
         assert sum(answer["dropped"] for answer in answers) == 50 - accepted
         text = (await service.client.get("/metrics")).text
         assert f'kvsight_decisions_dropped_total{{reason="queue_full"}} {50 - accepted}.0' in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder
 from indexer.recording.thread import RecordingThread
-from kv_events.event_log import EventLogReader
+from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.log_retention import DeletedSegment
 from kv_events.records import Channel, LogRecord
 from tests.support.waiting import async_wait_until
@@ -52,6 +52,39 @@ async def test_records_that_are_offered_beyond_the_bound_are_lost_and_counted(tm
         await async_wait_until(lambda: recorder.written == fitting, 30, "the records that fit")
         recorder.offer(record(fitting, size))
         await async_wait_until(lambda: recorder.written == fitting + 1, 30, "a further one")
+
+
+async def test_small_records_count_with_the_memory_that_they_take() -> None:
+    recorder = Recorder(Path("unused"))
+    fitting = MAX_WAITING_BYTES // record(0, 30).memory_bytes
+    small = record(0, 30)
+    for _ in range(fitting + 2):
+        recorder.offer(small)
+    assert recorder.lost == 2
+    assert fitting < MAX_WAITING_BYTES / 256
+
+
+async def test_what_is_offered_last_is_written_before_the_end(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    async with RecordingThread(recorder).running():
+        recorder.offer(record(0))
+        await async_wait_until(lambda: recorder.written == 1, 15, "the first record")
+        for number in range(1, 101):
+            recorder.offer(record(number))
+    recorder.offer(record(101))
+    kept = [found.offset for _, found in EventLogReader(tmp_path).read()]
+    assert kept == list(range(101))
+    assert (recorder.written, recorder.lost) == (101, 1)
+
+
+async def test_what_the_disk_does_not_accept_before_the_end_is_counted(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    with EventLogWriter(tmp_path):
+        async with RecordingThread(recorder).running():
+            await async_wait_until(lambda: recorder.degraded, 15, "the report")
+            for number in range(10):
+                recorder.offer(record(number))
+    assert (recorder.written, recorder.lost) == (0, 10)
 
 
 async def test_a_folder_that_another_writer_has_open_is_used_when_it_is_free(tmp_path: Path) -> None:
