@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -22,17 +22,23 @@ from kv_events.records import Channel, LogRecord
 CHURN_S = 10.0
 
 
-def audit_log(folder: Path, churn_s: float = CHURN_S, on_chunk: Callable[[int], None] = lambda _: None) -> AuditReport:
+def audit_log(
+    folder: Path,
+    churn_s: float = CHURN_S,
+    on_chunk: Callable[[int], None] = lambda _: None,
+    known_damage: Sequence[str] = (),
+) -> AuditReport:
     """Audit an event log.
 
     The log is read twice: for the decisions, then for everything else. Memory is needed for the pages that are held at
-    one time and for the distinct pages, about 130 bytes each, and none for records. churn_s: seconds for which pages
-    are expected to stay. on_chunk: called now and then with the index of the next record.
+    one time and for the distinct pages, about 130 bytes each, and for decisions and outcomes, about 250 bytes each, but
+    none for records of events. churn_s: seconds for which pages are expected to stay. on_chunk: called now and then
+    with the index of the next record. known_damage: what the caller has found, for the report.
 
     Raises EventLogError if there is no such log. Damaged parts are named in the report.
     """
     EventLogReader(folder)  # there is such a folder
-    damage: list[str] = []
+    damage = list(known_damage)
     events = EventAudit(churn_s)
     funnel = FunnelAudit(events)
     with closing(Decisions(folder)) as decisions:

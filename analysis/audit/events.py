@@ -21,6 +21,8 @@ _MOST_RESYNCS = 20
 _MOST_PREFIXES = 10
 _MAX_PAGES = 2**26
 _MAX_STREAMS = 65_536
+_MAX_SECONDS = 2**20
+"""Distinct seconds of which pages are counted, 12 days. Forged times may have more."""
 
 
 class _Counts(NamedTuple):
@@ -68,6 +70,7 @@ class EventAudit:
         self.resyncs: list[Resync] = []
         self._streams: dict[StreamId, _Stream] = {}
         self._namespaces: dict[tuple[str, str, int], int] = {}
+        self._num_pages = 0
         self._pages_by_second: Counter[int] = Counter()
         self._record: tuple[int, LogRecord]
         self._report = AuditReport(log="", churn_s=churn_s)
@@ -134,7 +137,7 @@ class EventAudit:
         seconds = max(1e-3, report.last_time - report.first_time)
         peak_at, peak = max(self._pages_by_second.items(), key=lambda item: item[1], default=(0, 0))
         return Rates(
-            pages_per_s=self._pages_by_second.total() / seconds,
+            pages_per_s=self._num_pages / seconds,
             peak_pages_per_s=peak,
             peak_time=float(peak_at),
             records_per_s=report.records / seconds,
@@ -221,12 +224,12 @@ class EventAudit:
                 case StoredPages():
                     is_resync = stream.resync is not None
                     self.book.store(stream.number, stream.namespace, step, at, stream.mark, is_resync=is_resync)
-                    self._pages_by_second[at.ms // 1000] += len(step.hashes)
+                    self._count_pages(at, len(step.hashes))
                     if stream.resync is not None:
                         stream.resync.pages += len(step.hashes)
                 case RemovedPages():
                     self.book.remove(stream.number, step, at)
-                    self._pages_by_second[at.ms // 1000] += len(step.hashes)
+                    self._count_pages(at, len(step.hashes))
                 case AllBlocksCleared():
                     self.book.sweep(stream.number)
                 case SnapshotBegin():
@@ -240,6 +243,12 @@ class EventAudit:
                     if was_swept and stream.resync is not None:
                         self.book.sweep(stream.number, stream.mark)
                         self._end_resync(stream, bounded(batch.timestamp), is_complete=True)
+
+    def _count_pages(self, at: Moment, number: int) -> None:
+        second = at.ms // 1000
+        self._num_pages += number
+        if second in self._pages_by_second or len(self._pages_by_second) < _MAX_SECONDS:
+            self._pages_by_second[second] += number
 
     def _count_batch(self, resync: Resync) -> None:
         resync.batches += 1

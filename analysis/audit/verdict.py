@@ -40,9 +40,9 @@ def _of_the_log(report: AuditReport) -> Iterator[Finding]:
     if report.unreadable:
         number = sum(report.unreadable.values())
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(report.unreadable.items()))
-        text = (
-            f"{_count(number, 'record')} cannot be decoded ({reasons}), the first is record {report.first_unreadable}"
-        )
+        first = report.first_unreadable
+        where = "" if first is None else f", the first record of events is {first}"
+        text = f"{_count(number, 'record')} cannot be decoded ({reasons}){where}"
         yield Finding(kind="unreadable", weight=number / max(1, report.records), text=text)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +26,6 @@ from kv_events.log_segment import EventLogCorruptedError
 from kv_events.log_times import TimeIndex
 from kv_events.records import Channel, LogRecord
 
-logger = logging.getLogger(__name__)
-
 _NAME_BYTES = 4096
 """The names of a batch are within its first bytes."""
 
@@ -46,7 +43,8 @@ class Timeline:
 
     A moment is an `Until`: an index, a time, or Kafka positions. The views are those of the nearest key frame before
     it, with the records since applied. Without key frames, all records are applied, beginning with the oldest one.
-    Damaged records and key frames are passed over and named in `damage` and `faults`.
+    Damaged records and key frames are passed over and named in `damage` and `faults`, key frames that were made with
+    other settings in `warnings`.
     """
 
     def __init__(self, folder: Path, settings: IndexerSettings | None = None) -> None:
@@ -60,6 +58,8 @@ class Timeline:
         self._settings = settings or IndexerSettings()
         self._damage: dict[tuple[Path, int], EventLogCorruptedError] = {}
         self._frame_faults: dict[Path, str] = {}
+        self._other_settings: dict[Path, str] = {}
+        self._lacks_beginning = False  # whether views were opened without what precedes the log
         self._times = TimeIndex(folder, self._note_damage)
         self._views: Replay | None = None
         self._index = self._times.first_index
@@ -93,8 +93,18 @@ class Timeline:
 
     @property
     def faults(self) -> list[str]:
-        """Key frames and files of the time index that could not be used so far. The views are right without them."""
-        return [*self._frame_faults.values(), *self._times.faults]
+        """Key frames and files of the time index that could not be used so far. The views are right without them.
+
+        An exception is a log that begins late, all of whose key frames were made with other settings: then its views
+        lack what precedes the log, and one of these key frames is named.
+        """
+        needed = list(self._other_settings.values())[-1:] if self._lacks_beginning else []
+        return [*self._frame_faults.values(), *self._times.faults, *needed]
+
+    @property
+    def warnings(self) -> list[str]:
+        """One of the key frames that were passed over so far because they were made with other settings."""
+        return [] if self._lacks_beginning else list(self._other_settings.values())[:1]
 
     def refresh(self) -> None:
         """Take the records along that were appended since. Raises OSError."""
@@ -230,7 +240,10 @@ class Timeline:
             except KeyFrameError as error:
                 self._frame_faults[path] = str(error)
             except OtherSettingsError as error:
-                logger.info("%s", error)
+                self._other_settings[path] = str(error)
+        first = self._times.first_index
+        is_late = first > 0 or self._folder / f"{first:020d}{FRAME_SUFFIX}" in self._other_settings
+        self._lacks_beginning = self._lacks_beginning or (is_late and bool(self._other_settings))
         return Replay(self._settings), self._times.first_index
 
     def _is_before(self, frame: Frame, moment: Until, stop: int) -> bool:

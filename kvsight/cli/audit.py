@@ -12,7 +12,9 @@ from urllib.parse import quote
 import msgspec
 import typer
 
+from kv_events.log_segment import list_segments
 from kvsight.cli.console import compile_kernels, out, print_json, print_lines, progress_bar
+from kvsight.cli.log.reading import LogFolder, LogInput
 from kvsight.cli.moments import local_time
 from kvsight.cli.options import AsJson
 from kvsight.cli.tables import Column, count, duration, natural_order, printable, table_lines
@@ -39,7 +41,7 @@ _PAGES = {
 
 
 def audit(
-    log: Annotated[Path, typer.Argument(help="Folder of an event log.")],
+    log: LogFolder,
     churn: Annotated[float, typer.Option(help="Seconds for which pages are expected to stay.", min=0.001)] = 10.0,
     examples: Annotated[Path | None, typer.Option(help="Write prompts for `kvsight explain` here.")] = None,
     as_json: AsJson = False,
@@ -53,19 +55,20 @@ def audit(
     The exit code is 1 if parts of the log cannot be read. The rest of it is audited.
     """
     require_serve("kvsight audit")
-    from kv_events.event_log import EventLogReader
-
-    first_index = EventLogReader(log).first_index
+    source = LogInput(log)
+    source.find_torn_tail()
+    known_damage = [source.torn_tail] if source.torn_tail else []
     compile_kernels("analysis.audit.audit")
     from analysis.audit.audit import audit_log
 
     with progress_bar() as bar:
         task = bar.add_task("records", total=None)
+        first_index = list_segments(log)[0].first_index
 
         def show(next_index: int) -> None:
             bar.update(task, completed=next_index - first_index)
 
-        report = audit_log(log, churn, show)
+        report = audit_log(log, churn, show, known_damage)
     if examples is not None and report.funnel is not None:
         _write_examples(examples, report.funnel)
     if as_json:

@@ -104,6 +104,9 @@ def views_at(log: LogInput, moment: Moment) -> tuple[Replay, LogSpan]:
     else:
         span = LogSpan.of(str(log.folder), timeline.first_index, timeline.next_index, timeline.span_s)
     log.damage, log.faults = timeline.damage, timeline.faults
+    log.find_torn_tail()
+    for warning in timeline.warnings:
+        err.print(f"warning: {warning}", markup=False)
     return views, span
 
 

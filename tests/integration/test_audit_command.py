@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kv_events.event_log import EventLogReader, EventLogWriter
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from tests.support.commands import kvsight
@@ -177,6 +177,31 @@ def test_times_that_no_calendar_has_are_shown_as_numbers(tmp_path: Path) -> None
     assert done.stdout.startswith("verdict: 1 of 1 stream had batches whose digest differs")
 
 
+def test_a_folder_without_a_log_is_no_log(tmp_path: Path) -> None:
+    done = kvsight("audit", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not an event log" in done.stderr
+
+
+def test_a_torn_tail_is_damage(tmp_path: Path) -> None:
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(Stream("w").batch(stored((0, [1])), now=1_700_000_000.0))
+    (segment,) = tmp_path.glob("*.kvlog")
+    segment.write_bytes(segment.read_bytes() + bytes([200, 0, 0]))
+    report = as_json(tmp_path, rc=1)
+    assert [f"{segment}: a torn tail of 3 bytes at byte " in each for each in report["damage"]] == [True]
+    assert "1 part of the log cannot be read" in report["verdict"]
+
+
+def test_a_decision_that_cannot_be_decoded_is_no_record_none(tmp_path: Path) -> None:
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(Stream("w").batch(stored((0, [1])), now=1_700_000_000.0))
+        writer.append(LogRecord(0, 0, 1_700_000_001_000, b"router", b"\xc1", Channel.DECISIONS))
+    (finding,) = as_json(tmp_path)["findings"]
+    assert finding["text"] == "1 record cannot be decoded (decision 1)"
+
+
 def test_an_empty_log_is_no_error(tmp_path: Path) -> None:
+    EventLogWriter(tmp_path).close()
     done: subprocess.CompletedProcess[str] = kvsight("audit", tmp_path)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "verdict: The log has no batches.")

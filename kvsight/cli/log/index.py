@@ -39,6 +39,7 @@ def index(
         asyncio.run(_follow(indexer))
     err.print(f"{log}: {count(indexer.frames_written, 'key frame')} written, up to record {indexer.next_index}")
     source.damage, source.faults = indexer.timeline.damage, [*indexer.timeline.faults, *indexer.failures]
+    source.find_torn_tail()
     source.exit_if_damaged()
 
 

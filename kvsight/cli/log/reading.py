@@ -72,19 +72,32 @@ class LogInput:
                 yield chunk
                 bar.update(task, completed=done // _MIB)
                 last = chunk
-        self._find_torn_tail(last)
+        self._note_torn_tail(last, self.damage)
 
     def records(self, what: str, shared: Progress | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all sound records. See `chunks`."""
         for chunk in self.chunks(what, shared):
             yield from chunk.records()
 
+    def find_torn_tail(self) -> None:
+        """Look for a torn tail in a log that is read by other means than `chunks`. Raises OSError."""
+        from kv_events.log_scan import scan_segment
+
+        last, damage = None, list[EventLogCorruptedError]()
+        for chunk in scan_segment(list_segments(self.folder)[-1], damage.append):
+            last = chunk
+        self._note_torn_tail(last, damage)
+
+    @property
+    def torn_tail(self) -> str:
+        """Where the torn tail is; empty if there is none."""
+        path, end, index = self._end
+        tail = f"{path}: a torn tail of {count(self.num_torn, 'byte')} at byte {end}, record {index}"
+        return tail if self.num_torn else ""
+
     def exit_if_damaged(self) -> None:
         """Print what could not be read, and end with exit code 1. Does nothing if everything was read."""
-        lines = [*map(str, self.damage), *self.faults]
-        if self.num_torn:
-            path, end, index = self._end
-            lines.append(f"{path}: a torn tail of {count(self.num_torn, 'byte')} at byte {end}, record {index}")
+        lines = [*map(str, self.damage), *self.faults, *filter(None, [self.torn_tail])]
         for line in lines[:_MOST_SHOWN]:
             err.print(f"damaged: {line}", markup=False)
         if len(lines) > _MOST_SHOWN:
@@ -97,12 +110,12 @@ class LogInput:
         indices = f", indices {self.span.first_index} to {self.span.next_index - 1}" if self.span.records else ""
         raise UsageError(f"{what} is outside the log: {self.span}{indices}")
 
-    def _find_torn_tail(self, last: RecordChunk | None) -> None:
+    def _note_torn_tail(self, last: RecordChunk | None, damage: list[EventLogCorruptedError]) -> None:
         segment = list_segments(self.folder)[-1]
         is_known = last is not None and last.segment.path == segment.path
         end, index = (last.end, last.next_index) if last is not None and is_known else (0, segment.first_index)
         end = max(end, HEADER_BYTES)
-        is_damage = any(error.segment == segment.path and error.position in (0, end) for error in self.damage)
+        is_damage = any(error.segment == segment.path and error.position in (0, end) for error in damage)
         num_left = segment.path.stat().st_size - end
         if num_left > 0 and not is_damage and not _is_written(self.folder):
             self.num_torn, self._end = num_left, (segment.path, end, index)

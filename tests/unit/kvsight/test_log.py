@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from indexer.replay import Timeline
+from indexer.replay import LogIndexer, Timeline
 from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.codec import encode_resync
@@ -350,3 +350,31 @@ def test_a_replay_uses_the_sound_part_of_a_damaged_log_and_says_what_is_lost(log
     assert (done.exit_code, len(json.loads(done.stdout))) == (1, 2)
     assert f"damaged: {first}: a record's checksum is wrong at byte 24, record 0" in done.stderr
     assert "after 19 records" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["replay"], ["diff", "--from", "5"], ["log", "index"], ["log", "verify"]])
+def test_a_torn_tail_is_damage_for_each_command(log: Path, words: list[str]) -> None:
+    assert kvsight(*words, log).exit_code == 0
+    last = max(log.glob("*.kvlog"))
+    last.write_bytes(last.read_bytes() + bytes([200, 0, 0]))
+    done = kvsight(*words, log)
+    assert done.exit_code == 1
+    assert f"damaged: {last}: a torn tail of 3 bytes at byte " in done.stderr
+    with EventLogWriter(log):
+        assert kvsight(*words, log).exit_code == 0  # the writer has truncated it
+
+
+def test_key_frames_of_other_settings_are_a_warning_or_damage_if_the_log_begins_late(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LogIndexer(log, frame_cost=1500).advance()
+    assert kvsight("log", "slice", log, tmp_path / "tail", "--from", "20").exit_code == 0
+    monkeypatch.setenv("KVSIGHT_MAX_PAGES", "1000")
+    done = kvsight("replay", log)
+    assert done.exit_code == 0
+    assert "warning: " in done.stderr
+    assert "made with other settings" in done.stderr
+    done = kvsight("replay", tmp_path / "tail")
+    assert done.exit_code == 1
+    assert "damaged: " in done.stderr
+    assert "warning: " not in done.stderr
