@@ -89,6 +89,7 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
 def _of_the_pages(report: AuditReport) -> Iterator[Finding]:
     totals = {name: sum(counts) for name, counts in report.pages.items()}
     stored, removed = totals["stored"], totals["removed"]
+    begins_late = any(each.earlier_batches for each in report.streams)  # so pages that seem unknown may be older
     for name, whole, text in (
         ("churned", stored, f"{{share}} of the stored pages were evicted within {report.churn_s:g} s"),
         (
@@ -101,7 +102,7 @@ def _of_the_pages(report: AuditReport) -> Iterator[Finding]:
         ("unknown", removed + totals["unknown"], "{share} of the removals were of pages that the worker did not hold"),
     ):
         share = totals[name] / max(1, whole)
-        if share >= _LEAST_WEIGHT:
+        if share >= _LEAST_WEIGHT and not (begins_late and name in ("orphan", "unknown")):
             found = text.format(share=f"{share:.1%}")
             yield Finding(kind=name, weight=share, text=f"{found} ({_count(totals[name], 'page')})")
     if report.num_resyncs > len(report.streams):  # the first one of a stream is its beginning

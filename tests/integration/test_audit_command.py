@@ -16,7 +16,7 @@ from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
 from tests.support.commands import kvsight
 from tests.support.log.deciding_fleet import DecidingFleet
-from tests.support.log.records import Stream, stored
+from tests.support.log.records import Stream, removed, stored
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,9 @@ def test_a_log_that_begins_late_has_no_gap(tmp_path: Path) -> None:
     with EventLogWriter(tmp_path) as writer:
         for number in range(20):
             writer.append(stream.batch(stored((0, [100 + number])), now=1_700_000_001.0 + number))
+        writer.append(stream.batch(removed([1]), stored((2, [200])), now=1_700_000_021.0))
     report = as_json(tmp_path)
+    assert (sum(report["pages"]["unknown"]), sum(report["pages"]["orphan"])) == (1, 1)
     (found,) = report["streams"]
     assert (found["gaps"], found["missing_batches"], found["first_gap"]) == (0, 0, None)
     assert (found["earlier_batches"], found["not_live_s"]) == (5, 0.0)
