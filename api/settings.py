@@ -36,8 +36,8 @@ class ApiSettings(KvsightSettings):
     """Folder of an event log, to which everything is recorded beside the service. None: nothing is recorded."""
     record_keep: str = "24h"
     """Age after which whole files of that log are deleted: a number with the unit s, m, h or d."""
-    explain_timeout_s: float = argument(60.0, gt=0)
-    """Time after which an explanation is given up."""
+    explain_timeout_s: float = Field(60.0, gt=0)
+    """Seconds after which an explanation is given up."""
 
     max_body_bytes: int = argument(32 * 2**20, ge=1024)
     """Maximum size of a request body. The default fits eight million packed tokens."""

@@ -64,7 +64,7 @@ def _explain(job: Job) -> Explanation:
         _check_moment(job.at, first_s, last_s, error)
         raise
     _check_moment(job.at, first_s, last_s)
-    return found
+    return msgspec.structs.replace(found, damage=[str(error) for error in log.damage])
 
 
 def _check_moment(at: float | None, first_s: float, last_s: float, cause: Exception | None = None) -> None:

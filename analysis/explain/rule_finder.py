@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -12,14 +14,21 @@ from kv_events.hashing import U32Array, U64Array, namespace_seed
 from kv_events.records import LogRecord
 
 _SEEDS_TRIED = 65_536
+_MOST_SEARCHES = 64
+_MOST_NAMES = 64
+"""In one record."""
 
 
 class RuleFinder:
-    """Tries rules on the pages of one prompt. A rule is right if it gives the sequence hash that a worker sent."""
+    """Tries rules on the pages of one prompt. A rule is right if it gives the sequence hash that a worker sent.
+
+    After 64 searches, further rules are not recognised: a log may contain any number of salts for one prompt.
+    """
 
     def __init__(self, hashes: PromptHashes) -> None:
         self._hashes = hashes
         self._found: dict[tuple[HashRule, int, int], HashRule | None] = {}
+        self._names = lru_cache(maxsize=1)(extra_keys)  # each event of a record may ask
 
     def find(
         self, record: LogRecord, asked: HashRule, hashes: U64Array, pages: npt.NDArray[np.int64]
@@ -27,22 +36,24 @@ class RuleFinder:
         """Return the rule, or None if it is none of those that can be tried.
 
         record: stores the pages. asked: the rule of the query. hashes: the sequence hashes that were stored for these
-        pages of the prompt. The names in the record and the seeds below 65,536 are tried. A record without tokens
-        contains no names.
+        pages of the prompt. The first 64 names in the record and the seeds below 65,536 are tried. A record without
+        tokens contains no names.
         """
         first = int(np.argmin(pages))
         page, found = int(pages[first]), int(hashes[first])
         key = (asked, page, found)
-        if key not in self._found:
-            self._found[key] = self._search(record, asked, page, found)
+        tokens = self._hashes.prompt.tokens
+        if key in self._found or tokens is None:
+            return self._found.get(key)
+        names = self._names(record.payload)[:_MOST_NAMES]
+        if len(self._found) == _MOST_SEARCHES or (page and not names):  # seeds are tried on a first page
+            return None
+        self._found[key] = self._search(tokens, names, asked, page, found)
         return self._found[key]
 
-    def _search(self, record: LogRecord, asked: HashRule, page: int, found: int) -> HashRule | None:
-        tokens = self._hashes.prompt.tokens
-        if tokens is None:
-            return None
+    def _search(self, tokens: U32Array, names: list[str], asked: HashRule, page: int, found: int) -> HashRule | None:
         first = tokens[: (page + 1) * asked.block_size + asked.is_bigram]
-        for name in extra_keys(record.payload):
+        for name in names:
             for rule in (asked._replace(lora_name=name), asked._replace(cache_salt=name)):
                 if int(self._hashes.compute(first, rule)[-1]) == found:
                     return rule

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from kvsight.cli.connection_flags import with_kafka_flags
@@ -73,7 +74,8 @@ def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Expl
     fault = span.fault(moment)
     if fault:
         raise UsageError(fault)
-    return found, span
+    damage = [] if history.log is None else [str(error) for error in history.log.damage]
+    return msgspec.structs.replace(found, damage=damage), span
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

@@ -115,3 +115,5 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """None: the prompt was given as hashes."""
     workers: list[WorkerExplanation]
     """Those that hold most first."""
+    damage: list[str] = []
+    """Parts of the log that cannot be read, each with its file, byte and record. Their batches are missing above."""

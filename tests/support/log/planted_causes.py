@@ -425,17 +425,22 @@ def salt_in_the_record(scene: Scene) -> Truth:
 def _by_block_hash(scene: Scene, hashes: list[int], namespace: dict[str, Any], extra_key: str | None = None) -> Truth:
     """The pages can only be recognised by the block hashes of an engine that hashes tokens."""
     scene.send(scene.victim)
+    at = store_under_engine_names(scene, scene.victim, hashes, extra_key)
+    return Truth("other_namespace", 1, since=at, namespace=namespace)
+
+
+def store_under_engine_names(scene: Scene, stream: Stream, hashes: list[int], extra_key: str | None = None) -> int:
+    """Store the whole prompt with the block hashes of an engine that hashes tokens. Returns the index of the record."""
     chain = block_hash_chain(scene.tokens, scene.block_size, None, is_bigram=False)
     event = stored((0, hashes))
     tokens = np.array(scene.tokens, "<u4").tobytes() if extra_key is not None else None
     block_hashes = words(hash_strs_to_int64(chain).view(np.uint64).tolist())
-    at = scene.send(
-        scene.victim,
+    return scene.send(
+        stream,
         PackedStored(
             MEDIA[0], event.sequence_hashes, block_hashes, event.chain_starts, event.parents, tokens, extra_key
         ),
     )
-    return Truth("other_namespace", 1, since=at, namespace=namespace)
 
 
 def hidden(scene: Scene) -> Truth:

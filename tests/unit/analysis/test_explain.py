@@ -13,7 +13,15 @@ from indexer.until import Until
 from kv_events.streams import StreamId
 from kvsight.cli.prompts import decode_query
 from kvsight.schemas.explanations import CAUSES, WorkerExplanation
-from tests.support.log.planted_causes import MODEL, PLANTS, VICTIM, Scene, check_truth, planted
+from tests.support.log.planted_causes import (
+    MODEL,
+    PLANTS,
+    VICTIM,
+    Scene,
+    check_truth,
+    planted,
+    store_under_engine_names,
+)
 
 INSTANCES = 20
 
@@ -88,3 +96,15 @@ def test_a_prompt_without_tokens_is_shorter_than_a_page() -> None:
     scene, _ = planted("held", 340)
     scene.body["token_ids"] = []
     assert explanation_of(scene).cause == "partial_page"
+
+
+@pytest.mark.parametrize(("num_salts", "named"), [(10, True), (100, False)])
+def test_the_search_for_rules_is_bounded(num_salts: int, named: bool) -> None:
+    scene, truth = planted("unusual_seed", 340)
+    records, scene.records, scene.now = scene.records, [], scene.now - 1000
+    other = scene.stream("salted")
+    for number in range(num_salts):
+        store_under_engine_names(scene, other, scene.hashes_under(salt=f"salt {number}"))
+    scene.records += records
+    (finding,) = explanation_of(scene).findings
+    assert finding.namespace == (truth.namespace if named else {})

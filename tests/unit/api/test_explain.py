@@ -15,6 +15,7 @@ import pytest
 from api.app import create_app
 from api.settings import ApiSettings
 from kv_events.event_log import EventLogWriter
+from kv_events.log_segment import list_segments
 from kvsight.client import AsyncClient
 from kvsight.prompts import Prompt
 from kvsight.schemas.explanations import Explanation
@@ -120,3 +121,25 @@ async def test_an_explanation_that_takes_too_long_is_given_up(tmp_path: Path) ->
         problem = problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")
         assert "kvsight explain" in problem["detail"]
         problem_of(await client.post("/explain", json=QUERY), 503, "unavailable")  # it is not busy any more
+
+
+async def test_parts_of_the_log_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    scene, _ = planted("held", 104)
+    segment = list_segments(write_log(tmp_path, scene))[0].path
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    async with service(tmp_path) as client:
+        sound = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
+        segment.write_bytes(data)
+        damaged = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
+    assert (sound.damage, len(damaged.damage)) == ([], 1)
+    assert damaged.damage[0].startswith(f"{segment}: ")
+    assert damaged.records < sound.records
+
+
+async def test_a_token_is_needed_where_one_is_set(tmp_path: Path) -> None:
+    scene, _ = planted("held", 105)
+    async with service(write_log(tmp_path, scene), api_token="secret") as client:
+        check_problem(await client.post("/explain", json=scene.body), 401)
+        client.headers["authorization"] = "Bearer secret"
+        assert (await client.post("/explain", json=scene.body)).status_code == 200
