@@ -146,7 +146,7 @@ class Relayed(StreamingResponse):
                 task.add_done_callback(reports.discard)
 
     async def report(self, chosen: Decision) -> None:
-        """Tell kvsight what was chosen and what the engine reused. Without kvsight, nobody misses it."""
+        """Tell kvsight what was chosen and what the engine reused. Failures are ignored."""
         reused = REUSED.findall(self.end)[-1:]
         outcomes = [Outcome(chosen.request_id, int(tokens), self.began_at) for tokens in reused]
         with suppress(KvsightError):

@@ -171,8 +171,10 @@ class FunnelAudit:
         self._lose_in_the_fleet(chosen, named, delivered)
 
     def _explain_loss(self, chosen: _Chosen, predicted: int, delivered: int) -> None:
-        """Tokens behind what the worker held were a wrong prediction; of the others, the first page that is lost
-        decides.
+        """Divide the tokens that were predicted and not delivered.
+
+        Tokens that the worker did not hold at the choice were a wrong prediction. Of the others, those before the first
+        page that was evicted since are lost by the engine, and those from that page on by eviction.
         """
         held = max(delivered, min(predicted, chosen.held))
         self._lose(chosen, DELIVERED, STALE, predicted - held)

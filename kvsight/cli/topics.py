@@ -131,6 +131,6 @@ def _described(topic: Topic) -> str:
         facts.append("its settings may not be read")
     else:
         facts.append(
-            "kept for ever" if retention_ms == "-1" else f"kept for {timedelta(milliseconds=int(retention_ms))}"
+            "kept without limit" if retention_ms == "-1" else f"kept for {timedelta(milliseconds=int(retention_ms))}"
         )
     return f"{topic.name}: {', '.join(facts)}"

@@ -17,7 +17,8 @@ _T = TypeVar("_T")
 
 _TIMEOUT_S = 60.0
 _LONGEST_TEXT = 200
-_VLLM_BLOCK_SIZE = re.compile(r'cache_config_info\{[^}]*\bblock_size="(\d+)"')
+_MOST_BYTES = 16 * 2**20
+_VLLM_BLOCK_SIZE = re.compile(rb'cache_config_info\{[^}]*\bblock_size="(\d+)"')
 _SGLANG_INFO = ("/server_info", "/get_server_info")
 
 
@@ -51,6 +52,13 @@ class _Models(msgspec.Struct):
 
 class _ServerInfo(msgspec.Struct):
     page_size: int
+
+
+class _Answer(NamedTuple):
+    """A successful answer."""
+
+    url: str
+    content: bytes
 
 
 class ClockReading(NamedTuple):
@@ -103,7 +111,7 @@ class Engine:
     def block_size(self) -> int | None:
         """Tokens of a page, from vLLM's metrics or SGLang's settings. None if the engine has neither."""
         try:
-            found = _VLLM_BLOCK_SIZE.search(self._answer("GET", "/metrics").text)
+            found = _VLLM_BLOCK_SIZE.search(self._answer("GET", "/metrics").content)
         except EngineError:
             found = None
         if found is not None:
@@ -119,16 +127,21 @@ class Engine:
         """Close the connections."""
         self._http.close()
 
-    def _answer(self, method: str, path: str, body: Any = None) -> httpx.Response:
+    def _answer(self, method: str, path: str, body: Any = None) -> _Answer:
         try:
-            answer = self._http.request(method, path, json=body)
+            with self._http.stream(method, path, json=body) as answer:
+                content = bytearray()
+                for part in answer.iter_bytes():
+                    content += part
+                    if len(content) > _MOST_BYTES:
+                        raise EngineError(f"{self.url}{path}: the answer is larger than {_MOST_BYTES} bytes")
         except httpx.HTTPError as error:
             raise EngineError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
         if not answer.is_success:
-            said = " ".join(answer.text[:_LONGEST_TEXT].split())
+            said = " ".join(content.decode(errors="replace")[:_LONGEST_TEXT].split())
             raise EngineError(f"{self.url}{path}: status {answer.status_code}: {said}")
         self.date = read_date(answer)
-        return answer
+        return _Answer(f"{self.url}{path}", bytes(content))
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +160,7 @@ def read_date(answer: httpx.Response) -> ClockReading | None:
         return None
 
 
-def _decoded(answer: httpx.Response, kind: type[_T]) -> _T:
+def _decoded(answer: _Answer, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -72,7 +72,7 @@ class Infrastructure:
             fault, _, remedy = mismatch.rpartition("; ")
             raise BrokenError(f"{topic.name}: {fault}", remedy)
         kept_s = int(topic.configs["retention.ms"]) / 1000
-        kept = "for ever" if kept_s < 0 else f"for {kept_s:g} s"
+        kept = "without limit" if kept_s < 0 else f"for {kept_s:g} s"
         return f"records are kept {kept}, snapshots are written every {interval_s:g} s"
 
     def redis(self) -> str:
