@@ -44,8 +44,8 @@ class LogIndexer:
         self._cost = 0
         self.frames_written = 0
         """Key frames written so far."""
-        self.failures: list[str] = []
-        """Files that could not be written."""
+        self.failures: dict[str, str] = {}
+        """Kind of file (key frame, time index) -> why the last one of it could not be written."""
 
     @property
     def next_index(self) -> int:
@@ -67,21 +67,21 @@ class LogIndexer:
             self._cost += _RECORD_COST + len(record.payload) // _PAGE_BYTES
             if self._cost > self._frame_cost and self._cost > _HELD_COST * self._num_held():
                 self._write_frame(record)
-        self._write(self.timeline.save_times)
+        self._write("time index", self.timeline.save_times)
 
     def _num_held(self) -> int:
         return sum(namespace.index.num_pages for namespace in self._views.namespaces)
 
     def _write_frame(self, record: LogRecord) -> None:
         self._cost = 0
-        if self._write(lambda: save_frame(self._folder, self._views, self._next_index, checksum(record))):
+        if self._write("key frame", lambda: save_frame(self._folder, self._views, self._next_index, checksum(record))):
             self.frames_written += 1
 
-    def _write(self, write: Callable[[], object]) -> bool:
+    def _write(self, kind: str, write: Callable[[], object]) -> bool:
         try:
             write()
         except OSError as error:
             logger.warning("%s: %s; the log is complete, but slower to open", self._folder, error)
-            self.failures.append(str(error))
+            self.failures[kind] = str(error)
             return False
         return True

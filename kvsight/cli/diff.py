@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsight.cli.console import UsageError, at_most_one, compile_kernels, err, out, print_json, print_lines
-from kvsight.cli.log.reading import LogInput
+from kvsight.cli.log.reading import LogInput, exit_if_any_damaged
 from kvsight.cli.moments import Moment, local_time, parse_moment
 from kvsight.cli.options import ApiToken, AsJson
 from kvsight.cli.replay import views_at
@@ -54,8 +54,7 @@ def diff(
         print_json(found)
     else:
         print_lines(_lines(found, out.width))
-    for source in sources:
-        source.exit_if_damaged()
+    exit_if_any_damaged(sources)
 
 
 def _of_log(source: LogInput, moment: Moment, flag: str) -> Holdings:

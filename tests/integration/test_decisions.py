@@ -18,6 +18,7 @@ from analysis.audit.audit import audit_log
 from api.app import create_app
 from api.settings import ApiSettings
 from indexer.assembly import create_decision_log
+from indexer.decisions.file import FileDecisions
 from indexer.decisions.log import DecisionLog
 from indexer.settings import IndexerSettings
 from kv_events.decisions import Decision as DecisionOnRecord
@@ -25,7 +26,7 @@ from kv_events.decisions import DecisionRecord, decode_decision
 from kv_events.decisions import Outcome as OutcomeOnRecord
 from kv_events.event_log import EventLogReader
 from kv_events.hashing import sequence_hashes, token_array
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 from kvsight import AsyncClient, Decision, Outcome, Prompt
 from tests.support.commands import kvsight
 from tests.support.log.hand_fed import HandFed
@@ -45,6 +46,21 @@ async def router(settings: IndexerSettings) -> AsyncIterator[tuple[AsyncClient, 
         AsyncClient("http://t", transport=httpx.ASGITransport(app)) as client,
     ):
         yield client, log, fed
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+async def test_a_folder_of_decisions_keeps_the_newest_within_its_bound(tmp_path: Path) -> None:
+    sink = FileDecisions(tmp_path, max_bytes=10_000, segment_bytes=2000)
+    for number in range(100):
+        await sink.write([LogRecord(0, number, 1, b"key", bytes(300), Channel.DECISIONS)])
+    await sink.stop()
+    assert folder_bytes(tmp_path) <= 10_000
+    reader = EventLogReader(tmp_path)
+    assert 0 < reader.first_index < 90
+    assert reader.next_index == 100
 
 
 async def report(client: AsyncClient, fed: HandFed) -> Decision:

@@ -6,17 +6,17 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kv_events.event_log import EventLogWriter
+from kv_events.event_log import LOCK_NAME, EventLogWriter
 from kv_events.log_segment import list_segments
 from kv_events.records import LogRecord
 from kvsight.cli.console import UsageError, compile_kernels, err, progress_bar
-from kvsight.cli.log.reading import LogFolder, LogInput
+from kvsight.cli.log.reading import LogFolder, LogInput, exit_if_any_damaged
 from kvsight.cli.log.selection import From, OfChannel, OfModel, OfWorker, Range, Selection, To, channels_of
 from kvsight.cli.tables import count
 
@@ -40,8 +40,9 @@ def slice_log(
     """Copy a part of a log into a new one.
 
     --from and --to accept the same forms as `kvsight replay --at`. Records keep their partition, offset and time; their
-    indices begin at 0. A slice of all workers that begins later than its log gets a key frame with the views at its
-    beginning, so that any moment can be replayed as from the whole log.
+    indices begin at 0. A slice of all workers that begins later than its log, at a time or an index, gets a key frame
+    with the views at its beginning, so that any moment can be replayed as from the whole log. Offsets are those of the
+    events' topic: a slice by offsets has events and dead letters only, and no key frame.
 
     Example: kvsight log slice run.log noon.log --from 2026-01-31T12:00:00Z --to 2026-01-31T12:10:00Z
     """
@@ -54,6 +55,7 @@ def slice_log(
                 begin = index if begin is None else begin
                 writer.append(record)
     if not selection.num_in_range and (first or last):
+        _remove(new_log)
         source.fail_outside(str(selection.range))
     err.print(f"{new_log}: {count(writer.next_index, 'record')}", markup=False)
     if begin is not None and begin > source.span.first_index and not (worker or model or channel):
@@ -95,8 +97,7 @@ def merge(
             if recent.is_new(record, number):
                 writer.append(record)
     err.print(f"{new_log}: {count(writer.next_index, 'record')}", markup=False)
-    for source in sources:
-        source.exit_if_damaged()
+    exit_if_any_damaged(sources)
 
 
 def _by_time(source: LogInput, number: int, bar: Progress) -> Iterator[tuple[int, int, int, LogRecord]]:
@@ -120,6 +121,15 @@ class _Recent:
         if len(self._logs) > _MOST_REMEMBERED:
             self._logs.popitem(last=False)
         return True
+
+
+def _remove(new_log: Path) -> None:
+    """Remove a new log without records, so that the command can be repeated."""
+    for segment in list_segments(new_log):
+        segment.path.unlink()
+    (new_log / LOCK_NAME).unlink()
+    with suppress(OSError):  # somebody else's files are in it
+        new_log.rmdir()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import typer
 from kvsight.cli.console import UsageError, compile_kernels, err
 from kvsight.cli.log.reading import LogFolder, LogInput
 from kvsight.cli.moments import parse_moment
+from kvsight.cli.replay import views_at
 from kvsight.cli.tables import count
 from kvsight.extras import require_analysis
 
@@ -32,14 +33,15 @@ def export(
         raise UsageError(f"{parquet}: not an empty folder")
     compile_kernels("indexer.replay")
     from analysis.parquet import write_events, write_views
-    from indexer.replay import Timeline
 
-    timeline = Timeline(log)
-    parquet.mkdir(parents=True, exist_ok=True)
-    num_events = write_events(parquet / "events.parquet", source.records("exporting"))
-    fault = source.span.fault(moment)
+    replayed = LogInput(log)
+    views, span = views_at(replayed, moment)
+    fault = span.fault(moment)
     if fault:
         raise UsageError(fault)
-    num_pages = write_views(parquet / "views.parquet", timeline.at(moment.until))
+    source.faults = replayed.faults
+    parquet.mkdir(parents=True, exist_ok=True)
+    num_events = write_events(parquet / "events.parquet", source.records("exporting"))
+    num_pages = write_views(parquet / "views.parquet", views)
     err.print(f"{parquet}: {count(num_events, 'row')} of events, {count(num_pages, 'page')} held", markup=False)
     source.exit_if_damaged()

@@ -38,7 +38,8 @@ def index(
     if follow:
         asyncio.run(_follow(indexer))
     err.print(f"{log}: {count(indexer.frames_written, 'key frame')} written, up to record {indexer.next_index}")
-    source.damage, source.faults = indexer.timeline.damage, [*indexer.timeline.faults, *indexer.failures]
+    faults = [*indexer.timeline.faults, *indexer.failures.values()]
+    source.damage, source.faults = indexer.timeline.damage, faults
     source.find_torn_tail()
     source.exit_if_damaged()
 

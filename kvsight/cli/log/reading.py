@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,13 +97,12 @@ class LogInput:
 
     def exit_if_damaged(self) -> None:
         """Print what could not be read, and end with exit code 1. Does nothing if everything was read."""
-        lines = [*map(str, self.damage), *self.faults, *filter(None, [self.torn_tail])]
-        for line in lines[:_MOST_SHOWN]:
-            err.print(f"damaged: {line}", markup=False)
-        if len(lines) > _MOST_SHOWN:
-            err.print(f"and {len(lines) - _MOST_SHOWN} more")
-        if lines:
-            raise typer.Exit(EXIT_DAMAGED)
+        exit_if_any_damaged([self])
+
+    @property
+    def damage_lines(self) -> list[str]:
+        """What could not be read, one line each."""
+        return [*map(str, self.damage), *self.faults, *filter(None, [self.torn_tail])]
 
     def fail_outside(self, what: str) -> NoReturn:
         """End because a range has no record. Raises UsageError with the extent of the log."""
@@ -119,6 +118,17 @@ class LogInput:
         num_left = segment.path.stat().st_size - end
         if num_left > 0 and not is_damage and not _is_written(self.folder):
             self.num_torn, self._end = num_left, (segment.path, end, index)
+
+
+def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
+    """Print what could not be read of some logs, and end with exit code 1. Does nothing if everything was read."""
+    lines = list(dict.fromkeys(line for log in logs for line in log.damage_lines))  # the logs may be the same
+    for line in lines[:_MOST_SHOWN]:
+        err.print(f"damaged: {line}", markup=False)
+    if len(lines) > _MOST_SHOWN:
+        err.print(f"and {len(lines) - _MOST_SHOWN} more")
+    if lines:
+        raise typer.Exit(EXIT_DAMAGED)
 
 
 def _is_written(folder: Path) -> bool:

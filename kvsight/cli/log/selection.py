@@ -11,6 +11,7 @@ import typer
 
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.records import Channel
+from kvsight.cli.console import UsageError
 from kvsight.cli.moments import Moment, parse_moment
 from kvsight.cli.streams import MEDIA
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _NAMES_BYTES = 8192
 """The names of a batch are within its first bytes."""
+_OF_EVENTS = (int(Channel.EVENTS), int(Channel.DEAD_LETTERS))
+"""Channels with the partitions and offsets of the events' topic."""
 
 From: TypeAlias = Annotated[str | None, typer.Option("--from", help="First moment: a time, index or offsets.")]
 To: TypeAlias = Annotated[str | None, typer.Option("--to", help="Last moment, in the same forms.")]
@@ -37,7 +40,10 @@ OfChannel: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Range:
-    """Records from one moment up to another one. Of a time, both ends are included; of an index, only the first."""
+    """Records from one moment up to another one. Of a time, both ends are included; of an index, only the first.
+
+    Offsets are those of the events' topic, so a range of offsets contains only events and dead letters.
+    """
 
     first: Moment
     last: Moment
@@ -50,6 +56,11 @@ class Range:
     def __str__(self) -> str:
         parts = (("--from", self.first.text), ("--to", self.last.text))
         return " ".join(f"{flag} {text}" for flag, text in parts if text) or "everything"
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether an end of the range is PARTITION:OFFSET,..."""
+        return self.first.until.positions is not None or self.last.until.positions is not None
 
     def rows(self, chunk: RecordChunk) -> npt.NDArray[np.int64]:
         """Return the rows of a chunk that are in the range."""
@@ -68,6 +79,8 @@ class Range:
             taken &= chunk.timestamps_ms >= first.time_s * 1000
         if last.time_s is not None:
             taken &= chunk.timestamps_ms <= last.time_s * 1000
+        if self.has_offsets:
+            taken &= np.isin(chunk.channels, _OF_EVENTS)
         partitions, offsets = chunk.rows[:, PARTITION], chunk.rows[:, OFFSET]
         for partition, offset in (first.positions or {}).items():
             taken &= (partitions != partition) | (offsets >= offset)
@@ -93,6 +106,10 @@ class Selection:
     """First and last number."""
     num_in_range: int = field(default=0, init=False)
     """Records in the range so far, whatever they are."""
+
+    def __post_init__(self) -> None:
+        if self.range.has_offsets and not self.channels <= set(_OF_EVENTS):
+            raise UsageError(f"{self.range} names offsets of the events' topic: give times for other channels")
 
     @property
     def is_of_batches(self) -> bool:
@@ -136,9 +153,11 @@ class Selection:
 
     def _takes_batch(self, batch: DecodedBatch) -> bool:
         from kv_events.codec import RemovedPages, StoredPages
+        from kv_events.streams import split_group
 
         stream = batch.stream
-        if self.worker not in (None, stream.worker) or self.model not in (None, stream.model):
+        model, _ = split_group(stream.model)
+        if self.worker not in (None, stream.worker) or self.model not in (None, model, stream.model):
             return False
         if self.seqs is not None and not self.seqs[0] <= batch.seq <= self.seqs[1]:
             return False

@@ -236,6 +236,45 @@ def test_a_slice_of_a_worker_or_a_channel_has_its_records_alone(log: Path, tmp_p
     assert [record.channel for record in records_of(tmp_path / "control")] == [Channel.CONTROL]
 
 
+def test_offsets_are_those_of_the_events(log: Path, tmp_path: Path) -> None:
+    found = cat(log, "--from", "0:0", "--to", "0:504")
+    assert [(each["channel"], each["offset"]) for each in found] == [("events", 500), ("events", 502)]
+    done = kvsight("log", "cat", log, "--from", "0:0", "--channel", "control")
+    assert "--from 0:0 names offsets of the events' topic: give times for other channels" in str(done.exception)
+    assert kvsight("log", "slice", log, tmp_path / "part", "--from", "0:538").exit_code == 0
+    assert {record.channel for record in records_of(tmp_path / "part")} == {Channel.EVENTS}
+
+
+def test_the_model_of_a_stream_is_named_without_its_group(tmp_path: Path) -> None:
+    streams = [Stream("w-0", model="m#mamba"), Stream("w-1", model="n")]
+    folder = write(tmp_path / "log", [stream.batch(stored((0, [1])), now=1000) for stream in streams])
+    assert kvsight("log", "slice", folder, tmp_path / "part", "--model", "m").exit_code == 0
+    assert [record.key for record in records_of(tmp_path / "part")] == [records_of(folder)[0].key]
+
+
+@pytest.mark.parametrize(
+    ("words", "corrected"),
+    [(["slice", "new", "--from", "900"], "9"), (["export", "--parquet", "new", "--at", "@1"], "9")],
+)
+def test_a_command_with_a_moment_outside_the_log_can_be_repeated(
+    log: Path, tmp_path: Path, words: list[str], corrected: str
+) -> None:
+    command, *others = (str(tmp_path / word) if word == "new" else word for word in words)
+    assert "the log" in str(kvsight("log", command, log, *others).exception)
+    assert not (tmp_path / "new").exists()
+    assert kvsight("log", command, log, *others[:-1], corrected).exit_code == 0
+
+
+def test_the_damage_of_all_logs_is_named(log: Path, records: list[LogRecord], tmp_path: Path) -> None:
+    other = write(tmp_path / "other", records)
+    for folder in (log, other):
+        damage(min(folder.glob("*.kvlog")), 24 + 12 + 40)
+    for words in (["log", "merge", log, other, tmp_path / "both"], ["diff", log, other]):
+        done = kvsight(*words)
+        named = [line for line in done.stderr.replace("\n", "").split("damaged: ") if "next sound record" in line]
+        assert (done.exit_code, len(named)) == (1, 2), done.stderr
+
+
 def test_a_new_log_never_replaces_another_one(log: Path) -> None:
     for words in (["slice", log, log], ["merge", log, log, log], ["merge", log]):
         before = records_of(log)
