@@ -62,11 +62,15 @@ class EventLogWriter:
     InvalidValueError or OSError.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
-        """segment_bytes: size at which a new segment is started. A record is never split."""
+    def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20, leaves_damage: bool = False) -> None:
+        """segment_bytes: size at which a new segment is started. A record is never split.
+
+        leaves_damage: start a new segment after a damaged one, which stays as it is, instead of raising an error.
+        """
         if segment_bytes < 1:
             raise InvalidValueError("segment_bytes", segment_bytes, "a positive integer")
         self._folder = folder
+        self._leaves_damage = leaves_damage
         self.segment_bytes = segment_bytes
         self._fd = -1  # the last segment
         self._next_index = 0
@@ -150,8 +154,14 @@ class EventLogWriter:
         last = segments[-1]
         self._written, self._next_index = HEADER_BYTES, last.first_index
         self._segment_index = last.first_index
-        for located in scan(last, HEADER_BYTES, last.first_index):
-            self._written, self._next_index = located.end, located.record_index + 1
+        try:
+            for located in scan(last, HEADER_BYTES, last.first_index):
+                self._written, self._next_index = located.end, located.record_index + 1
+        except EventLogCorruptedError as error:
+            if not self._leaves_damage:
+                raise
+            self._begin_after(last, error)
+            return
         num_torn = last.path.stat().st_size - self._written
         if num_torn:
             logger.warning("%s: cutting a torn tail of %d bytes, record %d", last.path, num_torn, self._next_index)
@@ -161,6 +171,21 @@ class EventLogWriter:
         else:  # a segment has one version
             _sync(last.path)
             self._begin(self._next_index)
+
+    def _begin_after(self, damaged: Segment, error: EventLogCorruptedError) -> None:
+        """Start a segment after a damaged one. error: its first damage."""
+        logger.warning("%s; the log goes on in a new segment", error)
+        next_index, resume = error.index + 1, error.resume
+        while resume is not None and resume.position is not None:
+            next_index = resume.record_index + 1
+            try:
+                for located in scan(damaged, resume.position, resume.record_index):
+                    next_index = located.record_index + 1
+                resume = None
+            except EventLogCorruptedError as another:
+                next_index, resume = max(next_index, another.index + 1), another.resume
+        _sync(damaged.path)
+        self._begin(next_index)
 
     def _roll(self) -> None:
         """A segment that has a successor is complete and on disk."""

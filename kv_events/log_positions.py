@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_events.event_log import EventLogReader
+from kv_events.event_log import EventLogCorruptedError, EventLogReader
 from kv_events.records import LogRecord
 
 _NAME = "positions.json"
@@ -41,8 +41,14 @@ class LogPositions:
         if saved is not None and saved.index <= end:
             self._positions.update(saved.positions)
             first = max(first, saved.index)
-        for _, record in reader.read(first):
-            self.note(record)
+        start: int | None = first
+        while start is not None:
+            try:
+                for _, record in reader.read(start):
+                    self.note(record)
+                start = None
+            except EventLogCorruptedError as error:  # what is damaged needs no position: records after it have
+                start = None if error.resume is None else error.resume.record_index
 
     def of(self, channel: int) -> dict[int, int]:
         """Partition -> offset of the next record of a channel."""

@@ -113,7 +113,7 @@ class Recorder:
 
     def open(self) -> None:
         """Open the log. Raises EventLogError, InvalidValueError, OSError."""
-        writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes)
+        writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes, leaves_damage=True)
         try:
             self._retention = LogRetention(self._folder, writer, *self._bounds)
             self._positions = LogPositions(self._folder, is_empty=self._is_new_run)

@@ -17,6 +17,13 @@ def record(number: int, num_bytes: int = 1000) -> LogRecord:
     return LogRecord(0, number, 1, b"key", bytes(num_bytes), Channel.EVENTS)
 
 
+def damage_the_middle(folder: Path) -> None:
+    (segment,) = folder.glob("*.kvlog")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+
+
 async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path) -> None:
     answers = threading.Event()
 
@@ -75,6 +82,21 @@ async def test_what_is_offered_last_is_written_before_the_end(tmp_path: Path) ->
     kept = [found.offset for _, found in EventLogReader(tmp_path).read()]
     assert kept == list(range(101))
     assert (recorder.written, recorder.lost) == (101, 1)
+
+
+async def test_a_recording_goes_on_after_damage_and_knows_what_it_has(tmp_path: Path) -> None:
+    with EventLogWriter(tmp_path) as writer:
+        for number in range(10):
+            writer.append(record(number))
+    damage_the_middle(tmp_path)
+    recorder = Recorder(tmp_path)
+    async with RecordingThread(recorder).running():
+        for number in range(8, 12):  # it has two of them
+            recorder.offer(record(number))
+    reader = EventLogReader(tmp_path)
+    assert reader.next_index == 12
+    assert [(index, found.offset) for index, found in reader.read(8)] == [(n, n) for n in range(8, 12)]
+    assert recorder.written == 2
 
 
 async def test_what_the_disk_does_not_accept_before_the_end_is_counted(tmp_path: Path) -> None:

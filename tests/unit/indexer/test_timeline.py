@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,18 @@ def test_an_empty_log_has_no_moments(tmp_path: Path) -> None:
     assert timeline.at().namespaces.views == []
     with pytest.raises(EventLogError, match="no such folder"):
         Timeline(tmp_path / "other", SETTINGS)
+
+
+def test_files_that_cannot_be_written_are_named_once_however_long_it_lasts(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(Stream("w-0").batch(stored((0, [1])), now=1000))
+    indexer = LogIndexer(tmp_path, frame_cost=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        for _ in range(5):
+            indexer.advance()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(indexer.failures) <= 2
+    assert "File too large" in indexer.failures["key frame"]
