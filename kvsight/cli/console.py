@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,31 @@ def stop_signals() -> asyncio.Event:
     for number in numbers:
         loop.add_signal_handler(number, first)
     return stop
+
+
+def run_until_interrupted(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine in a loop of its own. The first Ctrl-C cancels it, and then raises KeyboardInterrupt.
+
+    Without this, KeyboardInterrupt is raised inside whatever the loop runs, such as a task of a Kafka client, and the
+    loop logs it with a traceback. The second Ctrl-C ends the process at once.
+    """
+
+    async def supervised() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def cancel() -> None:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            task.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, cancel)
+        await work()
+
+    try:
+        asyncio.run(supervised())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 @contextmanager

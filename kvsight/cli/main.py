@@ -90,9 +90,12 @@ def _settings(
 
 def run() -> None:
     """Entry point. A user's mistake ends with one line on stderr and exit code 2."""
-    signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _end_if_interrupted
     try:
+        signal.signal(signal.SIGINT, _interrupt)
         app()
+    except KeyboardInterrupt:  # outside of a command, which handles its own
+        sys.exit(130)
     except MissingExtraError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_USAGE)
@@ -113,3 +116,10 @@ def _interrupt(*_: object) -> NoReturn:
     """End the command on Ctrl-C. A second Ctrl-C ends the process at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt
+
+
+def _end_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
+    """End the process if Ctrl-C came in a finalizer, which cannot raise: an import has such ones."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)  # `_interrupt` has restored its default
+    sys.__unraisablehook__(unraisable)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
 from itertools import islice
@@ -14,7 +13,7 @@ import typer
 
 from kv_events.records import Channel
 from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import UsageError, at_most_one, err, print_lines
+from kvsight.cli.console import UsageError, at_most_one, err, print_lines, run_until_interrupted
 from kvsight.cli.options import ApiToken
 from kvsight.cli.tail_events import Filter, TailEvent, of_feed, of_record
 from kvsight.schemas.service import DEFAULT_URL
@@ -63,7 +62,8 @@ def tail(
                 for event in islice(events, limit):
                     _show(event, as_json)
         else:
-            asyncio.run(_show_records(_source(kafka, log, connection), typed, from_beginning, limit, as_json))
+            source = _source(kafka, log, connection)
+            run_until_interrupted(lambda: _show_records(source, typed, from_beginning, limit, as_json))
     except KeyboardInterrupt:
         return
 

@@ -1,0 +1,70 @@
+"""Ctrl-C at any moment of the start of a command that reads Kafka: it ends without a traceback."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.child_process import free_port
+from tests.support.servers.service_process import own_topics
+from tests.support.waiting import wait_until
+
+_IGNORING = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+_ENDS = {0, 2, 130, -signal.SIGINT}
+"""2: the broker is stopped."""
+_LATEST_S = 1.5
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(25, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("broker", ["running", "stopped"])
+@pytest.mark.parametrize("command", ["tail", "record"])
+@pytest.mark.timeout(300)
+def test_an_interrupt_at_any_moment_leaves_no_traceback(
+    command: str, broker: str, count: int, kafka_bootstrap: str, tmp_path: Path
+) -> None:
+    address = kafka_bootstrap if broker == "running" else f"127.0.0.1:{free_port()}"
+    environment = {**os.environ, **own_topics(kafka_bootstrap), "KVSIGHT_KAFKA": address}
+    chance = random.Random(f"{command} {broker}")
+    for number in range(count):
+        folder = [] if command == "tail" else [str(tmp_path / str(number))]
+        delay_s = chance.uniform(0, _LATEST_S)
+        code, output = interrupted([command, *folder, "--kafka", address], environment, delay_s)
+        case = f"{command} after {delay_s:.3f} s: {code}\n{output}"
+        assert code in _ENDS, case
+        assert "Traceback" not in output, case
+        assert "Unclosed" not in output, case
+
+
+def interrupted(words: list[str], environment: dict[str, str], delay_s: float) -> tuple[int, str]:
+    """Interrupt a command some time after it began to handle that. Returns its exit code and output."""
+    process = subprocess.Popen(
+        [*_IGNORING, sys.executable, "-m", "kvsight", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            wait_until(lambda: handles_interrupts(process.pid) or process.poll() is not None, what="the handler")
+            time.sleep(delay_s)  # the moment is what this is about
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    return process.returncode, output
+
+
+def handles_interrupts(pid: int) -> bool:
+    """Whether a process, which began with SIGINT ignored, no longer ignores it. Before, Python itself starts."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught_or_default = next(line for line in lines if line.startswith("SigIgn:")).split()[1]
+    has_begun = Path(f"/proc/{pid}/comm").read_text() != "sh\n"
+    return has_begun and not int(caught_or_default, 16) & 1 << signal.SIGINT - 1
