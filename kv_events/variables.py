@@ -36,6 +36,7 @@ SETTINGS = frozenset(
         "kafka_token_file",
         "kafka_token_command",
         "events_topic",
+        "explain_timeout_s",
         "control_topic",
         "decisions_topic",
         "topic_partitions",
