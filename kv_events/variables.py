@@ -36,7 +36,6 @@ SETTINGS = frozenset(
         "kafka_token_file",
         "kafka_token_command",
         "events_topic",
-        "explain_timeout_s",
         "control_topic",
         "decisions_topic",
         "topic_partitions",
@@ -85,6 +84,7 @@ SETTINGS = frozenset(
         "max_registrations",
         "record",
         "record_keep",
+        "explain_timeout_s",
         "url",
         # engine caches
         "debug_pools",

@@ -139,10 +139,7 @@ def report_compilation(load: Callable[[], None]) -> None:
 
 
 def stop_signals() -> asyncio.Event:
-    """An event of the running loop that the first SIGINT or SIGTERM sets. The second one ends the process at once.
-
-    It is set already if Ctrl-C came before and an import has swallowed the KeyboardInterrupt.
-    """
+    """An event of the running loop that the first SIGINT or SIGTERM sets. The second one ends the process at once."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def first() -> None:
@@ -152,9 +149,6 @@ def stop_signals() -> asyncio.Event:
             signal.signal(number, signal.SIG_DFL)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the first Ctrl-C leaves it, see `kvsight.cli.main`
-        first()
-        return stop
     for number in numbers:
         loop.add_signal_handler(number, first)
     return stop
@@ -176,8 +170,6 @@ def run_until_interrupted(work: Callable[[], Coroutine[Any, Any, None]]) -> None
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             task.cancel()
 
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as in `stop_signals`
-            raise KeyboardInterrupt
         loop.add_signal_handler(signal.SIGINT, cancel)
         await work()
 

@@ -64,7 +64,7 @@ def interrupted(words: list[str], environment: dict[str, str], delay_s: float) -
 
 def handles_interrupts(pid: int) -> bool:
     """Whether a process, which began with SIGINT ignored, no longer ignores it. Before, Python itself starts."""
+    has_begun = Path(f"/proc/{pid}/comm").read_text() != "sh\n"  # first: the shell itself does not ignore it yet
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     caught_or_default = next(line for line in lines if line.startswith("SigIgn:")).split()[1]
-    has_begun = Path(f"/proc/{pid}/comm").read_text() != "sh\n"
     return has_begun and not int(caught_or_default, 16) & 1 << signal.SIGINT - 1
