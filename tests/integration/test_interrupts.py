@@ -53,7 +53,9 @@ def interrupted(words: list[str], environment: dict[str, str], delay_s: float) -
     )
     with process:
         try:
-            wait_until(lambda: handles_interrupts(process.pid) or process.poll() is not None, what="the handler")
+            # first by the shell's command, and so while Python itself starts
+            wait_until(lambda: ignores_interrupts(process.pid), what="the start")
+            wait_until(lambda: not ignores_interrupts(process.pid), what="the handler")
             time.sleep(delay_s)  # the moment is what this is about
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=30)
@@ -62,9 +64,8 @@ def interrupted(words: list[str], environment: dict[str, str], delay_s: float) -
     return process.returncode, output
 
 
-def handles_interrupts(pid: int) -> bool:
-    """Whether a process, which began with SIGINT ignored, no longer ignores it. Before, Python itself starts."""
-    has_begun = Path(f"/proc/{pid}/comm").read_text() != "sh\n"  # first: the shell itself does not ignore it yet
+def ignores_interrupts(pid: int) -> bool:
+    """Whether a process ignores SIGINT."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    caught_or_default = next(line for line in lines if line.startswith("SigIgn:")).split()[1]
-    return has_begun and not int(caught_or_default, 16) & 1 << signal.SIGINT - 1
+    ignored = next(line for line in lines if line.startswith("SigIgn:")).split()[1]
+    return bool(int(ignored, 16) & 1 << signal.SIGINT - 1)
