@@ -50,8 +50,9 @@ class Envelopes:
         self._kept: dict[bytes, Question | None] = {}
 
     def expected(self, data: bytes, start: int) -> Envelope | None:
-        """Return the envelope that the body data[start:] is likely to have, judged by its beginning."""
-        return self._last.get(data[start : data.find(b"[", start) + 1])
+        """Return the envelope that the body data[start:] is likely to have, judged by its beginning and its end."""
+        last = self._last.get(data[start : data.find(b"[", start) + 1])
+        return last if last is not None and data.endswith(last.after) else None
 
     def read(self, data: bytes, start: int) -> Envelope | None:
         """Return the envelope of the body data[start:], or None if the ordinary decoder must read it."""

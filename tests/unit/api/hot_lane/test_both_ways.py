@@ -117,6 +117,13 @@ def test_the_numbers_of_a_body_do_not_leak_into_the_next_one() -> None:
         assert check(json.dumps({"model_name": "m", "token_ids": values}).encode(), BY_TOKENS)
 
 
+def test_a_body_of_an_unknown_tenant_does_not_slow_down_those_that_begin_alike() -> None:
+    usual = b'{"model_name":"m","token_ids":[1,2,3,4]}'
+    assert check(usual, BY_TOKENS)
+    assert not check(usual.replace(b"]}", b'],"routing_group":"nobody"}'), BY_TOKENS)
+    assert check(usual, BY_TOKENS)
+
+
 def test_a_decoder_error_is_that_of_the_ordinary_way() -> None:
     text = b'{"model_name":"m","token_ids":[4294967296]}'
     assert not check(text, BY_TOKENS)
