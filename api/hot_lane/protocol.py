@@ -18,7 +18,7 @@ from api.hot_lane.heads import MAX_BYTES
 from api.hot_lane.lane import HotLane
 from api.problems import ProblemError
 
-MAX_HEAD_BYTES = 2**16
+MAX_HEAD_BYTES = 2**14
 """Bound on the head of a request, in addition to one packet."""
 ARRIVAL_S = 60.0
 """Time in which a request must have arrived completely."""
@@ -59,10 +59,13 @@ class HotProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         """Pass data to httptools, which bounds neither the number nor the size of headers."""
+        is_head = not self._is_parsing  # trailers cannot be told from a chunk before they are parsed
         if self._is_in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
-        if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
+        is_endless = is_head and len(data) > MAX_HEAD_BYTES and data.find(_END_OF_HEAD, 0, MAX_HEAD_BYTES) < 0
+        if not is_endless:  # to parse its headers would hold up other connections
+            super().data_received(data)
+        if is_endless or (self._is_in_head and self._head_bytes > MAX_HEAD_BYTES):
             self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
 
     def _set_arrival(self) -> None:

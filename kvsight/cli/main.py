@@ -96,6 +96,10 @@ def run() -> None:
         app()
     except KeyboardInterrupt:  # outside of a command, which handles its own
         sys.exit(130)
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps one that hits the making of a class
+            raise
+        sys.exit(130)
     except MissingExtraError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_USAGE)

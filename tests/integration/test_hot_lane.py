@@ -186,6 +186,19 @@ def test_a_head_without_end_is_refused() -> None:
     run(main())
 
 
+def test_a_large_chunk_is_no_trailer() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            body = QUERY + b" " * 8 * MAX_HEAD_BYTES
+            line.writer.write(head + b"%x\r\n" % len(body))
+            await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
+            assert (await line.ask(body + b"\r\n0\r\n\r\n"))[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
 def test_trailers_without_end_are_refused() -> None:
     async def main() -> None:
         async with a_service() as connect:
