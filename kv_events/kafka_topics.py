@@ -6,6 +6,8 @@ them.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +16,8 @@ from kv_events.kafka_settings import KafkaSettings
 from kv_events.variables import variable
 
 _CONFIGS = ("retention.ms", "cleanup.policy")
-_TIMEOUT_MS = 10_000
+_TIMEOUT_MS = 30_000
+_POLL_S = 0.05
 _SEGMENTS = 4
 
 
@@ -56,7 +59,7 @@ async def inspect_topics(
         missing = [name for name in names if name not in found] if create else []
         if missing:
             await _create(admin, settings, missing, connection.user)
-            found |= await describe_topics(admin, missing)
+            found |= await _describe_new(admin, missing)
         configs = await _configs(admin, list(found))
     except (KafkaError, OSError) as error:
         raise KafkaUnreachableError(connection.failure(error, "describe")) from error
@@ -130,6 +133,21 @@ async def _create(admin: Any, settings: KafkaSettings, names: Sequence[str], use
         if code not in (0, TopicAlreadyExistsError.errno):
             reason = " ".join(filter(None, message)) or for_code(code).description
             raise KafkaError(f"topic {name} cannot be created: {reason}")
+
+
+async def _describe_new(admin: Any, names: list[str]) -> dict[str, list[list[int]]]:
+    """Describe topics that the controller has just created. A broker learns of them a moment later."""
+    from aiokafka.errors import KafkaError
+
+    give_up = time.monotonic() + _TIMEOUT_MS / 1000
+    while True:
+        found = await describe_topics(admin, names)
+        unknown = [name for name in names if name not in found]
+        if not unknown:
+            return found
+        if time.monotonic() > give_up:
+            raise KafkaError(f"topic {unknown[0]} was created, but a broker does not know it yet; try again")
+        await asyncio.sleep(_POLL_S)
 
 
 async def _configs(admin: Any, names: list[str]) -> dict[str, dict[str, str]]:
