@@ -11,8 +11,8 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
+from api.served_views import ServedViews
 from api.stream_pages import stream_pages
-from indexer.consumer import Consumer
 from indexer.index import StreamPages
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View
@@ -48,7 +48,7 @@ _EXAMPLE = {
 }
 
 
-def dump_routes(consumer: Consumer) -> APIRouter:
+def dump_routes(served: ServedViews) -> APIRouter:
     """Return the route of this module."""
     router = APIRouter(tags=["workers"])
     example = {"content": {"application/json": {"schema": {"type": "object"}, "example": _EXAMPLE}}}
@@ -60,13 +60,13 @@ def dump_routes(consumer: Consumer) -> APIRouter:
         `block_hash` is the page's sequence hash, unsigned. `tokens_hash` is not known here. Events are applied while
         the dump is written: a view of at most 65,536 pages is consistent, larger views and several views are not.
         """
-        return StreamingResponse(_dump(consumer), media_type="application/json")
+        return StreamingResponse(_dump(served), media_type="application/json")
 
     return router
 
 
-async def _dump(consumer: Consumer) -> AsyncIterator[bytes]:
-    namespaces = list(consumer.namespaces)
+async def _dump(served: ServedViews) -> AsyncIterator[bytes]:
+    namespaces = list(served.namespaces)
     names = Counter(_name(namespace.key) for namespace in namespaces)
     yield b"{"
     for number, namespace in enumerate(namespaces):
@@ -76,7 +76,7 @@ async def _dump(consumer: Consumer) -> AsyncIterator[bytes]:
         yield (b"," if number else b"") + msgspec.json.encode(name)
         yield b':{"block_size":%d,"events":[' % namespace.key.block_size
         separator = b""
-        async for chunk in _chunks(consumer, namespace):
+        async for chunk in _chunks(served, namespace):
             yield separator + chunk
             separator = b","
         yield b"]}"
@@ -87,10 +87,10 @@ def _name(key: NamespaceKey) -> str:
     return f"{key.model}:{key.tenant}"
 
 
-async def _chunks(consumer: Consumer, namespace: Namespace) -> AsyncIterator[bytes]:
+async def _chunks(served: ServedViews, namespace: Namespace) -> AsyncIterator[bytes]:
     """Yield the events of every view, a few hundred at a time, separated by commas."""
     for view in list(namespace.views.values()):
-        slices = [held async for held in stream_pages(consumer, view)]
+        slices = [held async for held in stream_pages(served, view)]
         if not slices:
             continue
         held = StreamPages(*(np.concatenate(column) for column in zip(*slices, strict=True)))

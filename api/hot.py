@@ -19,7 +19,7 @@ from api.decoding import Body, Codec, Data, codec_of, decode_query_batch, is_lar
 from api.large_prompts import read_large_prompt
 from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
-from indexer.consumer import Consumer
+from api.served_views import ServedViews
 
 _SLICE_S = 0.001
 _MANY_TOKENS = 2**17  # hashed in a third of a millisecond
@@ -38,9 +38,9 @@ class _ClientDisconnectedError(Exception):
 class HotRoutes:
     """The shared part of the three routes."""
 
-    def __init__(self, consumer: Consumer, max_body_bytes: int, *, must_be_ready: bool = False) -> None:
-        """must_be_ready: refuse queries until the consumer is ready."""
-        self._consumer = consumer
+    def __init__(self, served: ServedViews, max_body_bytes: int, *, must_be_ready: bool = False) -> None:
+        """must_be_ready: refuse queries until everything is applied."""
+        self._served = served
         self._max_body_bytes = max_body_bytes
         self._must_be_ready = must_be_ready
         self._answers = Answers()
@@ -72,7 +72,7 @@ class HotRoutes:
         return json_response(b'{"results":[' + b",".join(results) + b"]}")
 
     def _check_ready(self) -> None:
-        if self._must_be_ready and not self._consumer.ready:
+        if self._must_be_ready and not self._served.ready:
             raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> bytes:
@@ -81,10 +81,10 @@ class HotRoutes:
             question, numbers = await self._hashed(question, numbers)
         try:
             return self._answers.answer(
-                question, numbers, self._consumer.namespaces, self._consumer.freshness, time.time()
+                question, numbers, self._served.namespaces, self._served.freshness, self._served.now()
             )
         except ProblemError as problem:
-            if problem.kind == "unknown-model" and (reason := self._consumer.why_not_ready()):
+            if problem.kind == "unknown-model" and (reason := self._served.why_not_ready()):
                 detail = f"{problem.detail}; {reason}"  # the model may be in what is not applied yet
                 raise ProblemError(503, "unavailable", detail, problem.field, problem.value, retry_after_s=1) from None
             raise
@@ -97,12 +97,12 @@ class HotRoutes:
 
     async def _hashed(self, question: Question, tokens: Numbers) -> tuple[Question, Numbers]:
         """Hash a long prompt in another thread, if all workers of the model use one block size."""
-        namespaces = self._consumer.namespaces.find(question.model, question.tenant)
+        namespaces = self._served.namespaces.find(question.model, question.tenant)
         if question.field != "token_ids" or len(namespaces) != 1:
             return question, tokens
         (namespace,) = namespaces
         hashes = await asyncio.to_thread(question.hashes, tokens, namespace.key.block_size)
-        if list(self._consumer.namespaces.find(question.model, question.tenant)) != [namespace]:
+        if list(self._served.namespaces.find(question.model, question.tenant)) != [namespace]:
             return question, tokens  # workers with another block size have come
         return replace(question, field="seq_hashes"), hashes
 

@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.feed import EventFeed
+from api.served_views import ServedViews
 from api.worker_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from indexer.consumer import Consumer
 from indexer.views import ViewState
@@ -35,7 +36,8 @@ class HttpMetrics:
         self.registry = CollectorRegistry()
         listening = Gauge("kvsight_event_clients", "Callers of GET /events", registry=self.registry)
         listening.set_function(lambda: feed.num_clients)
-        self.registry.register(ConsumerMetrics(consumer, max_workers))
+        self.registry.register(ConsumerMetrics(consumer))
+        self.registry.register(ViewMetrics(consumer, max_workers))
         self.queries = QueryMetrics(timed_paths)
         self.registry.register(self.queries)
         self.errors = PrometheusCounter(
@@ -44,15 +46,20 @@ class HttpMetrics:
 
     async def text(self) -> bytes:
         """Return the metrics in text format 0.0.4. Queries can run between two slices of it."""
-        parts = []
-        for family in self.registry.collect():
-            for start in range(0, len(family.samples) or 1, _SLICE_SAMPLES):
-                part = Metric(family.name, family.documentation, family.type)
-                part.samples = family.samples[start : start + _SLICE_SAMPLES]
-                text = generate_latest(_Collected(part))
-                parts.append(text if start == 0 else text.split(b"\n", 2)[2])  # one header for each family
-                await asyncio.sleep(0)
-        return b"".join(parts)
+        return await metrics_text(self.registry)
+
+
+async def metrics_text(registry: Collector) -> bytes:
+    """Return metrics in text format 0.0.4. Other tasks can run between two slices of it."""
+    parts = []
+    for family in registry.collect():
+        for start in range(0, len(family.samples) or 1, _SLICE_SAMPLES):
+            part = Metric(family.name, family.documentation, family.type)
+            part.samples = family.samples[start : start + _SLICE_SAMPLES]
+            text = generate_latest(_Collected(part))
+            parts.append(text if start == 0 else text.split(b"\n", 2)[2])  # one header for each family
+            await asyncio.sleep(0)
+    return b"".join(parts)
 
 
 class _Collected(CollectorRegistry):
@@ -114,24 +121,14 @@ class MeasureRequests:
 
 
 class ConsumerMetrics(Collector):
-    """Metrics of the views and the consumer, read at each scrape."""
+    """Metrics of the consumer, read at each scrape."""
 
-    def __init__(self, consumer: Consumer, max_workers: int) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
-        self._growth = CounterGrowth()
-        self._totals = np.zeros(len(COUNTER_NAMES), np.int64)
-        self._workers = WorkerMetrics(max_workers)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
-        yield from self._consumer_families()
-        yield from self._stream_counters()
-        yield from self._view_families()
-        yield from self._index_families()
-
-    def _consumer_families(self) -> Iterator[Metric]:
         consumer = self._consumer
-        yield _counter("kvsight_records", "Records read from the log", consumer.applier.records)
         yield _counter("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
         yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshots_written)
         yield _counter("kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_failures)
@@ -142,28 +139,49 @@ class ConsumerMetrics(Collector):
         yield _gauge("kvsight_log_down_seconds", "Time since the log became unreadable", consumer.log_outage.seconds)
         if (lag := consumer.lag()) is not None:
             yield _gauge("kvsight_log_lag_records", "Records in the log that are not applied yet", lag)
+
+
+class ViewMetrics(Collector):
+    """Metrics of the views, read at each scrape."""
+
+    def __init__(self, served: ServedViews, max_workers: int) -> None:
+        """max_workers: workers that have series of their own."""
+        self._served = served
+        self._growth = CounterGrowth()
+        self._totals = np.zeros(len(COUNTER_NAMES), np.int64)
+        self._workers = WorkerMetrics(max_workers)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families."""
+        yield from self._record_families()
+        yield from self._stream_counters()
+        yield from self._view_families()
+        yield from self._index_families()
+
+    def _record_families(self) -> Iterator[Metric]:
+        yield _counter("kvsight_records", "Records read from the log", self._served.num_records)
         rejected = CounterMetricFamily("kvsight_records_rejected", "Dead letters", labels=["reason"])
-        for reason, count in consumer.applier.dead_letters.counts.items():
+        for reason, count in self._served.rejected.items():
             rejected.add_metric([reason], count)
         yield rejected
 
     def _stream_counters(self) -> Iterator[Metric]:
         """Yield sums over all streams, which never decrease, then those of each worker."""
-        views = self._consumer.namespaces.views
+        views = self._served.namespaces.views
         growth = self._growth.take(views)
         self._totals += growth.sum(axis=0)
-        self._workers.update(views, growth, self._consumer.freshness)
+        self._workers.update(views, growth, self._served.freshness)
         for name, total in zip(COUNTER_NAMES, self._totals.tolist(), strict=True):
             metric = "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}"
             yield _counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), total)
-        yield from self._workers.families()
+        yield from self._workers.families(self._served.now())
 
     def _view_families(self) -> Iterator[Metric]:
-        consumer = self._consumer
+        served = self._served
         by_state: Counter[ViewState] = Counter()
         heard_at = []
-        for view in consumer.namespaces.views:
-            state = consumer.freshness.state(view)
+        for view in served.namespaces.views:
+            state = served.freshness.state(view)
             by_state[state] += 1
             if state is not ViewState.EXPIRED:
                 heard_at.append(view.heard_at)
@@ -171,7 +189,7 @@ class ConsumerMetrics(Collector):
         for state in ViewState:
             workers.add_metric([state.value], by_state[state])
         yield workers
-        now = time.time()
+        now = served.now()
         oldest = max(0.0, now - min(heard_at, default=now))
         yield _gauge("kvsight_view_age_seconds", "Age of the oldest view that counts in scores", oldest)
 
@@ -181,7 +199,7 @@ class ConsumerMetrics(Collector):
         distinct = GaugeMetricFamily("kvsight_index_pages", "Distinct pages", labels=labels)
         sets = GaugeMetricFamily("kvsight_index_holder_sets", "Distinct holder sets", labels=labels)
         size = GaugeMetricFamily("kvsight_index_bytes", "Bytes of the arrays in use", labels=labels)
-        for namespace in self._consumer.namespaces:
+        for namespace in self._served.namespaces:
             key = [str(part) for part in namespace.key]
             held = [view.num_pages for view in namespace.views.values()]
             for tier, medium in enumerate(MEDIA):

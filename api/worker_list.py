@@ -11,8 +11,8 @@ import msgspec
 from msgspec import to_builtins
 
 from api.encoded_answers import age_ms
+from api.served_views import ServedViews
 from api.stream_pages import is_known
-from indexer.consumer import Consumer
 from indexer.namespaces import Namespace, NamespaceKey
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
@@ -35,22 +35,22 @@ Engines = Mapping[StreamId, "EngineStatus"]
 
 
 async def list_workers(
-    consumer: Consumer, engines: Engines, model: str | None, tenant: str | None
+    served: ServedViews, engines: Engines, model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
     """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
-    unheard = _unheard(consumer, engines)
+    unheard = _unheard(served, engines)
     readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
     slice_began = time.perf_counter()
-    for namespace in list(consumer.namespaces):
-        if not _matches(namespace.key, model, tenant) or consumer.namespaces.is_group(namespace):
+    for namespace in list(served.namespaces):
+        if not _matches(namespace.key, model, tenant) or served.namespaces.is_group(namespace):
             continue
         for name, views in _by_worker(namespace).items():
-            now = time.time()
-            known = [view for view in views if is_known(consumer, view)]
+            now = served.now()
+            known = [view for view in views if is_known(served, view)]
             if known:
-                listeners = {view.stream.dp_rank: _listener(consumer, view, readers, now) for view in known}
+                listeners = {view.stream.dp_rank: _listener(served, view, readers, now) for view in known}
                 listeners |= unheard.pop((namespace.key, name), {})
-                groups = _groups(consumer, namespace, known, now)
+                groups = _groups(served, namespace, known, now)
                 yield _encoder.encode(_worker(name, namespace.key, listeners, groups))
             if time.perf_counter() - slice_began > _SLICE_S:
                 await asyncio.sleep(0)
@@ -64,11 +64,11 @@ def _matches(key: NamespaceKey, model: str | None, tenant: str | None) -> bool:
     return model in (None, key.model) and tenant in (None, key.tenant)
 
 
-def _unheard(consumer: Consumer, engines: Engines) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
+def _unheard(served: ServedViews, engines: Engines) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
     """Return the registered ranks that have no view yet, by worker."""
     by_worker: dict[tuple[NamespaceKey, str], dict[int, Listener]] = {}
     for stream, status in engines.items():
-        if consumer.namespaces.view(stream) is None:
+        if served.namespaces.view(stream) is None:
             key = NamespaceKey(stream.model, stream.tenant, status.engine.block_size or 0)
             by_worker.setdefault((key, stream.worker), {})[stream.dp_rank] = Listener(
                 endpoint=status.engine.endpoint,
@@ -93,14 +93,14 @@ def _by_worker(namespace: Namespace) -> dict[str, list[View]]:
     return by_worker
 
 
-def _groups(consumer: Consumer, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[int, Listener]]:
+def _groups(served: ServedViews, namespace: Namespace, views: list[View], now: float) -> dict[str, dict[int, Listener]]:
     """Return the group streams of the worker to which the views belong."""
     groups: dict[str, dict[int, Listener]] = {}
     for name, group in sorted(namespace.groups.items()):
         for view in views:
             found = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
             if found is not None:
-                groups.setdefault(name, {})[view.stream.dp_rank] = _listener(consumer, found, {}, now)
+                groups.setdefault(name, {})[view.stream.dp_rank] = _listener(served, found, {}, now)
     return groups
 
 
@@ -124,13 +124,13 @@ def _worker(
     )
 
 
-def _listener(consumer: Consumer, view: View, readers: Engines, now: float) -> Listener:
-    state, engine = consumer.freshness.state(view), readers.get(view.stream)
+def _listener(served: ServedViews, view: View, readers: Engines, now: float) -> Listener:
+    state, engine = served.freshness.state(view), readers.get(view.stream)
     return Listener(
         endpoint=view.stream.key if engine is None else engine.engine.endpoint,
         status=_status(engine, state),
         state=state.value,
-        stale_reason=consumer.reason(view),
+        stale_reason=served.reason(view),
         age_ms=age_ms(view.heard_at, now),
         epoch=view.epoch,
         seq=view.next_seq - 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -102,8 +101,8 @@ class WorkerMetrics:
             self._counters.setdefault(worker if room > 0 else OTHER, np.zeros(len(_COLUMNS), np.int64))
             room -= 1
 
-    def families(self) -> Iterator[Metric]:
-        """Yield the metric families of the last update."""
+    def families(self, now: float) -> Iterator[Metric]:
+        """Yield the metric families of the last update. now: seconds since 1970."""
         pages = GaugeMetricFamily("kvsight_worker_pages", "Pages that a worker holds", labels=[*_LABELS, "medium"])
         states = GaugeMetricFamily(
             "kvsight_worker_state", "Workers in a state: 1 for the state of a worker", labels=[*_LABELS, "state"]
@@ -111,7 +110,6 @@ class WorkerMetrics:
         ages = GaugeMetricFamily(
             "kvsight_worker_view_age_seconds", "Time since the worker was last heard", labels=_LABELS
         )
-        now = time.time()
         for labels, each in self._figures.items():
             for medium, number in zip(MEDIA, each.pages, strict=True):
                 pages.add_metric([*labels, medium.value], number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from heapq import nsmallest
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated
@@ -15,9 +15,9 @@ from api.encoded_answers import age_ms
 from api.hot import json_response
 from api.openapi import answers, problem
 from api.problems import ProblemError
+from api.served_views import ServedViews
 from api.stream_pages import is_known, stream_pages
 from api.worker_list import list_workers
-from indexer.consumer import Consumer
 from indexer.views import View
 from kv_events.limits import MAX_DP_RANK
 from kv_events.schema import MEDIA
@@ -38,8 +38,15 @@ _UNKNOWN_WORKER = problem(404, "No stream of this worker matches")
 RankFilter = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK)]
 
 
-def worker_routes(consumer: Consumer, registrations: Registrations | None) -> APIRouter:
-    """Return the routes. They are coroutines, because they read the views in the consumer's event loop."""
+def worker_routes(
+    served: ServedViews,
+    registrations: Registrations | None = None,
+    demand_resync: Callable[[View], None] | None = None,
+) -> APIRouter:
+    """Return the routes. They are coroutines, because they read the views in the event loop that changes them.
+
+    demand_resync: asks the publisher of a view to resend everything. None: no publisher listens, so there is no route.
+    """
     router = APIRouter(tags=["workers"])
 
     @router.get("/workers", response_class=Response, responses=answers(list[Worker], "The workers"))
@@ -49,7 +56,7 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         Group streams are shown with their worker, not as models of their own.
         """
         engines = {} if registrations is None else registrations.status()
-        found = [worker async for worker in list_workers(consumer, engines, model_name, routing_group)]
+        found = [worker async for worker in list_workers(served, engines, model_name, routing_group)]
         return json_response(b"[" + b",".join(found) + b"]")
 
     # worker names may contain slashes
@@ -75,10 +82,13 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
 
         `model` may name a group stream: `m#mamba`.
         """
-        views = _streams(consumer, worker, dp_rank, model, tenant)
+        views = _streams(served, worker, dp_rank, model, tenant)
         selected = [view for view in views if view.stream.model in (model, _base_model(view))]
         found = _single(selected or views, worker)
-        return json_response(_encoder.encode(await _radix_view(consumer, found, limit, cursor)))
+        return json_response(_encoder.encode(await _radix_view(served, found, limit, cursor)))
+
+    if demand_resync is None:
+        return router
 
     @router.post(
         "/workers/{worker:path}/resync",
@@ -94,20 +104,22 @@ def worker_routes(consumer: Consumer, registrations: Registrations | None) -> AP
         worker: str, dp_rank: RankFilter = None, model: str | None = None, tenant: str | None = None
     ) -> Response:
         """Ask a worker's publishers to resend everything they hold as soon as possible, including group streams."""
-        views = _streams(consumer, worker, dp_rank, model, tenant)
+        views = _streams(served, worker, dp_rank, model, tenant)
         for each in views:
-            consumer.demand_resync(each)
+            demand_resync(each)
         accepted = ResyncAccepted(streams=[each.stream.key for each in views])
         return json_response(_encoder.encode(accepted), HTTPStatus.ACCEPTED)
 
     return router
 
 
-def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | None, tenant: str | None) -> list[View]:
+def _streams(
+    served: ServedViews, worker: str, dp_rank: int | None, model: str | None, tenant: str | None
+) -> list[View]:
     """Return the views that a caller selects, including group streams. Raises ProblemError (404) if there is none."""
     found = [
         view
-        for view in consumer.namespaces.views
+        for view in served.namespaces.views
         if view.stream.worker == worker
         and dp_rank in (None, view.stream.dp_rank)
         and model in (None, view.stream.model, _base_model(view))
@@ -115,7 +127,7 @@ def _streams(consumer: Consumer, worker: str, dp_rank: int | None, model: str | 
     ]
     if found:
         return found
-    known = [view.stream for view in consumer.namespaces.views]
+    known = [view.stream for view in served.namespaces.views]
     detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_listed(known)}"
     raise ProblemError(404, "unknown-worker", detail, "worker", worker)
 
@@ -137,13 +149,13 @@ def _listed(streams: list[StreamId]) -> str:
     return (", ".join(stream.key for stream in nsmallest(_MAX_NAMES, streams)) or "none") + more
 
 
-async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -> RadixView:
+async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) -> RadixView:
     """Return up to `limit` pages from `cursor` on. Raises ProblemError (404) if the stream is forgotten."""
-    block_size = consumer.namespaces.block_size(view.stream)
+    block_size = served.namespaces.block_size(view.stream)
     pages: list[ViewPage] = []
     next_cursor = None
     passed = 0
-    async for held in stream_pages(consumer, view):
+    async for held in stream_pages(served, view):
         start = max(0, cursor - passed)
         part = slice(start, start + limit - len(pages))
         columns = (held.hashes[part].tolist(), held.parents[part].tolist(), held.tiers[part].tolist())
@@ -152,7 +164,7 @@ async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -
         if len(pages) == limit and passed > cursor + limit:
             next_cursor = cursor + limit
             break
-    if not is_known(consumer, view):
+    if not is_known(served, view):
         detail = f"{view.stream.key} was forgotten while its pages were read"
         raise ProblemError(404, "unknown-worker", detail, "worker", view.stream.worker)
     return RadixView(
@@ -160,8 +172,8 @@ async def _radix_view(consumer: Consumer, view: View, limit: int, cursor: int) -
         routing_group=view.stream.tenant,
         block_size=block_size,
         dp_rank=view.stream.dp_rank,
-        state=consumer.freshness.state(view).value,
-        age_ms=age_ms(view.heard_at, time.time()),
+        state=served.freshness.state(view).value,
+        age_ms=age_ms(view.heard_at, served.now()),
         epoch=view.epoch,
         seq=view.next_seq - 1,
         num_pages=len(pages),

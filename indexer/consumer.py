@@ -124,6 +124,20 @@ class Consumer:
         """Snapshots that could not be written."""
         return self._snapshots.failures
 
+    @property
+    def num_records(self) -> int:
+        """Records of events seen so far."""
+        return self.applier.records
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Reason -> records that became dead letters."""
+        return self.applier.dead_letters.counts
+
+    def now(self) -> float:
+        """Return the wall clock's time in seconds since 1970, at which the views are shown."""
+        return self._clock()
+
     def lag(self) -> int | None:
         """Records in the event log that are not applied yet, as of the last probe. None if it is unknown."""
         return self.progress.lag() if self.log_outage.since is None else None

@@ -6,7 +6,8 @@ Start at `Timeline`, which opens any moment of a log in a folder, or at `Replay`
 
 from indexer.replay.frames import KeyFrameError
 from indexer.replay.log_indexer import LogIndexer
+from indexer.replay.moving import MovingViews
 from indexer.replay.replay import Replay, log_records
 from indexer.replay.timeline import BatchAt, Timeline
 
-__all__ = ["BatchAt", "KeyFrameError", "LogIndexer", "Replay", "Timeline", "log_records"]
+__all__ = ["BatchAt", "KeyFrameError", "LogIndexer", "MovingViews", "Replay", "Timeline", "log_records"]

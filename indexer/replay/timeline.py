@@ -123,13 +123,18 @@ class Timeline:
         """
         moment = moment or Until()
         views = self.replayed(moment)
-        if moment.time_s is not None and views.applier.records and self._times.last_event_ms is not None:
-            views.pass_time(min(moment.time_s, self._times.last_event_ms / 1000))
+        if moment.time_s is not None:
+            self.pass_time(views, moment.time_s)
         return views
+
+    def pass_time(self, views: Replay, time_s: float) -> None:
+        """Advance the clock of views to a time, but not beyond the last event of the log."""
+        if views.applier.records and self._times.last_event_ms is not None:
+            views.pass_time(min(time_s, self._times.last_event_ms / 1000))
 
     def replayed(self, moment: Until) -> Replay:
         """Return the views as `at` does, but with the clock at the newest record, also of a moment in time."""
-        stop = self._stop(moment)
+        stop = self.end_of(moment)
         views, start = self.nearest(moment)
         rest = replace(moment, offset=None)
         self._index = start
@@ -166,13 +171,25 @@ class Timeline:
 
         Raises OSError.
         """
-        stop = self._index
+        before = self.event_before(self._index)
+        return None if before is None else self.at(Until(offset=before[0]))
+
+    def event_before(self, stop: int) -> tuple[int, LogRecord] | None:
+        """Return the newest record of events before an index, and its index. None if there is none. Raises OSError."""
         while (start := self._times.block_before(stop)) is not None:
-            events = [index for index, record in self.records(start, stop) if record.channel == Channel.EVENTS]
+            events = [each for each in self.records(start, stop) if each[1].channel == Channel.EVENTS]
             if events:
-                return self.at(Until(offset=events[-1]))
+                return events[-1]
             stop = start
         return None
+
+    def event_from(self, start: int) -> tuple[int, LogRecord] | None:
+        """Return the oldest record of events at or behind an index, and its index. None if there is none.
+
+        Raises OSError.
+        """
+        events = (each for each in self.records(start) if each[1].channel == Channel.EVENTS)
+        return next(events, None)
 
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all channels, from index `start` up to but excluding `stop`.
@@ -193,7 +210,7 @@ class Timeline:
             first = start.offset
         elif start.time_s is not None:
             first = self._times.before(start.time_s * 1000)
-        for index, record in self.records(first, self._stop(stop)):
+        for index, record in self.records(first, self.end_of(stop)):
             if _takes(stop, index, record) and not _takes(start, index, record):
                 yield index, record
 
@@ -214,8 +231,8 @@ class Timeline:
             if batch.stream.worker == worker and batch.steps:
                 yield BatchAt(index, record, batch)
 
-    def _stop(self, moment: Until) -> int:
-        """Return an index after the last record that belongs to a moment."""
+    def end_of(self, moment: Until) -> int:
+        """Return an index after the last record that belongs to a moment. Records before it may not belong to it."""
         stop = self._times.next_index
         if moment.offset is not None:
             stop = min(stop, moment.offset)
@@ -228,7 +245,7 @@ class Timeline:
 
         Without such a frame: empty views and the oldest index.
         """
-        stop = self._stop(moment)
+        stop = self.end_of(moment)
         for path in sorted(self._folder.glob(f"*{FRAME_SUFFIX}"), reverse=True):
             if path in self._frame_faults:
                 continue
@@ -245,6 +262,11 @@ class Timeline:
         is_late = first > 0 or self._folder / f"{first:020d}{FRAME_SUFFIX}" in self._other_settings
         self._lacks_beginning = self._lacks_beginning or (is_late and bool(self._other_settings))
         return Replay(self._settings), self._times.first_index
+
+    def num_frames(self, start: int, stop: int) -> int:
+        """Return the number of key frames behind an index, up to and including another one."""
+        names = (path.name.removesuffix(FRAME_SUFFIX) for path in self._folder.glob(f"*{FRAME_SUFFIX}"))
+        return sum(start < int(name) <= stop for name in names if name.isdecimal())
 
     def _is_before(self, frame: Frame, moment: Until, stop: int) -> bool:
         head = frame.head

@@ -10,7 +10,7 @@ import typer
 
 from kvsight.cli.console import UsageError, at_most_one, compile_kernels, err, out, print_json, print_lines
 from kvsight.cli.log.reading import LogInput, exit_if_any_damaged
-from kvsight.cli.moments import Moment, local_time, parse_moment
+from kvsight.cli.moments import local_time, parse_moment
 from kvsight.cli.options import ApiToken, AsJson
 from kvsight.cli.replay import views_at
 from kvsight.cli.streams import MEDIA
@@ -18,6 +18,7 @@ from kvsight.cli.tables import Column, count, natural_order, table_lines
 
 if TYPE_CHECKING:
     from analysis.diff import Holdings, MovedPage, StreamDiff
+    from indexer.moments import Moment
 
 
 def diff(

@@ -12,7 +12,7 @@ import typer
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, compile_kernels, err, out, print_json, print_lines, read_json_object
 from kvsight.cli.history import History, open_history
-from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
+from kvsight.cli.moments import LogSpan, local_time, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.prompts import decode_query
 from kvsight.cli.streams import namespace_text
@@ -21,6 +21,7 @@ from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
+    from indexer.moments import Moment
     from kvsight.schemas.explanations import Explanation, Finding, WorkerExplanation
 
 

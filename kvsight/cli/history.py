@@ -13,8 +13,9 @@ from kvsight.cli.log.reading import LogInput
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from indexer.moments import Moment
     from kv_events.records import LogRecord
-    from kvsight.cli.moments import LogSpan, Moment
+    from kvsight.cli.moments import LogSpan
 
 
 class History(NamedTuple):

@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kv_events.errors import shorten
+from indexer import moments
+from indexer.moments import Moment
+from kv_events.errors import InvalidValueError
 from kv_events.records import Channel
 from kvsight.cli.console import UsageError
 from kvsight.cli.tables import count
 
 if TYPE_CHECKING:
-    from indexer.until import Until
     from kv_events.log_scan import RecordChunk
     from kv_events.records import LogRecord
-
-_POSITIONS = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*", re.ASCII)
-_FORMS = "a time (ISO 8601, or @SECONDS since 1970), an index in the log, or PARTITION:OFFSET,..."
-
-
-class Moment(NamedTuple):
-    """The end of a replay."""
-
-    text: str
-    """As it was typed; empty: the end of the log."""
-    until: Until
-    is_naive: bool = False
-    """Whether a time without a zone was given, which is taken as local time."""
 
 
 def parse_moment(at: str | None, flag: str = "--at") -> Moment:
     """Read the value of `--at`, or of another flag. Raises UsageError."""
-    from indexer.until import Until
-
-    if at is None:
-        return Moment("", Until())
     try:
-        if at.isdecimal():
-            return Moment(at, Until(offset=int(at)))
-        if _POSITIONS.fullmatch(at):
-            return Moment(at, Until(positions=_positions(at)))
-        if at.startswith("@"):
-            return Moment(at, Until(time_s=_seconds(at[1:])))
-        time = datetime.fromisoformat(at)
-        return Moment(at, Until(time_s=time.timestamp()), is_naive=time.tzinfo is None)
-    except (ValueError, OverflowError):
-        raise UsageError(f"{flag}: got {shorten(at)}, expected {_FORMS}") from None
+        return moments.parse_moment(at, flag)
+    except InvalidValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def local_time(seconds: float) -> str:
@@ -136,16 +111,3 @@ class LogSpan:
 
 def _side(value: float, first: float, last: float) -> str:
     return "before the start of the log" if value < first else "behind the end of the log" if value > last else ""
-
-
-def _positions(text: str) -> dict[int, int]:
-    pairs = [pair.split(":") for pair in text.split(",")]
-    return {int(partition): int(offset) for partition, offset in pairs}
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not math.isfinite(seconds):
-        raise ValueError("not a time")
-    datetime.fromtimestamp(seconds)  # raises for times that no calendar has
-    return seconds

@@ -24,7 +24,7 @@ from kvsight.cli.console import (
 )
 from kvsight.cli.history import History, open_history
 from kvsight.cli.log.reading import LogInput
-from kvsight.cli.moments import LogSpan, Moment, local_time, parse_moment
+from kvsight.cli.moments import LogSpan, local_time, parse_moment
 from kvsight.cli.options import AsJson
 from kvsight.cli.prompts import decode_query
 from kvsight.cli.streams import StreamRow, streams_lines
@@ -33,6 +33,7 @@ from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.questions import Numbers, Question
+    from indexer.moments import Moment
     from indexer.replay import Replay
 
 

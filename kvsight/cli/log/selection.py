@@ -12,13 +12,14 @@ import typer
 from kv_events.errors import InvalidValueError, RecordRejectedError
 from kv_events.records import Channel
 from kvsight.cli.console import UsageError
-from kvsight.cli.moments import Moment, parse_moment
+from kvsight.cli.moments import parse_moment
 from kvsight.cli.streams import MEDIA
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from indexer.moments import Moment
     from kv_events.codec import DecodedBatch
     from kv_events.log_scan import RecordChunk
     from kv_events.records import LogRecord
