@@ -106,7 +106,7 @@ def _put(out, at, data, start, stop):
 
 
 @array_helper
-def _put_piece(out, at, texts, number):
+def put_piece(out, at, texts, number):
     return _put(out, at, texts.data, texts.ends[number], texts.ends[number + 1])
 
 
@@ -117,7 +117,7 @@ def _put_byte(out, at, byte):
 
 
 @array_helper
-def _put_number(out, at, value):
+def put_number(out, at, value):
     """Write a non-negative integer."""
     if value >= _EIGHT_DIGITS:
         return _put_long_number(out, at, value)
@@ -165,7 +165,7 @@ def _put_float(out, at, value):
             return _NOT_PLAIN
         if scaled / scale == value:
             whole = np.int64(scaled) // np.int64(scale)
-            at = _put_byte(out, _put_number(out, at, whole), np.uint8(_POINT))
+            at = _put_byte(out, put_number(out, at, whole), np.uint8(_POINT))
             rest = np.int64(scaled) - whole * np.int64(scale)
             for i in range(at + max(decimals, 1) - 1, at - 1, -1):
                 out[i] = _ZERO + np.uint8(rest % 10)
@@ -180,7 +180,7 @@ def _put_key(out, at, number, rank):
     """Write the key of a rank. number: how many keys precede it."""
     if number > 0:
         at = _put_byte(out, at, _COMMA)
-    at = _put_number(out, _put_byte(out, at, _QUOTE), np.int64(rank))
+    at = put_number(out, _put_byte(out, at, _QUOTE), np.int64(rank))
     return _put_byte(out, _put_byte(out, at, _QUOTE), _COLON)
 
 
@@ -259,7 +259,7 @@ def _holdings(roster, pages, first, query):
 
 @array_helper
 def _put_tokens(out, at, num_pages, block_size):
-    return _put_number(out, at, np.int64(num_pages) * block_size)
+    return put_number(out, at, np.int64(num_pages) * block_size)
 
 
 @array_helper
@@ -288,14 +288,14 @@ def _put_gap(out, at, roster, layout, pages, held, query, block_size, gap):
         return _put_tokens(out, at, held.external, block_size)
     if gap == RANKS:
         return _put_ranks(out, at, roster, pages, held.first, query, GPU, block_size, True)
-    return _put_piece(out, at, layout.state_names, held.state)
+    return put_piece(out, at, layout.state_names, held.state)
 
 
 @array_helper
 def _put_holdings(out, at, roster, layout, pages, held, query, block_size):
     """Write what a worker holds, up to its age, which comes last."""
     for i in range(len(layout.gaps)):
-        at = _put_piece(out, at, layout.pieces, i)
+        at = put_piece(out, at, layout.pieces, i)
         if layout.gaps[i] != AGE:
             at = _put_gap(out, at, roster, layout, pages, held, query, block_size, layout.gaps[i])
     return at
@@ -318,7 +318,7 @@ def _are_alike(roster, held, other):
 
 @array_helper
 def _put_age(out, at, held, now):
-    return _put_number(out, at, max(np.int64(0), np.int64(np.rint((now - held.heard_at) * 1000.0))))
+    return put_number(out, at, max(np.int64(0), np.int64(np.rint((now - held.heard_at) * 1000.0))))
 
 
 @array_helper
@@ -371,12 +371,12 @@ def _put_reusable(out, at, roster, pages, reusable, held, query, block_size):
     if not has_groups:
         return at
     at = _put(out, at, _REUSABLE, 0, len(_REUSABLE) - MARGIN)
-    at = _put_number(out, at, most * block_size)
+    at = put_number(out, at, most * block_size)
     at = _put(out, at, _REUSABLE_DP, 0, len(_REUSABLE_DP) - MARGIN)
     written, stream = 0, held.first
     while stream >= 0:
         at = _put_key(out, at, written, roster.ranks[stream])
-        at = _put_number(out, at, _reusable_of(pages, reusable, stream) * block_size)
+        at = put_number(out, at, _reusable_of(pages, reusable, stream) * block_size)
         written, stream = written + 1, _following(roster, stream, query)
     return _put_byte(out, at, _CLOSE)
 
@@ -394,7 +394,7 @@ def _put_scores(out, at, roster, pages, streams, query, block_size):
         stream = np.int64(number)
         if _is_new(roster, stream, query, 0):
             name = at if written == 0 else _put_byte(out, at, _COMMA)
-            name = _put_piece(out, name, roster.names, roster.workers[stream])
+            name = put_piece(out, name, roster.names, roster.workers[stream])
             begin = _put_byte(out, _put_byte(out, name, _COLON), _OPEN)
             end = _put_ranks(out, begin, roster, pages, stream, query, GPU, block_size, False)
             if end > begin:  # otherwise the next worker is written over it
@@ -435,7 +435,7 @@ def put_answer(out, start, roster, layout, times, streams, pages, reusable, bloc
             at = _put_byte(out, at, _COMMA)
         written += 1
         held = _holdings(roster, pages, stream, query)
-        at = _put_piece(out, at, roster.names, roster.workers[stream])
+        at = put_piece(out, at, roster.names, roster.workers[stream])
         if _are_alike(roster, held, previous):  # most workers hold the same part of a prompt
             at = _put(out, at, out, text_start, text_stop)
         else:

@@ -10,6 +10,7 @@ import numpy as np
 
 from api.answer_kernels import BYTES_PER_RANK, BYTES_PER_WORKER, Roster
 from api.answer_layouts import PEER, RFC, texts
+from api.hot_lane.direct_kernels import serve_ready
 from api.hot_lane.number_kernels import read_hashes
 from api.query_kernel import LOCAL_HASHES, SEQUENCE_HASHES, TEXT, TOKENS, UNKNOWN, Desk, answer_query
 from api.questions import Numbers, Question
@@ -36,7 +37,7 @@ _NO_TOKENS, _NO_HASHES = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
 
 _Prompt: TypeAlias = tuple[int, bytes, int, Numbers, Numbers]
 """The first parameters of `answer_query`: kind, text, start, tokens, hashes."""
-_Times: TypeAlias = tuple[float, float, float, float]
+Times: TypeAlias = tuple[float, float, float, float]
 
 
 class AnswerWriter:
@@ -47,7 +48,7 @@ class AnswerWriter:
         self._rosters: dict[int, _KeptRoster] = {}  # by the id of a namespace, while it exists
         self._desk = Desk.new()
         self._hashes = np.empty(MAX_HASHES_PER_QUERY, np.uint64)
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
 
     def write(
         self, question: Question, numbers: Numbers, namespace: Namespace, freshness: Freshness, now: float
@@ -82,9 +83,7 @@ class AnswerWriter:
         self, question: Question, prompt: _Prompt, namespace: Namespace, freshness: Freshness, now: float
     ) -> tuple[int, int]:
         """Return the length of the answer, -1 if there is none, and the index of the "]" of a text."""
-        plan = self._plan
-        if plan is None or not plan.is_for(question, namespace):  # questions that follow each other are often the same
-            plan = self._plan = self._planned(question, namespace)
+        plan = self.plan(question, namespace)
         times = (now, *freshness.bounds())
         if not namespace.groups:
             length, end, _ = plan.answer(prompt, UNKNOWN, 0, times)
@@ -99,7 +98,14 @@ class AnswerWriter:
         desk.reusable[: len(reusable)] = reusable
         return plan.answer(prompt, found, 1, times)[0], end
 
-    def _planned(self, question: Question, namespace: Namespace) -> _Plan:
+    def plan(self, question: Question, namespace: Namespace) -> Plan:
+        """Return how this question is answered now. It is kept: questions that follow each other are often the same."""
+        plan = self._plan
+        if plan is None or not plan.is_for(question, namespace):
+            plan = self._plan = self._planned(question, namespace)
+        return plan
+
+    def _planned(self, question: Question, namespace: Namespace) -> Plan:
         roster = self._roster(namespace)
         begin = _PEER_BEGIN if question.is_peer else b"{%s:{" % msgspec.json.encode(question.tenant)
         block_size = namespace.key.block_size
@@ -111,7 +117,7 @@ class AnswerWriter:
             desk.weights[:] = question.weights
         state = long_hash_state(block_size + question.is_bigram, question.seed)
         desk.long_state[: len(state)] = state
-        return _Plan(
+        return Plan(
             question,
             ref(namespace),
             namespace.num_changes,
@@ -121,6 +127,7 @@ class AnswerWriter:
             self._peer if question.is_peer else self._rfc,
             (block_size, int(question.is_bigram), int(question.weights is not None), len(begin)),
             (question.seed, process_base()),
+            num_bytes,
         )
 
     def _roster(self, namespace: Namespace) -> _KeptRoster:
@@ -138,7 +145,7 @@ class AnswerWriter:
             self._plan = None
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """All that the answer to a question needs, except the prompt and the time."""
 
     question: Question
@@ -152,6 +159,8 @@ class _Plan(NamedTuple):
     numbers: tuple[int, int, int, int]
     """Block size, 1 for pages of token pairs, 1 if there are weights, bytes of the beginning."""
     seeds: tuple[np.uint64, np.uint64]
+    answer_bytes: int
+    """Bound on the size of an answer."""
 
     def is_for(self, question: Question, namespace: Namespace) -> bool:
         """Return whether nothing has changed since the plan was made."""
@@ -162,7 +171,7 @@ class _Plan(NamedTuple):
             and namespace.index.lookup is self.lookup
         )
 
-    def answer(self, prompt: _Prompt, found: int, has_groups: int, times: _Times) -> tuple[int, int, int]:
+    def answer(self, prompt: _Prompt, found: int, has_groups: int, times: Times) -> tuple[int, int, int]:
         """Call `answer_query`."""
         kind, text, start, tokens, hashes = prompt
         block_size, is_bigram, has_weights, begin = self.numbers
@@ -172,6 +181,22 @@ class _Plan(NamedTuple):
             tokens,
             hashes,
             (kind, block_size, is_bigram, found, has_weights, has_groups, begin),
+            self.seeds,
+            self.lookup,
+            self.desk,
+            self.roster,
+            self.layout,
+            times,
+        )
+        return answered
+
+    def serve(self, exchange: Resident, pattern: Resident, count: int, head_size: int, times: Times) -> int:
+        """Call `serve_ready`."""
+        answered: int = serve_ready(
+            exchange,
+            pattern,
+            (count, head_size, self.answer_bytes),
+            self.numbers,
             self.seeds,
             self.lookup,
             self.desk,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from api.answer_writer import AnswerWriter
+from api.answer_writer import AnswerWriter, Plan
 from api.encoded_answers import encoded_answer
 from api.problems import ProblemError
 from api.questions import Numbers, Question
@@ -47,6 +47,13 @@ class Answers:
         if len(asked) > 1 or question.instance is not None:
             return None
         return self._writer.write_text(question, text, start, asked[0], freshness, now)
+
+    def direct_plan(self, question: Question, namespaces: Namespaces) -> Plan | None:
+        """Return how `serve_ready` answers a question about tokens, or None if it cannot. Raises ProblemError."""
+        asked = _namespaces_of(question, namespaces)
+        if len(asked) > 1 or asked[0].groups or question.instance is not None:
+            return None
+        return self._writer.plan(question, asked[0])
 
 
 def _namespaces_of(question: Question, namespaces: Namespaces) -> Sequence[Namespace]:

@@ -86,6 +86,11 @@ class QueryMetrics(Collector):
         self._counts[path][bisect_left(_BUCKETS_S, seconds)] += 1
         self._seconds[path] += seconds
 
+    def note_alike(self, path: str, seconds: float, count: int) -> None:
+        """Count queries that took the same time, each `seconds`."""
+        self._counts[path][bisect_left(_BUCKETS_S, seconds)] += count
+        self._seconds[path] += count * seconds
+
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
         queries = CounterMetricFamily("kvsight_queries", "Queries answered", labels=["route"])

@@ -23,7 +23,7 @@ from kv_events.bundles import (
     U64Input,
     U64Vector,
 )
-from kv_events.kernels import array_kernel
+from kv_events.kernels import array_function, array_kernel
 from kv_events.schema import NUM_MEDIA
 from kv_events.xxh3 import LONG_STATE_WORDS, hash_each_window, roll_each
 
@@ -102,21 +102,8 @@ def _written_and_read(size: int, dtype: type[np.generic]) -> tuple[npt.NDArray[A
     return written, read
 
 
-@array_kernel(
-    types.UniTuple(types.int64, 3),
-    BYTES,
-    types.int64,
-    U32Input,
-    U64Input,
-    types.UniTuple(types.int64, 7),
-    types.UniTuple(types.uint64, 2),
-    PageLookup,
-    Desk,
-    Roster,
-    Layout,
-    types.UniTuple(types.float64, 4),
-)
-def answer_query(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
+@array_function
+def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
     """Answer a query about one namespace.
 
     text: for TEXT: the numbers from index `start` on, after the "[". tokens: uint32[n], for TOKENS. hashes:
@@ -136,7 +123,7 @@ def answer_query(text, start, tokens, hashes, question, seeds, lookup, desk, ros
         if kind == TEXT:
             count, end = read_tokens(text, start, desk.read)
             if end < 0:
-                return np.int64(-1), end, 0
+                return np.int64(-1), end, np.int64(0)
             tokens = desk.tokens[:count]
         if kind <= TOKENS:
             rolled = desk.rolled[: max(np.int64(0), len(tokens) - is_bigram) // block_size]
@@ -148,9 +135,28 @@ def answer_query(text, start, tokens, hashes, question, seeds, lookup, desk, ros
             hashes = desk.hashes[: len(hashes)]
         found = find_prefixes(lookup, hashes, desk.streams, desk.pages)
         if has_groups:
-            return np.int64(found), end, len(hashes)
+            return np.int64(found), end, np.int64(len(hashes))
     reusable, weights = desk.reusable[: has_groups * len(desk.reusable)], desk.weights[: has_weights * NUM_MEDIA]
     length = put_answer(
         desk.out, begin, roster, layout, times, desk.streams[:found], desk.pages, reusable, block_size, weights
     )
-    return length, end, 0
+    return np.int64(length), end, np.int64(0)
+
+
+@array_kernel(
+    types.UniTuple(types.int64, 3),
+    BYTES,
+    types.int64,
+    U32Input,
+    U64Input,
+    types.UniTuple(types.int64, 7),
+    types.UniTuple(types.uint64, 2),
+    PageLookup,
+    Desk,
+    Roster,
+    Layout,
+    types.UniTuple(types.float64, 4),
+)
+def answer_query(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times):
+    """`answer`, for callers in Python."""
+    return answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, layout, times)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import time
 
+from api.answer_writer import Plan, Times
 from api.answers import Answers
 from api.auth import authorization
 from api.decoding import codec_of, is_large
+from api.hot_lane.direct import IS_SUPPORTED, DirectConnections, Repeated
 from api.hot_lane.envelopes import Envelope, Envelopes
 from api.hot_lane.heads import Head, Heads
 from api.metrics import HttpMetrics
 from api.problems import ProblemError
-from api.questions import BY_HASH, BY_TOKENS, decode_question
+from api.questions import BY_HASH, BY_TOKENS, Question, decode_question
 from api.settings import ApiSettings
 from indexer.consumer import Consumer
 from kv_events.rate_limited_logger import RateLimitedLogger
@@ -44,6 +46,7 @@ class HotLane:
         self._encoded_headers = b""
         self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
         self._fields = fields
+        self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if IS_SUPPORTED else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the JSON answer to the body data[start:], or None if the request must take the usual way."""
@@ -88,6 +91,25 @@ class HotLane:
         question, numbers = decode_question(body, codec_of(head.content_type), self._fields[head.path])
         consumer = self._consumer
         return self._answers.answer(question, numbers, consumer.namespaces, consumer.freshness, time.time())
+
+    def repeated(self, head: Head, data: bytes, start: int) -> Repeated | None:
+        """Return what is alike in requests like this one, which the lane has answered. None: they cannot be direct."""
+        if head.content_type != "application/json":
+            return None
+        envelope = self._envelopes[head.path].read(data, start)
+        return None if envelope is None else Repeated.of(head.path, data, start, envelope)
+
+    def _plan(self, question: Question) -> Plan | None:
+        """Return how a direct connection's question is answered now, or None if it must take another way."""
+        if self._must_be_ready and not self._consumer.ready:
+            return None
+        try:
+            return self._answers.direct_plan(question, self._consumer.namespaces)
+        except ProblemError:
+            return None
+
+    def _times(self) -> Times:
+        return (time.time(), *self._consumer.freshness.bounds())
 
     def encoded_headers(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return the server's name and the date as header lines. uvicorn makes a new list of them every second."""

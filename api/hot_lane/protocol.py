@@ -1,5 +1,7 @@
 """The server's HTTP protocol: usual queries are answered as soon as their last byte has arrived.
 
+Connections whose requests repeat become direct: see `api.hot_lane.direct`.
+
 A request enters the hot lane if its head is one that `Heads` accepts and no other request of the connection is in
 progress. All its bytes are held until it is complete. If the lane does not answer it, the bytes are passed to
 uvicorn's protocol, as if they had arrived just now.
@@ -14,7 +16,8 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from api.hot_lane.heads import MAX_BYTES
+from api.hot_lane.direct import Repeated
+from api.hot_lane.heads import MAX_BYTES, Head
 from api.hot_lane.lane import HotLane
 from api.problems import ProblemError
 
@@ -24,6 +27,7 @@ ARRIVAL_S = 60.0
 """Time in which a request must have arrived completely."""
 
 _HEAD = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\ncontent-type: application/%b\r\n\r\n"
+_ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
 _LARGE_ANSWER = 2**15  # a copy takes longer than another call
 _END_OF_HEAD = b"\r\n\r\n"
 
@@ -44,6 +48,10 @@ class HotProtocol(HttpToolsProtocol):
         self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
         self._began_at = 0.0  # first byte of that request, by the clock of the loop
         self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
+        self._direct = lane.direct
+        self._direct_as: int | None = None  # the file descriptor, while this connection is direct
+        self._until_direct = _ANSWERS_BEFORE_DIRECT
+        self._repeated: Repeated | None = None
 
     def data_received(self, data: bytes) -> None:
         if self._held:
@@ -90,7 +98,7 @@ class HotProtocol(HttpToolsProtocol):
             return
         body, status = msgspec.json.encode(problem.document()), HTTPStatus(problem.status)
         start = b"%d %b\r\nconnection: close" % (status, status.phrase.encode())
-        self.transport.write(_HEAD % (start, self._headers(), len(body), b"problem+json") + body)
+        self.transport.write(_HEAD % (start, self.response_headers(), len(body), b"problem+json") + body)
         self.transport.close()
 
     def _is_next_answer_open(self) -> bool:
@@ -101,7 +109,14 @@ class HotProtocol(HttpToolsProtocol):
             return bool(self.cycle.response_complete)
         return not self.pipeline and not self.cycle.response_started
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._direct is not None and len(self.connections) > self._max_connections:
+            self._direct.end()  # their requests are refused as well
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._direct is not None and self._direct_as is not None:
+            self._direct.forget(self._direct_as, self)
         if self._arrival is not None:
             self._set_arrival()
         super().connection_lost(exc)
@@ -124,7 +139,52 @@ class HotProtocol(HttpToolsProtocol):
         if body is None:
             return False
         self._respond(body)
+        self._until_direct -= 1
+        if self._until_direct <= 0:
+            self._consider_direct(head, data, start)
         return True
+
+    def _consider_direct(self, head: Head, data: bytes, start: int) -> None:
+        """Make the connection direct if this request repeats the one before."""
+        before = self._repeated
+        self._repeated = self._lane.repeated(head, data, start) if self._direct is not None else None
+        if self._repeated is None:
+            self._until_direct = _ANSWERS_AFTER_RETURN
+        elif self._repeated == before and self.transport.get_extra_info("sslcontext") is None:
+            self.loop.call_soon(self._become_direct)  # the answer has been sent by then
+
+    def _become_direct(self) -> None:
+        if self._direct is None or self._repeated is None or self._direct_as is not None or self._held:
+            return
+        if self._is_free() and self.transport.get_write_buffer_size() == 0:
+            self.transport.pause_reading()
+            self._direct_as = self.transport.get_extra_info("socket").fileno()
+            self._direct.join(self._direct_as, self, self._repeated)
+
+    def note_answers(self, count: int) -> None:
+        """Count answers of direct connections of the server."""
+        self.server_state.total_requests += count
+
+    def resume(self, data: bytes, rest: bytes) -> None:
+        """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
+        self._answered_at = self._last_answer_at()
+        self._direct_as, self._repeated, self._until_direct = None, None, _ANSWERS_AFTER_RETURN
+        self.transport.resume_reading()
+        if rest:
+            self.transport.write(rest)
+        if data:
+            self.data_received(data)
+
+    def _end_direct(self) -> None:
+        """Take the connection back, if it is direct. It is open."""
+        if self._direct is not None and self._direct_as is not None:
+            self._direct.leave(self._direct_as)
+            self.resume(b"", b"")
+
+    def _last_answer_at(self) -> float:
+        if self._direct is not None and self._direct_as is not None:
+            return self._direct.answered_at(self._direct_as)
+        return self._answered_at
 
     def _is_free(self) -> bool:
         """Return whether no request is in progress, the client reads its answers and the server is not overloaded."""
@@ -137,7 +197,7 @@ class HotProtocol(HttpToolsProtocol):
         )
 
     def _respond(self, body: bytes) -> None:
-        head = _HEAD % (b"200 OK", self._headers(), len(body), b"json")
+        head = _HEAD % (b"200 OK", self.response_headers(), len(body), b"json")
         if len(body) > _LARGE_ANSWER:
             self.transport.writelines((head, body))
         else:
@@ -147,7 +207,8 @@ class HotProtocol(HttpToolsProtocol):
         if self.timeout_keep_alive_task is None:
             self._wait_for_request(self.timeout_keep_alive)
 
-    def _headers(self) -> bytes:
+    def response_headers(self) -> bytes:
+        """Return the header lines of any answer."""
         return self._lane.encoded_headers(self.server_state.default_headers)
 
     def _wait_for_request(self, seconds: float) -> None:
@@ -159,12 +220,13 @@ class HotProtocol(HttpToolsProtocol):
         To set it anew for each answer would take a tenth of the time of a short query.
         """
         self.timeout_keep_alive_task = None
-        idle_s = self.loop.time() - self._answered_at
+        idle_s = self.loop.time() - self._last_answer_at()
         if self._held:
             return
         if idle_s < self.timeout_keep_alive:
             self._wait_for_request(self.timeout_keep_alive - idle_s)
         else:
+            self._end_direct()
             super().timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
@@ -191,6 +253,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """End the connection after the request that is arriving."""
+        self._end_direct()
         if self._held:
             self._feed(self._take_held())
         super().shutdown()
