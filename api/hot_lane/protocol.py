@@ -150,7 +150,7 @@ class HotProtocol(HttpToolsProtocol):
         self._repeated = self._lane.repeated(head, data, start) if self._direct is not None else None
         if self._repeated is None:
             self._until_direct = _ANSWERS_AFTER_RETURN
-        elif self._repeated == before and self.transport.get_extra_info("sslcontext") is None:
+        elif self._repeated == before and self.scheme == "http":
             self.loop.call_soon(self._become_direct)  # the answer has been sent by then
 
     def _become_direct(self) -> None:

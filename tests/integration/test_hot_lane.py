@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import uvloop
 
 from api.app import create_app
 from api.hot_lane import protocol
+from api.hot_lane.direct import IS_SUPPORTED
 from api.hot_lane.heads import Head
 from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import MAX_HEAD_BYTES
@@ -40,7 +41,8 @@ class Line:
 
     async def close(self) -> None:
         self.writer.close()
-        await self.writer.wait_closed()
+        with suppress(ConnectionError):  # the server may have closed it before it read everything
+            await self.writer.wait_closed()
 
     async def is_at_end(self) -> bool:
         """Return whether the server closes the connection without another byte."""
@@ -68,14 +70,16 @@ class Line:
 
 
 @asynccontextmanager
-async def a_service(**settings: Any) -> AsyncIterator[Callable[[], Coroutine[Any, Any, Line]]]:
-    """Run a service of three workers. Yields a function that connects."""
+async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Callable[[], Coroutine[Any, Any, Line]]]:
+    """Run a service of three workers, and of more that hold nothing else. Yields a function that connects."""
     fed = HandFed()
     api = ApiSettings(port=0, **settings)
     async with running_server(create_app(fed.consumer, api), api) as url:
         await fed.hold(Stream("1"), TOKENS)
         await fed.hold(Stream("2", dp_rank=1), TOKENS[:8])
         await fed.hold(Stream("3"), TOKENS, {0: range(1), 1: range(1, 3)})
+        for number in range(num_more):
+            await fed.hold(Stream(f"more-{number}"), TOKENS)
         async with AsyncExitStack() as lines:
 
             async def connect() -> Line:
@@ -403,6 +407,170 @@ def test_a_connection_lost_in_the_middle_of_a_request_leaves_the_others_alone() 
                 lost.writer.write(request(QUERY)[:end])
                 await lost.close()
             assert (await (await connect()).ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+
+    run(main())
+
+
+def prompts() -> list[bytes]:
+    """Return requests that differ only in their numbers and their length."""
+    return [request(body_of(token_ids=TOKENS[:end] + [end] * (end % 3))) for end in range(1, 17)]
+
+
+def test_requests_that_repeat_do_not_reach_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Head] = []
+    ordinary = HotLane.answer
+
+    def noted(lane: HotLane, head: Head, data: bytes, start: int) -> bytes | None:
+        taken.append(head)
+        return ordinary(lane, head, data, start)
+
+    monkeypatch.setattr(HotLane, "answer", noted)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            lines = [await connect() for _ in range(40)]
+            single = await connect()
+            for data in prompts():
+                expected = await single.ask(data.replace(b"/query", b"/query?"))
+                assert {await line.ask(data) for line in lines} == {expected}
+            if IS_SUPPORTED:
+                assert len(taken) == 2 * len(lines)
+            for line in lines:
+                line.writer.write(prompts()[0])
+            assert {await line.answer() for line in lines} == {await single.ask(prompts()[0])}
+            scrape = await single.ask(b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n")
+            count = 41 * len(prompts()) + len(lines) + 1
+            assert b'kvsight_queries_total{route="/query"} %d.0' % count in scrape[2]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request(body_of(token_ids=TOKENS, x=1)),
+        request(body_of(token_ids=[1.5])),
+        request(body_of(token_ids=TOKENS[:3]), "/query_by_hash"),
+        request(body_of(token_ids=TOKENS), extra=b"X-Other: 1\r\n"),
+        request(body_of(token_ids=TOKENS), content_type="application/msgpack"),
+        request(body_of(token_ids=list(range(10_000)))),
+        b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"-",
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_other_requests_of_a_direct_connection_are_answered_as_before(other: bytes, pieces: int) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line, single = await connect(), await connect()
+            for data in prompts()[:5]:
+                await line.ask(data)
+            status, headers, body = await single.ask(other)
+            assert await line.ask(other, pieces=pieces) == (status, headers, body)
+            if status.startswith(b"HTTP/1.1 400 Bad") and b"text/plain" in headers:
+                assert await line.is_at_end()
+                return
+            for data in [*prompts(), *prompts()]:
+                assert await line.ask(data) == await single.ask(data)
+
+    run(main())
+
+
+def test_pipelined_requests_of_a_direct_connection_are_answered_in_order() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line, single = await connect(), await connect()
+            for _ in range(3):
+                for data in prompts():
+                    await line.ask(data)
+                line.writer.write(b"".join(prompts()))
+                for data in prompts():
+                    assert await line.answer() == await single.ask(data)
+
+    run(main())
+
+
+def test_direct_connections_may_end_at_any_time() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            kept = await connect()
+            expected = await kept.ask(prompts()[0])
+            for number in range(60):  # file descriptors are used again
+                lines = [await connect() for _ in range(3)]
+                for line in lines:
+                    for data in prompts()[:3]:
+                        await line.ask(data)
+                lines[0].writer.transport.abort()
+                lines[1].writer.write(prompts()[0][: number % 40])
+                await lines[1].close()
+                lines[2].writer.write(prompts()[0])
+                lines[2].writer.write_eof()
+                assert await lines[2].answer() == expected
+                assert await lines[2].is_at_end()
+                assert await kept.ask(prompts()[0]) == expected
+
+    run(main())
+
+
+def test_a_client_that_reads_late_gets_all_answers() -> None:
+    async def main() -> None:
+        async with a_service(num_more=200) as connect:
+            line, other = await connect(), await connect()
+            expected = await line.ask(request(QUERY))
+            for _ in range(3):
+                await line.ask(request(QUERY))
+            for _ in range(500):
+                line.writer.write(request(QUERY))
+                await other.ask(prompts()[0])  # so the server has read what was sent before
+            for _ in range(500):
+                assert await line.answer() == expected
+
+    run(main())
+
+
+def test_direct_connections_are_refused_as_others_when_there_are_too_many() -> None:
+    async def main() -> None:
+        async with a_service(max_connections=1) as connect:
+            line = await connect()
+            for data in prompts():
+                assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
+            await connect()
+            assert (await line.ask(prompts()[0]))[0] == b"HTTP/1.1 503 Service Unavailable"
+
+    run(main())
+
+
+def test_a_server_ends_with_its_direct_connections() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as service:
+            api, fed = ApiSettings(port=0), HandFed()
+            url = await service.enter_async_context(running_server(create_app(fed.consumer, api), api))
+            await fed.hold(Stream("1"), TOKENS)
+            line = await Line.connect(url)
+            for data in prompts():
+                assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
+            await service.aclose()
+            assert await line.is_at_end()
+            await line.close()
+
+    run(main())
+
+
+@pytest.mark.soak
+def test_an_idle_direct_connection_is_closed_and_a_busy_one_is_not() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            idle, busy = await connect(), await connect()
+            for line in (idle, busy):
+                for data in prompts():
+                    await line.ask(data)
+            closed = asyncio.create_task(idle.is_at_end())
+            while not closed.done():  # uvicorn's keep-alive ends after 5 s
+                assert (await busy.ask(prompts()[0]))[0] == b"HTTP/1.1 200 OK"
+                await asyncio.sleep(0.1)
+            assert closed.result()
+            async with asyncio.timeout(20):
+                assert await busy.is_at_end()
 
     run(main())
 

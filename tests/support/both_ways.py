@@ -1,16 +1,20 @@
-"""One service asked in both ways: by its hot lane, and by the ordinary decoder and encoder."""
+"""One service asked in all ways: by its hot lane, over a direct connection, and by the ordinary decoder and encoder."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 import time
 from functools import partial
 
 from api.app import create_app
 from api.decoding import codec_of
 from api.encoded_answers import encoded_answer
+from api.hot_lane.direct import Repeated
 from api.hot_lane.heads import Head
 from api.hot_lane.lane import HotLane
+from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from indexer.questions import score_all
@@ -20,6 +24,8 @@ from tests.support.log.records import Stream, stored
 
 _FIELDS = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
 _AGE = re.compile(rb'"age_ms":\d+')
+_HEAD = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\nContent-Type: %b\r\n\r\n"
+_DEADLINE_S = 30.0
 PROMPT = list(range(1, 41))
 BLOCK_SIZE = 4
 
@@ -37,12 +43,95 @@ class BothWays:
         self._lane: HotLane = create_app(self._consumer, ApiSettings()).state.lane
 
     def agree(self, body: bytes, path: str = "/query", content_type: str = "application/json") -> bool:
-        """Check that the lane's answer is the ordinary one. Returns False if the lane does not take the body."""
-        answered = self._lane.answer(Head(path, content_type, len(body)), b"head" + body, len(b"head"))
-        if answered is not None:
+        """Check that the lane's answer is the ordinary one. Returns False if the lane does not take the body.
+
+        A body that the lane takes is then sent twice over a direct connection.
+        """
+        head = _HEAD % (path.encode(), len(body), content_type.encode())
+        accepted, data = Head(path, content_type, len(body)), head + body
+        answered = self._lane.answer(accepted, data, len(head))
+        if answered is None:
+            return False
+        assert _AGE.sub(b"", answered) == self._expected(body, path, content_type), body
+        repeated = self._lane.repeated(accepted, data, len(head))
+        if repeated is not None:
+            assert self.agree_directly(repeated, [body, body], path) == [True, True]
+        return True
+
+    def agree_directly(self, repeated: Repeated, bodies: list[bytes], path: str = "/query") -> list[bool]:
+        """Send bodies over a connection that is direct for some requests. Checks answers, and that nothing is lost.
+
+        Returns whether each one was answered, and not returned to the owner of the connection.
+        """
+        requests = [_HEAD % (path.encode(), len(body), b"application/json") + body for body in bodies]
+        answers = asyncio.run(self._ask_directly(repeated, requests))
+        for body, answer in zip(bodies, answers, strict=True):
+            assert answer is None or answer == self._expected(body, path, "application/json"), body
+        return [answer is not None for answer in answers]
+
+    def repeated(self, body: bytes) -> Repeated | None:
+        """Return what is alike in requests with such a body."""
+        head = _HEAD % (b"/query", len(body), b"application/json")
+        return self._lane.repeated(Head("/query", "application/json", len(body)), head + body, len(head))
+
+    def _expected(self, body: bytes, path: str, content_type: str) -> bytes | None:
+        """Return the ordinary answer without ages, or None if the body is refused."""
+        try:
             question, numbers = decode_question(body, codec_of(content_type), _FIELDS[path])
-            namespaces = self._consumer.namespaces.find(question.model, question.tenant)
-            scores = score_all(namespaces, partial(question.hashes, numbers), self._consumer.freshness)
-            expected = encoded_answer(question, scores, time.time())
-            assert _AGE.sub(b"", answered) == _AGE.sub(b"", expected), body
-        return answered is not None
+        except ProblemError:
+            return None
+        namespaces = self._consumer.namespaces.find(question.model, question.tenant)
+        scores = score_all(namespaces, partial(question.hashes, numbers), self._consumer.freshness)
+        return _AGE.sub(b"", encoded_answer(question, scores, time.time()))
+
+    async def _ask_directly(self, repeated: Repeated, requests: list[bytes]) -> list[bytes | None]:
+        """Return the answers without ages, None for those requests that were returned."""
+        direct = self._lane.direct
+        assert direct is not None
+        answers: list[bytes | None] = []
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            for request in requests:
+                owner = _Owner()
+                direct.join(theirs.fileno(), owner, repeated)
+                ours.send(request)
+                answer = await _received(ours, owner)
+                assert (answer == b"") == (owner.returned is not None)
+                if owner.returned is None:
+                    direct.leave(theirs.fileno())
+                else:
+                    assert owner.returned == request or theirs.recv(2**16) == request  # or it was not read
+                head, _, body = answer.partition(b"\r\n\r\n")
+                assert not head or head.endswith(b"content-length: %d\r\ncontent-type: application/json" % len(body))
+                answers.append(_AGE.sub(b"", body) if answer else None)
+        return answers
+
+
+class _Owner:
+    """Gets a direct connection back."""
+
+    def __init__(self) -> None:
+        self.returned: bytes | None = None
+
+    def response_headers(self) -> bytes:
+        return b"server: test\r\n"
+
+    def note_answers(self, count: int) -> None:
+        assert count == 1
+
+    def resume(self, data: bytes, rest: bytes) -> None:
+        assert not rest
+        self.returned = data
+
+
+async def _received(connection: socket.socket, owner: _Owner) -> bytes:
+    """Return what a nonblocking socket receives, or nothing once the connection was returned to its owner."""
+    give_up = time.monotonic() + _DEADLINE_S
+    while owner.returned is None and time.monotonic() < give_up:
+        try:
+            return connection.recv(2**16)
+        except BlockingIOError:
+            await asyncio.sleep(0)
+    return b""

@@ -70,6 +70,7 @@ def test_both_ways_agree(
 @given(bodies, st.data())
 def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]], data: st.DataObject) -> None:
     text = bytearray(text_of(body, (",", ":"), is_ascii=True))
+    repeated = both_ways.repeated(bytes(text))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(text)))
         text[at : at + data.draw(st.integers(0, 2))] = data.draw(
@@ -77,6 +78,8 @@ def test_a_damaged_body_is_never_read_as_another_one(body: list[tuple[str, Any]]
         )
     for fields in (BY_TOKENS, BY_HASH):
         check(bytes(text), fields)
+    if repeated is not None:
+        both_ways.agree_directly(repeated, [bytes(text)])
 
 
 @pytest.mark.parametrize(
