@@ -21,6 +21,9 @@ from api.feed import EventFeed, feed_routes
 from api.hot import HotRoutes
 from api.hot_lane.lane import HotLane
 from api.metrics import HttpMetrics, MeasureRequests
+from api.page.live import LiveScene
+from api.page.routes import page_routes
+from api.page.site import site_routes
 from api.recording import RecordingMetrics
 from api.register import RegisterRoutes
 from api.request_log import RequestLog
@@ -65,12 +68,13 @@ def create_app(
     event_log: folder of the event log that the consumer reads, for explanations. None: they come from the recording.
     """
     decisions = decisions or DecisionLog(None)
+    scene = LiveScene(consumer, registrations)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         engines = nullcontext() if registrations is None else registrations.running()
         recorded = nullcontext() if recording is None else recording.running()
-        async with recorded, consumer.running(), engines, decisions.running():
+        async with recorded, consumer.running(), engines, decisions.running(), scene.watch.running(consumer):
             yield
 
     app = Application(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -86,7 +90,7 @@ def create_app(
         metrics.registry.register(RecordingMetrics(recording.recorder))
     rare = (
         RegisterRoutes(registrations),
-        DecisionRoute(consumer, decisions),
+        DecisionRoute(consumer, decisions, scene.funnel.take),
         ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
     )
     others = {path: endpoint for routes in rare for path, endpoint in routes.endpoints().items()}
@@ -97,6 +101,8 @@ def create_app(
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
     app.include_router(docs_routes())
+    app.include_router(page_routes(scene.open))
+    app.include_router(site_routes())
     problems.install(app)
     # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too

@@ -7,10 +7,11 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.docs_page import DOCS_PATHS
+from api.page.site import SITE_PATHS
 from api.problems import ProblemError
 
-OPEN_PATHS = DOCS_PATHS | {"/health", "/ready", "/metrics"}
-"""Paths of probes, scrapers and the documentation. Their answers contain no secrets."""
+OPEN_PATHS = DOCS_PATHS | SITE_PATHS | {"/health", "/ready", "/metrics"}
+"""Paths of probes, scrapers, the documentation and the files of the page. Their answers contain no secrets."""
 
 
 def authorization(token: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -34,17 +34,20 @@ _MAX_AGE_S = 86_400.0
 class _Encoded(NamedTuple):
     """A checked record, as it is queued."""
 
-    kind: str
-    request_id: str
+    record: DecisionRecord
     payload: bytes
 
 
 class DecisionRoute:
     """The route. A record is checked and queued, never waited for."""
 
-    def __init__(self, consumer: Consumer, log: DecisionLog) -> None:
+    def __init__(
+        self, consumer: Consumer, log: DecisionLog, on_record: Callable[[DecisionRecord], None] = lambda _: None
+    ) -> None:
+        """on_record: receives each record, also those that the log drops, in the event loop."""
         self._consumer = consumer
         self._log = log
+        self._on_record = on_record
 
     def endpoints(self) -> dict[str, HotEndpoint]:
         """Path -> ASGI application for POST."""
@@ -55,9 +58,16 @@ class DecisionRoute:
             records = await asyncio.to_thread(self._decode, body, codec)
         else:
             records = self._decode(body, codec)
-        accepted = sum(self._log.put(*record) for record in records)
+        accepted = sum(map(self._put, records))
         answer = DecisionsAccepted(accepted=accepted, dropped=len(records) - accepted)
         return json_response(msgspec.json.encode(answer), HTTPStatus.ACCEPTED)
+
+    def _put(self, encoded: _Encoded) -> bool:
+        record = encoded.record
+        self._on_record(record)
+        return self._log.put(
+            "decision" if isinstance(record, Decision) else "outcome", record.request_id, encoded.payload
+        )
 
     def _decode(self, body: Body, codec: Codec) -> list[_Encoded]:
         """Return the checked records of a body, encoded here because this may run in a thread.
@@ -85,7 +95,7 @@ class DecisionRoute:
             payload = encode_decision(record)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
-        return _Encoded("decision" if isinstance(record, Decision) else "outcome", record.request_id, payload)
+        return _Encoded(record, payload)
 
     def _decision(self, data: Data, codec: Codec, now: float) -> Decision:
         request = decode_as(DecisionRequest, data, codec)

@@ -11,17 +11,17 @@ from pathlib import Path
 import fastapi_offline
 from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 
 _ASSETS = {name: f"docs/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")}
 _CACHE = {"Cache-Control": "max-age=3600"}
 
-DOCS_PATHS = frozenset({"/", "/docs", "/openapi.json", *(f"/{path}" for path in _ASSETS.values())})
+DOCS_PATHS = frozenset({"/docs", "/openapi.json", *(f"/{path}" for path in _ASSETS.values())})
 """Paths of the documentation. They describe the API and contain nothing of this service's data."""
 
 
 def docs_routes() -> APIRouter:
-    """Return the page, its assets, and the redirect of `/` to the page. Like `/openapi.json`, they need no token."""
+    """Return the page and its assets. Like `/openapi.json`, they need no token."""
     router = APIRouter(include_in_schema=False)
     folder = Path(str(files(fastapi_offline) / "static"))
     script, style, icon = _ASSETS.values()
@@ -32,10 +32,6 @@ def docs_routes() -> APIRouter:
         swagger_css_url=style,
         swagger_favicon_url=icon,
     )
-
-    @router.get("/")
-    async def root() -> Response:
-        return RedirectResponse("docs")
 
     @router.get("/docs")
     async def docs() -> HTMLResponse:

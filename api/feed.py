@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from fastapi import APIRouter
@@ -28,6 +28,8 @@ MAX_QUEUED_EVENTS = 4096
 """Maximum number of events queued for one client."""
 
 _CHECK_INTERVAL_S = 0.5
+_BATCH: Final = "batch"
+_STATE: Final = "state"
 _MEDIA_TYPE = "text/event-stream"
 _EXAMPLE = 'event: dropped\ndata: {"lost": 4097}\n\n'
 
@@ -40,11 +42,14 @@ class StreamFilter(NamedTuple):
     worker: str | None = None
     model: str | None = None
     tenant: str | None = None
+    kind: str | None = None
+    """Kind of events: `batch` or `state`."""
 
-    def matches(self, stream: StreamId) -> bool:
-        """Return whether a stream is selected."""
+    def matches(self, stream: StreamId, kind: str) -> bool:
+        """Return whether events of a kind and a stream are selected."""
         return (
-            self.worker in (None, stream.worker)
+            self.kind in (None, kind)
+            and self.worker in (None, stream.worker)
             and self.model in (None, stream.model)
             and self.tenant in (None, stream.tenant)
         )
@@ -139,7 +144,7 @@ class EventFeed:
             self._detect_silence()
 
     def _all_states(self, stream_filter: StreamFilter) -> bytes:
-        views = [view for view in self._views() if stream_filter.matches(view.stream)]
+        views = [view for view in self._views() if stream_filter.matches(view.stream, _STATE)]
         return b"".join(_event(self._state_changed(view.stream, None, self._state(view), view)) for view in views)
 
     def _views(self) -> list[View]:
@@ -152,7 +157,7 @@ class EventFeed:
 
     def _on_applied(self, view: View, batch: DecodedBatch) -> None:
         if self._clients:
-            self._send(view.stream, lambda: _batch_applied(view, batch, self._state(view)))
+            self._send(view.stream, _BATCH, lambda: _batch_applied(view, batch, self._state(view)))
             self._compare(view)
 
     def _detect_silence(self) -> None:
@@ -172,14 +177,14 @@ class EventFeed:
             self._change(view.stream, before, state, view)
 
     def _change(self, stream: StreamId, before: str | None, state: str, view: View | None) -> None:
-        self._send(stream, lambda: self._state_changed(stream, before, state, view))
+        self._send(stream, _STATE, lambda: self._state_changed(stream, before, state, view))
 
     def _state_changed(self, stream: StreamId, before: str | None, state: str, view: View | None) -> StateChanged:
         reason = self._consumer.reason(view) if view is not None else ""
         return StateChanged(**_names(stream), before=before, state=state, reason=reason)
 
-    def _send(self, stream: StreamId, make: Callable[[], FeedEvent]) -> None:
-        listening = [client for client in self._clients if client.stream_filter.matches(stream)]
+    def _send(self, stream: StreamId, kind: str, make: Callable[[], FeedEvent]) -> None:
+        listening = [client for client in self._clients if client.stream_filter.matches(stream, kind)]
         if listening:
             event = _event(make())
             for client in listening:
@@ -206,12 +211,18 @@ def feed_routes(feed: EventFeed) -> APIRouter:
     example = {"content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}}}
 
     @router.get("/events", response_class=StreamingResponse, responses={200: example})
-    async def events(worker: str | None = None, model: str | None = None, tenant: str | None = None) -> Response:
+    async def events(
+        worker: str | None = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        kind: Literal["batch", "state"] | None = None,
+    ) -> Response:
         """Return server-sent events: `batch` for each applied batch, `state` when the state of a view changes.
 
-        The state of every view comes first. A client that reads too slowly gets `dropped`, and its connection ends.
+        The state of every view comes first. `kind` selects one of the two. A client that reads too slowly gets
+        `dropped`, and its connection ends.
         """
-        return _FeedResponse(feed, StreamFilter(worker, model, tenant))
+        return _FeedResponse(feed, StreamFilter(worker, model, tenant, kind))
 
     return router
 

@@ -24,6 +24,19 @@ from api.registration_requests import PeerRegistration, PeerUnregistration, RfcR
 from indexer.views import ViewCounters
 from kvsight.schemas.decisions import DecisionsAccepted
 from kvsight.schemas.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
+from kvsight.schemas.page import (
+    Fleet,
+    FleetRank,
+    FleetWorker,
+    Funnel,
+    FunnelSums,
+    RecentDecision,
+    Residency,
+    ResidencyColumn,
+    ResidencyNamespace,
+    ResidencyRow,
+    StateChange,
+)
 from kvsight.schemas.problems import ProblemDocument
 from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
@@ -51,16 +64,27 @@ _ANSWERS: tuple[type[Struct], ...] = (
     Evidence,
     Explanation,
     Finding,
+    Fleet,
+    FleetRank,
+    FleetWorker,
+    Funnel,
+    FunnelSums,
     Listener,
     PeerAnswer,
     PeerInstance,
     PeerRegistered,
     ProblemDocument,
     RadixView,
+    RecentDecision,
+    Residency,
+    ResidencyColumn,
+    ResidencyNamespace,
+    ResidencyRow,
     ResyncAccepted,
     RfcInstance,
     RfcRegistered,
     RfcUnregistered,
+    StateChange,
     Status,
     ViewPage,
     Worker,

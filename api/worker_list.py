@@ -13,7 +13,7 @@ from msgspec import to_builtins
 from api.encoded_answers import age_ms
 from api.served_views import ServedViews
 from api.stream_pages import is_known
-from indexer.namespaces import Namespace, NamespaceKey
+from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
 from kv_events.schema import MEDIA
@@ -38,7 +38,7 @@ async def list_workers(
     served: ServedViews, engines: Engines, model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
     """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
-    unheard = _unheard(served, engines)
+    unheard = unheard_ranks(served.namespaces, engines)
     readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
     slice_began = time.perf_counter()
     for namespace in list(served.namespaces):
@@ -64,11 +64,11 @@ def _matches(key: NamespaceKey, model: str | None, tenant: str | None) -> bool:
     return model in (None, key.model) and tenant in (None, key.tenant)
 
 
-def _unheard(served: ServedViews, engines: Engines) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
+def unheard_ranks(namespaces: Namespaces, engines: Engines) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
     """Return the registered ranks that have no view yet, by worker."""
     by_worker: dict[tuple[NamespaceKey, str], dict[int, Listener]] = {}
     for stream, status in engines.items():
-        if served.namespaces.view(stream) is None:
+        if namespaces.view(stream) is None:
             key = NamespaceKey(stream.model, stream.tenant, status.engine.block_size or 0)
             by_worker.setdefault((key, stream.worker), {})[stream.dp_rank] = Listener(
                 endpoint=status.engine.endpoint,

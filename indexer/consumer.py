@@ -68,8 +68,9 @@ class Consumer:
         self._probe_interval = Interval(_PROBE_S)
         self._probing: asyncio.Task[None] | None = None
         self._stopping = False
-        self._worker_log = WorkerLog(self.freshness)
-        applier.on_applied.append(lambda view, _batch: self._worker_log.note(view))
+        self.worker_log = WorkerLog(self.freshness)
+        """The life of the workers. Its `on_change` receives each change."""
+        applier.on_applied.append(lambda view, _batch: self.worker_log.note(view))
         self.freshness.is_catching_up = True
         applier.is_silent = self.freshness.is_silent
 
@@ -145,6 +146,10 @@ class Consumer:
     def demand_resync(self, view: View) -> None:
         """Ask the view's publisher to resend everything it holds, at the next opportunity."""
         self._planner.demand(view)
+
+    def is_resync_requested(self, view: View) -> bool:
+        """Return whether the view's publisher was asked to resend everything and has not answered yet."""
+        return self._planner.is_requested(view)
 
     async def forget(self, streams: Collection[StreamId]) -> None:
         """Drop streams with their pages, once everything that is in the event log now has been applied.
@@ -233,7 +238,7 @@ class Consumer:
             self._probing = asyncio.create_task(self._probe(), name="log-probe")
         if self.ready and self._requester.start_when_due(self.namespaces, now):
             await self._forgetting.drop_silent()
-        self._worker_log.look(self.namespaces.views, now)
+        self.worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
 
     async def _probe(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.errors import IndexFullError
-from indexer.kernels import apply, holder_sets
+from indexer.kernels import apply, holder_sets, prefixes
 from indexer.kernels.find import PageLookup, find
 from indexer.kernels.reuse import sets_of_pages, trim_to_reusable
 from kv_events import page_table
@@ -26,6 +26,8 @@ SLICE_PAGES = 2048
 """Maximum number of pages per kernel call. A call takes well under a millisecond, so queries wait only briefly."""
 
 _SCAN_ENTRIES = 65_536
+_SURVEY_ENTRIES = 4096
+_LONGEST_TRAIL = 2**17
 _STORES_STOP_AT = 7 / 8  # of the holder sets; the rest is reserved for removals, which may need new sets, too
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 _NO_MARKS = np.zeros(0, np.uint8)
@@ -231,6 +233,33 @@ class OverlapIndex:
         at least 1. lengths: [k] pages, at most len(holders); updated.
         """
         return bool(trim_to_reusable(self._pages.sets.words, holders, streams, window, lengths))
+
+    def shared_prefixes(self, most: int) -> Generator[None, None, list[U64Array]]:
+        """Find the prefixes of which most pages are held by several streams, in slices of a fraction of a millisecond.
+
+        A prefix ends where fewer streams hold the next page. Returns the sequence hashes of each, at most `most`, the
+        most shared first, then the longest. Takes 5 bytes of memory a page. The index may change between two slices;
+        prefixes that are no longer held completely are then left out.
+        """
+        used = page_table.high_water(self._pages.table)
+        depths, is_inner = np.zeros(used, np.uint32), np.zeros(used, np.uint8)
+        best, worths = np.full(most, -1, np.int64), np.full(most, -1, np.int64)
+        ranges = [(start, min(start + _SURVEY_ENTRIES, used)) for start in range(0, used, _SURVEY_ENTRIES)]
+        for start, stop in ranges:
+            prefixes.survey(self._resident, depths, is_inner, start, stop)
+            yield
+        for start, stop in ranges:
+            prefixes.select(self._resident, depths, is_inner, start, stop, best, worths)
+            yield
+        found = []
+        for number in np.argsort(-worths, kind="stable").tolist():
+            if best[number] < 0:
+                break
+            hashes = np.empty(min(int(depths[best[number]]), _LONGEST_TRAIL), np.uint64)
+            if prefixes.trail(self._resident, int(best[number]), hashes) == len(hashes):
+                found.append(hashes)
+            yield
+        return found
 
     def stream_pages(self, stream: int) -> Iterator[StreamPages]:
         """Yield all pages of a stream, in slices, in no particular order."""

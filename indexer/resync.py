@@ -90,6 +90,11 @@ class ResyncPlanner:
         """Include a view in the next plan, whatever its state: an operator asked for it."""
         self._demanded.add(view.stream)
 
+    def is_requested(self, view: View) -> bool:
+        """Return whether the view's publisher was asked for a resync that has not ended yet."""
+        pending = self._pending.get((view.stream, view.epoch))
+        return pending is not None and pending.num_requests > 0
+
     def plan(self, namespaces: Namespaces, now: float) -> list[ResyncRequest]:
         """Return the requests to send now. now: monotonic seconds."""
         self._refill_budget(now)

@@ -12,9 +12,10 @@ _SLICE_S = 0.001
 
 
 class Slices:
-    """Measures how long one owner has run on the event loop, and yields after a millisecond."""
+    """Measures how long one owner has run on the event loop, and yields after a millisecond, or after `slice_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, slice_s: float = _SLICE_S) -> None:
+        self._slice_s = slice_s
         self._began = 0.0
 
     async def run(self, steps: Iterator[None]) -> Any:
@@ -28,7 +29,7 @@ class Slices:
 
     async def breathe(self) -> None:
         """Let other tasks run if this slice has lasted long enough."""
-        if time.perf_counter() - self._began > _SLICE_S:
+        if time.perf_counter() - self._began > self._slice_s:
             await asyncio.sleep(0)
             self._began = time.perf_counter()
 

@@ -82,6 +82,10 @@ class View:
     """Pages stored since the beginning of the resync in progress. None if there is no resync."""
     resync_began: float = 0.0
     """`heard_tick` at the beginning of the resync in progress."""
+    agreed_at: float = 0.0
+    """`heard_at` of the newest batch after which the digests were equal. 0: there is none yet."""
+    missing_batches: int = 0
+    """Batches that gaps skipped since the digests were last equal."""
     refused_now: int = 0
     """Pages refused since the last resync or clear. The digest cannot match before the next one."""
     _degraded_reason: str = ""
@@ -166,6 +170,8 @@ class View:
             self._begin_epoch(batch, is_restart=before.epoch >= 0)
         if admission.misses_batches:
             self.counters.gaps += 1
+            expected = 0 if admission.begins_epoch else before.next_seq
+            self.missing_batches += max(0, batch.seq - expected)
             self.mark_stale("gap")
         return admission.is_applied
 
@@ -192,6 +198,7 @@ class View:
             return
         if digest_bytes(self.index.digest(self.number)) == batch.digest.tobytes():  # faster than comparing arrays
             self.state, self.stale_reason = ViewState.LIVE, ""
+            self.agreed_at, self.missing_batches = self.heard_at, 0
             if batch.steps and isinstance(batch.steps[-1], SnapshotEnd):
                 self.position = self.position.without_gap()
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from indexer.freshness import Freshness
@@ -28,13 +28,16 @@ class _Known(NamedTuple):
     state: ViewState
 
 
-class _Change(NamedTuple):
+class WorkerChange(NamedTuple):
+    """A change in the life of a worker stream."""
+
     stream: StreamId
     verb: str
     reason: str
     facts: dict[str, object]
 
     def log(self) -> None:
+        """Write the log line."""
         level = logging.WARNING if self.verb in _WARNINGS else logging.INFO
         text = f"{self.stream.key} {self.verb}" + (f": {self.reason}" if self.reason else "")
         logger.log(level, "%s", text, extra=self.facts)
@@ -47,8 +50,10 @@ class WorkerLog:
         self._freshness = freshness
         self._interval = Interval(_LOOK_S)
         self._known: dict[StreamId, _Known] | None = None  # None until the service has caught up
-        self._changes: list[_Change] = []
+        self._changes: list[WorkerChange] = []
         self._counts: Counter[str] = Counter()
+        self.on_change: list[Callable[[WorkerChange], None]] = []
+        """Called for each change, also for those that are not logged one by one; must not raise."""
 
     def note(self, view: View) -> None:
         """Compare one view, after a batch or after some time. A resync in progress is no news."""
@@ -78,9 +83,12 @@ class WorkerLog:
 
     def _add(self, stream: StreamId, verb: str, reason: str, known: _Known) -> None:
         self._counts[verb] += 1
+        facts = {**stream._asdict(), "event": verb, "reason": reason, "epoch": known.epoch, "state": known.state}
+        change = WorkerChange(stream, verb, reason, facts)
         if len(self._changes) < _MAX_LINES:
-            facts = {**stream._asdict(), "event": verb, "reason": reason, "epoch": known.epoch, "state": known.state}
-            self._changes.append(_Change(stream, verb, reason, facts))
+            self._changes.append(change)
+        for notify in self.on_change:
+            notify(change)
 
     def _flush(self) -> None:
         total = self._counts.total()

@@ -38,6 +38,8 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     resync_began: float
     marks: bytes | None
     """One byte for each page of the namespace, if a resync is in progress."""
+    agreed_at: float = 0.0
+    missing_batches: int = 0
 
 
 class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
@@ -173,7 +175,15 @@ def _view_image(view: View, is_exact: bool) -> _ViewImage:
 
 def _exact_image(view: View) -> _ExactImage:
     marks = None if view.marks is None else view.marks[view.index.live_entries()].tobytes()
-    return _ExactImage(view.heard_tick, view.position.first_missing, view.refused_now, view.resync_began, marks)
+    return _ExactImage(
+        view.heard_tick,
+        view.position.first_missing,
+        view.refused_now,
+        view.resync_began,
+        marks,
+        view.agreed_at,
+        view.missing_batches,
+    )
 
 
 def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
@@ -201,6 +211,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
             counters=v.counters,
         )
         view.state, view.heard_at, view.degraded_reason = v.state, v.heard_at, v.degraded_reason
+        view.agreed_at = v.heard_at if v.state is ViewState.LIVE else 0.0
         if v.exact is not None:
             _restore_exactly(view, v.exact)
         namespaces.adopt(namespace, view)
@@ -208,6 +219,7 @@ def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
 
 def _restore_exactly(view: View, exact: _ExactImage) -> None:
     view.heard_tick, view.refused_now, view.resync_began = exact.heard_tick, exact.refused_now, exact.resync_began
+    view.agreed_at, view.missing_batches = exact.agreed_at, exact.missing_batches
     view.position = view.position._replace(first_missing=exact.first_missing)
     if exact.marks is not None:
         view.marks = view.index.new_marks()

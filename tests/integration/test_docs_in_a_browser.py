@@ -49,7 +49,7 @@ async def test_the_page_shows_every_route_and_asks_for_the_token(browser: str, t
     settings = ApiSettings(port=0, api_token="s3cret")
     app = create_app(HandFed().consumer, settings)
     async with running_server(app, settings) as url:
-        page = await dom(browser, url, tmp_path)  # `/` leads to the page
+        page = await dom(browser, f"{url}/docs", tmp_path)
     shown = {path.replace("\u200b", "") for path in re.findall(r'data-path="([^"]+)"', page)}
     assert shown == set(app.openapi()["paths"])
     assert 'class="btn authorize' in page

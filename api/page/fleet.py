@@ -1,0 +1,195 @@
+"""GET /fleet: all workers, those in trouble first, and whether their views are true."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from api.page.scene import Scene
+from api.page.verdict import Verdict, trouble, verdict
+from api.page.watch import INTERVAL_S, FleetWatch
+from api.worker_list import unheard_ranks
+from indexer.namespaces import Namespace, NamespaceKey
+from indexer.views import View, ViewState, least_trusted
+from kv_events.schema import MEDIA
+from kv_events.streams import StreamId
+from kvsight.schemas.page import Fleet, FleetRank, FleetWorker, StateChange
+from kvsight.schemas.workers import Listener
+
+_MAX_CHANGES = 30
+_MAIN = ""
+
+_encoder = msgspec.json.Encoder()
+
+
+class FleetAnswer(NamedTuple):
+    """All workers of a scene, of which each viewer asks for some."""
+
+    fleet: Fleet
+    """Without workers."""
+    names: list[str]
+    """In lower case, in the order of the answer."""
+    encoded: list[msgspec.Raw]
+    """The workers as JSON."""
+
+    def select(self, limit: int, contains: str) -> bytes:
+        """Return `Fleet` as JSON, with at most `limit` workers, whose names contain a text in any case."""
+        wanted = contains.lower()
+        found = self.encoded
+        if wanted:
+            found = [each for name, each in zip(self.names, self.encoded, strict=True) if wanted in name]
+        fields = msgspec.structs.asdict(self.fleet)
+        return _encoder.encode({**fields, "num_selected": len(found), "workers": found[:limit]})
+
+
+def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
+    """Describe all workers, one in each step."""
+    workers = []
+    for worker in _workers(scene):
+        workers.append(worker)
+        yield
+    workers.sort(key=_order)
+    encoded = []
+    for worker in workers:
+        encoded.append(msgspec.Raw(_encoder.encode(worker)))
+        yield
+    found: Verdict = verdict(workers, scene.now, scene.why_not_ready)
+    fleet = Fleet(
+        time=scene.now,
+        is_past=scene.is_past,
+        level=found.level,
+        verdict=found.parts,
+        states=Counter(worker.state for worker in workers),
+        num_workers=len(workers),
+        num_selected=len(workers),
+        interval_s=INTERVAL_S,
+        workers=[],
+    )
+    return FleetAnswer(fleet, [worker.worker.lower() for worker in workers], encoded)
+
+
+def _order(worker: FleetWorker) -> tuple[object, ...]:
+    """Worse ones first, then by name, in which numbers count as numbers."""
+    name = [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", worker.worker)]
+    return trouble(worker), -worker.missing_batches, name, worker.model, worker.tenant, worker.block_size
+
+
+def _workers(scene: Scene) -> Iterator[FleetWorker]:
+    unheard = unheard_ranks(scene.namespaces, scene.engines)
+    for namespace in list(scene.namespaces):
+        if scene.namespaces.is_group(namespace):
+            continue
+        by_worker: dict[str, list[View]] = {}
+        for view in list(namespace.views.values()):
+            by_worker.setdefault(view.stream.worker, []).append(view)
+        for name, views in by_worker.items():
+            known = sorted(
+                (view for view in views if scene.namespaces.view(view.stream) is view), key=lambda each: each.stream
+            )
+            silent = unheard.pop((namespace.key, name), {})
+            if known or silent:
+                yield _worker(scene, namespace, name, known, silent)
+    for (key, name), silent in unheard.items():
+        yield _worker(scene, key, name, [], silent)
+
+
+def _worker(
+    scene: Scene, home: Namespace | NamespaceKey, name: str, views: list[View], silent: dict[int, Listener]
+) -> FleetWorker:
+    """silent: ranks that have no view yet."""
+    key = home.key if isinstance(home, Namespace) else home
+    ranks = [_rank(scene, view, _MAIN) for view in views]
+    ranks += [_silent_rank(key, name, rank, each) for rank, each in silent.items()]
+    groups = _group_ranks(scene, home, views) if isinstance(home, Namespace) else []
+    state = least_trusted(ViewState(each.state) for each in ranks).value
+    worst = next(each for each in ranks if each.state == state)
+    agreed = [each.agreed_at for each in ranks]
+    watch = scene.watch
+    stored, removed = _rates(watch, views)
+    return FleetWorker(
+        worker=name,
+        model=key.model,
+        tenant=key.tenant,
+        block_size=key.block_size,
+        state=state,
+        reason=worst.reason,
+        since=worst.since,
+        age_s=worst.age_s,
+        agreed_at=None if None in agreed else min(each for each in agreed if each is not None),
+        missing_batches=sum(each.missing_batches for each in ranks),
+        is_resync_requested=any(each.is_resync_requested for each in ranks),
+        pages={medium.value: sum(each.pages[medium.value] for each in ranks) for medium in MEDIA},
+        peak_pages=sum(max(watch.peak_pages(view.stream), sum(view.num_pages)) for view in views),
+        stored=stored,
+        removed=removed,
+        batches=sum(view.counters.batches for view in views),
+        resyncs=sum(view.counters.resyncs for view in views),
+        gaps=sum(view.counters.gaps for view in views),
+        restarts=sum(view.counters.restarts for view in views),
+        ranks=[*ranks, *groups],
+        changes=_changes(watch, views),
+    )
+
+
+def _rates(watch: FleetWatch, views: list[View]) -> tuple[list[float], list[float]]:
+    """Return the pages stored and removed per second, interval by interval."""
+    if not views:
+        return [], []
+    total = np.sum([watch.rates(view.stream) for view in views], axis=0).round(1)
+    return total[:, 0].tolist(), total[:, 1].tolist()
+
+
+def _changes(watch: FleetWatch, views: list[View]) -> list[StateChange]:
+    changes = [
+        StateChange(time=at, dp_rank=view.stream.dp_rank, event=change.verb, reason=change.reason)
+        for view in views
+        for at, change in watch.changes(view.stream)
+    ]
+    return sorted(changes, key=lambda each: -each.time)[:_MAX_CHANGES]
+
+
+def _group_ranks(scene: Scene, namespace: Namespace, views: list[View]) -> list[FleetRank]:
+    found = []
+    for name, group in sorted(namespace.groups.items()):
+        for view in views:
+            stream = group.by_rank.get((view.stream.worker, view.stream.dp_rank))
+            if stream is not None:
+                found.append(_rank(scene, stream, name))
+    return found
+
+
+def _rank(scene: Scene, view: View, group: str) -> FleetRank:
+    changes = scene.watch.changes(view.stream)
+    return FleetRank(
+        dp_rank=view.stream.dp_rank,
+        group=group,
+        stream=view.stream.key,
+        state=scene.freshness.state(view).value,
+        reason=scene.reason(view),
+        since=changes[0][0] if changes else None,
+        age_s=round(max(0.0, scene.now - view.heard_at), 3),
+        agreed_at=view.agreed_at or None,
+        missing_batches=view.missing_batches,
+        is_resync_requested=scene.is_resync_requested(view),
+        epoch=view.epoch,
+        seq=view.next_seq - 1,
+        pages={medium.value: pages for medium, pages in zip(MEDIA, view.num_pages, strict=True)},
+    )
+
+
+def _silent_rank(key: NamespaceKey, worker: str, dp_rank: int, listener: Listener) -> FleetRank:
+    return FleetRank(
+        dp_rank=dp_rank,
+        stream=StreamId(key.model, key.tenant, worker, dp_rank).key,
+        state=listener.state,
+        reason=listener.failure or "not heard yet",
+        age_s=0.0,
+        epoch=-1,
+        seq=-1,
+        pages=listener.pages,
+    )

@@ -1,0 +1,45 @@
+"""The live scene: the views of the consumer now."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from api.page.funnel import FunnelWindow
+from api.page.scene import Scene
+from api.page.watch import FleetWatch
+from api.problems import ProblemError
+from indexer.consumer import Consumer
+
+if TYPE_CHECKING:
+    from api.registrations import Registrations
+
+
+class LiveScene:
+    """Opens the live scene. `watch` and `funnel` are filled by others."""
+
+    def __init__(self, consumer: Consumer, registrations: Registrations | None) -> None:
+        self._consumer = consumer
+        self._registrations = registrations
+        self.watch = FleetWatch()
+        self.funnel = FunnelWindow()
+
+    async def open(self, at: str | None) -> Scene:
+        """Return the scene. See `OpenScene`."""
+        if at is not None:
+            detail = "at: this service shows the present only; `kvsight replay LOG --serve` shows the past"
+            raise ProblemError(422, "invalid-value", detail, "at", at)
+        consumer = self._consumer
+        return Scene(
+            key="",
+            now=time.time(),
+            is_past=False,
+            namespaces=consumer.namespaces,
+            freshness=consumer.freshness,
+            reason=consumer.reason,
+            is_resync_requested=consumer.is_resync_requested,
+            why_not_ready=consumer.why_not_ready(),
+            engines={} if self._registrations is None else self._registrations.status(),
+            watch=self.watch,
+            funnel=self.funnel,
+        )

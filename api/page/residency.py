@@ -1,0 +1,120 @@
+"""GET /residency: the most shared prefixes of a namespace, and how much of each every worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from api.page.scene import Scene
+from api.problems import ProblemError
+from indexer.namespaces import Namespace
+from indexer.views import View
+from kv_events.hashing import U64Array
+from kvsight.schemas.page import Residency, ResidencyColumn, ResidencyNamespace, ResidencyRow
+
+MAX_ROWS = 300
+_MAX_COLUMNS = 128
+_MAX_NAMESPACES = 256
+
+_encoder = msgspec.json.Encoder()
+
+
+class Wanted(NamedTuple):
+    """What a viewer selects. None: the page chooses."""
+
+    model: str | None
+    tenant: str | None
+    block_size: int | None
+    worker: str | None
+    """Only prefixes of which this worker holds something."""
+
+
+def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Residency]:
+    """Describe one namespace, in slices. Raises ProblemError (404) if none matches a model that is named."""
+    namespaces = sorted(
+        (each for each in scene.namespaces if not scene.namespaces.is_group(each)),
+        key=lambda each: (-each.index.num_pages, each.key),
+    )
+    yield
+    shown = [
+        ResidencyNamespace(
+            model=each.key.model,
+            tenant=each.key.tenant,
+            block_size=each.key.block_size,
+            workers=len({view.stream.worker for view in each.views.values()}),
+            pages=each.index.num_pages,
+        )
+        for each in namespaces[:_MAX_NAMESPACES]
+    ]
+    yield
+    namespace = next((each for each in namespaces if _matches(each, wanted)), None)
+    if namespace is None:
+        if wanted.model is not None:
+            raise ProblemError(404, "unknown-model", f"no worker serves model {wanted.model[:80]!r}", "model")
+        return Residency(
+            time=scene.now, namespaces=shown, model="", tenant="", block_size=0, num_columns=0, columns=[], rows=[]
+        )
+    views = _columns(namespace, wanted.worker)
+    yield
+    columns = {view.number: number for number, view in enumerate(views)}
+    rows = []
+    for prefix in (yield from namespace.index.shared_prefixes(MAX_ROWS)):
+        row = _row(namespace, columns, prefix)
+        if row.cells and (wanted.worker is None or _holds(row, views, wanted.worker)):
+            rows.append(row)
+        yield
+    return Residency(
+        time=scene.now,
+        namespaces=shown,
+        model=namespace.key.model,
+        tenant=namespace.key.tenant,
+        block_size=namespace.key.block_size,
+        num_columns=len(namespace.views),
+        columns=[
+            ResidencyColumn(
+                worker=view.stream.worker, dp_rank=view.stream.dp_rank, state=scene.freshness.state(view).value
+            )
+            for view in views
+        ],
+        rows=rows,
+    )
+
+
+def _matches(namespace: Namespace, wanted: Wanted) -> bool:
+    key = namespace.key
+    return (
+        wanted.model in (None, key.model)
+        and wanted.tenant in (None, key.tenant)
+        and wanted.block_size in (None, key.block_size)
+    )
+
+
+def _columns(namespace: Namespace, worker: str | None) -> list[View]:
+    """Return the views that are shown: the selected worker's, then those that hold most, by name."""
+    views: Iterable[View] = namespace.views.values()
+    most = sorted(views, key=lambda view: (view.stream.worker != worker, -sum(view.num_pages)))[:_MAX_COLUMNS]
+    return sorted(most, key=lambda view: view.stream)
+
+
+def _row(namespace: Namespace, columns: dict[int, int], prefix: U64Array) -> ResidencyRow:
+    """columns: stream number -> column."""
+    matches = namespace.index.find(prefix)
+    held = matches.pages[matches.streams]
+    cells = [
+        (columns[stream], gpu, cpu, disk, external)
+        for stream, (gpu, cpu, disk, external) in zip(matches.streams.tolist(), held.tolist(), strict=True)
+        if stream in columns
+    ]
+    return ResidencyRow(
+        hash=f"{int(prefix[-1]):016x}",
+        pages=len(prefix),
+        holders=int(np.count_nonzero(held[:, 3] == len(prefix))),
+        cells=cells,
+    )
+
+
+def _holds(row: ResidencyRow, views: list[View], worker: str) -> bool:
+    return any(views[column].stream.worker == worker and pages for column, *_, pages in row.cells)

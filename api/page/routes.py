@@ -1,0 +1,78 @@
+"""The routes from which the page takes its data. They work for any scene: now, or a moment of the past."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+
+from api.hot import json_response
+from api.openapi import answers, problem
+from api.page.fleet import describe_fleet
+from api.page.residency import MAX_ROWS, Wanted, describe_residency
+from api.page.scene import OpenScene
+from api.page.shared import SharedAnswers
+from kvsight.schemas.page import Fleet, Funnel, Residency
+
+_MAX_WORKERS = 4096
+
+_encoder = msgspec.json.Encoder()
+_BAD_PARAMETER = problem(422, "A parameter is invalid")
+
+At = Annotated[str | None, Query(description="A moment of the log, in `kvsight replay --serve`. Default: the newest.")]
+
+
+def page_routes(open_scene: OpenScene) -> APIRouter:
+    """Return the routes. Viewers of the same scene share its descriptions."""
+    router = APIRouter(tags=["page"])
+    shared = SharedAnswers()
+
+    @router.get("/fleet", response_class=Response, responses={**answers(Fleet, "The fleet"), **_BAD_PARAMETER})
+    async def fleet(
+        at: At = None,
+        limit: Annotated[int, Query(ge=1, le=_MAX_WORKERS)] = 200,
+        contains: Annotated[str, Query(max_length=256)] = "",
+    ) -> Response:
+        """Return whether the views are true, and all workers, those in trouble first.
+
+        `contains` selects workers by a part of their names. At most `limit` are returned.
+        """
+        scene = await open_scene(at)
+        found = await shared.get("fleet", scene.key, lambda: describe_fleet(scene))
+        return json_response(found.select(limit, contains))
+
+    @router.get(
+        "/residency",
+        response_class=Response,
+        responses={
+            **answers(Residency, "The most shared prefixes"),
+            **problem(404, "The model is unknown"),
+            **_BAD_PARAMETER,
+        },
+    )
+    async def residency(
+        at: At = None,
+        model: str | None = None,
+        tenant: str | None = None,
+        block_size: Annotated[int | None, Query(ge=1)] = None,
+        worker: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
+    ) -> Response:
+        """Return the prefixes of which most is held more than once, and how much of each every worker holds.
+
+        Without a model, the index with most pages is shown. `worker` selects prefixes that it holds.
+        """
+        scene = await open_scene(at)
+        wanted = Wanted(model, tenant, block_size, worker)
+        found = await shared.get("residency", (scene.key, wanted), lambda: describe_residency(scene, wanted))
+        return json_response(_encoder.encode(msgspec.structs.replace(found, rows=found.rows[:limit])))
+
+    @router.get("/funnel", response_class=Response, responses={**answers(Funnel, "The funnel"), **_BAD_PARAMETER})
+    async def funnel(at: At = None) -> Response:
+        """Return the decisions that routers reported in the last hour, and what the engines reused."""
+        scene = await open_scene(at)
+        return json_response(_encoder.encode(scene.funnel.report(scene.now)))
+
+    return router

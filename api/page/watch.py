@@ -1,0 +1,117 @@
+"""The recent history of the workers: rates as short curves, and changes of state. Bounded for each stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from indexer.consumer import Consumer
+from indexer.slices import Slices
+from indexer.views import View
+from indexer.worker_log import WorkerChange
+from kv_events.streams import StreamId
+
+INTERVAL_S: Final = 5.0
+"""Length of the intervals over which rates are taken."""
+NUM_INTERVALS: Final = 60
+
+_MAX_CHANGES = 30
+_SLICE_VIEWS = 256
+_SLICE_S = 0.00025
+
+Rates = npt.NDArray[np.float64]
+"""[NUM_INTERVALS, 2] pages stored and removed per second, oldest interval first."""
+
+
+@dataclass(slots=True)
+class _History:
+    rates: Rates = field(default_factory=lambda: np.zeros((NUM_INTERVALS, 2)))  # a ring
+    counts: tuple[int, int] = (0, 0)
+    peak_pages: int = 0
+    changes: deque[tuple[float, WorkerChange]] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
+
+
+class FleetWatch:
+    """Keeps the history of each stream that has a view. A stream takes about 4 KiB."""
+
+    def __init__(self) -> None:
+        self._histories: dict[StreamId, _History] = {}
+        self._num_samples = 0
+        self._sampled_at = 0.0
+
+    @asynccontextmanager
+    async def running(self, consumer: Consumer) -> AsyncIterator[None]:
+        """Follow the views of a consumer in the background of a block."""
+
+        def note(change: WorkerChange) -> None:
+            self.note_change(change, time.time())
+
+        consumer.worker_log.on_change.append(note)
+        task = asyncio.create_task(self._sample_forever(consumer), name="fleet-watch")
+        try:
+            yield
+        finally:
+            consumer.worker_log.on_change.remove(note)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def note_change(self, change: WorkerChange, at: float) -> None:
+        """Remember a change. at: seconds since 1970."""
+        self._history(change.stream).changes.appendleft((at, change))
+
+    def sample(self, views: list[View], now: float) -> Iterator[None]:
+        """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds since 1970."""
+        elapsed_s = max(0.001, now - self._sampled_at)
+        row = self._num_samples % NUM_INTERVALS
+        is_first = self._num_samples == 0
+        before = set(self._histories)
+        for number, view in enumerate(views):
+            history, counters = self._history(view.stream), view.counters
+            counts = counters.pages_stored, counters.pages_removed
+            grown = [max(0, new - old) for new, old in zip(counts, history.counts, strict=True)]
+            history.rates[row] = 0.0 if is_first else [count / elapsed_s for count in grown]
+            history.counts = counts
+            history.peak_pages = max(history.peak_pages, sum(view.num_pages))
+            if number % _SLICE_VIEWS == _SLICE_VIEWS - 1:
+                yield
+        self._num_samples += 1
+        self._sampled_at = now
+        for stream in before - {view.stream for view in views}:
+            del self._histories[stream]
+
+    def rates(self, stream: StreamId) -> Rates:
+        """Return the rates of a stream. They are shorter while fewer intervals have passed."""
+        number = min(self._num_samples, NUM_INTERVALS)
+        order = np.arange(self._num_samples - number, self._num_samples) % NUM_INTERVALS
+        return self._known(stream).rates[order]
+
+    def peak_pages(self, stream: StreamId) -> int:
+        """Return the most pages that the stream held at any sample."""
+        return self._known(stream).peak_pages
+
+    def changes(self, stream: StreamId) -> list[tuple[float, WorkerChange]]:
+        """Return the newest changes of a stream, newest first, each with its time."""
+        return list(self._known(stream).changes)
+
+    def _known(self, stream: StreamId) -> _History:
+        return self._histories.get(stream) or _History()
+
+    def _history(self, stream: StreamId) -> _History:
+        history = self._histories.get(stream)
+        if history is None:
+            history = self._histories[stream] = _History()
+        return history
+
+    async def _sample_forever(self, consumer: Consumer) -> None:
+        slices = Slices(_SLICE_S)
+        while True:
+            await slices.run(self.sample(consumer.namespaces.views, time.time()))
+            await asyncio.sleep(INTERVAL_S)

@@ -1,0 +1,168 @@
+"""The files of the page, and the routes from which it takes its data."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urljoin
+
+import msgspec
+import pytest
+
+from kvsight.schemas.page import Fleet, Funnel, Residency
+from tests.support.http_checks import check_problem
+from tests.support.log.records import Stream, removed
+from tests.support.waiting import async_wait_until
+
+TOKENS = list(range(1, 17))
+OTHER = [*range(1, 9), *range(100, 108)]  # the same two pages, then others
+
+
+async def fleet_of(client: Any, **params: Any) -> Fleet:
+    return msgspec.json.decode((await client.get("/fleet", params=params)).content, type=Fleet)
+
+
+def sentence(fleet: Fleet) -> str:
+    return "".join("TIME" if isinstance(part, float) else part for part in fleet.verdict)
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_token": "s3cret"}])
+async def test_the_page_needs_no_token_and_its_data_does(settings: dict[str, Any], serving: Any) -> None:
+    async with serving(**settings) as (client, _):
+        page = await client.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        for address in re.findall(r'(?:src|href)="(page/[^"]+)"', page.text):
+            found = await client.get(urljoin("/", address))
+            assert found.status_code == 200, address
+            again = await client.get(urljoin("/", address), headers={"If-None-Match": found.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        for path in ("/fleet", "/residency", "/funnel"):
+            assert (await client.get(path)).status_code == (401 if settings else 200), path
+
+
+async def test_the_page_runs_no_script_but_its_own(serving: Any) -> None:
+    async with serving() as (client, _):
+        page = await client.get("/")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    assert "unsafe" not in policy
+    assert not re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", page.text)
+    assert not re.findall(r'(?:src|href)="(?:/|\w+:)', page.text)  # relative, so that a proxy may add a prefix
+
+
+async def test_a_fleet_without_workers_is_empty(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.feed()
+        fleet = await fleet_of(client)
+    assert (fleet.level, sentence(fleet), fleet.workers) == ("empty", "No worker yet.", [])
+
+
+async def test_live_workers_are_counted_with_the_age_of_their_digests(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        await fed.hold(Stream("two"), TOKENS)
+        fleet = await fleet_of(client)
+    assert fleet.level == "ok"
+    assert re.fullmatch(
+        r"2 of 2 workers live. Views equal the engines' caches as of [\d.]+ s ago \(digests\).", sentence(fleet)
+    )
+    assert [worker.worker for worker in fleet.workers] == ["one", "two"]
+    assert fleet.workers[0].pages == {"GPU": 4, "CPU_PINNED": 0, "DISK": 0, "EXTERNAL": 0}
+    assert fleet.workers[0].agreed_at == pytest.approx(fleet.time, abs=30)
+
+
+async def test_a_worker_that_lost_batches_comes_first_and_is_named(serving: Any) -> None:
+    good, broken = Stream("a"), Stream("b")
+    async with serving() as (client, fed):
+        await fed.hold(good, TOKENS)
+        hashes = await fed.hold(broken, TOKENS)
+        broken.batch(removed(hashes[:1]))
+        broken.batch(removed(hashes[1:2]))
+        await fed.feed(broken.batch(removed(hashes[2:3])))
+        await async_wait_until(lambda: fed.consumer.is_resync_requested(fed.consumer.namespaces.view(broken.id)))
+
+        async def is_shown() -> bool:
+            return "resync asked for" in sentence(await fleet_of(client))
+
+        await async_wait_until(is_shown, what="the resync in the verdict")
+        fleet = await fleet_of(client)
+    assert fleet.level == "trouble"
+    assert sentence(fleet) == (
+        "b stale since TIME: 2 batches lost, resync asked for. Answers still use 3 of its pages. "
+        "The other worker is live."
+    )
+    first = fleet.workers[0]
+    assert (first.worker, first.state, first.reason, first.missing_batches) == ("b", "stale", "gap", 2)
+    assert first.changes[0].event == "is stale"
+
+
+async def test_viewers_select_workers_by_a_part_of_their_name(serving: Any) -> None:
+    async with serving() as (client, fed):
+        for name in ("Worker-2", "worker-10", "other"):
+            await fed.hold(Stream(name), TOKENS)
+        await async_wait_until(lambda: len(fed.consumer.namespaces.views) == 3)
+        fleet = await fleet_of(client, contains="WORKER", limit=1)
+        assert (fleet.num_workers, fleet.num_selected) == (3, 2)
+        assert [worker.worker for worker in fleet.workers] == ["Worker-2"]
+        check_problem(await client.get("/fleet", params={"limit": 0}), 422)
+
+
+async def test_the_map_shows_shared_prefixes_and_how_much_each_worker_holds(serving: Any) -> None:
+    async with serving() as (client, fed):
+        hashes = await fed.hold(Stream("one"), TOKENS)
+        await fed.hold(Stream("two"), TOKENS[:8], tiers={0: range(1), 1: range(1, 2)})
+        others = await fed.hold(Stream("three"), OTHER)
+        await fed.feed()
+        found = msgspec.json.decode((await client.get("/residency")).content, type=Residency)
+    assert (found.model, found.block_size, found.num_columns) == ("m", 4, 3)
+    assert [column.worker for column in found.columns] == ["one", "three", "two"]
+    rows = {row.hash: row for row in found.rows}
+    assert found.rows[0].hash == f"{hashes[1]:016x}"  # two pages on three workers
+    assert set(rows) == {f"{each:016x}" for each in (hashes[1], hashes[3], others[3])}
+    shared, longest = rows[f"{hashes[1]:016x}"], rows[f"{hashes[3]:016x}"]
+    assert (shared.pages, shared.holders) == (2, 3)
+    assert sorted(shared.cells) == [(0, 2, 2, 2, 2), (1, 2, 2, 2, 2), (2, 1, 2, 2, 2)]
+    assert (longest.pages, longest.holders) == (4, 1)
+    assert sorted(longest.cells) == [(0, 4, 4, 4, 4), (1, 2, 2, 2, 2), (2, 1, 2, 2, 2)]
+
+
+async def test_the_map_of_an_unknown_model_is_a_problem(serving: Any) -> None:
+    async with serving() as (client, _):
+        document = check_problem(await client.get("/residency", params={"model": "none"}), 404)
+        assert document["type"] == "urn:kvsight:problem:unknown-model"
+        empty = msgspec.json.decode((await client.get("/residency")).content, type=Residency)
+    assert (empty.namespaces, empty.rows) == ([], [])
+
+
+async def test_the_present_has_no_moments(serving: Any) -> None:
+    async with serving() as (client, _):
+        for path in ("/fleet", "/residency", "/funnel"):
+            assert "kvsight replay" in check_problem(await client.get(path, params={"at": "12:00"}), 422)["detail"]
+
+
+async def test_the_funnel_sums_decisions_and_their_outcomes(serving: Any) -> None:
+    decision = {
+        "model_name": "m",
+        "token_ids": TOKENS,
+        "worker": "one",
+        "predicted_tokens": 8,
+        "candidates": [{"worker": "one", "tokens": 8}, {"worker": "two", "tokens": 12}],
+    }
+    async with serving() as (client, _):
+        await client.post("/decisions", json={**decision, "request_id": "first"})
+        await client.post("/decisions", json={"request_id": "second", "cached_tokens": 4})  # before its decision
+        await client.post("/decisions", json={**decision, "request_id": "second"})
+        funnel = msgspec.json.decode((await client.get("/funnel")).content, type=Funnel)
+    assert (funnel.all.requests, funnel.all.prompt_tokens, funnel.all.best_tokens) == (2, 32, 24)
+    done = funnel.finished
+    assert (done.requests, done.prompt_tokens, done.predicted_tokens, done.cached_tokens) == (1, 16, 8, 4)
+    assert {each.request_id: each.cached_tokens for each in funnel.decisions} == {"first": None, "second": 4}
+
+
+async def test_a_client_loses_nothing_of_an_answer(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        for path, kind in (("/fleet", Fleet), ("/residency", Residency), ("/funnel", Funnel)):
+            received = (await client.get(path)).content
+            assert msgspec.json.encode(msgspec.json.decode(received, type=kind)) == received, path
