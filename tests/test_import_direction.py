@@ -27,7 +27,7 @@ ROOMS = {
     "analysis.audit": set(),
     "analysis.explain": set(),
     "api.hot_lane": {"answers", "auth", "decoding", "metrics", "problems", "questions", "settings"},
-    "api.page": {"hot", "openapi", "problems", "registrations", "worker_list"},
+    "api.page": {"hot", "served_views", "openapi", "problems", "registrations", "worker_list"},
     "bridge.decoding": set(),
     "bridge.naming": {"decoding", "counters"},
     "bridge.plugins": {"decoding", "naming", "counters", "settings"},

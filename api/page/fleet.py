@@ -49,6 +49,7 @@ class FleetAnswer(NamedTuple):
 
 def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
     """Describe all workers, one in each step."""
+    now = scene.views.now()
     workers = []
     for worker in _workers(scene):
         workers.append(worker)
@@ -58,9 +59,9 @@ def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
     for worker in workers:
         encoded.append(msgspec.Raw(_encoder.encode(worker)))
         yield
-    found: Verdict = verdict(workers, scene.now, scene.why_not_ready)
+    found: Verdict = verdict(workers, now, scene.views.why_not_ready())
     fleet = Fleet(
-        time=scene.now,
+        time=now,
         is_past=scene.is_past,
         level=found.level,
         verdict=found.parts,
@@ -80,16 +81,17 @@ def _order(worker: FleetWorker) -> tuple[object, ...]:
 
 
 def _workers(scene: Scene) -> Iterator[FleetWorker]:
-    unheard = unheard_ranks(scene.namespaces, scene.engines)
-    for namespace in list(scene.namespaces):
-        if scene.namespaces.is_group(namespace):
+    unheard = unheard_ranks(scene.views.namespaces, scene.engines)
+    for namespace in list(scene.views.namespaces):
+        if scene.views.namespaces.is_group(namespace):
             continue
         by_worker: dict[str, list[View]] = {}
         for view in list(namespace.views.values()):
             by_worker.setdefault(view.stream.worker, []).append(view)
         for name, views in by_worker.items():
             known = sorted(
-                (view for view in views if scene.namespaces.view(view.stream) is view), key=lambda each: each.stream
+                (view for view in views if scene.views.namespaces.view(view.stream) is view),
+                key=lambda each: each.stream,
             )
             silent = unheard.pop((namespace.key, name), {})
             if known or silent:
@@ -169,10 +171,10 @@ def _rank(scene: Scene, view: View, group: str) -> FleetRank:
         dp_rank=view.stream.dp_rank,
         group=group,
         stream=view.stream.key,
-        state=scene.freshness.state(view).value,
-        reason=scene.reason(view),
+        state=scene.views.freshness.state(view).value,
+        reason=scene.views.reason(view),
         since=changes[0][0] if changes else None,
-        age_s=round(max(0.0, scene.now - view.heard_at), 3),
+        age_s=round(max(0.0, scene.views.now() - view.heard_at), 3),
         agreed_at=view.agreed_at or None,
         missing_batches=view.missing_batches,
         is_resync_requested=scene.is_resync_requested(view),

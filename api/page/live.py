@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from api.page.funnel import FunnelWindow
@@ -32,13 +31,9 @@ class LiveScene:
         consumer = self._consumer
         return Scene(
             key="",
-            now=time.time(),
             is_past=False,
-            namespaces=consumer.namespaces,
-            freshness=consumer.freshness,
-            reason=consumer.reason,
+            views=consumer,
             is_resync_requested=consumer.is_resync_requested,
-            why_not_ready=consumer.why_not_ready(),
             engines={} if self._registrations is None else self._registrations.status(),
             watch=self.watch,
             funnel=self.funnel,

@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
 def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Residency]:
     """Describe one namespace, in slices. Raises ProblemError (404) if none matches a model that is named."""
     namespaces = sorted(
-        (each for each in scene.namespaces if not scene.namespaces.is_group(each)),
+        (each for each in scene.views.namespaces if not scene.views.namespaces.is_group(each)),
         key=lambda each: (-each.index.num_pages, each.key),
     )
     yield
@@ -55,7 +55,14 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
         if wanted.model is not None:
             raise ProblemError(404, "unknown-model", f"no worker serves model {wanted.model[:80]!r}", "model")
         return Residency(
-            time=scene.now, namespaces=shown, model="", tenant="", block_size=0, num_columns=0, columns=[], rows=[]
+            time=scene.views.now(),
+            namespaces=shown,
+            model="",
+            tenant="",
+            block_size=0,
+            num_columns=0,
+            columns=[],
+            rows=[],
         )
     views = _columns(namespace, wanted.worker)
     yield
@@ -67,7 +74,7 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
             rows.append(row)
         yield
     return Residency(
-        time=scene.now,
+        time=scene.views.now(),
         namespaces=shown,
         model=namespace.key.model,
         tenant=namespace.key.tenant,
@@ -75,7 +82,7 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
         num_columns=len(namespace.views),
         columns=[
             ResidencyColumn(
-                worker=view.stream.worker, dp_rank=view.stream.dp_rank, state=scene.freshness.state(view).value
+                worker=view.stream.worker, dp_rank=view.stream.dp_rank, state=scene.views.freshness.state(view).value
             )
             for view in views
         ],

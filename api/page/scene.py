@@ -8,9 +8,8 @@ from typing import TypeAlias
 
 from api.page.funnel import FunnelWindow
 from api.page.watch import FleetWatch
+from api.served_views import ServedViews
 from api.worker_list import Engines
-from indexer.freshness import Freshness
-from indexer.namespaces import Namespaces
 from indexer.views import View
 
 
@@ -20,16 +19,9 @@ class Scene:
 
     key: str
     """Answers about scenes with equal keys are shared. The live scene has the key ""."""
-    now: float
-    """Seconds since 1970."""
     is_past: bool
-    namespaces: Namespaces
-    freshness: Freshness
-    reason: Callable[[View], str]
-    """Why a view cannot be fully trusted, or ""."""
+    views: ServedViews
     is_resync_requested: Callable[[View], bool]
-    why_not_ready: str
-    """Why views may lack what is in the log, or ""."""
     engines: Engines
     """Registered engines, which have no view until they are heard."""
     watch: FleetWatch
