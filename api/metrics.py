@@ -6,7 +6,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
 import numpy as np
@@ -134,7 +134,7 @@ class ConsumerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
         consumer = self._consumer
-        yield _counter("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
+        yield _by_reason("kvsight_resync_requests", "Resyncs requested", consumer.resyncs_requested)
         yield _counter("kvsight_snapshots_written", "Snapshots written", consumer.snapshots_written)
         yield _counter("kvsight_snapshot_failures", "Snapshots that could not be written", consumer.snapshot_failures)
         yield _gauge(
@@ -165,10 +165,7 @@ class ViewMetrics(Collector):
 
     def _record_families(self) -> Iterator[Metric]:
         yield _counter("kvsight_records", "Records read from the log", self._served.num_records)
-        rejected = CounterMetricFamily("kvsight_records_rejected", "Dead letters", labels=["reason"])
-        for reason, count in self._served.rejected.items():
-            rejected.add_metric([reason], count)
-        yield rejected
+        yield _by_reason("kvsight_records_rejected", "Dead letters", self._served.rejected)
 
     def _stream_counters(self) -> Iterator[Metric]:
         """Yield sums over all streams, which never decrease, then those of each worker."""
@@ -217,6 +214,13 @@ class ViewMetrics(Collector):
 
 def _counter(name: str, help_text: str, value: float) -> Metric:
     return CounterMetricFamily(name, help_text, value=value)
+
+
+def _by_reason(name: str, help_text: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=["reason"])
+    for reason, count in counts.items():
+        family.add_metric([reason], count)
+    return family
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -17,7 +17,7 @@ from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
 
 COUNTER_NAMES = tuple(f.name for f in fields(ViewCounters))
-_WORKER_COUNTERS = ("pages_stored", "pages_removed", "resyncs")
+_WORKER_COUNTERS = ("pages_stored", "pages_removed", "resyncs", "digest_mismatches")
 _COLUMNS = [COUNTER_NAMES.index(name) for name in _WORKER_COUNTERS]
 _counts = attrgetter(*COUNTER_NAMES)
 _NO_COUNTS = (0,) * len(COUNTER_NAMES)

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from bridge.counters import BridgeCounters
 from bridge.engine import EngineStatus
 from bridge.stream.subscriber import ConnectionState
+from publisher.metrics import publisher_families
 
 _LABELS = ("worker", "model", "tenant", "dp_rank")
 _DETAILS = {"bad_events": "reason", "unknown_media": "medium"}
@@ -19,7 +20,10 @@ _DETAILS = {"bad_events": "reason", "unknown_media": "medium"}
 
 
 class BridgeMetrics(Collector):
-    """Collects `kvsight_bridge_*`, one series for each rank of an engine. Thread-safe."""
+    """Collects `kvsight_bridge_*`, one series for each rank of an engine, and the metrics of its publishers.
+
+    Thread-safe.
+    """
 
     def __init__(self, status: Callable[[], Sequence[EngineStatus]]) -> None:
         self._status = status
@@ -60,26 +64,13 @@ def _gauges(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
 
 
 def _publishers(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
+    streams = [status for engine in engines for status in engine.streams]
     pages = GaugeMetricFamily("kvsight_bridge_pages", "Distinct pages that a stream holds", labels=_LABELS)
-    queued = GaugeMetricFamily(
-        "kvsight_bridge_queued_pages", "Page changes that the sink has not confirmed yet", labels=_LABELS
-    )
-    reach = GaugeMetricFamily("kvsight_bridge_sink_available", "1: the sink takes records", labels=_LABELS)
-    refused = CounterMetricFamily("kvsight_bridge_rejected_records", "Records that the sink refused", labels=_LABELS)
-    skipped = CounterMetricFamily(
-        "kvsight_bridge_skipped_requests", "Messages of the control topic that are no requests", labels=_LABELS
-    )
-    for status in (stream for engine in engines for stream in engine.streams):
+    for status in streams:
         model, tenant, worker, rank = status.stream
-        labels = [worker, model, tenant, str(rank)]
-        pages.add_metric(labels, status.pages_held)
-        if status.publisher is not None:
-            queue = status.publisher.queue
-            queued.add_metric(labels, queue.queued + queue.in_flight)
-            reach.add_metric(labels, float(status.publisher.is_sink_available))
-            refused.add_metric(labels, status.publisher.rejected_records)
-            skipped.add_metric(labels, status.publisher.skipped_requests)
-    yield from (pages, queued, reach, refused, skipped)
+        pages.add_metric([worker, model, tenant, str(rank)], status.pages_held)
+    yield pages
+    yield from publisher_families((each.stream, each.publisher) for each in streams if each.publisher is not None)
 
 
 def _labels(engine: EngineStatus) -> list[str]:

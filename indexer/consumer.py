@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 
@@ -111,8 +112,8 @@ class Consumer:
         return str(self.log_outage) or reason if reason == NO_HEARTBEAT else reason
 
     @property
-    def resyncs_requested(self) -> int:
-        """Requests sent to publishers so far."""
+    def resyncs_requested(self) -> Counter[str]:
+        """Reason -> requests sent to publishers so far."""
         return self._planner.requested
 
     @property

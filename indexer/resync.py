@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 from indexer.freshness import Freshness
@@ -11,12 +12,20 @@ from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval
 from indexer.sources.reader import SourceReader
-from indexer.views import INDEX_FULL, View, ViewState
+from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, View, ViewState
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
 
 _Audience = tuple[StreamId, int]
 """Stream and epoch: one publisher."""
+
+OPERATOR = "operator"
+"""Reason of a resync that a caller of the API asked for."""
+RESYNC_REASONS = (
+    *("new", "gap", "digest", "restart", RESYNC_CUT_OFF),
+    *(INDEX_FULL, "log replaced", "internal error", OPERATOR),
+)
+"""All reasons of requests."""
 
 _PLAN_S = 0.1
 _LONGEST_PAUSE_S = 60.0
@@ -83,8 +92,8 @@ class ResyncPlanner:
         self._budget = 1.0
         self._last_plan: float | None = None
         self._num_known_in_a_row = 0  # requests to known publishers since one to an unknown publisher
-        self.requested = 0
-        """Requests planned so far."""
+        self.requested: Counter[str] = Counter(dict.fromkeys(RESYNC_REASONS, 0))
+        """Reason -> requests planned so far."""
 
     def demand(self, view: View) -> None:
         """Include a view in the next plan, whatever its state: an operator asked for it."""
@@ -108,7 +117,7 @@ class ResyncPlanner:
             is_turn_of_unknown = unknown and (not known or self._num_known_in_a_row >= _KNOWN_IN_A_ROW)
             self._num_known_in_a_row = 0 if is_turn_of_unknown else self._num_known_in_a_row + 1
             requests.append(self._request((unknown if is_turn_of_unknown else known).pop(0), now))
-        self.requested += len(requests)
+        self.requested.update(request.reason for request in requests)
         return requests
 
     def _order(self, view: View) -> tuple[int, float]:
@@ -137,7 +146,7 @@ class ResyncPlanner:
             view = namespaces.view(stream)
             if view is not None:
                 self._budget -= 1.0
-                requests.append(ResyncRequest(stream.key, view.epoch, "operator"))
+                requests.append(ResyncRequest(stream.key, view.epoch, OPERATOR))
         return requests
 
     def _first(self, now: float) -> _Pending:

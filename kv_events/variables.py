@@ -56,6 +56,7 @@ SETTINGS = frozenset(
         "zmq_topic",
         "replace_zmq",
         "bridge_away_s",
+        "metrics_port",
         # indexer
         "redis",
         "redis_password",

@@ -23,13 +23,14 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 PACKAGES = ("kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation", "kvsight")
 EXTRAS_OF = {
     "engine_cache": ("engine", "mooncake"),
+    "publisher": ("serve",),
     "bridge": ("serve",),
     "indexer": ("serve",),
     "analysis": ("analysis",),
     "api": ("serve",),
     "kvsight": ("serve",),
 }
-"""The extras that some modules of a package import: in `kvsight` and `bridge` only for `--metrics-port`."""
+"""The extras that some modules of a package import: in `publisher`, `bridge` and `kvsight` only for metrics."""
 FOUND_BY_NAME = {"cramjam"}
 """Declared, and loaded by aiokafka."""
 FRAGILE = {"aiokafka": "0.15", "llvmlite": "0.51", "numba": "0.69"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -65,6 +66,9 @@ class EnginePublisher:
         self._decoder = Decoder()
         self._is_closed = False
         atexit.register(self.shutdown)  # SGLang does not call it
+        self._end_metrics: Callable[[], None] = lambda: None
+        if self._settings.metrics_port is not None:
+            self._serve_metrics(self._settings.metrics_port + self._settings.dp_rank)
         logger.info("kvsight publishes the cache events of %s", self._settings.stream.key)
 
     def publish(self, events: Any) -> None:
@@ -94,6 +98,7 @@ class EnginePublisher:
                 self._replacing.join(_CLOSE_S)
             if self._publisher is not None:
                 self._publisher.close(_CLOSE_S)
+            self._end_metrics()
         except Exception:  # at interpreter exit a sink may be unable to start threads
             logger.exception("the end of %s could not be published", self._settings.stream.key)
 
@@ -118,6 +123,16 @@ class EnginePublisher:
     def _set_degraded_reason(self, degraded_reason: str) -> None:
         if self._publisher is not None:
             self._publisher.set_degraded_reason(degraded_reason)
+
+    def _serve_metrics(self, port: int) -> None:
+        """Serve the publisher's metrics. An engine runs without them if the port is taken."""
+        from publisher.metrics import PublisherMetrics, serve_metrics
+
+        metrics = PublisherMetrics(lambda: [] if self._publisher is None else [self._publisher])
+        try:
+            self._end_metrics = serve_metrics(port, metrics)
+        except OSError as error:
+            logger.warning("no metrics of %s on port %d: %s", self._settings.stream.key, port, error)
 
     def _start_publisher(self, block_size: int, blocks: BlockTable) -> EventPublisher:
         settings = PublisherSettings(**{**self._settings.model_dump(), "block_size": block_size})

@@ -39,7 +39,7 @@ def bridge(
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Serve Prometheus metrics on this port.", min=1, max=65_535),
+        typer.Option(help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_METRICS_PORT", min=1, max=65_535),
     ] = None,
     *,
     connection: dict[str, Any],
@@ -102,10 +102,7 @@ async def _serve(
 
 
 def _serve_metrics(fleet: Fleet, port: int) -> None:
-    from prometheus_client import CollectorRegistry, start_http_server
-
     from bridge.metrics import BridgeMetrics
+    from publisher.metrics import serve_metrics
 
-    registry = CollectorRegistry()
-    registry.register(BridgeMetrics(fleet.status))
-    start_http_server(port, registry=registry)
+    serve_metrics(port, BridgeMetrics(fleet.status))

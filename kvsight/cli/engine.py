@@ -10,6 +10,7 @@ import typer
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import err, import_without_kernels, stop_signals
 from kvsight.cli.logs import with_log_flags
+from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from publisher import PublisherSettings
@@ -25,6 +26,10 @@ def engine(
     block_size: Annotated[int, typer.Option(help="Tokens per page.", envvar="KVSIGHT_BLOCK_SIZE")] = 64,
     rate: Annotated[float, typer.Option(help="Requests per second.", min=0.01, max=1000)] = 2.0,
     seed: Annotated[int, typer.Option(help="Seed of the workload, one per engine.")] = 0,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_METRICS_PORT", min=1, max=65_535),
+    ] = None,
     *,
     connection: dict[str, Any],
 ) -> None:
@@ -35,11 +40,13 @@ def engine(
 
     Runs until Ctrl-C, then flushes and reports undelivered pages.
     """
+    if metrics_port is not None:
+        require_serve("kvsight engine --metrics-port")
     load_kernels = import_without_kernels("simulation", "publisher.own_blocks")
     from publisher import PublisherSettings
 
     settings = PublisherSettings.from_flags(
-        worker=worker, kafka=kafka, **connection, model=model, block_size=block_size
+        worker=worker, kafka=kafka, **connection, model=model, block_size=block_size, metrics_port=metrics_port
     )
     load_kernels()
     asyncio.run(_serve(settings, capacity_tokens, rate, seed))
@@ -56,6 +63,10 @@ async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: 
     cache = create_cache(SimulationSettings(capacity_tokens=capacity, page_size=settings.block_size))
     worker = SimulatedWorker(publisher, cache)
     await publisher.start()
+    if settings.metrics_port is not None:
+        from publisher.metrics import PublisherMetrics, serve_metrics
+
+        serve_metrics(settings.metrics_port, PublisherMetrics(lambda: [publisher]))
     err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
     for request in engine_requests(seed):
         worker.serve(request)

@@ -59,6 +59,12 @@ async def test_metrics_show_whether_what_is_read_gets_out() -> None:
             registry.register(BridgeMetrics(bridge.fleet.status))
             text = generate_latest(registry).decode()
     labels = '{dp_rank="0",model="m",tenant="default",worker="w"}'
-    for name, value in {"pages": 1, "sink_available": 1, "rejected_records_total": 0, "failed": 0}.items():
-        assert f"kvsight_bridge_{name}{labels} {value:.1f}" in text
-    assert f"kvsight_bridge_queued_pages{labels}" in text
+    shown = {
+        "bridge_pages": 1,
+        "bridge_failed": 0,
+        "publisher_sink_available": 1,
+        "publisher_rejected_records_total": 0,
+    }
+    for name, value in shown.items():
+        assert f"kvsight_{name}{labels} {value:.1f}" in text
+    assert f"kvsight_publisher_queued_pages{labels}" in text

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pydantic
 import pytest
 from aiokafka import AIOKafkaConsumer
@@ -42,6 +43,7 @@ from tests.support.engines.released_modules import (
     engine_module,
     forget_engine_modules,
 )
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +174,23 @@ def test_an_engine_whose_first_store_was_of_another_page_size_is_heard(variables
     wait_until(lambda: pages_in(variables) == on(GPU, names_of(TOKENS, 16)))
     publisher.shutdown()
     assert pages_in(variables) == set()
+
+
+def test_each_rank_serves_its_metrics_on_a_port_of_its_own(
+    variables: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("KVSIGHT_METRICS_PORT", str(port - 1))
+    first, second = EnginePublisher(data_parallel_rank=1), EnginePublisher(data_parallel_rank=1)
+    assert f"no metrics of default/m/w/1 on port {port}" in caplog.text  # the second one runs without
+    first.publish([1.0, [["BlockStored", HASHES, None, TOKENS, 16, None, "GPU"]], 0])
+    labels = '{dp_rank="1",model="m",tenant="default",worker="w"}'
+    address = f"http://127.0.0.1:{port}/metrics"
+    wait_until(lambda: f"kvsight_publisher_held_pages{labels} 3.0" in httpx.get(address).text)
+    first.shutdown()
+    second.shutdown()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A real Prometheus reads a running service: dashboard and alerts use what the service exports."""
+"""A real Prometheus reads real processes: dashboard and alerts use what service, publisher and bridge export."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from aiokafka import AIOKafkaProducer
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.app import create_app
-from api.server import running_server
-from api.settings import ApiSettings
-from indexer.recording.recorder import Recorder
-from indexer.recording.thread import RecordingThread
-from kv_events.records import LogRecord
-from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream
+from tests.support.commands import ENVIRONMENT, KVSIGHT
+from tests.support.engines.event_payloads import payload, stored
+from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.servers.child_process import ChildProcess, free_port
-from tests.support.waiting import async_wait_until
+from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.waiting import async_wait_until, wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/kvsight.json").read_text())
@@ -36,7 +33,6 @@ QUERIES = {
     for panel in DASHBOARD["panels"]
     for target in panel.get("targets", [])
 }
-TOKENS = list(range(1, 17))
 FROM_PROMETHEUS = {"instance", "job", "le"}
 
 
@@ -48,18 +44,55 @@ def program(name: str) -> str:
     return found
 
 
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a service that has workers, and has answered, refused and rejected something."""
-    fed, settings = HandFed(), ApiSettings(port=0)
-    recording = RecordingThread(Recorder(tmp_path / "recording"))
-    app = create_app(fed.consumer, settings, recording=recording)
-    async with running_server(app, settings) as url, httpx.AsyncClient() as client:
-        await fed.hold(Stream("w"), TOKENS)
-        await fed.feed(LogRecord(0, 0, 0, b"k", b"\xc1"))
-        for body in ({"model_name": "m", "token_ids": TOKENS}, {}):
-            await client.post(f"{url}/query", json=body)
-        yield url
+@pytest.fixture(scope="module")
+def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Job of Prometheus -> address of a process that runs: a service, an engine, and a bridge that reads another one.
+
+    The service has answered and refused queries, and has rejected a record.
+    """
+    folder = tmp_path_factory.mktemp("monitored")
+    topics = own_topics(kafka_bootstrap)
+    ports = {"kvsight-engine": free_port(), "kvsight-bridge": free_port()}
+    with ZmqEngine() as zmq_engine, ServiceProcess(folder, **topics, KVSIGHT_RECORD=folder / "recording") as service:
+        lines = {
+            "kvsight-engine": ["engine", "--worker", "e", "--kafka", kafka_bootstrap],
+            "kvsight-bridge": ["bridge", "--engine", f"worker=b,model=m,block_size=4,endpoint={zmq_engine.endpoint}"],
+        }
+        processes = [
+            ChildProcess(
+                [*KVSIGHT, *words, "--metrics-port", str(ports[job])], folder / f"{job}.log", ENVIRONMENT | topics
+            )
+            for job, words in lines.items()
+        ]
+        try:
+            for process, port in zip(processes, ports.values(), strict=True):
+                process.wait_for_port(port, 100)
+            zmq_engine.wait_for_readers(deadline_s=60)
+            zmq_engine.send(payload(stored([1, 2], range(8))))
+            asyncio.run(send_garbage(kafka_bootstrap, topics["KVSIGHT_EVENTS_TOPIC"]))
+            service.wait_until_ready()
+            wait_until(lambda: service.query("m", [1]).is_success, 60, "the first worker of the bridge")
+            httpx.post(f"{service.url}/query", json={})
+            wait_until(
+                lambda: "kvsight_records_rejected_total{reason=" in service.get("/metrics").text, 60, "a rejection"
+            )
+            yield {
+                "kvsight": service.url.removeprefix("http://"),
+                **{job: f"127.0.0.1:{port}" for job, port in ports.items()},
+            }
+        finally:
+            for process in processes:
+                process.kill()
+
+
+async def send_garbage(bootstrap: str, topic: str) -> None:
+    """Write a record that is no batch."""
+    producer = AIOKafkaProducer(bootstrap_servers=bootstrap)
+    await producer.start()
+    try:
+        await producer.send_and_wait(topic, b"\xc1", key=b"k")
+    finally:
+        await producer.stop()
 
 
 def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
@@ -69,29 +102,47 @@ def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
         yield metric, grouped | set(re.findall(r"(\w+)(?==|=~|!=|!~)", selector))
 
 
-async def test_every_metric_of_dashboard_and_alerts_is_exported_with_its_labels(service: str) -> None:
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(f"{service}/metrics")).text
-    exported: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            exported.setdefault(sample.name, set()).update(sample.labels)
+def exported(targets: Iterable[str]) -> dict[str, set[str]]:
+    """Return the labels of every sample that some processes export."""
+    found: dict[str, set[str]] = {}
+    for target in targets:
+        for family in text_string_to_metric_families(httpx.get(f"http://{target}/metrics").text):
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_every_metric_of_dashboard_and_alerts_is_exported_with_its_labels(targets: dict[str, str]) -> None:
+    found = exported(targets.values())
     variables = {each["name"]: each["definition"] for each in DASHBOARD["templating"]["list"]}
     expressions = {**QUERIES, **{name: rule["expr"] for name, rule in ALERTS.items()}, **variables}
-    assert len(expressions) > 25
+    assert len(expressions) > 50
     for name, expression in expressions.items():
         for metric, labels in selectors(expression):
-            assert metric in exported, name
-            assert labels <= exported[metric] | FROM_PROMETHEUS, (name, metric)
+            assert metric in found, name
+            assert labels <= found[metric] | FROM_PROMETHEUS, (name, metric)
 
 
-async def test_every_panel_shows_something(service: str, tmp_path: Path) -> None:
+def test_the_documentation_lists_every_metric(targets: dict[str, str]) -> None:
+    pages = "".join((DEPLOY.parent / "docs" / name).read_text() for name in ("http.md", "debugging.md"))
+    listed = set(re.findall(r"`(kvsight_\w+)`", pages))
+    found = {
+        re.sub(r"_(bucket|count|sum)$", "", name)
+        for name in exported([targets["kvsight"], targets["kvsight-engine"]])
+        if not name.endswith("_created")
+    }
+    assert found <= listed
+
+
+async def test_every_panel_shows_something(targets: dict[str, str], tmp_path: Path) -> None:
     port = free_port()
     configuration = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    assert {job["job_name"] for job in configuration["scrape_configs"]} == targets.keys()
     configuration["global"] = {"scrape_interval": "200ms", "evaluation_interval": "1s"}
     configuration["rule_files"] = [str(RULES)]
-    configuration["scrape_configs"] = configuration["scrape_configs"][:1]
-    configuration["scrape_configs"][0]["static_configs"] = [{"targets": [service.removeprefix("http://")]}]
+    configuration["scrape_configs"] = [
+        {"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in targets.items()
+    ]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
     options = {
         "config.file": tmp_path / "prometheus.yml",
@@ -120,8 +171,8 @@ async def test_every_panel_shows_something(service: str, tmp_path: Path) -> None
                 await async_wait_until(lambda: is_shown(expression), 30, title)  # noqa: B023  (waited for at once)
             rules = (await client.get("/rules")).json()["data"]["groups"][0]["rules"]
             assert {rule["name"] for rule in rules} == ALERTS.keys()
-            await async_wait_until(lambda: is_shown("kvsight_ready == 1"), 10, "ready")
-            assert [each["value"][1] for each in await ask("sum by (state) (kvsight_worker_state) > 0")] == ["1"]
+            await async_wait_until(lambda: is_shown('up{job="kvsight-bridge"} == 1'), 30, "the bridge")
+            await async_wait_until(lambda: is_shown("kvsight_ready == 1"), 30, "ready")
         finally:
             process.kill()
 
@@ -147,9 +198,16 @@ BAD = {
     'kvsight_query_seconds_bucket{instance="i", le="1.0"}': "0+9x40",
     'kvsight_query_seconds_bucket{instance="i", le="+Inf"}': "0+9x40",
     'kvsight_http_errors_total{instance="i", status_class="5xx"}': "0+1x40",
+    'kvsight_worker_digest_mismatches_total{worker="w", model="m"}': "0+1x40",
+    'kvsight_publisher_dropped_pages_total{worker="w", model="m"}': "0+1x40",
+    'kvsight_publisher_sink_available{worker="w", model="m"}': "0x40",
+    'up{job="kvsight-bridge", instance="i"}': "0x40",
+    'kvsight_bridge_link{worker="w", model="m", state="away"}': "1x40",
+    'kvsight_bridge_lost_batches_total{worker="w", model="m"}': "0+1x40",
 }
 """Series of a service where everything is wrong, one sample a minute."""
-GOOD = {name: "1x40" if name.startswith(("up", "kvsight_ready", "kvsight_log_up")) else "0x40" for name in BAD}
+UP = ("up", "kvsight_ready", "kvsight_log_up", "kvsight_publisher_sink_available")
+GOOD = {name: "1x40" if name.startswith(UP) else "0x40" for name in BAD}
 
 
 @pytest.mark.parametrize(("series", "firing"), [(BAD, sorted(ALERTS)), (GOOD, [])], ids=["bad", "good"])

@@ -15,6 +15,7 @@ from tests.support.compose import COMPOSE, ROOT, SERVICES, command, documented
 from tests.support.engines.released_modules import SGLANG_MAPS, VLLM
 
 DEPLOY = ROOT / "deploy"
+ENGINES = {name for name in SERVICES if name.startswith("engine-")}
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 
 
@@ -61,9 +62,18 @@ def test_every_command_line_is_one_the_command_accepts(where: str) -> None:
 
 
 def test_every_simulated_engine_has_a_name_and_a_seed_of_its_own() -> None:
-    engines = [service["command"] for name, service in SERVICES.items() if name.startswith("engine-")]
+    engines = [SERVICES[name]["command"] for name in ENGINES]
     assert sorted(option(words, "--worker") for words in engines) == ["engine-0", "engine-1"]
     assert len({option(words, "--seed") for words in engines}) == len(engines)
+
+
+def test_every_simulated_engine_is_scraped() -> None:
+    jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    (targets,) = [job["static_configs"][0]["targets"] for job in jobs if job["job_name"] == "kvsight-engine"]
+    ports = {
+        name: option(service["command"], "--metrics-port") for name, service in SERVICES.items() if name in ENGINES
+    }
+    assert sorted(targets) == sorted(f"{name}:{port}" for name, port in ports.items())
 
 
 def test_every_setting_is_one_the_code_reads(monkeypatch: pytest.MonkeyPatch) -> None:

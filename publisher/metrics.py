@@ -1,0 +1,78 @@
+"""Prometheus metrics of publishers. Needs `prometheus_client`, which vLLM, SGLang and the extra `serve` bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kv_events.streams import StreamId
+from publisher.publisher import EventPublisher, PublisherStats
+
+_LABELS = ("worker", "model", "tenant", "dp_rank")
+
+
+class PublisherMetrics(Collector):
+    """Collects `kvsight_publisher_*`, one series for each publisher. Thread-safe.
+
+    A program that has a registry of its own registers it there:
+    `REGISTRY.register(PublisherMetrics(lambda: [publisher]))`.
+    """
+
+    def __init__(self, publishers: Callable[[], Iterable[EventPublisher]]) -> None:
+        """publishers: returns the publishers that run now. Called at each scrape."""
+        self._publishers = publishers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families."""
+        yield from publisher_families((each.stream, each.stats()) for each in self._publishers())
+
+
+def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) -> Iterator[Metric]:
+    """Yield the metric families of some publishers, given by stream and statistics."""
+    held = _gauge("held_pages", "Distinct pages that the worker holds")
+    queued = _gauge("queued_pages", "Page changes that the sink has not confirmed yet")
+    reach = _gauge("sink_available", "1: the sink takes records")
+    delivered = _counter("delivered_pages", "Page changes that the sink has confirmed")
+    dropped = _counter("dropped_pages", "Page changes dropped because the queue was full")
+    resyncs = _counter("resyncs", "Resyncs sent, including the first one")
+    records = _counter("rejected_records", "Records that the sink refused")
+    requests = _counter("skipped_requests", "Messages of the control topic that are no requests")
+    events = _counter("rejected_events", "Events dropped because they are invalid", "reason")
+    for (model, tenant, worker, rank), stats in publishers:
+        labels = [worker, model, tenant, str(rank)]
+        held.add_metric(labels, stats.pages["held"])
+        queued.add_metric(labels, stats.queue.queued + stats.queue.in_flight)
+        reach.add_metric(labels, float(stats.is_sink_available))
+        delivered.add_metric(labels, stats.queue.delivered)
+        dropped.add_metric(labels, stats.queue.dropped)
+        resyncs.add_metric(labels, stats.resyncs)
+        records.add_metric(labels, stats.rejected_records)
+        requests.add_metric(labels, stats.skipped_requests)
+        for reason, number in stats.rejected_events.items():
+            events.add_metric([*labels, reason], number)
+    yield from (held, queued, reach, delivered, dropped, resyncs, records, requests, events)
+
+
+def serve_metrics(port: int, collector: Collector) -> Callable[[], None]:
+    """Serve the metrics of a collector from a daemon thread, on all addresses. Returns what ends it. Raises OSError."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    server, thread = start_http_server(port, registry=registry)
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return end
+
+
+def _gauge(name: str, help_text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvsight_publisher_{name}", help_text, labels=_LABELS)
+
+
+def _counter(name: str, help_text: str, *more_labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvsight_publisher_{name}", help_text, labels=(*_LABELS, *more_labels))
