@@ -1,8 +1,8 @@
 """Event logs: checking, replay, and moments. `python -m benchmarks.bench_replay [--json FILE]`
 
 A log of 10M changes of pages by 64 workers: each record stores 128 new pages and, once the caches are full, removes 128
-old ones. 1.3M pages are held at the end. The small log has 2M changes in records of 16 pages. Rates are those of one
-core, by CPU time. The records are in the page cache of the operating system.
+old ones. 1.3M pages are held at the end. The small logs have 2M changes in records of 1, 16 and 64 pages. Rates are
+those of one core, by CPU time. The records are in the page cache of the operating system.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ from kv_events.streams import StreamId
 
 NUM_WORKERS, PAGES_PER_WORKER, PAGE_TOKENS = 64, 20_000, 16
 NUM_CHANGES, NUM_SMALL_CHANGES = 10_000_000, 2_000_000
+LOGS = (
+    (1, NUM_SMALL_CHANGES, ""),
+    (16, NUM_SMALL_CHANGES, ">= 3"),
+    (64, NUM_SMALL_CHANGES, ">= 3"),
+    (128, NUM_CHANGES, ">= 3"),
+)
+"""Pages a record, changes, and the goal of a replay. The last one is the log whose moments are opened."""
 NUM_MOMENTS = 20
 _RANDOM_SEED = 1
 _START_S, _STEP_S = 1.7e9, 0.01
@@ -130,14 +137,12 @@ def run() -> list[Figure]:
     """Return all figures."""
     Replay()  # compiles the kernels
     with TemporaryDirectory() as name:
-        large, small = Path(name, "large"), Path(name, "small")
-        write_log(large, NUM_CHANGES, 128)
-        write_log(small, NUM_SMALL_CHANGES, 16)
-        return [
-            *log_rates(large, "128 pages a record", NUM_CHANGES, ">= 3"),
-            *log_rates(small, "16 pages a record", NUM_SMALL_CHANGES, ""),
-            *moments(large),
-        ]
+        figures = []
+        for num_pages, num_changes, goal in LOGS:
+            folder = Path(name, str(num_pages))
+            write_log(folder, num_changes, num_pages)
+            figures += log_rates(folder, f"{num_pages} pages a record", num_changes, goal)
+        return figures + moments(folder)
 
 
 if __name__ == "__main__":

@@ -197,6 +197,11 @@ class OverlapIndex:
         return Matches(streams[: find(self.lookup, hashes, streams, pages)], pages)
 
     @property
+    def pages(self) -> Resident:
+        """The `Pages` of kernels that change the index. It is another one after an array was replaced."""
+        return self._resident
+
+    @property
     def most_streams(self) -> int:
         """Number of streams that the columns of this index have room for. It grows with the streams."""
         return 64 * self._width

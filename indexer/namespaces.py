@@ -73,6 +73,11 @@ class Namespaces:
         return iter(self._namespaces.values())
 
     @property
+    def num_namespaces(self) -> int:
+        """Number of namespaces."""
+        return len(self._namespaces)
+
+    @property
     def views(self) -> list[View]:
         """Return all views."""
         return list(self._views.values())

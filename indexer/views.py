@@ -219,6 +219,11 @@ class View:
         self.marks = None
         self.state, self.stale_reason = ViewState.STALE, reason
 
+    def count_refused(self, num_pages: int) -> None:
+        """Count pages for which there was no room."""
+        self.counters.refused_pages += num_pages
+        self.refused_now += num_pages
+
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
         if is_restart:
             self.counters.restarts += 1
@@ -248,7 +253,7 @@ class View:
         for start, stop in _slices(len(event.hashes)):
             known, refused = self.index.store(self.number, event, start, stop, self.marks)
             self.counters.known_stores += known
-            self._count_refused(refused)
+            self.count_refused(refused)
             self.counters.pages_stored += stop - start - known - refused
             yield
 
@@ -256,13 +261,9 @@ class View:
         for start, stop in _slices(len(event.hashes)):
             unknown, refused = self.index.remove(self.number, event, start, stop, self.marks)
             self.counters.unknown_removals += unknown
-            self._count_refused(refused)
+            self.count_refused(refused)
             self.counters.pages_removed += stop - start - unknown - refused
             yield
-
-    def _count_refused(self, num_pages: int) -> None:
-        self.counters.refused_pages += num_pages
-        self.refused_now += num_pages
 
     def _end_snapshot(self) -> Iterator[None]:
         if self.marks is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from bridge.decoding.field_kernels import F_UNKNOWN
-from bridge.decoding.msgpack_kernels import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
 from kv_events.kernels import array_function
+from kv_events.msgpack_kernels import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
 
 # columns of the header for the current batch: its number, whether it was opened, position of the next event, events
 # left, rank (-1: none), whether the rank was invalid, whether the rank follows the events

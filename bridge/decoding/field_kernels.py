@@ -28,7 +28,10 @@ from bridge.decoding.event_rows import (
     UNREADABLE,
     fail,
 )
-from bridge.decoding.msgpack_kernels import (
+from bridge.decoding.token_kernels import read_tokens
+from kv_events.instructions import eight_bytes
+from kv_events.kernels import array_function, array_helper
+from kv_events.msgpack_kernels import (
     ARRAY,
     BIN,
     MAP,
@@ -43,9 +46,6 @@ from bridge.decoding.msgpack_kernels import (
     read_key,
     skip,
 )
-from bridge.decoding.token_kernels import read_tokens
-from kv_events.instructions import eight_bytes
-from kv_events.kernels import array_function, array_helper
 
 # fields; the first ones are strings, whose pairs of columns begin at MEDIUM
 _F_MEDIUM, _F_LORA, _F_SALT, _F_SPEC, _F_LOCALITY = range(5)

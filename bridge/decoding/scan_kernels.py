@@ -62,10 +62,10 @@ from bridge.decoding.field_kernels import (
     read_field,
     read_tag,
 )
-from bridge.decoding.msgpack_kernels import ARRAY, MAP, read_head, read_key, skip
 from bridge.decoding.run_kernels import begin_run, join_run, leave_run, shape
 from kv_events.bundles import I64Vector, U8Input
 from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.msgpack_kernels import ARRAY, MAP, read_head, read_key, skip
 
 
 @array_helper

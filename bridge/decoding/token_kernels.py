@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from bridge.decoding.event_rows import PAIRS, TOKEN_FROM, TOKEN_TO, TOKENS, TYPE, fail
-from bridge.decoding.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, read_head
 from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function, array_helper
+from kv_events.msgpack_kernels import ARRAY, NIL, POSITIVE, big_endian, read_head
 
 # by the first byte of a token: whether its form is usual, by how many bits the next four bytes are shifted, and the
 # value to add to them

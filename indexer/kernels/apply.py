@@ -80,17 +80,9 @@ def _starts_chain(bitmap, i):
     return (bitmap[i >> 3] >> np.uint8(i & 7)) & np.uint8(1) != 0
 
 
-@array_kernel(
-    _TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, U8Input, U64Input,
-    types.int64, types.int64, types.int64, types.int64,
-)  # fmt: skip
-def store(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop):
-    """Store pages [start, stop) of an event for one stream on one tier.
-
-    digest: uint64[8], updated. marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
-    hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
-    Returns (pages that the stream held there already, pages refused because the table or the holder sets are full).
-    """
+@array_helper
+def store_pages(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop):
+    """`store`, for other kernels."""
     known = refused = 0
     is_cold = False  # whether pages are new, so that the entry of the previous page does not predict theirs
     chain = -1
@@ -138,12 +130,23 @@ def store(pages, digest, marks, hashes, chain_starts, parents, stream, tier, sta
     return known, refused
 
 
-@array_kernel(_TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, types.int64, types.int64, types.int64, types.int64)
-def remove(pages, digest, marks, hashes, stream, tier, start, stop):
-    """Remove pages [start, stop) of an event from one tier of a stream. Arguments as in `store`.
+@array_kernel(
+    _TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, U8Input, U64Input,
+    types.int64, types.int64, types.int64, types.int64,
+)  # fmt: skip
+def store(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop):
+    """Store pages [start, stop) of an event for one stream on one tier.
 
-    Returns (pages that the stream did not hold there, pages that remain because the holder sets are full).
+    digest: uint64[8], updated. marks: uint8[capacity] or empty; bit `tier` of each stored page is set.
+    hashes: uint64[n]; chain_starts: uint8[ceil(n / 8)] bitmap; parents: uint64[chains], as in `PackedStored`.
+    Returns (pages that the stream held there already, pages refused because the table or the holder sets are full).
     """
+    return store_pages(pages, digest, marks, hashes, chain_starts, parents, stream, tier, start, stop)
+
+
+@array_helper
+def remove_pages(pages, digest, marks, hashes, stream, tier, start, stop):
+    """`remove`, for other kernels."""
     unknown = refused = 0
     entry = np.int64(-1)
     last_from = last_to = np.int64(-1)
@@ -171,6 +174,15 @@ def remove(pages, digest, marks, hashes, stream, tier, start, stop):
         if marks.shape[0] > 0:
             marks[entry] &= ~np.uint8(1 << tier)
     return unknown, refused
+
+
+@array_kernel(_TWO_COUNTS, Pages, U64Vector, U8Vector, U64Input, types.int64, types.int64, types.int64, types.int64)
+def remove(pages, digest, marks, hashes, stream, tier, start, stop):
+    """Remove pages [start, stop) of an event from one tier of a stream. Arguments as in `store`.
+
+    Returns (pages that the stream did not hold there, pages that remain because the holder sets are full).
+    """
+    return remove_pages(pages, digest, marks, hashes, stream, tier, start, stop)
 
 
 @array_kernel(types.int64, Pages, U64Vector, U8Vector, types.int64, types.int64, types.int64)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import floor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from indexer.replay.chunks import ChunkApplier
 from indexer.replay.frames import (
     FRAME_SUFFIX,
     Frame,
@@ -26,6 +30,7 @@ from kv_events.log_segment import EventLogCorruptedError
 from kv_events.log_times import TimeIndex
 from kv_events.records import Channel, LogRecord
 
+_MOST_MS = 2**62
 _NAME_BYTES = 4096
 """The names of a batch are within its first bytes."""
 
@@ -136,17 +141,37 @@ class Timeline:
         """Return the views as `at` does, but with the clock at the newest record, also of a moment in time."""
         stop = self.end_of(moment)
         views, start = self.nearest(moment)
-        rest = replace(moment, offset=None)
         self._index = start
-        for index, record in _before(self.records(start, stop), moment.positions):
-            if rest.takes(record):
-                views.apply(record)
-                self._index = index + 1
+        if moment.positions is None:
+            self._apply_chunks(views, start, stop, moment.time_s)
+        else:
+            rest = replace(moment, offset=None)
+            for index, record in _before(self.records(start, stop), moment.positions):
+                if rest.takes(record):
+                    views.apply(record)
+                    self._index = index + 1
         self._is_exact = moment.time_s is None and moment.positions is None
         if self._is_exact:
             self._index = max(start, stop)
         self._views, self._ahead = views, None
         return views
+
+    def _apply_chunks(self, views: Replay, start: int, stop: int, time_s: float | None) -> None:
+        """Apply the records [start, stop) that are not later than a time."""
+        applier = ChunkApplier(views)
+        for chunk in self._times.chunks(start):
+            first, last = max(0, start - chunk.first_index), min(len(chunk.rows), stop - chunk.first_index)
+            if last <= 0:
+                return
+            times = chunk.timestamps_ms[first:last]
+            wanted = (
+                np.ones(len(times), np.bool_)
+                if time_s is None
+                else times <= floor(min(max(time_s * 1000, -_MOST_MS), _MOST_MS))
+            )
+            applier.apply(chunk, first, last, wanted)
+            if wanted.any():
+                self._index = chunk.first_index + first + int(np.flatnonzero(wanted)[-1]) + 1
 
     def next(self) -> Replay | None:
         """Apply the next record of events. Returns the views, or None at the end of the log.

@@ -1,0 +1,229 @@
+"""Applies many records of a log at once: plain batches by a kernel, everything else record by record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from indexer.index import SLICE_PAGES, OverlapIndex
+from indexer.kernels.batches import (
+    BATCHES,
+    DOUBTED,
+    NUM_CLOCK_FIELDS,
+    NUM_STREAM_FIELDS,
+    SPACE,
+    Tracked,
+    apply_batches,
+)
+from indexer.namespaces import NamespaceKey
+from indexer.replay.replay import Replay
+from indexer.views import View, ViewState
+from kv_events.batch_columns import BatchColumns, decode_chunk
+from kv_events.bundles import I64Vector
+from kv_events.codec import batch_names, decode_batch
+from kv_events.digest import DIGEST_WORDS
+from kv_events.log_scan import RecordChunk
+from kv_events.records import Channel, LogRecord
+from kv_events.streams import StreamId
+
+_NO_SPACE = -1
+_MOST_NAMES = 65_536
+_MOST_PARTITIONS = 4096
+_MOST_SEQ = 2**62
+_NEVER = np.iinfo(np.int64).min
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Witness(Protocol):
+    """Receives every record that is applied, in order."""
+
+    def hold_back(self, columns: BatchColumns) -> None:
+        """Clear `columns.plain` of records that are to be applied one by one."""
+
+    def take_plain(self, first_index: int, columns: BatchColumns, rows: I64Vector) -> None:
+        """Note plain batches that were applied. Their views were live before and after each of them.
+
+        first_index: index of the record of row 0. rows: ascending.
+        """
+
+    def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
+        """Apply a record by a call of `apply`, during which `Applier.on_applied` receives the batch."""
+
+
+class _NoWitness:
+    def hold_back(self, columns: BatchColumns) -> None:
+        pass
+
+    def take_plain(self, first_index: int, columns: BatchColumns, rows: I64Vector) -> None:
+        pass
+
+    def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
+        apply()
+
+
+class ChunkApplier:
+    """Applies chunks of records to the views of a replay. The result is that of `Replay.apply` for each record.
+
+    A batch goes the short way if it is plain and the next one of a view that is live. The state of such views is kept
+    in arrays, which are read again after each record that takes the long way. Nothing else may change the views as long
+    as this object is used.
+    """
+
+    def __init__(self, replay: Replay, witness: Witness | None = None) -> None:
+        self._replay = replay
+        self._witness = witness or _NoWitness()
+        self._numbers: dict[bytes, int] = {}  # encoded names of a stream, with its block size -> its number here
+        self._number_of: dict[StreamId, int] = {}  # only streams with a view
+        self._views: dict[int, View] = {}
+        self._spaces: dict[NamespaceKey, int] = {}
+        self._tracked = Tracked(
+            np.zeros((0, 0), np.uint64),
+            np.zeros((0, NUM_STREAM_FIELDS), np.int64),
+            np.zeros((0, DIGEST_WORDS), np.uint64),
+            np.zeros(0, np.int64),
+            np.zeros(_MOST_PARTITIONS, np.int64),
+            np.zeros(NUM_CLOCK_FIELDS),
+            np.zeros(0, np.uint8),
+        )
+
+    def apply(self, chunk: RecordChunk, start: int, stop: int, wanted: Mask | None = None) -> None:
+        """Apply the records [start, stop) of a chunk. wanted: bool[stop - start] which of them; default: all."""
+        columns = decode_chunk(chunk, start, stop)
+        is_event = chunk.channels[start:stop] == Channel.EVENTS
+        wanted = is_event if wanted is None else wanted & is_event
+        numbers = self._numbered(columns)
+        self._witness.hold_back(columns)
+        first_index, at = chunk.first_index + start, 0
+        while at < len(wanted):
+            end, is_doubted = self._apply_plain(columns, wanted, numbers, at)
+            plain = at + np.flatnonzero(wanted[at : end - is_doubted])
+            if len(plain):
+                self._witness.take_plain(first_index, columns, plain)
+            at = end - is_doubted
+            if at < len(wanted):
+                record, number = chunk.record(start + at), int(numbers[at])
+                confirm = partial(self._confirm, record, number) if is_doubted else partial(self._replay.apply, record)
+                self._witness.take_one(first_index + at, record, confirm)
+                self._learn(record, number)
+                at += 1
+        for partition in np.flatnonzero(self._tracked.offsets).tolist():
+            offset = int(self._tracked.offsets[partition])
+            self._replay.positions[partition] = max(self._replay.positions.get(partition, 0), offset)
+
+    def _numbered(self, columns: BatchColumns) -> I64Vector:
+        """Return the number of the stream of each record; -1 if its names are unreadable."""
+        if len(self._numbers) > _MOST_NAMES:
+            self._numbers.clear()
+            self._forget_streams()
+        known = self._numbers
+        numbers = [-1 if name is None else known.setdefault(name, len(known)) for name in columns.names()]
+        if len(known) > len(self._tracked.streams):
+            self._grow(2 * len(known))
+        return np.array(numbers, np.int64)
+
+    def _grow(self, num_streams: int) -> None:
+        """Make room for streams."""
+        before = self._tracked
+        streams = np.full((num_streams, NUM_STREAM_FIELDS), _NO_SPACE, np.int64)
+        digests = np.zeros((num_streams, DIGEST_WORDS), np.uint64)
+        streams[: len(before.streams)], digests[: len(before.digests)] = before.streams, before.digests
+        self._tracked = before._replace(streams=streams, digests=digests, touched=np.zeros(num_streams, np.int64))
+
+    def _apply_plain(self, columns: BatchColumns, wanted: Mask, numbers: I64Vector, start: int) -> tuple[int, bool]:
+        """Apply records until one has to take the long way. Returns (end, whether the digest of the last differs)."""
+        replay, tracked = self._replay, self._tracked
+        freshness = replay.freshness
+        tracked.clock[:] = replay.now, freshness.log_read_at, freshness.resumed_at, replay.settings.worker_ttl_s / 2
+        end, num_touched, reason = apply_batches(
+            np.frombuffer(columns.data, np.uint8),
+            columns.rows,
+            columns.arrays,
+            wanted,
+            numbers,
+            tracked,
+            start,
+            len(wanted),
+            SLICE_PAGES,
+        )
+        replay.now, freshness.log_read_at, freshness.resumed_at, _ = tracked.clock.tolist()
+        touched = tracked.touched[:num_touched]
+        for number, facts in zip(touched.tolist(), tracked.streams[touched].tolist(), strict=True):
+            self._update(self._views[number], number, facts)
+        tracked.streams[touched, BATCHES:] = 0
+        return end, reason == DOUBTED
+
+    def _update(self, view: View, number: int, facts: list[int]) -> None:
+        """Write what the kernel has done to a view."""
+        _, _, _, next_seq, heard_ms, latest_ms, batches, stored, removed, known, unknown, refused = facts
+        view.position = view.position._replace(next_seq=next_seq)
+        view.heard_at, view.heard_tick = heard_ms / 1000, max(view.heard_tick, latest_ms / 1000)
+        view.index.digest(view.number)[:] = self._tracked.digests[number]
+        view.count_refused(refused)
+        counters = view.counters
+        counters.batches += batches
+        counters.pages_stored += stored
+        counters.pages_removed += removed
+        counters.known_stores += known
+        counters.unknown_removals += unknown
+        self._replay.applier.records += batches
+
+    def _confirm(self, record: LogRecord, number: int) -> None:
+        """Do what remains to be done after a batch that the kernel applied, and whose digest differs."""
+        view, batch = self._views[number], decode_batch(record.payload)
+        view.confirm(batch)
+        for notify in self._replay.applier.on_applied:
+            notify(view, batch)
+
+    def _learn(self, record: LogRecord, number: int) -> None:
+        """Read the state of a view after a record that took the long way. number: of the names of the record."""
+        names = batch_names(record.payload)
+        if names is None:
+            return  # no record that an applier accepts
+        stream, block_size = names
+        before = self._number_of.pop(stream, None)
+        if before is not None:
+            self._tracked.streams[before, SPACE] = _NO_SPACE
+        namespaces = self._replay.namespaces
+        if len(self._spaces) > namespaces.num_namespaces:
+            self._forget_streams()  # a namespace was dropped
+        for namespace in namespaces.find(stream.model, stream.tenant):  # their indices may have other arrays now
+            if namespace.key in self._spaces:
+                self._tracked.spaces[self._spaces[namespace.key]] = namespace.index.pages
+        view = namespaces.view(stream)
+        if view is None or number < 0 or namespaces.block_size(stream) != block_size or not _is_simple(view):
+            return
+        self._number_of[stream] = number
+        self._views[number] = view
+        space = self._space(NamespaceKey(stream.model, stream.tenant, block_size), view.index)
+        tracked = self._tracked
+        tracked.streams[number] = space, view.number, view.epoch, view.next_seq, 0, _NEVER, 0, 0, 0, 0, 0, 0
+        tracked.digests[number] = view.index.digest(view.number)
+
+    def _space(self, key: NamespaceKey, index: OverlapIndex) -> int:
+        """Return the row of an index."""
+        space = self._spaces.setdefault(key, len(self._spaces))
+        if space >= len(self._tracked.spaces):
+            spaces = np.zeros((2 * space + 1, len(index.pages)), np.uint64)
+            if space:
+                spaces[:space] = self._tracked.spaces
+            self._tracked = self._tracked._replace(spaces=spaces)
+        self._tracked.spaces[space] = index.pages
+        return space
+
+    def _forget_streams(self) -> None:
+        """Let the next record of each stream take the long way."""
+        self._tracked.streams[:, SPACE] = _NO_SPACE
+        self._number_of.clear()
+        self._views.clear()
+        self._spaces.clear()
+
+
+def _is_simple(view: View) -> bool:
+    """Return whether plain batches leave the view live as long as the digests are equal."""
+    is_sound = view.state is ViewState.LIVE and not view.degraded_reason and not view.refused_now
+    return is_sound and view.marks is None and view.next_seq < _MOST_SEQ
