@@ -8,9 +8,12 @@ from pathlib import Path
 from pydantic import Field, SecretStr, field_validator
 
 from kv_events.errors import InvalidValueError
-from kv_events.quantities import SECONDS, parse_quantity
+from kv_events.quantities import BYTES, SECONDS, parse_quantity
 from kv_events.settings import KvsightSettings, argument
 from kv_events.variables import variable
+
+_LEAST_RECORDED = 16 * 2**20
+"""Bytes in which eight files of a few large records fit."""
 
 
 class ApiSettings(KvsightSettings):
@@ -36,6 +39,8 @@ class ApiSettings(KvsightSettings):
     """Folder of an event log, to which everything is recorded beside the service. None: nothing is recorded."""
     record_keep: str = "24h"
     """Age after which whole files of that log are deleted: a number with the unit s, m, h or d."""
+    record_max_bytes: str | None = None
+    """Bound on the size of that log, such as 20GiB, kept by deleting its oldest files. None: only the age counts."""
     explain_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which an explanation is given up."""
 
@@ -49,11 +54,31 @@ class ApiSettings(KvsightSettings):
         """`record_keep` in seconds."""
         return parse_quantity(variable("record_keep"), self.record_keep, SECONDS)
 
+    @property
+    def record_bytes(self) -> int | None:
+        """`record_max_bytes` as a number."""
+        return None if self.record_max_bytes is None else _num_bytes(self.record_max_bytes)
+
+    @field_validator("record_max_bytes")
+    @classmethod
+    def _size_is_a_quantity(cls, text: str | None) -> str | None:
+        if text is not None:
+            _num_bytes(text)
+        return text
+
     @field_validator("record_keep")
     @classmethod
     def _age_is_a_quantity(cls, text: str) -> str:
         parse_quantity(variable("record_keep"), text, SECONDS)
         return text
+
+
+def _num_bytes(text: str) -> int:
+    """Read `record_max_bytes`. Raises InvalidValueError."""
+    found = int(parse_quantity(variable("record_max_bytes"), text, BYTES))
+    if found < _LEAST_RECORDED:
+        raise InvalidValueError(variable("record_max_bytes"), text, "at least 16MiB")
+    return found
 
 
 class RegistrationSettings(KvsightSettings):

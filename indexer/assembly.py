@@ -12,7 +12,7 @@ from indexer.decisions.log import DecisionLog
 from indexer.decisions.recorded import RecordedDecisions
 from indexer.namespaces import Namespaces
 from indexer.recording.feed import Feed
-from indexer.recording.recorder import Recorder
+from indexer.recording.recorder import Recorder, segment_bytes_within
 from indexer.recording.thread import RecordingThread
 from indexer.settings import IndexerSettings
 from indexer.snapshots.base import SnapshotStore
@@ -57,18 +57,30 @@ def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | N
     return None
 
 
-def create_recording(settings: IndexerSettings, folder: Path, keep_s: float) -> RecordingThread:
-    """Create what records all topics beside a service. In embedded mode the service's own parts offer their records.
+def create_recording(
+    settings: IndexerSettings, folder: Path, keep_s: float, max_bytes: int | None = None
+) -> RecordingThread:
+    """Create what records all topics beside a service, with key frames. In embedded mode the service's own parts offer
+    their records.
 
-    keep_s: age in seconds after which whole segments are deleted. Raises InvalidValueError for a service that reads an
-    event log, and OSError if there can be no such folder.
+    keep_s: age in seconds after which whole segments are deleted. max_bytes: bound on the size of the log; None: no
+    bound. Raises InvalidValueError for a service that reads an event log, and OSError if there can be no such folder.
     """
+    from indexer.replay.background import indexing
+
     if settings.event_log_dir is not None:
         expected = f"none with {variable('event_log_dir')}: that folder is a recording already"
         raise InvalidValueError(variable("record"), str(folder), expected)
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(folder, max_age_s=keep_s, is_new_run=settings.is_embedded)
-    return RecordingThread(recorder, list if settings.kafka is None else partial(create_feeds, settings))
+    recorder = Recorder(
+        folder,
+        segment_bytes=segment_bytes_within(max_bytes),
+        max_bytes=max_bytes,
+        max_age_s=keep_s,
+        is_new_run=settings.is_embedded,
+    )
+    feeds = list if settings.kafka is None else partial(create_feeds, settings)
+    return RecordingThread(recorder, feeds, partial(indexing, folder, settings))
 
 
 def create_feeds(settings: KafkaSettings) -> list[Feed]:

@@ -147,20 +147,22 @@ class EventLogWriter:
 
     def _open_last(self) -> None:
         segments = list_segments(self._folder)
-        version = read_version(segments[-1]) if segments else None
-        if version is None:
-            self._begin(segments[-1].first_index if segments else 0)
+        last = segments[-1] if segments else None
+        try:
+            version = None if last is None else read_version(last)
+        except EventLogCorruptedError as error:  # the records behind the header may be sound all the same
+            self._begin_after(error, Resume(error.index, HEADER_BYTES))
             return
-        last = segments[-1]
+        if last is None or version is None:
+            self._begin(0 if last is None else last.first_index)
+            return
         self._written, self._next_index = HEADER_BYTES, last.first_index
         self._segment_index = last.first_index
         try:
             for located in scan(last, HEADER_BYTES, last.first_index):
                 self._written, self._next_index = located.end, located.record_index + 1
         except EventLogCorruptedError as error:
-            if not self._leaves_damage:
-                raise
-            self._begin_after(last, error)
+            self._begin_after(error, error.resume)
             return
         num_torn = last.path.stat().st_size - self._written
         if num_torn:
@@ -172,10 +174,13 @@ class EventLogWriter:
             _sync(last.path)
             self._begin(self._next_index)
 
-    def _begin_after(self, damaged: Segment, error: EventLogCorruptedError) -> None:
-        """Start a segment after a damaged one. error: its first damage."""
+    def _begin_after(self, error: EventLogCorruptedError, resume: Resume | None) -> None:
+        """Start a segment after a damaged one, or raise its first damage. resume: where to look for further records."""
+        if not self._leaves_damage:
+            raise error
         logger.warning("%s; the log goes on in a new segment", error)
-        next_index, resume = error.index + 1, error.resume
+        damaged = list_segments(self._folder)[-1]
+        next_index = error.index + 1
         while resume is not None and resume.position is not None:
             next_index = resume.record_index + 1
             try:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from kv_events.event_log import EventLogCorruptedError, EventLogReader
 from kv_events.records import LogRecord
 
 _NAME = "positions.json"
@@ -26,29 +26,25 @@ class LogPositions:
     A file beside the segments spares a restart from reading the whole log. It may be old or missing.
     """
 
-    def __init__(self, folder: Path, *, is_empty: bool = False) -> None:
-        """Read the file, and the records since it was written. Raises EventLogError, OSError.
+    def __init__(self, folder: Path, next_index: int, *, is_empty: bool = False) -> None:
+        """Read the file, and the records since it was written. Raises OSError.
 
-        is_empty: read nothing, because the offsets of before mean nothing.
+        next_index: of the log. is_empty: read nothing, because the offsets of before mean nothing.
         """
         self._path = folder / _NAME
         self._positions: defaultdict[int, dict[int, int]] = defaultdict(dict)
         if is_empty:
             return
-        reader = EventLogReader(folder)
-        first, end = reader.first_index, reader.next_index
-        saved = _read(self._path)
-        if saved is not None and saved.index <= end:
+        from kv_events.log_scan import scan_log  # loads a kernel
+
+        start, saved = 0, _read(self._path)
+        if saved is not None and saved.index <= next_index:
             self._positions.update(saved.positions)
-            first = max(first, saved.index)
-        start: int | None = first
-        while start is not None:
-            try:
-                for _, record in reader.read(start):
-                    self.note(record)
-                start = None
-            except EventLogCorruptedError as error:  # what is damaged needs no position: records after it have
-                start = None if error.resume is None else error.resume.record_index
+            start = saved.index
+        for chunk in scan_log(folder, lambda _damage: None, start):  # what is damaged needs no position
+            new = chunk._replace(rows=chunk.rows[max(0, start - chunk.first_index) :])
+            for channel in np.unique(new.channels).tolist():
+                self._positions[channel] |= {partition: last + 1 for partition, _, last in new.offsets(channel)}
 
     def of(self, channel: int) -> dict[int, int]:
         """Partition -> offset of the next record of a channel."""

@@ -126,6 +126,10 @@ class TimeIndex:
         (late,) = np.nonzero(self._all[:, _LAST_MS] > time_ms)
         return int(self._all[late[0], _INDEX]) if len(late) else self.next_index
 
+    def segment_after(self, index: int) -> int | None:
+        """Return the index at which the first segment after a record begins. None if there is none."""
+        return next((segment.first_index for segment in self._segments if segment.first_index > index), None)
+
     def block_before(self, index: int) -> int | None:
         """Return the index of the first record of the last block that begins before a record. None if there is none."""
         number = int(np.searchsorted(self._all[:, _INDEX], index))

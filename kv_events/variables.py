@@ -85,6 +85,7 @@ SETTINGS = frozenset(
         "max_registrations",
         "record",
         "record_keep",
+        "record_max_bytes",
         "explain_timeout_s",
         "url",
         # engine caches

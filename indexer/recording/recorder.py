@@ -29,12 +29,20 @@ SEGMENT_BYTES = 64 * 2**20
 MAX_WAITING_BYTES = 64 * 2**20
 """Bound on the memory of offered records that are not written yet."""
 
+_MIN_SEGMENTS = 8
+"""Segments in which a bound on the size is kept at least."""
+
 _PROBE_S = 1.0
 _UPKEEP_S = 1.0
 _POLL_S = 0.05
 _RETRY_S = 1.0
 _STUCK_S = 5.0
 """Time for one access to the disk, after which it counts as hanging."""
+
+
+def segment_bytes_within(max_bytes: int | None) -> int:
+    """Return the size of the segments of a log with a bound on its size."""
+    return SEGMENT_BYTES if max_bytes is None else max(1, min(SEGMENT_BYTES, max_bytes // _MIN_SEGMENTS))
 
 
 class Recorder:
@@ -116,7 +124,7 @@ class Recorder:
         writer = EventLogWriter(self._folder, segment_bytes=self._segment_bytes, leaves_damage=True)
         try:
             self._retention = LogRetention(self._folder, writer, *self._bounds)
-            self._positions = LogPositions(self._folder, is_empty=self._is_new_run)
+            self._positions = LogPositions(self._folder, writer.next_index, is_empty=self._is_new_run)
         except BaseException:
             writer.close()
             raise

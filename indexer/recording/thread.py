@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 
 from indexer.recording.feed import Feed
 from indexer.recording.recorder import Recorder
@@ -19,10 +19,18 @@ _STOP_S = 5.0
 class RecordingThread:
     """Runs a recorder. The process neither waits for it nor ends with it: a disk may hang."""
 
-    def __init__(self, recorder: Recorder, feeds: Callable[[], Sequence[Feed]] = list) -> None:
-        """feeds: makes the sources, in the thread, because they belong to its event loop."""
+    def __init__(
+        self,
+        recorder: Recorder,
+        feeds: Callable[[], Sequence[Feed]] = list,
+        beside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        """feeds: makes the sources, in the thread, because they belong to its event loop. beside: what runs there
+        meanwhile.
+        """
         self.recorder = recorder
         self._feeds = feeds
+        self._beside = beside
         self._failure = ""
 
     @property
@@ -46,9 +54,13 @@ class RecordingThread:
     def _run(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: threading.Event) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(self.recorder.run(self._feeds(), stop))
+                runner.run(self._record(stop))
         except Exception as error:
             self._failure = f"recording failed: {type(error).__name__}"
             logger.exception("recording has failed; the service goes on without it")
         finally:
             ended.set()
+
+    async def _record(self, stop: asyncio.Event) -> None:
+        async with self._beside():
+            await self.recorder.run(self._feeds(), stop)

@@ -1,53 +1,65 @@
-"""Key frames of a log that another part of the process writes, from a thread of their own."""
+"""Key frames of a log that another part of the process writes, from a process of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from indexer.replay.log_indexer import LogIndexer
+import msgspec
+
+from indexer.replay.frames import settings_of_views
+from indexer.settings import IndexerSettings
+from kv_events.errors import KvsightError
+from kv_events.supervised import keep_running
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 1.0
-_STOP_S = 5.0
+_COMMAND = (sys.executable, "-P", "-m", "indexer.replay")
+_STOP_S = 2.0
 
 
-class _StoppedError(Exception):
-    """The thread is to end."""
+class _EndedError(KvsightError):
+    """The process has ended, although it should run."""
 
 
 @asynccontextmanager
-async def indexing(folder: Path) -> AsyncIterator[None]:
+async def indexing(folder: Path, settings: IndexerSettings | None = None) -> AsyncIterator[None]:
     """Keep the key frames and the time index of a log up to date while a block runs. A failure is only logged.
 
-    The thread shares the interpreter with the block, so do not use this beside a service that answers queries.
+    A process of a low priority does it, because a replay in a thread would delay the block. It needs the memory of
+    the views once more. If it ends, it is started again. settings: of the views; default: from `KVSIGHT_*` variables.
     """
-    stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(folder, stop), name="key frames", daemon=True)
-    thread.start()
+    bounds = msgspec.json.encode(settings_of_views(settings or IndexerSettings())).decode()
+    task = asyncio.create_task(keep_running(lambda: _index(folder, bounds), "key frames", logger), name="key frames")
     try:
         yield
     finally:
-        stop.set()
-        await asyncio.to_thread(thread.join, _STOP_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def _follow(folder: Path, stop: threading.Event) -> None:
-    def check(_: int) -> None:
-        if stop.is_set():
-            raise _StoppedError
-
+async def _index(folder: Path, settings: str) -> None:
+    """Run the process and log what it says. Raises _EndedError when it has ended."""
+    process = await asyncio.create_subprocess_exec(
+        *_COMMAND, str(folder), settings, stdin=PIPE, stdout=DEVNULL, stderr=PIPE
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
     try:
-        indexer = LogIndexer(folder)
-        while not stop.wait(_PAUSE_S):
-            indexer.advance(check)
-        indexer.advance()
-    except _StoppedError:
-        return
-    except Exception:
-        logger.exception("%s: no more key frames; `kvsight log index` writes them later", folder)
+        async for line in process.stderr:
+            logger.warning("key frames: %s", line.decode(errors="replace").strip())
+        raise _EndedError(f"the process of the key frames ended with {await process.wait()}")
+    finally:
+        process.stdin.close()  # which ends it
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

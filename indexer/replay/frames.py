@@ -24,7 +24,7 @@ FRAME_SUFFIX: Final = ".kvframe"
 
 _MAGIC = b"KVSFRM01"
 _LENGTHS_BYTES = 8
-_SETTINGS = ("max_pages", "max_set_bytes", "max_streams", "max_namespaces", "worker_ttl_s")
+_SETTINGS = ("max_pages", "max_set_bytes", "max_streams", "max_namespaces", "worker_ttl_s", "forget_after_s")
 """Settings on which views depend."""
 
 
@@ -72,6 +72,11 @@ def checksum(record: LogRecord) -> int:
     return zlib.crc32(record.payload, zlib.crc32(record.key, zlib.crc32(facts)))
 
 
+def settings_of_views(settings: IndexerSettings) -> dict[str, float]:
+    """Return the settings on which views depend, by name."""
+    return {name: getattr(settings, name) for name in _SETTINGS}
+
+
 def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) -> Path:
     """Write a key frame of views to which the records before `next_index` are applied. Raises OSError."""
     head = FrameHead(
@@ -79,7 +84,7 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
         last_record,
         round(replay.now * 1000),
         replay.positions,
-        _settings(replay.settings),
+        settings_of_views(replay.settings),
         replay.freshness.log_read_at,
         replay.freshness.resumed_at,
         replay.applier.records,
@@ -102,7 +107,7 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
 def read_head(path: Path, settings: IndexerSettings) -> Frame:
     """Read the head of a key frame. Raises KeyFrameError, or OtherSettingsError."""
     head = _read_head(path)
-    if head.settings != _settings(settings):
+    if head.settings != settings_of_views(settings):
         raise OtherSettingsError(f"{path}: the key frame was made with other settings: {head.settings}")
     return Frame(path, head)
 
@@ -149,7 +154,3 @@ def faults_of_frames(folder: Path) -> list[str]:
 def _image(path: Path) -> bytes:
     data = path.read_bytes()
     return data[len(_MAGIC) + _LENGTHS_BYTES + int.from_bytes(data[8:12], "little") :]
-
-
-def _settings(settings: IndexerSettings) -> dict[str, float]:
-    return {name: getattr(settings, name) for name in _SETTINGS}

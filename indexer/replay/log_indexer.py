@@ -27,21 +27,21 @@ _HELD_COST = 2
 class LogIndexer:
     """Follows an event log and writes key frames and the time index beside it. For one thread at a time.
 
-    The log may be written by this process or by another one. Files that cannot be written are only logged and counted:
-    a `Timeline` is slower without them, but right.
+    There is a key frame at the first record of each file, so that the log can be opened from its beginning after older
+    files are deleted. The log may be written by this process or by another one. Files that cannot be written are only
+    logged and counted: a `Timeline` is slower without them, but right.
     """
 
     def __init__(self, folder: Path, settings: IndexerSettings | None = None, *, frame_cost: int = FRAME_COST) -> None:
         """Continues at the newest key frame. folder, settings and errors: see `Timeline`.
 
-        frame_cost: changes of pages between two key frames; a record counts as 128 of them.
+        frame_cost: changes of pages between two key frames of a file; a record counts as 128 of them.
         """
         self._folder = folder
         self._frame_cost = frame_cost
         self.timeline = Timeline(folder, settings)
         """The log. Its `damage` and `faults` name what could not be used."""
-        self._views, self._next_index = self.timeline.nearest(Until())
-        self._cost = 0
+        self._begin()
         self.frames_written = 0
         """Key frames written so far."""
         self.failures: dict[str, str] = {}
@@ -59,29 +59,59 @@ class LogIndexer:
         be read.
         """
         self.timeline.refresh()
+        if self._next_index < self.timeline.first_index:
+            logger.warning(
+                "%s: records from %d on were deleted before they were indexed", self._folder, self._next_index
+            )
+            self._begin()
+        segment = self._next_segment()
         for index, record in self.timeline.records(self._next_index):
             if index % 256 == 0:
                 on_progress(index)
-            self._views.apply(record)
-            self._next_index = index + 1
-            self._cost += _RECORD_COST + len(record.payload) // _PAGE_BYTES
-            if self._cost > self._frame_cost and self._cost > _HELD_COST * self._num_held():
-                self._write_frame(record)
+            while segment is not None and segment <= index:
+                self._begin_segment(segment)
+                segment = self._next_segment()
+            self._apply(index, record)
         self._write("time index", self.timeline.save_times)
+
+    def _begin(self) -> None:
+        """Continue at the newest key frame, or at the oldest record."""
+        self._views, self._next_index = self.timeline.nearest(Until())
+        self._segment = self._next_index  # no key frame is due for files that begin here or before
+        self._cost = 0
+        self._newest: tuple[int, LogRecord] | None = None  # the last record that was applied
+
+    def _next_segment(self) -> int | None:
+        return self.timeline.segment_after(self._segment)
+
+    def _begin_segment(self, first_index: int) -> None:
+        """Write the key frame at the first record of a file. Records before it that were not read are damaged."""
+        self._segment = self._next_index = first_index
+        self._write_frame()
+
+    def _apply(self, index: int, record: LogRecord) -> None:
+        self._views.apply(record)
+        self._newest, self._next_index = (index, record), index + 1
+        self._cost += _RECORD_COST + len(record.payload) // _PAGE_BYTES
+        if self._cost > self._frame_cost and self._cost > _HELD_COST * self._num_held():
+            self._write_frame()
 
     def _num_held(self) -> int:
         return sum(namespace.index.num_pages for namespace in self._views.namespaces)
 
-    def _write_frame(self, record: LogRecord) -> None:
+    def _write_frame(self) -> None:
         self._cost = 0
-        if self._write("key frame", lambda: save_frame(self._folder, self._views, self._next_index, checksum(record))):
+        index, record = self._newest or (-1, None)
+        last = checksum(record) if record is not None and index == self._next_index - 1 else 0  # 0: it is damaged
+        if self._write("key frame", lambda: save_frame(self._folder, self._views, self._next_index, last)):
             self.frames_written += 1
 
     def _write(self, kind: str, write: Callable[[], object]) -> bool:
         try:
             write()
         except OSError as error:
-            logger.warning("%s: %s; the log is complete, but slower to open", self._folder, error)
+            if kind not in self.failures:
+                logger.warning("%s: %s; the log is complete, but slower to open", self._folder, error)
             self.failures[kind] = str(error)
             return False
         return True

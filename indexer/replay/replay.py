@@ -15,6 +15,9 @@ from indexer.until import Until
 from kv_events.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
 
+_FORGET_EVERY_S = 10.0
+"""Silent workers are dropped at multiples of it, wherever a replay began."""
+
 
 @dataclass
 class Replay:
@@ -29,6 +32,8 @@ class Replay:
         """Time of the newest record applied, in seconds since 1970."""
         self.positions: dict[int, int] = {}
         """Partition of the events -> offset after the highest one applied."""
+        self.forgets = True
+        """Whether workers that are silent for too long are dropped, as a service does."""
 
     @property
     def namespaces(self) -> Namespaces:
@@ -39,9 +44,11 @@ class Replay:
         """Apply one record in the same way as the consumer. Only records of events advance the clock."""
         if record.channel != Channel.EVENTS:
             return
-        self.now = max(self.now, record.timestamp_ms / 1000)
-        self.positions[record.partition] = max(self.positions.get(record.partition, 0), record.offset + 1)
+        before, self.now = self.now, max(self.now, record.timestamp_ms / 1000)
         self.freshness.note_log_read(self.now)
+        if self.forgets and self.now // _FORGET_EVERY_S > before // _FORGET_EVERY_S:
+            self._forget_silent()
+        self.positions[record.partition] = max(self.positions.get(record.partition, 0), record.offset + 1)
         for _ in self.applier.apply(record, record.timestamp_ms / 1000):
             pass
 
@@ -66,6 +73,12 @@ class Replay:
         while self.now < now:
             self.now = min(now, self.now + self.settings.worker_ttl_s / 4)
             self.freshness.note_log_read(self.now)
+
+    def _forget_silent(self) -> None:
+        for view in self.namespaces.views:
+            if self.freshness.silence_s(view) > self.settings.forget_after_s:
+                for _ in self.namespaces.forget(view.stream):
+                    pass
 
 
 def log_records(folder: Path, stop: int | None = None) -> Iterator[LogRecord]:

@@ -216,6 +216,10 @@ class Timeline:
         events = (each for each in self.records(start) if each[1].channel == Channel.EVENTS)
         return next(events, None)
 
+    def segment_after(self, index: int) -> int | None:
+        """Return the index at which the first file after a record begins. None if there is none."""
+        return self._times.segment_after(index)
+
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all channels, from index `start` up to but excluding `stop`.
 

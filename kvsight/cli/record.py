@@ -14,7 +14,8 @@ from kv_events.event_log import EventLogReader
 from kv_events.quantities import BYTES, SECONDS, parse_quantity
 from kv_events.records import Channel
 from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import UsageError, err, stop_signals
+from kvsight.cli.console import UsageError, compile_kernels, err, stop_signals
+from kvsight.cli.log.index import index_all
 from kvsight.cli.moments import parse_moment
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from kv_events.kafka_settings import KafkaSettings
     from kv_events.log_retention import DeletedSegment
 
-_MIN_SEGMENTS = 8
-"""Segments in which a bound on the size is kept at least."""
 _SHOW_S = 0.5
 
 
@@ -66,7 +65,7 @@ def record(
     Example: kvsight record incident --kafka localhost:9092 --from 2026-01-31T12:00:00Z --to 2026-01-31T12:10:00Z
     """
     from indexer.recording.feed import Selection
-    from indexer.recording.recorder import SEGMENT_BYTES, Recorder
+    from indexer.recording.recorder import Recorder, segment_bytes_within
     from kv_events.kafka_settings import KafkaSettings
 
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
@@ -75,12 +74,13 @@ def record(
     feeds = _feeds(settings, channel, last, Selection(worker, model), has_offsets=has_offsets)
     size = None if max_bytes is None else int(parse_quantity("--max-bytes", max_bytes, BYTES))
     age_s = None if max_age is None else parse_quantity("--max-age", max_age, SECONDS)
-    segment = SEGMENT_BYTES if size is None else min(SEGMENT_BYTES, size // _MIN_SEGMENTS)
+    segment = segment_bytes_within(size)
     if segment_bytes is not None:
-        segment = int(parse_quantity("--segment-bytes", segment_bytes, BYTES))
+        segment = max(1, int(parse_quantity("--segment-bytes", segment_bytes, BYTES)))
+    compile_kernels("indexer.replay")
     recorder = Recorder(
         folder,
-        segment_bytes=max(1, segment),
+        segment_bytes=segment,
         max_bytes=size,
         max_age_s=age_s,
         is_patient=not once,
@@ -88,8 +88,12 @@ def record(
     )
     recorder.open()
     begun = f"recording topic {settings.events_topic} into {folder}; Ctrl-C stops"
-    indexed = None if once or not any(feed.is_recorded and feed.channel == Channel.EVENTS for feed in feeds) else folder
+    has_events = any(feed.is_recorded and feed.channel == Channel.EVENTS for feed in feeds)
+    is_short = once and size is None and age_s is None  # no file is deleted before its records are indexed at the end
+    indexed = folder if has_events and not is_short else None
     asyncio.run(_record(recorder, feeds, first, begun, once=once, indexed=indexed))
+    if has_events:
+        index_all(folder)
     num_records = recorder.next_index - EventLogReader(folder).first_index
     err.print(f"stopped; {folder} holds {num_records} records")
 
@@ -100,9 +104,9 @@ def _report_deletion(segment: DeletedSegment) -> None:
 
 
 async def _record(
-    recorder: Recorder, feeds: list[Feed], since: Until, begun: str, *, once: bool, indexed: Path | None = None
+    recorder: Recorder, feeds: list[Feed], since: Until, begun: str, *, once: bool, indexed: Path | None
 ) -> None:
-    """begun: printed when Ctrl-C stops in order. indexed: folder of the log, if key frames are written beside it."""
+    """begun: printed when Ctrl-C stops in order. indexed: folder of the log, if key frames are written meanwhile."""
     stop = stop_signals()
     err.print(begun)
     from indexer.replay.background import indexing

@@ -45,6 +45,9 @@ def serve(
     record_keep: Annotated[
         str | None, typer.Option(help="Age of records that are deleted: 24h, 7d.", envvar="KVSIGHT_RECORD_KEEP")
     ] = None,
+    record_max_bytes: Annotated[
+        str | None, typer.Option(help="Bound on the size of the log: 20GiB.", envvar="KVSIGHT_RECORD_MAX_BYTES")
+    ] = None,
     *,
     connection: dict[str, Any],
 ) -> None:
@@ -71,14 +74,18 @@ def serve(
         redis=redis,
         snapshot_dir=snapshot_dir,
     )
-    settings = ApiSettings.from_flags(host=host, port=port, record=record, record_keep=record_keep)
+    settings = ApiSettings.from_flags(
+        host=host, port=port, record=record, record_keep=record_keep, record_max_bytes=record_max_bytes
+    )
     keep_freed_memory()
-    compile_kernels("api.app")
+    compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
     from api.app import create_app
     from api.server import listen, run_server, url_of
     from indexer.assembly import create_consumer, create_decision_log, create_recording
 
-    recording = None if settings.record is None else create_recording(indexer, settings.record, settings.record_keep_s)
+    recording = None
+    if settings.record is not None:
+        recording = create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
     if indexer.is_embedded:
         app = _embedded(indexer, settings, recording)
     else:

@@ -145,6 +145,39 @@ def test_a_full_disk_holds_up_nothing_and_loses_nothing(topics: dict[str, Any], 
     assert [(view["worker"], view["GPU"]) for view in replayed] == [("w", 12_010)]
 
 
+def lacks_key_frames(folder: Path) -> list[int]:
+    """The first records of files, but the first one, that have no key frame."""
+    _, *later = sorted(folder.glob("*.kvlog"))
+    return [int(path.stem) for path in later if not path.with_suffix(".kvframe").exists()]
+
+
+@pytest.mark.timeout(400)
+def test_a_recording_beside_a_service_keeps_its_bound_and_opens_at_its_first_record(
+    topics: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "recording"
+    with (
+        ServiceProcess(tmp_path, **topics, KVSIGHT_RECORD=folder, KVSIGHT_RECORD_MAX_BYTES="16MiB") as service,
+        PublishingProcess("w", **topics) as engine,
+    ):
+        engine.store(*pages(100))
+        wait_until(lambda: any(folder.glob("*.kvlog")), what="the recording")
+        for number in range(1, 1000):
+            engine.store(*pages(20_000, 100_000 * number))
+            engine.remove(*pages(20_000, 100_000 * number))
+            wait_until(lambda: not lacks_key_frames(folder), 120, "the key frames")
+            if EventLogReader(folder).first_index:
+                break
+        wait_until(lambda: service.pages("w") == engine.held, what="the pages in the index")
+        first, log = EventLogReader(folder).first_index, service.log.read_text()
+        assert first > 0, log
+        assert (folder / f"{first:020d}.kvframe").exists(), log
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 17 * 2**20
+        service.terminate()
+    replayed = json.loads(kvsight("replay", folder, "--json").stdout)
+    assert [(view["worker"], view["state"], view["GPU"]) for view in replayed] == [("w", "live", 100)]
+
+
 def has_decisions(folder: Path, number: int) -> bool:
     return len(of(folder, Channel.DECISIONS)) == number
 
@@ -219,6 +252,8 @@ def test_wrong_flags_of_a_recording_are_one_line(flags: list[str], line: str, tm
     ("variables", "line"),
     [
         ({"KVSIGHT_RECORD_KEEP": "soon"}, "KVSIGHT_RECORD_KEEP: got 'soon', expected a positive number"),
+        ({"KVSIGHT_RECORD_MAX_BYTES": "20"}, "KVSIGHT_RECORD_MAX_BYTES: got '20', expected at least 16MiB"),
+        ({"KVSIGHT_RECORD_MAX_BYTES": "20GB"}, "KVSIGHT_RECORD_MAX_BYTES: got '20GB', expected a positive number"),
         ({"KVSIGHT_RECORD": "/proc/nowhere"}, "/proc/nowhere: "),
         (
             {"KVSIGHT_RECORD": "/tmp/r", "KVSIGHT_EVENT_LOG_DIR": "/tmp/e"},

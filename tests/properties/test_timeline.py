@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from shutil import copytree
 from tempfile import TemporaryDirectory
 
 from hypothesis import given, settings
@@ -70,6 +71,32 @@ def test_any_moment_equals_a_replay_from_the_beginning(seed: int, length: int) -
             moment = some_moment(random, records)
             assert facts(timeline.at(moment)) == facts(from_the_beginning(Path(name), moment)), moment
         assert (timeline.faults, timeline.damage) == ([], [])
+
+
+@given(SEEDS, st.integers(20, 120))
+@settings(max_examples=num_examples(12), deadline=None)
+def test_a_log_whose_oldest_files_are_deleted_opens_as_the_whole_one(seed: int, length: int) -> None:
+    random = Random(seed)
+    with TemporaryDirectory() as name, TemporaryDirectory() as whole:
+        folder, records = Path(name), faulty_run(random, length)
+        indexer = None
+        with EventLogWriter(folder, segment_bytes=random.choice((1, 4000, 20_000))) as writer:
+            for record in records:
+                writer.append(record)
+                if random.random() < 0.2:
+                    writer.flush(sync=False)
+                    indexer = indexer or LogIndexer(folder, SETTINGS, frame_cost=random.choice((500, 10**9)))
+                    indexer.advance()
+        LogIndexer(folder, SETTINGS).advance()
+        copytree(folder, whole, dirs_exist_ok=True)
+        segments = sorted(folder.glob("*.kvlog"))
+        for path in segments[: random.randrange(len(segments))]:
+            path.unlink()
+        timeline = Timeline(folder, SETTINGS)
+        for _ in range(4):
+            moment = Until(offset=random.randrange(timeline.first_index, len(records) + 1))
+            assert facts(timeline.at(moment)) == facts(from_the_beginning(Path(whole), moment)), moment
+        assert (timeline.faults, timeline.damage, timeline.warnings) == ([], [], [])
 
 
 @given(SEEDS, LENGTHS)

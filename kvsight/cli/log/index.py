@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,13 +29,7 @@ def index(
     Example: kvsight log index run.log
     """
     source = LogInput(log)
-    compile_kernels("indexer.replay")
-    from indexer.replay import LogIndexer
-
-    indexer = LogIndexer(log)
-    with progress_bar() as bar:
-        task = bar.add_task("indexing", total=indexer.timeline.next_index)
-        indexer.advance(lambda done: bar.update(task, completed=done))
+    indexer = index_all(log)
     if follow:
         asyncio.run(_follow(indexer))
     err.print(f"{log}: {count(indexer.frames_written, 'key frame')} written, up to record {indexer.next_index}")
@@ -42,6 +37,18 @@ def index(
     source.damage, source.faults = indexer.timeline.damage, faults
     source.find_torn_tail()
     source.exit_if_damaged()
+
+
+def index_all(log: Path) -> LogIndexer:
+    """Write the key frames and the time index of a log up to its present end. Raises EventLogError, OSError."""
+    compile_kernels("indexer.replay")
+    from indexer.replay import LogIndexer
+
+    indexer = LogIndexer(log)
+    with progress_bar() as bar:
+        task = bar.add_task("indexing", total=indexer.timeline.next_index)
+        indexer.advance(lambda done: bar.update(task, completed=done))
+    return indexer
 
 
 async def _follow(indexer: LogIndexer) -> None:

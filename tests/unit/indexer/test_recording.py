@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from indexer.recording.recorder import MAX_WAITING_BYTES, Recorder
 from indexer.recording.thread import RecordingThread
 from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.log_retention import DeletedSegment
+from kv_events.log_scan import scan_log
+from kv_events.log_segment import EventLogCorruptedError
 from kv_events.records import Channel, LogRecord
 from tests.support.waiting import async_wait_until
 
@@ -22,6 +26,14 @@ def damage_the_middle(folder: Path) -> None:
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 1
     segment.write_bytes(data)
+
+
+def damage_the_last(folder: Path, where: slice) -> Path:
+    path = max(folder.glob("*.kvlog"))
+    data = bytearray(path.read_bytes())
+    data[where] = bytes(byte ^ 1 for byte in data[where])
+    path.write_bytes(data)
+    return path
 
 
 async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path) -> None:
@@ -97,6 +109,27 @@ async def test_a_recording_goes_on_after_damage_and_knows_what_it_has(tmp_path: 
     assert reader.next_index == 12
     assert [(index, found.offset) for index, found in reader.read(8)] == [(n, n) for n in range(8, 12)]
     assert recorder.written == 2
+
+
+@pytest.mark.parametrize("damaged", [slice(0, 1), slice(0, None)], ids=["header", "everything"])
+async def test_a_recording_goes_on_after_a_file_with_a_damaged_header(
+    tmp_path: Path, damaged: slice, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EventLogWriter(tmp_path, segment_bytes=3000) as writer:
+        for number in range(10):
+            writer.append(record(number))
+    last = damage_the_last(tmp_path, damaged)
+    for first in (8, 12):
+        recorder = Recorder(tmp_path)
+        async with RecordingThread(recorder).running():
+            for number in range(first, first + 4):
+                recorder.offer(record(number))
+        assert recorder.degraded == ""
+    damage: list[EventLogCorruptedError] = []
+    kept = [found.offset for chunk in scan_log(tmp_path, damage.append) for _, found in chunk.records()]
+    assert kept == ([*range(16)] if damaged.stop else [*range(8), *range(8, 16)])
+    assert {error.segment for error in damage} == {last}
+    assert len([line for line in caplog.messages if "the log goes on in a new segment" in line]) == 1
 
 
 async def test_what_the_disk_does_not_accept_before_the_end_is_counted(tmp_path: Path) -> None:

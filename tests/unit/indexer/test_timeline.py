@@ -158,6 +158,61 @@ def test_after_old_segments_are_deleted_moments_start_at_the_oldest_key_frame(lo
     assert num_pages(Timeline(log, SETTINGS)) == NUM_RECORDS
 
 
+def test_after_old_segments_are_deleted_the_first_record_has_the_views_of_that_moment(log: Path) -> None:
+    whole = Timeline(log, SETTINGS)
+    expected = [facts(whole.at(Until(offset=i))) for i in range(NUM_RECORDS + 1)]
+    num_segments = len(list(log.glob("*.kvlog")))
+    assert [int(path.stem) for path in index_log(log, frame_cost=10**9)] == [
+        int(path.stem) for path in sorted(log.glob("*.kvlog"))[1:]
+    ]
+    assert num_segments > 2
+    for _ in range(1, num_segments):
+        min(log.glob("*.kvlog")).unlink()
+        timeline = Timeline(log, SETTINGS)
+        first = timeline.first_index
+        assert [facts(timeline.at(Until(offset=i))) for i in range(first, NUM_RECORDS + 1)] == expected[first:]
+        assert (timeline.faults, timeline.warnings) == ([], [])
+
+
+def test_a_segment_after_a_damaged_end_has_a_key_frame_at_its_first_record(log: Path) -> None:
+    first, second, *_ = sorted(log.glob("*.kvlog"))
+    os.truncate(first, first.stat().st_size - 10)
+    expected = facts(Timeline(log, SETTINGS).at())
+    index_log(log, frame_cost=10**9)
+    first.unlink()
+    timeline = Timeline(log, SETTINGS)
+    assert facts(timeline.at()) == expected
+    assert num_pages(timeline, Until(offset=int(second.stem))) == int(second.stem) - 1
+
+
+def test_an_indexer_that_is_overtaken_by_deletions_goes_on_at_the_oldest_record(log: Path) -> None:
+    indexer = LogIndexer(log, SETTINGS)
+    first, second, *_ = sorted(log.glob("*.kvlog"))
+    first.unlink()
+    indexer.advance()
+    assert indexer.next_index == NUM_RECORDS
+    assert num_pages(Timeline(log, SETTINGS)) == NUM_RECORDS - int(second.stem)
+
+
+def test_a_worker_that_is_silent_for_long_is_dropped_as_in_a_service(tmp_path: Path) -> None:
+    settings = IndexerSettings(max_pages=1000, forget_after_s=60)
+    silent, heard = Stream("silent"), Stream("heard")
+    with EventLogWriter(tmp_path, segment_bytes=3000) as writer:
+        for second in range(0, 200, 2):
+            if second < 100:
+                writer.append(silent.batch(stored((0, [second + 1])), now=1000 + second))
+            writer.append(heard.batch(stored((0, [5000 + second])), now=1000 + second))
+    moments = [Until(time_s=1000 + second) for second in range(0, 199, 3)]
+    timeline = Timeline(tmp_path, settings)
+    expected = [facts(timeline.at(moment)) for moment in moments]
+    workers = [{stream.worker for stream in each["views"]} for each in expected]
+    last = max(i for i, found in enumerate(workers) if "silent" in found) * 3
+    assert 98 + 60 <= last <= 98 + 60 + 13
+    LogIndexer(tmp_path, settings, frame_cost=2000).advance()
+    timeline = Timeline(tmp_path, settings)
+    assert [facts(timeline.at(moment)) for moment in moments] == expected
+
+
 def test_the_size_of_a_bounded_log_counts_key_frames(log: Path) -> None:
     index_log(log)
     with EventLogWriter(log, segment_bytes=1000) as writer:
