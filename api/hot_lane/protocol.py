@@ -22,10 +22,17 @@ from api.hot_lane.lane import HotLane
 from api.problems import ProblemError
 
 MAX_HEAD_BYTES = 2**14
-"""Bound on the head of a request, in addition to one packet."""
+"""Bound on the head of a request."""
 ARRIVAL_S = 60.0
 """Time in which a request must have arrived completely."""
 
+_SLICE_BYTES = 2**10
+"""Data that httptools reads at once, apart from bodies: about ten requests."""
+_PIPELINE_PAUSE_S = 0.02
+"""Pause between two requests of the ordinary way of which the client sent the second before the answer to the first.
+
+A client that pipelines without end thus takes a fiftieth of the time of the event loop.
+"""
 _HEAD = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\ncontent-type: application/%b\r\n\r\n"
 _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
 _LARGE_ANSWER = 2**15  # a copy takes longer than another call
@@ -43,7 +50,9 @@ class HotProtocol(HttpToolsProtocol):
         self._held = bytearray()  # the part of a request in the lane that has arrived
         self._missing = 0
         self._answered_at = 0.0  # by the clock of the loop
+        self._rest = bytearray()  # what arrived after a request that is not answered yet
         self._is_in_head = False  # of a request that httptools reads
+        self._body_bytes = 0  # that are missing of it, as far as they are announced
         self._head_bytes = 0
         self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
         self._began_at = 0.0  # first byte of that request, by the clock of the loop
@@ -54,6 +63,9 @@ class HotProtocol(HttpToolsProtocol):
         self._repeated: Repeated | None = None
 
     def data_received(self, data: bytes) -> None:
+        if self._rest:
+            self._hold_rest(data)
+            return
         if self._held:
             self._held += data
             self._missing -= len(data)
@@ -66,15 +78,52 @@ class HotProtocol(HttpToolsProtocol):
             self._set_arrival()
 
     def _feed(self, data: bytes) -> None:
-        """Pass data to httptools, which bounds neither the number nor the size of headers."""
-        is_head = not self._is_parsing  # trailers cannot be told from a chunk before they are parsed
-        if self._is_in_head:
-            self._head_bytes += len(data)
-        is_endless = is_head and len(data) > MAX_HEAD_BYTES and data.find(_END_OF_HEAD, 0, MAX_HEAD_BYTES) < 0
-        if not is_endless:  # to parse its headers would hold up other connections
-            super().data_received(data)
-        if is_endless or (self._is_in_head and self._head_bytes > MAX_HEAD_BYTES):
-            self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
+        """Pass data to httptools in slices, until a request waits for the answer to another one.
+
+        httptools would read all requests at once, and bounds neither the number nor the size of headers.
+        """
+        at = 0
+        while at < len(data) and not self.transport.is_closing():
+            if at > 0 and self._is_client_ahead():
+                self._hold_rest(data[at:])
+                return
+            piece = data[at : at + max(_SLICE_BYTES, self._body_bytes)]
+            at += len(piece)
+            if self._is_in_head:
+                self._head_bytes += len(piece)
+            super().data_received(piece)
+            if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
+
+    def _is_client_ahead(self) -> bool:
+        """Return whether a request has arrived completely and is not answered yet."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return bool(self.pipeline) or not (self._is_parsing or is_answered)
+
+    def _hold_rest(self, data: bytes) -> None:
+        """Hold what a client sent after a request that is not answered yet."""
+        self._rest += data
+        self.flow.pause_reading()
+
+    def _go_on(self) -> None:
+        """Read the next one of several requests that arrived at once."""
+        if self._rest and not self.transport.is_closing():
+            data = bytes(self._rest)
+            self._rest.clear()
+            self.flow.resume_reading()
+            self.data_received(data)
+
+    def on_response_complete(self) -> None:
+        """Let other connections have their turn if the client did not wait for this answer."""
+        if self._rest or self.pipeline:
+            self.loop.call_later(_PIPELINE_PAUSE_S, self._next_of_pipeline)
+        else:
+            super().on_response_complete()
+
+    def _next_of_pipeline(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline:  # the next request may have arrived in part
+            self._go_on()
 
     def _set_arrival(self) -> None:
         """Set a limit to the arrival of a request, or cancel it after the request has arrived."""
@@ -124,20 +173,27 @@ class HotProtocol(HttpToolsProtocol):
     def _is_taken(self, data: bytes) -> bool:
         """Answer a complete request, or hold one that is still arriving. Returns False if the lane does not take it.
 
-        Several requests at once are not taken: their answers would hold up other connections.
+        Of several requests at once, it takes the first one.
         """
         start = data.find(_END_OF_HEAD, 0, MAX_BYTES) + len(_END_OF_HEAD)
         head = self._lane.heads.find(data[:start]) if start > len(_END_OF_HEAD) else None
         if head is None:
             return False
-        self._missing = start + head.content_length - len(data)
+        end = start + head.content_length
+        self._missing = end - len(data)
         if self._missing > 0:
             self._held += data
             self._began_at = self.loop.time()
             return True
-        body = self._lane.answer(head, data, start) if self._missing == 0 else None
+        if self._missing < 0:
+            self._hold_rest(data[end:])
+            data = data[:end]
+        body = self._lane.answer(head, data, start)
         if body is None:
-            return False
+            self._feed(data)
+            return True
+        if self._rest:
+            self.loop.call_soon(self._go_on)
         self._respond(body)
         self._until_direct -= 1
         if self._until_direct <= 0:
@@ -154,7 +210,7 @@ class HotProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._become_direct)  # the answer has been sent by then
 
     def _become_direct(self) -> None:
-        if self._direct is None or self._repeated is None or self._direct_as is not None or self._held:
+        if self._direct is None or self._repeated is None or self._direct_as is not None or self._held or self._rest:
             return
         if self._is_free() and self.transport.get_write_buffer_size() == 0:
             self.transport.pause_reading()
@@ -237,18 +293,25 @@ class HotProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._body_bytes = self._announced_bytes()
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
         """Count what follows as headers: trailers follow the last chunk."""
         self._is_in_head, self._head_bytes = True, 0
 
+    def _announced_bytes(self) -> int:
+        """Return the Content-Length of the request that httptools reads, 0 if there is none."""
+        return next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+
     def on_body(self, body: bytes) -> None:
         self._is_in_head = False
+        self._body_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_parsing = self._is_in_head = False
+        self._body_bytes = 0
         super().on_message_complete()
 
     def shutdown(self) -> None:

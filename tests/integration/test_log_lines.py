@@ -47,7 +47,7 @@ def test_the_life_of_a_worker_is_in_the_log_of_a_service(service: tuple[ServiceP
         engine.store(1)
         wait_until(lambda: events() == ["joined"], what="joined")
         engine.kill()
-        wait_until(lambda: "expired" in events(), deadline_s=20, what="expired")
+        wait_until(lambda: "expired" in events(), deadline_s=60, what="expired")
     with PublishingProcess("w", **topics) as engine:
         wait_until(lambda: "came back" in events(), what="came back")
         engine.close()

@@ -310,11 +310,11 @@ def test_while_the_master_is_away_calls_fail_at_once_and_later_work_again(connec
     began = time.monotonic()
     for _ in range(100):
         assert (store.batch_exists(KEYS), put(store, 0), get(store, 0)) == (0, [False], [False])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     with pytest.raises(StorageUnreachableError, match=own_mooncake_master.address):
         store.clear()
     own_mooncake_master.restart()
-    wait_until(lambda: put(store, 0, 1) == [True, True], 15, "the master is back")
+    wait_until(lambda: put(store, 0, 1) == [True, True], 60, "the master is back")
     assert get(store, 0, 1) == [True, True]
     assert store.is_held(KEYS[0])
 
@@ -342,11 +342,11 @@ class Traffic:
     def _prefetch(self, req_id, prompt):
         cache = self.rig.cache
         cache.prefetch_from_storage(req_id, cache.root_node, prompt)
-        wait_until(lambda: cache.check_hicache_events() or cache.check_prefetch_progress(req_id), 15, "a prefetch ends")
+        wait_until(lambda: cache.check_hicache_events() or cache.check_prefetch_progress(req_id), 60, "a prefetch ends")
         self.from_store += cache.pop_prefetch_loaded_tokens(req_id)
 
     def settle(self):
-        wait_until(lambda: self.rig.engine.drain(1), 15)
+        wait_until(lambda: self.rig.engine.drain(1), 60)
         self.rig.cache.check_hicache_events()
         return follow(self.rig)
 
@@ -355,15 +355,15 @@ def test_a_master_killed_under_traffic_costs_hits_and_nothing_else(own_mooncake_
     threads = ThreadCopyEngine()
     with engine("mha", own_identity(), own_mooncake_master.settings(), engine=threads) as rig:
         traffic = Traffic(rig, seed=1)
-        wait_until(lambda: traffic.step() or traffic.from_store > 100, 20, "pages from the store")
+        wait_until(lambda: traffic.step() or traffic.from_store > 100, 60, "pages from the store")
         own_mooncake_master.kill()
-        wait_until(lambda: traffic.step() or not follow(rig), 20, "no event of the store")
+        wait_until(lambda: traffic.step() or not follow(rig), 60, "no event of the store")
         before = traffic.from_store
         for _ in range(10):
             traffic.step()
         assert (traffic.from_store, traffic.settle()) == (before, set())
         own_mooncake_master.restart()
-        wait_until(lambda: traffic.step() or traffic.from_store > before + 100, 20, "pages from the store again")
+        wait_until(lambda: traffic.step() or traffic.from_store > before + 100, 60, "pages from the store again")
         told = traffic.settle()
         keys = rig.store._held.keys()
         assert told

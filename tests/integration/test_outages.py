@@ -43,14 +43,14 @@ def check_an_outage(broker: KafkaBroker, topics: dict[str, Any], folder: Path) -
         assert (metric(service, "kvsight_log_up"), metric(service, "kvsight_log_down_seconds")) == (1, 0)
 
         broker.kill()
-        wait_until(lambda: service.get("/ready").status_code == 503, 15, "the service to notice")
+        wait_until(lambda: service.get("/ready").status_code == 503, 60, "the service to notice")
         ready = service.get("/ready")
         assert _SINCE.match(ready.json()["detail"])
         assert ready.headers["Retry-After"] == "1"
         assert (metric(service, "kvsight_log_up"), metric(service, "kvsight_ready")) == (0, 0)
         assert metric(service, "kvsight_log_down_seconds") > 0
         assert "kvsight_log_lag_records" not in service.get("/metrics").text
-        wait_until(lambda: service.listener("w")["state"] == "stale", 15, "the view to be stale")
+        wait_until(lambda: service.listener("w")["state"] == "stale", 60, "the view to be stale")
         assert _SINCE.match(service.listener("w")["stale_reason"])
         known, unknown = service.query(MODEL, [1, 2, 3]), service.query("unknown", [1])
         assert known.json()["instances"]["w"]["longest_matched"] == 12

@@ -76,7 +76,7 @@ class Both:
             return answers[0] == answers[1] and (wanted is None or answers[0]["scores"] == wanted)
 
         try:
-            await async_wait_until(same, 15)
+            await async_wait_until(same, 60)
         except AssertionError:
             assert answers[0] == answers[1]
             assert answers[0]["scores"] == wanted
@@ -226,7 +226,7 @@ async def test_an_engine_that_restarts_keeps_its_old_pages_only_at_the_peers(tmp
             async def ours_is_right() -> bool:
                 return bool((await two.asked(token_ids=tokens))[1]["scores"] == {"1": {"0": 4}})
 
-            await async_wait_until(ours_is_right, 15, "the new incarnation is known")
+            await async_wait_until(ours_is_right, 60, "the new incarnation is known")
             theirs, _ = await two.asked(token_ids=tokens)
             assert theirs["scores"] == {"1": {"0": 16}}
 

@@ -72,6 +72,6 @@ def test_a_topic_that_is_deleted_and_created_again_is_followed(
         assert service.get("/ready").status_code == 200
 
         engines[0].store(2000)
-        wait_until(lambda: are_right(service, engines), 10, "later pages")
+        wait_until(lambda: are_right(service, engines), 60, "later pages")
     log = service.log.read_text()
     assert "was deleted or created again; all workers are resynchronised" in log

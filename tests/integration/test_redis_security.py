@@ -87,13 +87,13 @@ async def test_registrations_are_kept_over_tls(redis: SecureRedis) -> None:
     with ZmqEngine() as engine:
         async with service(**redis.settings()) as first:
             await first.register(engine)
-            await async_wait_until(first.is_ready, 15, "a ready service")
+            await async_wait_until(first.is_ready, 60, "a ready service")
         async with service(**redis.settings()) as second:
 
             async def is_registered() -> bool:
                 return len((await second.client.get("/workers")).json()) == 1
 
-            await async_wait_until(is_registered, 15, "the registration")
+            await async_wait_until(is_registered, 60, "the registration")
 
 
 async def test_a_client_that_is_refused_is_told_why_in_one_line(redis: SecureRedis, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Service:
             listener = await self.listener(rank)
             return (listener.get("state"), listener.get("stale_reason")) == (state, reason)
 
-        await async_wait_until(so, 15, f"{state}: {reason}")
+        await async_wait_until(so, 60, f"{state}: {reason}")
 
     async def num_in_state(self, state: str) -> float:
         lines = (await self._client.get("/metrics")).text.splitlines()

@@ -65,7 +65,7 @@ async def test_registrations_are_saved_once_their_store_is_back(redis_server: Re
                 await store.close()
                 return data is not None and engine.endpoint.encode() in data
 
-            await async_wait_until(is_saved, 20, "saved")
+            await async_wait_until(is_saved, 60, "saved")
 
 
 async def test_registrations_that_do_not_read_back_stop_nothing(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ async def test_a_service_is_ready_once_what_its_engines_still_keep_is_in_the_ans
             tokens = prompt[4 * page : 4 * page + 4]
             engine.send(payload(stored([page + 1], tokens, parent=page or None)))
         async with service(**kept) as served:
-            await async_wait_until(served.is_ready, 20, "ready")
+            await async_wait_until(served.is_ready, 60, "ready")
             assert await served.gpu(prompt) == 4000
 
 

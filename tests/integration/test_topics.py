@@ -137,7 +137,7 @@ async def test_a_reader_creates_no_topic_and_says_once_what_it_waits_for(
     async def is_found() -> bool:
         return set(await source.ends()) == {0, 1}
 
-    await async_wait_until(is_found, deadline_s=20, what="the topic")
+    await async_wait_until(is_found, deadline_s=60, what="the topic")
     assert caplog.text.count(f"topic {own['events_topic']} exists now") == 1
     await source.stop()
 
@@ -157,7 +157,7 @@ async def test_a_publisher_creates_the_topics_of_its_settings_and_again_when_the
         }
 
     async with EventPublisher(settings, create_sink(settings)) as publisher:
-        await async_wait_until(are_right, deadline_s=20, what="the topics")
+        await async_wait_until(are_right, deadline_s=60, what="the topics")
         async with administration(own["kafka"]) as admin:
             await admin.delete_topics([own["events_topic"], own["control_topic"]])
         await async_wait_until(are_right, deadline_s=80, what="the topics again")  # one request may take 40 s
@@ -180,7 +180,7 @@ async def test_topics_that_differ_from_the_settings_are_one_warning_each(
     settings = PublisherSettings(model="m", worker="w", block_size=4, heartbeat_s=0.1, **own)
     consumer = create_consumer(IndexerSettings(snapshot_dir=tmp_path, **own))
     async with EventPublisher(settings, create_sink(settings)), consumer.running():
-        await async_wait_until(lambda: consumer.namespaces.views, deadline_s=20, what="a view")
+        await async_wait_until(lambda: consumer.namespaces.views, deadline_s=60, what="a view")
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     (told,) = [line for line in lines if "TOPIC_PARTITIONS" in line]
     assert told.startswith(f"topic {own['events_topic']}: it has 1 partition, and KVSIGHT_TOPIC_PARTITIONS is 8; ")
@@ -207,6 +207,7 @@ def test_the_command_creates_and_checks_topics(own: dict[str, Any]) -> None:
     missing = kvsight("topics", "check", *flags(own))
     assert (missing.returncode, missing.stdout.count("missing: ")) == (1, 3)
     made = kvsight("topics", "create", *flags(own), "--topic-partitions", 2, "--topic-retention-s", 7200)
+    assert (made.returncode, made.stderr) == (0, "")
     assert made.stdout.splitlines() == [
         f"created: {own['events_topic']}: 2 partitions, 1 replica, kept for 2:00:00",
         f"created: {own['control_topic']}: 1 partition, 1 replica, kept for 2:00:00",

@@ -38,11 +38,11 @@ async def test_a_registered_address_that_refuses_connections_is_shown_until_an_e
         async def is_active() -> bool:
             return await shown() == ("active", None)
 
-        await async_wait_until(is_refused, 10, "the reason")
+        await async_wait_until(is_refused, 60, "the reason")
         labels = 'dp_rank="0",model="m",state="unreachable",tenant="default",worker="1"'
         assert f"kvsight_bridge_link{{{labels}}} 1.0" in (await served.client.get("/metrics")).text
         with ZmqEngine(port=port):
-            await async_wait_until(is_active, 15, "the connection")
+            await async_wait_until(is_active, 60, "the connection")
 
 
 def test_a_bridge_with_a_wrong_address_logs_one_line(tmp_path: Path) -> None:

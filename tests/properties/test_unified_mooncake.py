@@ -110,7 +110,7 @@ def test_a_master_killed_in_the_middle_costs_hits_and_nothing_else(own_mooncake_
     machine.is_uncertain = True
     own_mooncake_master.kill()
     run_some(machine, 100, draw)
-    wait_until(machine.notice, 20, "no event of the store")
+    wait_until(machine.notice, 60, "no event of the store")
     machine.is_uncertain = False
     machine.let_go()
     machine.settle()

@@ -48,7 +48,7 @@ class Service:
         async def so() -> bool:
             return await self.gpu(tokens, **fields) == num_tokens
 
-        await async_wait_until(so, 15, f"{num_tokens} tokens on the device")
+        await async_wait_until(so, 60, f"{num_tokens} tokens on the device")
 
     async def is_ready(self) -> bool:
         return (await self.client.get("/ready")).is_success

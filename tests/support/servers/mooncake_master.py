@@ -102,7 +102,7 @@ class MooncakeMaster(MooncakeAccess):
         options = [f"--rpc_port={self._port}", f"--metrics_port={free_port()}", "--logtostderr=1"]
         binary = Path(sys.executable).parent / "mooncake_master"
         self._process = ChildProcess([binary, *options], self._log)
-        self._process.wait_for_port(self._port, deadline_s=20.0)
+        self._process.wait_for_port(self._port, deadline_s=60.0)
 
     def lend(self) -> None:
         """Lend `LENT_BYTES` of memory to the master until `close`, also after restarts."""

@@ -28,7 +28,7 @@ class PeerIndexer:
         self._port = free_port()
         command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self._port), "--threads", str(threads)]
         self._process = ChildProcess(command, log, {"PYTHONPATH": str(folder), "DYN_LOG": "warn"})
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=10)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=60)
 
     def register(self, instance: int, endpoint: str, **fields: Any) -> None:
         """Register an engine. fields: `model_name`, `block_size` and any other field of the request."""

@@ -45,7 +45,7 @@ class RedisServer:
         """Start or restart, and block until the server listens."""
         self.kill()
         self._process = ChildProcess(self._command, self._log)
-        self._process.wait_for_port(self._port, deadline_s=20.0)
+        self._process.wait_for_port(self._port, deadline_s=60.0)
 
     def kill(self) -> None:
         """Send SIGKILL."""

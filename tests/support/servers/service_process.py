@@ -38,7 +38,7 @@ class ServiceProcess:
         self._port = port
         self._variables = {name: str(value) for name, value in variables.items()}
         self._process: PreparedProcess | None = None
-        self._http = httpx.Client(base_url=self.url, timeout=10)
+        self._http = httpx.Client(base_url=self.url, timeout=60)
 
     def start(self) -> None:
         """Start, and return once the service listens. It may not be ready yet."""
@@ -63,7 +63,7 @@ class ServiceProcess:
         """Send SIGTERM and wait for the end."""
         assert self._process is not None
         self._process.send(signal.SIGTERM)
-        wait_until(lambda: not self._running, deadline_s=20, what="the service to end")
+        wait_until(lambda: not self._running, deadline_s=60, what="the service to end")
 
     def wait_until_ready(self) -> None:
         """Return once `GET /ready` succeeds."""

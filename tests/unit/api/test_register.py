@@ -79,7 +79,7 @@ async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> No
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
         registering = asyncio.create_task(client.post("/register", json=PEER))
-        await async_wait_until(lambda: not consumer.why_not_ready(), deadline_s=10, what="the log")
+        await async_wait_until(lambda: not consumer.why_not_ready(), deadline_s=60, what="the log")
         assert (await client.post("/query", json={"model_name": "m", "token_ids": [1]})).status_code == 404
         assert (await client.get("/workers")).json() == []
         assert "kernels" in check_problem(await client.get("/ready"), 503)["detail"]

@@ -49,13 +49,13 @@ async def test_a_disk_that_hangs_is_reported_and_holds_up_nothing(tmp_path: Path
         assert recording.degraded == ""
         for number in range(10):
             recorder.offer(record(number))
-        await async_wait_until(lambda: recording.degraded, 15, "the report")
+        await async_wait_until(lambda: recording.degraded, 60, "the report")
         assert "recording degraded: no answer of the disk for " in recording.degraded
         assert recorder.degraded_seconds > 1
         recorder.offer(record(10))
         answers.set()
-        await async_wait_until(lambda: not recording.degraded, 15, "the disk")
-        await async_wait_until(lambda: recorder.written == 11, 15, "the records")
+        await async_wait_until(lambda: not recording.degraded, 60, "the disk")
+        await async_wait_until(lambda: recorder.written == 11, 60, "the records")
     kept = [found.offset for _, found in EventLogReader(tmp_path).read(EventLogReader(tmp_path).first_index)]
     assert kept == list(range(11 - len(kept), 11))
 
@@ -87,7 +87,7 @@ async def test_what_is_offered_last_is_written_before_the_end(tmp_path: Path) ->
     recorder = Recorder(tmp_path)
     async with RecordingThread(recorder).running():
         recorder.offer(record(0))
-        await async_wait_until(lambda: recorder.written == 1, 15, "the first record")
+        await async_wait_until(lambda: recorder.written == 1, 60, "the first record")
         for number in range(1, 101):
             recorder.offer(record(number))
     recorder.offer(record(101))
@@ -136,7 +136,7 @@ async def test_what_the_disk_does_not_accept_before_the_end_is_counted(tmp_path:
     recorder = Recorder(tmp_path)
     with EventLogWriter(tmp_path):
         async with RecordingThread(recorder).running():
-            await async_wait_until(lambda: recorder.degraded, 15, "the report")
+            await async_wait_until(lambda: recorder.degraded, 60, "the report")
             for number in range(10):
                 recorder.offer(record(number))
     assert (recorder.written, recorder.lost) == (0, 10)
@@ -146,12 +146,12 @@ async def test_a_folder_that_another_writer_has_open_is_used_when_it_is_free(tmp
     first, second = Recorder(tmp_path), Recorder(tmp_path)
     async with RecordingThread(first).running():
         first.offer(record(0))
-        await async_wait_until(lambda: first.written == 1, 15, "the first record")
+        await async_wait_until(lambda: first.written == 1, 60, "the first record")
         waiting = RecordingThread(second)
         running = waiting.running()
         await running.__aenter__()
         second.offer(record(1))
-        await async_wait_until(lambda: "another writer" in waiting.degraded, 15, "the report")
-    await async_wait_until(lambda: second.written == 1, 15, "the second record")
+        await async_wait_until(lambda: "another writer" in waiting.degraded, 60, "the report")
+    await async_wait_until(lambda: second.written == 1, 60, "the second record")
     assert waiting.degraded == ""
     await running.__aexit__(None, None, None)
