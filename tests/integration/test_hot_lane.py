@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from api.app import create_app
 from api.hot_lane import protocol
@@ -20,6 +24,7 @@ from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import MAX_HEAD_BYTES
 from api.server import running_server
 from api.settings import ApiSettings
+from tests.support.effort import num_examples
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 
@@ -294,8 +299,9 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     run(main())
 
 
-def test_many_pipelined_requests_of_every_kind_are_answered_in_order() -> None:
-    kinds = [
+def every_kind() -> list[bytes]:
+    """Return requests that take different ways through the server."""
+    return [
         request(QUERY),
         b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n",
         request(body_of(token_ids=[1.5])),
@@ -303,6 +309,10 @@ def test_many_pipelined_requests_of_every_kind_are_answered_in_order() -> None:
         request(body_of(token_ids=list(range(1000)))),
         request(b"0\r\n\r\n", extra=b"Transfer-Encoding: chunked\r\n").replace(b"Content-Length: 5\r\n", b""),
     ]
+
+
+def test_many_pipelined_requests_of_every_kind_are_answered_in_order() -> None:
+    kinds = every_kind()
 
     async def main() -> None:
         async with a_service() as connect:
@@ -315,6 +325,35 @@ def test_many_pipelined_requests_of_every_kind_are_answered_in_order() -> None:
             assert [await line.answer() for _ in range(2)] == [expected[0], expected[4]]
             assert (await line.answer())[0] == b"HTTP/1.1 400 Bad Request"
             assert await line.is_at_end()
+
+    run(main())
+
+
+@settings(max_examples=num_examples(40))
+@given(st.integers(0, 2**32))
+def test_requests_of_every_kind_may_arrive_in_any_pieces(seed: int) -> None:
+    choices = random.Random(seed)
+    kinds = every_kind()
+    usual = prompts()
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line, single = await connect(), await connect()
+            expected = {data: await single.ask(data) for data in kinds + usual}
+            asked: list[bytes] = []
+            for _ in range(40):
+                source = usual if choices.random() < 0.7 else kinds
+                burst = choices.choices(source, k=choices.choice([1, 1, 1, 5]))
+                asked += burst
+                text = b"".join(burst)
+                cuts = sorted(choices.choices(range(len(text)), k=choices.choice([0, 0, 1, 4])))
+                for start, end in itertools.pairwise([0, *cuts, len(text)]):
+                    line.writer.write(text[start:end])
+                    await single.ask(usual[0])  # so the server has read what was sent before
+                while len(asked) > choices.choice([0, 0, 5]):
+                    assert await line.answer() == expected[asked.pop(0)]
+            for data in asked:
+                assert await line.answer() == expected[data]
 
     run(main())
 
