@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvsight.schemas.decisions import DecisionsAccepted
     from kvsight.schemas.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
     from kvsight.schemas.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
+    from kvsight.schemas.page import Fleet, FleetRank, FleetWorker, StateChange
     from kvsight.schemas.queries import PeerAnswer, PeerInstance
     from kvsight.schemas.workers import Listener, RadixView, ViewPage, Worker
     from publisher import EventPublisher, PublisherSettings
@@ -49,6 +50,9 @@ _HOMES = {
     "FeedEvent": "kvsight.schemas.events",
     "FileSink": "publisher.sinks.file",
     "Finding": "kvsight.schemas.explanations",
+    "Fleet": "kvsight.schemas.page",
+    "FleetRank": "kvsight.schemas.page",
+    "FleetWorker": "kvsight.schemas.page",
     "InvalidValueError": "kv_events",
     "KafkaSink": "publisher.sinks.kafka",
     "KvsightConnectionError": "kvsight.errors",
@@ -63,6 +67,7 @@ _HOMES = {
     "RadixCache": "engine_cache",
     "RadixView": "kvsight.schemas.workers",
     "RetryPolicy": "kvsight.retrying",
+    "StateChange": "kvsight.schemas.page",
     "StateChanged": "kvsight.schemas.events",
     "StorageMedium": "kv_events",
     "UnexpectedAnswerError": "kvsight.errors",
@@ -93,6 +98,9 @@ __all__ = [
     "FeedEvent",
     "FileSink",
     "Finding",
+    "Fleet",
+    "FleetRank",
+    "FleetWorker",
     "InvalidValueError",
     "KafkaSink",
     "KvsightConnectionError",
@@ -107,6 +115,7 @@ __all__ = [
     "RadixCache",
     "RadixView",
     "RetryPolicy",
+    "StateChange",
     "StateChanged",
     "StorageMedium",
     "UnexpectedAnswerError",

@@ -22,6 +22,7 @@ from kvsight.errors import KvsightHttpError, UnexpectedAnswerError
 from kvsight.prompts import Numbers, Prompt
 from kvsight.schemas.decisions import DecisionsAccepted
 from kvsight.schemas.explanations import Explanation
+from kvsight.schemas.page import Fleet
 from kvsight.schemas.problems import ProblemDocument
 from kvsight.schemas.queries import BatchAnswer, PeerAnswer, TierWeights
 from kvsight.schemas.workers import RadixView, ResyncAccepted, Worker
@@ -208,6 +209,14 @@ def explain(prompt: Prompt, *, worker: str | None = None, at: float | None = Non
 def workers(model: str | None = None, tenant: str | None = None) -> Call[list[Worker]]:
     """All workers with the state of their views."""
     return Call("GET", "/workers", partial(decode, list[Worker]), {"model_name": model, "routing_group": tenant})
+
+
+def fleet(contains: str = "", *, limit: int = 200) -> Call[Fleet]:
+    """Whether the views are true, and the workers with their rates, those in trouble first.
+
+    contains: text in the names of the workers; "" selects all. limit: the most workers of the answer.
+    """
+    return Call("GET", "/fleet", partial(decode, Fleet), {"contains": contains or None, "limit": limit})
 
 
 def view(

@@ -26,6 +26,7 @@ from kvsight.cli import (
     serve,
     simulate,
     tail,
+    top,
     topics,
     version,
     workers,
@@ -56,6 +57,7 @@ app.command("serve")(serve.serve)
 app.command("doctor")(doctor)
 app.command("query")(query.query)
 app.command("workers")(workers.workers)
+app.command("top")(top.top)
 app.command("tail")(tail.tail)
 app.command("hash")(hash_prompt)
 app.command("simulate")(simulate.simulate)

@@ -1,0 +1,247 @@
+"""`kvsight top`"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from kvsight.cli.console import err, out, print_json, print_lines
+from kvsight.cli.options import ApiToken, AsJson, Url
+from kvsight.cli.streams import MEDIA
+from kvsight.cli.tables import Column, count, duration, printable, table_lines
+from kvsight.errors import KvsightConnectionError, KvsightHttpError
+from kvsight.schemas.service import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from kvsight.client import Client
+    from kvsight.schemas.page import Fleet, FleetWorker
+
+_TIMEOUT_S = 10.0
+_MOST_WORKERS = 1000
+_STYLES = {"live": "", "syncing": "cyan", "stale": "yellow", "expired": "red"}
+"""State of a worker -> colour of its line."""
+_LEVELS = {"ok": "green", "warning": "yellow", "trouble": "bold red"}
+"""Level of the verdict -> its colour."""
+_BARS = "▁▂▃▄▅▆▇█"
+_NUM_BARS = 12
+
+
+class Line(NamedTuple):
+    """A line of the screen."""
+
+    text: str
+    style: str = ""
+
+
+def top(
+    contains: Annotated[str, typer.Option(help="Only workers whose names contain this text.")] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two tables.", min=0.1, max=3600)] = 2.0,
+    url: Url = DEFAULT_URL,
+    api_token: ApiToken = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch the workers of a running indexer.
+
+    The first lines say whether the views are true. Below them, each row is one worker, those in trouble first: the
+    state of its view, when it was last heard, the pages that it holds on each tier, and pages stored and removed a
+    second. The screen is refreshed in place until q or Ctrl-C; an outage of the service is waited out. If the output is
+    piped, tables follow each other.
+
+    --json prints the answer of GET /fleet, without --once one answer in each line.
+
+    Example: kvsight top
+    """
+    from kvsight.client import Client
+    from kvsight.retrying import RetryPolicy
+
+    with Client(url, token=api_token, timeout_s=_TIMEOUT_S, retry=RetryPolicy(attempts=1)) as client:
+        if once:
+            fleet = client.fleet(contains, limit=_MOST_WORKERS)
+            if as_json:
+                print_json(fleet)
+            else:
+                print_lines(line.text for line in fleet_lines(fleet, out.width))
+            return
+        try:
+            with _keys() as wants_end, _screen(as_json) as show:
+                _watch(client, contains, show, lambda: wants_end(interval))
+        except KeyboardInterrupt:
+            return
+
+
+class Shown(NamedTuple):
+    """What is known at one moment."""
+
+    fleet: Fleet | None
+    """The newest answer. None: there was none yet."""
+    outage: str
+    """Why there is no newer one; empty if there is."""
+
+
+def _watch(client: Client, contains: str, show: Callable[[Shown], None], pauses_and_ends: Callable[[], bool]) -> None:
+    """Show the fleet until the user ends it. An outage of the service is shown and waited out."""
+    fleet, since = None, 0.0
+    while True:
+        try:
+            fleet, since, outage = client.fleet(contains, limit=_MOST_WORKERS), 0.0, ""
+        except (KvsightConnectionError, KvsightHttpError) as error:
+            if isinstance(error, KvsightHttpError) and error.status < 500:
+                raise
+            since = since or time.time()
+            outage = f"no answer since {_clock(since)}: {error}; trying again"
+        show(Shown(fleet, outage))
+        if pauses_and_ends():
+            return
+
+
+@contextmanager
+def _screen(as_json: bool) -> Iterator[Callable[[Shown], None]]:
+    """Yield what shows the fleet: a screen that is refreshed in place on a terminal, otherwise lines after lines."""
+    if as_json or not out.is_terminal or out.is_dumb_terminal:
+        yield _Printer(as_json).show
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    def show(shown: Shown) -> None:
+        lines = [Line(part, "bold red") for part in wrap(printable(shown.outage), out.width)]
+        if shown.fleet is not None:
+            lines += fleet_lines(shown.fleet, out.width, out.height - len(lines))
+        live.update(Text("\n", no_wrap=True).join(Text(line.text, line.style) for line in lines), refresh=True)
+
+    with Live(console=out, screen=True, auto_refresh=False) as live:
+        yield show
+
+
+class _Printer:
+    """Prints one table, or one line of JSON, after another. An outage is reported once on stderr."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._is_away = False
+
+    def show(self, shown: Shown) -> None:
+        import msgspec
+
+        was_away, self._is_away = self._is_away, bool(shown.outage)
+        if shown.outage and not was_away:
+            err.print(shown.outage, markup=False)
+        if shown.outage or shown.fleet is None:
+            return
+        if self._as_json:
+            print_lines([msgspec.json.encode(shown.fleet).decode()])
+        else:
+            print_lines([*(line.text for line in fleet_lines(shown.fleet, out.width)), ""])
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yield what waits for some seconds and returns whether the user has pressed `q`. Keys are not echoed."""
+    if not (sys.stdin.isatty() and out.is_terminal):
+        yield _pause
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield lambda seconds: _is_q_pressed(descriptor, seconds)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _pause(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _is_q_pressed(descriptor: int, seconds: float) -> bool:
+    """Wait for a key. Other keys refresh the screen at once. A terminal that has gone away ends the command."""
+    readable, _, _ = select.select([descriptor], [], [], seconds)
+    return bool(readable) and os.read(descriptor, 64)[:1] in (b"q", b"Q", b"")
+
+
+def fleet_lines(fleet: Fleet, width: int, height: int | None = None) -> Iterator[Line]:
+    """Yield the verdict, sums and a table of workers. width, height: of the terminal; None: all workers."""
+    head = [Line(part, _LEVELS.get(fleet.level, "")) for part in wrap(_verdict(fleet.verdict), width)]
+    head += [Line(part) for part in wrap(_sums(fleet), width)]
+    yield from head
+    if not fleet.workers:
+        return
+    yield Line("")
+    room = len(fleet.workers) if height is None else max(1, height - len(head) - 3)
+    shown = fleet.workers if room >= len(fleet.workers) else fleet.workers[: max(1, room - 1)]
+    title, *rows = table_lines(list(_columns(shown, fleet)), width)
+    yield Line(title, "bold")
+    yield from (Line(row, _STYLES.get(worker.state, "")) for row, worker in zip(rows, shown, strict=True))
+    if len(shown) < fleet.num_selected:
+        yield Line(f"and {count(fleet.num_selected - len(shown), 'more worker')}")
+
+
+def _verdict(parts: Sequence[str | float]) -> str:
+    return printable("".join(part if isinstance(part, str) else _clock(part) for part in parts))
+
+
+def _clock(seconds: float) -> str:
+    """A time of today, or with its date. In the local zone."""
+    then, now = datetime.fromtimestamp(seconds), datetime.now()
+    return then.strftime("%H:%M:%S" if then.date() == now.date() else "%Y-%m-%d %H:%M:%S")
+
+
+def _sums(fleet: Fleet) -> str:
+    """Time, states, pages by tier and rates of the workers that were asked for."""
+    states = ", ".join(f"{number} {state}" for state, number in fleet.states.items() if number)
+    pages = {medium: sum(worker.pages.get(medium, 0) for worker in fleet.workers) for medium in MEDIA}
+    held = ", ".join(f"{number:,} {MEDIA[medium]}" for medium, number in pages.items() if number) or "none"
+    rates = [sum(map(_now, (getattr(each, name) for each in fleet.workers))) for name in ("stored", "removed")]
+    events = f"stored {rates[0]:,.0f}/s, removed {rates[1]:,.0f}/s"
+    part = "" if fleet.num_selected <= len(fleet.workers) else f" of {len(fleet.workers):,} workers"
+    return f"{_clock(fleet.time)}; workers: {states or 'none'}; pages{part}: {held}; {events}"
+
+
+def _columns(workers: Sequence[FleetWorker], fleet: Fleet) -> Iterator[Column]:
+    yield Column("worker", [each.worker for each in workers])
+    if len({(each.model, each.tenant) for each in fleet.workers}) > 1:
+        yield Column("model", [each.model for each in workers], rank=5)
+    yield Column("state", [each.state for each in workers])
+    yield Column("last heard", [f"{duration(round(each.age_s * 1000))} ago" for each in workers], True, rank=3)
+    for medium in _media(fleet.workers):
+        cells = [f"{each.pages.get(medium, 0):,}" for each in workers]
+        yield Column(f"{MEDIA[medium]} pages", cells, is_number=True, rank=2)
+    yield Column("stored/s", [f"{_now(each.stored):,.0f}" for each in workers], is_number=True, rank=1)
+    yield Column("removed/s", [f"{_now(each.removed):,.0f}" for each in workers], is_number=True, rank=1)
+    yield Column("resyncs", [f"{each.resyncs:,}" for each in workers], is_number=True, rank=7)
+    if out.encoding.lower().startswith("utf"):
+        title = f"stored, {_NUM_BARS * fleet.interval_s:.0f} s"
+        yield Column(title, [_curve(each.stored) for each in workers], rank=8)
+    if any(each.reason for each in workers):
+        yield Column("reason", [each.reason for each in workers], rank=4)
+
+
+def _media(workers: Sequence[FleetWorker]) -> list[str]:
+    """The media on which any of the workers holds pages, fastest first."""
+    return [medium for medium in MEDIA if any(worker.pages.get(medium) for worker in workers)] or ["GPU"]
+
+
+def _now(rates: Sequence[float]) -> float:
+    """The rate of the last interval."""
+    return rates[-1] if rates else 0.0
+
+
+def _curve(rates: Sequence[float]) -> str:
+    """The last intervals as bars, oldest first. The highest of them has the highest bar."""
+    last = rates[-_NUM_BARS:]
+    highest = max(last, default=0.0)
+    return "".join(_BARS[round(rate / highest * (len(_BARS) - 1))] if highest else _BARS[0] for rate in last)
