@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +14,7 @@ from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
+from kvsight.schemas.past import MovedPage, StreamDiff
 
 _TIER_OF_DUMP = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
 
@@ -32,41 +32,6 @@ Holdings: TypeAlias = Mapping[StreamId, HeldPages]
 """What each worker stream holds."""
 
 NOTHING = HeldPages(np.empty(0, np.uint64), np.empty(0, np.uint8))
-
-
-class MovedPage(msgspec.Struct, frozen=True):
-    """A page that is on other media."""
-
-    sequence_hash: int
-    before: list[str]
-    """Media, fastest first."""
-    after: list[str]
-
-
-class StreamDiff(msgspec.Struct, frozen=True):
-    """How the pages of one worker stream differ. The examples are the pages with the lowest hashes."""
-
-    model: str
-    tenant: str
-    worker: str
-    dp_rank: int
-    before: int
-    """Pages held before, on any medium."""
-    after: int
-    gained: int
-    """Pages that are held after and not before, on any medium."""
-    lost: int
-    moved: int
-    """Pages that are held before and after, on different media."""
-    gained_examples: list[int]
-    """Sequence hashes."""
-    lost_examples: list[int]
-    moved_examples: list[MovedPage]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.gained or self.lost or self.moved)
 
 
 def holdings_of(views: Replay) -> Holdings:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from api import openapi, problems
 from api.auth import BearerToken
 from api.decisions import DecisionMetrics, DecisionRoute
 from api.docs_page import docs_routes
+from api.documented import DocumentedApp
 from api.dump import dump_routes
 from api.explain import ExplainRoute
 from api.feed import EventFeed, feed_routes
@@ -38,14 +37,8 @@ if TYPE_CHECKING:
     from api.registrations import Registrations
 
 
-class Application(FastAPI):
-    """FastAPI application whose documentation includes the hot routes."""
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document, which is built once."""
-        if self.openapi_schema is None:
-            openapi.complete(super().openapi(), needs_token=self.state.needs_token)
-        return super().openapi()
+class Application(DocumentedApp):
+    """The application of the live service."""
 
     def end_streams(self) -> None:
         """End the endless answers, because the server is about to stop."""
@@ -77,8 +70,7 @@ def create_app(
         async with recorded, consumer.running(), engines, decisions.running(), scene.watch.running(consumer):
             yield
 
-    app = Application(title="kvsight", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.needs_token = settings.api_token is not None
+    app = Application(lifespan, needs_token=settings.api_token is not None)
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     endpoints = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=not settings.answer_before_ready).endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
@@ -103,7 +95,6 @@ def create_app(
     app.include_router(docs_routes())
     app.include_router(page_routes(scene.open))
     app.include_router(site_routes())
-    problems.install(app)
     # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
     if settings.api_token is not None:
@@ -111,10 +102,3 @@ def create_app(
     app.add_middleware(MeasureRequests, metrics=metrics)
     app.add_middleware(RequestLog)
     return app
-
-
-def _version() -> str:
-    try:
-        return version("kvsight")
-    except PackageNotFoundError:
-        return "0"  # running from a checkout without installation

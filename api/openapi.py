@@ -37,6 +37,7 @@ from kvsight.schemas.page import (
     ResidencyRow,
     StateChange,
 )
+from kvsight.schemas.past import BatchOfMoment, Mark, MomentOfLog, MovedPage, Span, StreamDiff
 from kvsight.schemas.problems import ProblemDocument
 from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
@@ -59,6 +60,7 @@ _REQUESTS = (
     ExplainRequest,
 )
 _ANSWERS: tuple[type[Struct], ...] = (
+    BatchOfMoment,
     BatchPosition,
     DecisionsAccepted,
     Evidence,
@@ -70,6 +72,9 @@ _ANSWERS: tuple[type[Struct], ...] = (
     Funnel,
     FunnelSums,
     Listener,
+    Mark,
+    MomentOfLog,
+    MovedPage,
     PeerAnswer,
     PeerInstance,
     PeerRegistered,
@@ -84,8 +89,10 @@ _ANSWERS: tuple[type[Struct], ...] = (
     RfcInstance,
     RfcRegistered,
     RfcUnregistered,
+    Span,
     StateChange,
     Status,
+    StreamDiff,
     ViewPage,
     Worker,
     WorkerExplanation,

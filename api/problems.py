@@ -41,7 +41,9 @@ TITLES = {
     "unavailable": "The service is not available",
     "no-log": "This service keeps no log",
     "explaining": "Another explanation is being made",
-    "overloaded": "Too many connections",
+    "overloaded": "Too many callers",
+    "outside-the-log": "The moment is outside the log",
+    "read-only": "The past does not change",
     "too-many-clients": "Too many callers listen to events",
 }
 

@@ -297,6 +297,17 @@ class Timeline:
         names = (path.name.removesuffix(FRAME_SUFFIX) for path in self._folder.glob(f"*{FRAME_SUFFIX}"))
         return sum(start < int(name) <= stop for name in names if name.isdecimal())
 
+    def offsets(self) -> dict[int, tuple[int, int]]:
+        """Return for each partition of the events the offset of its first record, and the one after its last record.
+
+        Reads the whole log. Raises OSError.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        for chunk in self._times.chunks(self.first_index):
+            for partition, first, last in chunk.offsets(Channel.EVENTS):
+                found[partition] = found.get(partition, (first, 0))[0], last + 1
+        return found
+
     def _is_before(self, frame: Frame, moment: Until, stop: int) -> bool:
         head = frame.head
         return (

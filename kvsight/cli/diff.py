@@ -17,8 +17,9 @@ from kvsight.cli.streams import MEDIA
 from kvsight.cli.tables import Column, count, natural_order, table_lines
 
 if TYPE_CHECKING:
-    from analysis.diff import Holdings, MovedPage, StreamDiff
+    from analysis.diff import Holdings
     from indexer.moments import Moment
+    from kvsight.schemas.past import MovedPage, StreamDiff
 
 
 def diff(

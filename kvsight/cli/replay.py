@@ -26,6 +26,7 @@ from kvsight.cli.history import History, open_history
 from kvsight.cli.log.reading import LogInput
 from kvsight.cli.moments import LogSpan, local_time, parse_moment
 from kvsight.cli.options import AsJson
+from kvsight.cli.past import serve_past
 from kvsight.cli.prompts import decode_query
 from kvsight.cli.streams import StreamRow, streams_lines
 from kvsight.cli.tables import count
@@ -44,6 +45,9 @@ def replay(
     at: Annotated[str | None, typer.Option(help="The moment. Default: the end of the log.")] = None,
     query: Annotated[Path | None, typer.Option(help="JSON file with a query to answer.")] = None,
     as_json: AsJson = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page and the HTTP API over the past.")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, with --serve.", envvar="KVSIGHT_HOST")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, with --serve.", envvar="KVSIGHT_PORT")] = None,
     *,
     connection: dict[str, Any],
 ) -> None:
@@ -56,8 +60,14 @@ def replay(
     The query may be any body that the API accepts; the answer is the API's. Without a query, the views are listed. With
     --kafka, the topic is read from its oldest record to its present end.
 
+    With --serve, the page of kvsight serve and its HTTP API show any moment of an event log: requests name it by the
+    parameter `at`, and those that name none get the moment of --at.
+
     Example: kvsight replay run.log --at 2026-01-31T12:00:00Z --query prompt.json
     """
+    if serve:
+        serve_past(log, at, {"--kafka": kafka, "--query": query, "--json": as_json or None}, host, port)
+        return
     if query is not None:
         require_serve("kvsight replay --query")
     moment = parse_moment(at)

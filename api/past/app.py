@@ -1,0 +1,86 @@
+"""The application that serves the past: the reading routes of the service, at any moment of an event log."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from api.auth import BearerToken
+from api.docs_page import docs_routes
+from api.documented import DocumentedApp
+from api.dump import dump_routes
+from api.hot import HotRoutes
+from api.past.at import AtMoment, PastViews, shows_moment
+from api.past.marks import MarkSearch
+from api.past.moments import Moments
+from api.past.routes import AT_TEXT, metrics_routes, past_routes
+from api.problems import ProblemError
+from api.request_log import RequestLog
+from api.settings import ApiSettings
+from api.workers import worker_routes
+from indexer.until import Until
+
+_WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
+"""Paths of the live service that change something."""
+
+
+class PastApplication(DocumentedApp):
+    """The application of a replay."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, in which each route has its moment."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
+        document = super().openapi()
+        for path in _WRITING:
+            document["paths"].pop(path, None)
+        at = {"name": "at", "in": "query", "schema": {"type": "string"}, "description": AT_TEXT}
+        for path, operations in document["paths"].items():
+            for operation in operations.values() if shows_moment(path) else ():
+                others = [each for each in operation.get("parameters", []) if each["name"] != "at"]
+                operation["parameters"] = [*others, at]
+        return document
+
+
+def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage: list[str]) -> PastApplication:
+    """Create the application for the log in a folder.
+
+    default: the moment of requests that name none; `Until()`: the end of the log. damage: what of the log is known to
+    be unusable. Raises EventLogError or OSError.
+    """
+    moments = Moments(folder, default)
+    marks = MarkSearch(folder, moments.extent.first_index)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        async with marks.running(moments.extent.next_index):
+            yield
+
+    app = PastApplication(lifespan, needs_token=settings.api_token is not None)
+    served = PastViews()
+    for path, endpoint in HotRoutes(served, settings.max_body_bytes).endpoints().items():
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    for path in _WRITING:
+        app.router.routes.append(Route(path, _refuse, methods=["POST"]))
+    app.include_router(worker_routes(served))
+    app.include_router(dump_routes(served))
+    app.include_router(metrics_routes(served, settings.metrics_max_workers))
+    app.include_router(past_routes(moments, marks, folder.name, damage))
+    app.include_router(docs_routes())
+    app.add_middleware(AtMoment, moments=moments)
+    # the last middleware added is the outermost one: callers without the token can only read metrics
+    if settings.api_token is not None:
+        app.add_middleware(BearerToken, token=settings.api_token.get_secret_value())
+    app.add_middleware(RequestLog)
+    return app
+
+
+async def _refuse(_request: Request) -> Response:
+    raise ProblemError(409, "read-only", "this is a replay of a log, which changes nothing; ask the live service")
