@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from math import floor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from kv_events.records import LogRecord
 _CHUNK_BYTES = 2 << 20  # larger reads are slower; more than the largest record
 _MOST_ROWS = 16_384
 _TABLES = checksum_tables()
+_MOST_MS = 2**62
 
 OnDamage = Callable[[EventLogCorruptedError], None]
 
@@ -85,6 +87,14 @@ class RecordChunk(NamedTuple):
         for partition in np.unique(rows[:, PARTITION]).tolist():
             (found,) = np.nonzero(rows[:, PARTITION] == partition)
             yield partition, int(rows[found[0], OFFSET]), int(rows[found[-1], OFFSET])
+
+    def until(self, start: int, stop: int, time_s: float | None) -> npt.NDArray[np.bool_]:
+        """Return bool[stop - start]: which of these rows are not later than a time. None: all."""
+        times = self.timestamps_ms[start:stop]
+        if time_s is None:
+            return np.ones(len(times), np.bool_)
+        found: npt.NDArray[np.bool_] = times <= floor(min(max(time_s * 1000, -_MOST_MS), _MOST_MS))
+        return found
 
     def record(self, number: int) -> LogRecord:
         """Return one record. number: its row."""

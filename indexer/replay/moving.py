@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Final
 
+import numpy as np
+
+from indexer.replay.chunks import ChunkApplier
 from indexer.replay.replay import Replay
 from indexer.replay.timeline import Timeline
 from indexer.until import Until
-from kv_events.records import Channel
+from kv_events.records import Channel, LogRecord
 
 _MOST_FRAMES: Final = 1
 """Key frames that are passed at most. A moment that is further away is opened from the nearest one."""
@@ -64,21 +67,24 @@ class MovingViews:
 
     def _apply(self, moment: Until) -> bool:
         """Apply what belongs to a moment and is not applied yet. Returns False if a partition is out of order."""
-        stop = self._timeline.end_of(moment)
-        pending, self._skipped = self._skipped, []
-        first = pending[0] if pending else self._next_index
-        wanted, rest = set(pending), replace(moment, offset=None)
-        for index, record in self._timeline.records(first, stop):
-            if record.channel != Channel.EVENTS or (index < self._next_index and index not in wanted):
-                continue
-            if not rest.takes(record):
-                self._skipped.append(index)
-                continue
-            if index < self._next_index and record.offset < self.views.positions.get(record.partition, 0):
+        stop, applier = self._timeline.end_of(moment), ChunkApplier(self.views)
+        pending, self._skipped = np.array(self._skipped, np.int64), []
+        start = int(pending[0]) if len(pending) else self._next_index
+        for chunk in self._timeline.chunks(start):
+            first, last = max(0, start - chunk.first_index), min(len(chunk.rows), stop - chunk.first_index)
+            if last <= 0:
+                break
+            indices = chunk.first_index + np.arange(first, last)
+            is_late = np.isin(indices, pending)
+            is_open = (chunk.channels[first:last] == Channel.EVENTS) & (is_late | (indices >= self._next_index))
+            belongs = is_open & chunk.until(first, last, moment.time_s)
+            self._skipped += indices[is_open & ~belongs].tolist()
+            if not self._is_in_order(chunk.record(first + row) for row in np.flatnonzero(belongs & is_late).tolist()):
                 return False
-            self.views.apply(record)
-            self.index = max(self.index, index + 1)
-        self._skipped += [index for index in pending if index >= stop]
+            applier.apply(chunk, first, last, belongs)
+            if belongs.any():
+                self.index = max(self.index, int(indices[belongs][-1]) + 1)
+        self._skipped += pending[pending >= stop].tolist()
         self._next_index = max(self._next_index, stop)
         self.moment = moment
         if moment.time_s is None:
@@ -86,6 +92,10 @@ class MovingViews:
         else:
             self._pass_time(self.views, moment.time_s)
         return True
+
+    def _is_in_order(self, late: Iterable[LogRecord]) -> bool:
+        """Return whether no later record of their partitions was applied before these."""
+        return all(record.offset >= self.views.positions.get(record.partition, 0) for record in late)
 
     def _pass_time(self, views: Replay, time_s: float) -> None:
         self._clock = views.now, views.freshness.log_read_at, views.freshness.resumed_at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import floor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +25,11 @@ from indexer.until import Until
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.event_log import EventLogError
+from kv_events.log_scan import RecordChunk
 from kv_events.log_segment import EventLogCorruptedError
 from kv_events.log_times import TimeIndex
 from kv_events.records import Channel, LogRecord
 
-_MOST_MS = 2**62
 _NAME_BYTES = 4096
 """The names of a batch are within its first bytes."""
 
@@ -163,12 +162,7 @@ class Timeline:
             first, last = max(0, start - chunk.first_index), min(len(chunk.rows), stop - chunk.first_index)
             if last <= 0:
                 return
-            times = chunk.timestamps_ms[first:last]
-            wanted = (
-                np.ones(len(times), np.bool_)
-                if time_s is None
-                else times <= floor(min(max(time_s * 1000, -_MOST_MS), _MOST_MS))
-            )
+            wanted = chunk.until(first, last, time_s)
             applier.apply(chunk, first, last, wanted)
             if wanted.any():
                 self._index = chunk.first_index + first + int(np.flatnonzero(wanted)[-1]) + 1
@@ -219,6 +213,13 @@ class Timeline:
     def segment_after(self, index: int) -> int | None:
         """Return the index at which the first file after a record begins. None if there is none."""
         return self._times.segment_after(index)
+
+    def chunks(self, start: int) -> Iterator[RecordChunk]:
+        """Yield the records from index `start` on in chunks, the first of which may begin earlier.
+
+        Damage is passed over and noted. Raises OSError.
+        """
+        return self._times.chunks(start)
 
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all channels, from index `start` up to but excluding `stop`.
@@ -303,7 +304,7 @@ class Timeline:
         Reads the whole log. Raises OSError.
         """
         found: dict[int, tuple[int, int]] = {}
-        for chunk in self._times.chunks(self.first_index):
+        for chunk in self.chunks(self.first_index):
             for partition, first, last in chunk.offsets(Channel.EVENTS):
                 found[partition] = found.get(partition, (first, 0))[0], last + 1
         return found
