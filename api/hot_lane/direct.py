@@ -59,19 +59,21 @@ class Repeated(NamedTuple):
     """The body after the numbers."""
     head_rest: int
     """Bytes of `between` that belong to the head."""
+    generation: int
+    """`Heads.generation` when the head was accepted."""
 
     @classmethod
-    def of(cls, path: str, data: bytes, start: int, envelope: Envelope) -> Repeated | None:
+    def of(cls, path: str, data: bytes, start: int, envelope: Envelope, generation: int) -> Repeated | None:
         """Return what is alike in requests like this one, or None if a kernel cannot read them.
 
-        data: a request. start: where its body begins.
+        data: a request. start: where its body begins. generation: `Heads.generation`.
         """
         length = _LENGTH.search(data, 0, start)
         if length is None or len(data) > MAX_REQUEST_BYTES or envelope.question.field != "token_ids":
             return None
         first, end = length.span(1)
         between = data[end : start + envelope.num_before]
-        return cls(path, envelope.question, data[:first], between, envelope.after, start - end)
+        return cls(path, envelope.question, data[:first], between, envelope.after, start - end, generation)
 
     def pattern(self) -> Pattern:
         """Return the same for the kernel."""
@@ -102,11 +104,11 @@ class DirectConnections:
 
     def __init__(
         self,
-        plan: Callable[[Question], Plan | None],
+        plan: Callable[[Repeated], Plan | None],
         times: Callable[[], Times],
         note: Callable[[str, float, int], None],
     ) -> None:
-        """plan: returns how a question is answered, None if the kernel cannot. times: as for `put_answer`.
+        """plan: returns how requests are answered, None if the kernel must not. times: as for `put_answer`.
 
         note: is told of answers: path, seconds of each one, how many.
         """
@@ -175,7 +177,7 @@ class DirectConnections:
         """Serve connections with the same pattern."""
         began, count = time.perf_counter(), len(connections)
         first = self._members[connections[0]]
-        plan = self._plan(first.repeated.question)
+        plan = self._plan(first.repeated)
         if plan is None:
             for connection in connections:
                 self._return(connection)

@@ -35,6 +35,8 @@ class Heads:
         self._paths = {path.encode(): path for path in paths}
         self._authorization = authorization
         self._max_body_bytes = max_body_bytes
+        self.generation = 0
+        """Changes whenever a head that was accepted must be found again."""
         self._kept: dict[bytes, Head | None] = {}
 
     def find(self, head: bytes) -> Head | None:

@@ -18,7 +18,7 @@ from api.hot_lane.envelopes import Envelope, Envelopes
 from api.hot_lane.heads import Head, Heads
 from api.metrics import HttpMetrics
 from api.problems import ProblemError
-from api.questions import BY_HASH, BY_TOKENS, Question, decode_question
+from api.questions import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from indexer.consumer import Consumer
 from kv_events.rate_limited_logger import RateLimitedLogger
@@ -97,14 +97,14 @@ class HotLane:
         if head.content_type != "application/json":
             return None
         envelope = self._envelopes[head.path].read(data, start)
-        return None if envelope is None else Repeated.of(head.path, data, start, envelope)
+        return None if envelope is None else Repeated.of(head.path, data, start, envelope, self.heads.generation)
 
-    def _plan(self, question: Question) -> Plan | None:
-        """Return how a direct connection's question is answered now, or None if it must take another way."""
-        if self._must_be_ready and not self._consumer.ready:
+    def _plan(self, repeated: Repeated) -> Plan | None:
+        """Return how requests of a direct connection are answered now, or None if they must take another way."""
+        if repeated.generation != self.heads.generation or (self._must_be_ready and not self._consumer.ready):
             return None
         try:
-            return self._answers.direct_plan(question, self._consumer.namespaces)
+            return self._answers.direct_plan(repeated.question, self._consumer.namespaces)
         except ProblemError:
             return None
 
