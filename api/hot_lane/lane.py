@@ -14,6 +14,7 @@ from api.answers import Answers
 from api.auth import authorization
 from api.decoding import codec_of, is_large
 from api.hot_lane.direct import IS_SUPPORTED, DirectConnections, Repeated
+from api.hot_lane.direct_kernels import MAX_REQUEST_BYTES
 from api.hot_lane.envelopes import Envelope, Envelopes
 from api.hot_lane.heads import Head, Heads
 from api.metrics import HttpMetrics
@@ -46,7 +47,8 @@ class HotLane:
         self._encoded_headers = b""
         self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
         self._fields = fields
-        self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if IS_SUPPORTED else None
+        can_be_direct = IS_SUPPORTED and settings.max_body_bytes >= MAX_REQUEST_BYTES
+        self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the JSON answer to the body data[start:], or None if the request must take the usual way."""
