@@ -9,7 +9,7 @@ from kv_events.errors import KvsightError
 SERVE = ("fastapi", "fastapi_offline", "httptools", "prometheus_client", "redis", "uvicorn")
 """Modules that the extra `serve` brings."""
 
-ANALYSIS = ("pyarrow",)
+ANALYSIS = ("bokeh", "jinja2", "pyarrow")
 """Modules that the extra `analysis` brings."""
 
 

@@ -103,7 +103,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
-    assert {name.rpartition(".")[2] for name in names if ".dist-info/" not in name} <= {"py", "typed"}
+    kinds = {name.rpartition(".")[2] for name in names if ".dist-info/" not in name}
+    assert kinds <= {"css", "html", "js", "py", "svg", "typed"}
     modules = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert modules <= set(names)
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)

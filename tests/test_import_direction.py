@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation"},
 }
 ROOMS = {
-    "analysis.audit": set(),
+    "analysis.audit": {"bins"},
     "analysis.explain": set(),
+    "analysis.html": {"audit", "bins"},
     "api.hot_lane": {
         "answer_kernels",
         "answer_layouts",

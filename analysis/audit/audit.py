@@ -13,6 +13,7 @@ from analysis.audit.decisions import Decisions
 from analysis.audit.events import EventAudit
 from analysis.audit.funnel import FunnelAudit
 from analysis.audit.report import AuditReport
+from analysis.audit.series import AuditSeries
 from analysis.audit.verdict import judge
 from kv_events.codec import batch_time
 from kv_events.event_log import EventLogReader
@@ -27,20 +28,22 @@ def audit_log(
     churn_s: float = CHURN_S,
     on_chunk: Callable[[int], None] = lambda _: None,
     known_damage: Sequence[str] = (),
+    series: AuditSeries | None = None,
 ) -> AuditReport:
     """Audit an event log.
 
     The log is read twice: for the decisions, then for everything else. Memory is needed for the pages that are held at
     one time and for the distinct pages, about 130 bytes each, and for decisions and outcomes, about 250 bytes each, but
     none for records of events. churn_s: seconds for which pages are expected to stay. on_chunk: called now and then
-    with the index of the next record. known_damage: what the caller has found, for the report.
+    with the index of the next record. known_damage: what the caller has found, for the report. series: collects what
+    happened over time.
 
     Raises EventLogError if there is no such log. Damaged parts are named in the report.
     """
     EventLogReader(folder)  # there is such a folder
     damage = list(known_damage)
-    events = EventAudit(churn_s)
-    funnel = FunnelAudit(events)
+    events = EventAudit(churn_s, series)
+    funnel = FunnelAudit(events, series)
     with closing(Decisions(folder)) as decisions:
         for chunk in scan_log(folder, lambda error: damage.append(str(error))):
             for row in np.flatnonzero(chunk.channels == Channel.EVENTS).tolist():
@@ -53,6 +56,8 @@ def audit_log(
         for decision in decisions.rest():
             funnel.take(decision)
         report = events.report()
+        if series is not None:
+            series.finish()
         report.log, report.damage = str(folder), damage + decisions.damage
         if len(decisions):
             report.funnel = funnel.report()

@@ -121,6 +121,11 @@ class PageBook:
         return dict(zip(COUNT_NAMES, rows.tolist(), strict=True))
 
     @property
+    def totals(self) -> npt.NDArray[np.int64]:
+        """[names * media] the pages of `counts`. They go on counting."""
+        return self._book.counts[:UNTRACKED]
+
+    @property
     def num_untracked(self) -> int:
         """Pages that could not be followed, because the book was full."""
         return int(self._book.counts[UNTRACKED])

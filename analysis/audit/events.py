@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from analysis.audit.book import Moment, PageBook, bounded, milliseconds
 from analysis.audit.report import AuditReport, HotPrefix, Place, Rates, Resync, StreamReport
+from analysis.audit.series import AuditSeries
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
@@ -59,7 +60,7 @@ class _Stream:
 class EventAudit:
     """Applies the records of a log to views, as an indexer does, and notes what happens."""
 
-    def __init__(self, churn_s: float) -> None:
+    def __init__(self, churn_s: float, series: AuditSeries | None = None) -> None:
         settings = IndexerSettings.ignoring_environment(
             max_pages=_MAX_PAGES, max_streams=_MAX_STREAMS, max_namespaces=4096
         )
@@ -67,6 +68,7 @@ class EventAudit:
         self.replay.applier.on_applied.append(self._note)
         self.book = PageBook(churn_s)
         self.num_batches = 0
+        self._series = series
         self.resyncs: list[Resync] = []
         self._streams: dict[StreamId, _Stream] = {}
         self._namespaces: dict[tuple[str, str, int], int] = {}
@@ -105,6 +107,7 @@ class EventAudit:
         report, replay = self._report, self.replay
         for stream in self._streams.values():
             self._end(stream)
+            stream.report.pages_held = sum(stream.view.num_pages)
             report.streams.append(stream.report)
         report.unreadable = dict(replay.applier.dead_letters.counts)
         report.pages = self.book.counts()
@@ -168,6 +171,16 @@ class EventAudit:
         stream.report.heartbeats += not batch.steps
         stream.report.bytes += len(self._record[1].payload)
         stream.epoch, stream.seq, stream.before = batch.epoch, batch.seq, after
+        if self._series is not None:
+            record = self._record[1]
+            self._series.note_batch(
+                record.timestamp_ms,
+                stream.report,
+                view,
+                self.book.totals,
+                num_bytes=len(record.payload),
+                is_sound=stream.not_live_since is None,
+            )
 
     def _stream(self, view: View, batch: DecodedBatch) -> _Stream:
         found = self._streams.get(view.stream)
@@ -191,7 +204,6 @@ class EventAudit:
         report.clears += counters.clears
         report.duplicate_batches += counters.duplicate_batches
         report.old_epoch_batches += counters.old_epoch_batches
-        report.pages_held = sum(stream.view.num_pages)
 
     def _note_gap(self, stream: _Stream, batch: DecodedBatch) -> None:
         if stream.seq < 0:

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from analysis.audit.book import milliseconds
 from analysis.audit.events import EventAudit
 from analysis.audit.report import Example, ExampleQuery, Funnel, Loss
+from analysis.audit.series import AuditSeries
 from indexer.scores import WorkerScore, score
 from kv_events.decisions import Decision, DecisionRecord, Outcome
 from kv_events.hashing import U64Array
@@ -56,8 +58,9 @@ class _Chosen(NamedTuple):
 class FunnelAudit:
     """Takes decisions and outcomes in the order of time, between the records of events."""
 
-    def __init__(self, events: EventAudit) -> None:
+    def __init__(self, events: EventAudit, series: AuditSeries | None = None) -> None:
         self._events = events
+        self._series = series
         self._funnel = Funnel()
         self._waiting: OrderedDict[str, _Chosen] = OrderedDict()
         self._losses: dict[tuple[str, str], _Tally] = {}
@@ -109,6 +112,10 @@ class FunnelAudit:
         else:
             self._lose(chosen, PREDICTED, STALE, held - predicted)
             self._gain(chosen, PREDICTED, STALE, predicted - held)
+        if self._series is not None:
+            offered = [scores[each.worker].reusable if each.worker in scores else 0 for each in decision.candidates]
+            at = milliseconds(decision.timestamp)
+            self._series.note_choice(at, prompt_tokens, best, held, predicted or 0, offered)
         self._waiting[decision.request_id] = chosen
         if len(self._waiting) > _MAX_WAITING:
             self._give_up()
@@ -162,6 +169,9 @@ class FunnelAudit:
         delivered = outcome.cached_tokens
         self._funnel.outcomes += 1
         self._funnel.delivered += delivered
+        if self._series is not None:
+            at = milliseconds(chosen.decision.timestamp)
+            self._series.note_outcome(at, chosen.prompt_tokens, delivered)
         predicted = chosen.decision.predicted_tokens or 0
         named = delivered
         if delivered < predicted:

@@ -6,6 +6,17 @@ import msgspec
 
 MEDIA_ORDER = "GPU, CPU_PINNED, DISK, EXTERNAL"
 """The order of counts by medium."""
+PAGE_COUNTS = {
+    "stored": "stored",
+    "removed": "removed",
+    "churned": "evicted within {churn:g} s",
+    "bounced": "back within {churn:g} s",
+    "double": "stored although held",
+    "orphan": "stored under an unknown parent",
+    "unknown": "removed although not held",
+    "swept": "dropped by clears and resyncs",
+}
+"""Names in `AuditReport.pages`, and what they count, in words. churn: `AuditReport.churn_s`."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +61,11 @@ class StreamReport(msgspec.Struct, kw_only=True):
     """
     pages_held: int = 0
     """At the end, summed over the media."""
+
+    @property
+    def trouble(self) -> tuple[int, int, float]:
+        """How much went wrong. Compares."""
+        return self.digest_mismatches, self.gaps, self.not_live_s
 
 
 class Resync(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ import typer
 
 from kv_events.log_segment import list_segments
 from kvsight.cli.console import compile_kernels, out, print_json, print_lines, progress_bar
+from kvsight.cli.html import HtmlReport, check_html, write_html
 from kvsight.cli.log.reading import LogFolder, LogInput
 from kvsight.cli.moments import local_time
 from kvsight.cli.options import AsJson
@@ -28,22 +29,13 @@ _MOST_ROWS = 10
 _LONGEST_NAME = 200
 _STEPS = ("held in the fleet", "held by the chosen worker", "predicted", "delivered")
 _MEDIA = ("gpu", "cpu", "disk", "external")
-_PAGES = {
-    "stored": "stored",
-    "removed": "removed",
-    "churned": "evicted within {churn:g} s",
-    "bounced": "back within {churn:g} s",
-    "double": "stored although held",
-    "orphan": "stored under an unknown parent",
-    "unknown": "removed although not held",
-    "swept": "dropped by clears and resyncs",
-}
 
 
 def audit(
     log: LogFolder,
     churn: Annotated[float, typer.Option(help="Seconds for which pages are expected to stay.", min=0.001)] = 10.0,
     examples: Annotated[Path | None, typer.Option(help="Write prompts for `kvsight explain` here.")] = None,
+    html: HtmlReport = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what went wrong, and where cached tokens were lost.
@@ -55,12 +47,15 @@ def audit(
     The exit code is 1 if parts of the log cannot be read. The rest of it is audited.
     """
     require_serve("kvsight audit")
+    check_html(html, "kvsight audit --html")
     source = LogInput(log)
     source.find_torn_tail()
     known_damage = [source.torn_tail] if source.torn_tail else []
     compile_kernels("analysis.audit.audit")
     from analysis.audit.audit import audit_log
+    from analysis.audit.series import AuditSeries
 
+    series = None if html is None else AuditSeries()
     with progress_bar() as bar:
         task = bar.add_task("records", total=None)
         first_index = list_segments(log)[0].first_index
@@ -68,9 +63,13 @@ def audit(
         def show(next_index: int) -> None:
             bar.update(task, completed=next_index - first_index)
 
-        report = audit_log(log, churn, show, known_damage)
+        report = audit_log(log, churn, show, known_damage, series)
     if examples is not None and report.funnel is not None:
         _write_examples(examples, report.funnel)
+    if html is not None and series is not None:
+        from analysis.html.audit_page import write_audit_page
+
+        write_html(html, lambda path: write_audit_page(path, report, series))
     if as_json:
         print_json(report)
     else:
@@ -115,10 +114,7 @@ def _span_lines(report: AuditReport) -> Iterator[str]:
 
 
 def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
-    worst = sorted(
-        report.streams,
-        key=lambda each: (-each.digest_mismatches, -each.gaps, -each.not_live_s, natural_order(each.stream)),
-    )
+    worst = sorted(report.streams, key=lambda each: ([-number for number in each.trouble], natural_order(each.stream)))
     shown = worst[:_MOST_ROWS]
     yield ""
     yield f"streams{_of(len(shown), len(worst))}, the worst first"
@@ -142,12 +138,14 @@ def _index(place: object) -> str:
 
 
 def _page_lines(report: AuditReport, width: int) -> Iterator[str]:
+    from analysis.audit.report import PAGE_COUNTS
+
     totals = [sum(counts[medium] for counts in report.pages.values()) for medium in range(len(_MEDIA))]
     used = [medium for medium, total in enumerate(totals) if total] or [0]
     yield ""
-    columns = [Column("pages", [text.format(churn=report.churn_s) for text in _PAGES.values()])]
+    columns = [Column("pages", [text.format(churn=report.churn_s) for text in PAGE_COUNTS.values()])]
     for medium in used:
-        cells = [str(report.pages[name][medium]) for name in _PAGES]
+        cells = [str(report.pages[name][medium]) for name in PAGE_COUNTS]
         columns.append(Column(_MEDIA[medium], cells, is_number=True))
     yield from table_lines(columns, width)
     yield f"{count(report.orphans, 'page')} held at the end whose parent is not held: no prompt can use them"

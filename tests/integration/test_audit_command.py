@@ -157,6 +157,8 @@ def test_decisions_beside_the_log_count(tmp_path: Path) -> None:
     [
         (["nowhere"], "nowhere: no such folder"),
         ([".", "--churn", "0"], "--churn: got '0', expected a number"),
+        ([".", "--html", "."], "--html: . is a folder, expected a file"),
+        ([".", "--html", "nowhere/report.html"], "--html: nowhere: no such folder"),
     ],
 )
 def test_wrong_input_is_named_with_exit_code_2(arguments: list[str], said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,12 @@ def test_a_missing_extra_is_one_line_that_names_what_to_install(arguments: tuple
     command = " ".join(part for part in arguments[:2] if part not in ("9", "folder"))
     command = f"{command} --query" if "--query" in arguments else command
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"kvsight {command} needs {NEEDED}")
+
+
+def test_a_report_names_the_extra_that_it_needs(tmp_path: Path) -> None:
+    ended = run_without(("bokeh",), "audit", str(tmp_path), "--html", str(tmp_path / "report.html"))
+    line = "kvsight audit --html needs bokeh: pip install 'kvsight[analysis]'\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 
 def test_only_what_is_missing_is_named() -> None:

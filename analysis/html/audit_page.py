@@ -1,0 +1,279 @@
+"""The report of an audit: the same figures as `kvsight audit --json`, and curves over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.audit import series as facts
+from analysis.audit.kernels import COUNT_NAMES
+from analysis.audit.report import PAGE_COUNTS, AuditReport, Funnel, StreamReport
+from analysis.audit.series import AuditSeries
+from analysis.bins import Sums
+from analysis.html.page import write_page
+from analysis.html.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    TIER_COLOURS,
+    WORKER_COLOURS,
+    YELLOW,
+    Chart,
+    Curve,
+    Lane,
+    LaneStyle,
+    bands,
+    calendar_axis,
+    lanes,
+    lines,
+)
+from analysis.html.words import duration
+from kv_events.schema import NUM_MEDIA
+
+TIERS = ("GPU", "CPU", "disk", "external")
+BEST, CHOSEN, AVERAGE = "always the candidate that holds most", "the routers' choice", "a candidate at random"
+"""Policies: two that are thought of, and what happened."""
+_MOST_ROWS = 20
+_MOST_GROUPS = 128
+_STEPS = ("prompts", "held in the fleet", "held by the chosen worker", "predicted", "delivered")
+_LANE_STYLES = {
+    "stale": LaneStyle(ORANGE, "band"),
+    "syncing": LaneStyle(SKY, "band"),
+    facts.GAP: LaneStyle(RED, "triangle"),
+    facts.DIGEST: LaneStyle(PINK, "square"),
+    facts.RESTART: LaneStyle(YELLOW, "diamond"),
+    facts.RESYNC: LaneStyle(BLUE, "circle"),
+}
+
+
+class Row(NamedTuple):
+    """A row of a table with a bar."""
+
+    name: str
+    value: float
+    whole: float
+    """Of which the bar is a part."""
+    kind: str = ""
+    """A class of the bar."""
+
+
+def write_audit_page(path: Path, report: AuditReport, series: AuditSeries) -> int:
+    """Write a report. Returns the size in bytes. Raises OSError."""
+    curves = _Curves(report, series)
+    charts = {
+        "shares": curves.shares(),
+        "policies": curves.policies(),
+        "tiers": curves.tiers(),
+        "workers": curves.workers(),
+        "rates": curves.rates(),
+        "churn": curves.churn(),
+        "faults": curves.faults(),
+    }
+    return write_page(
+        path,
+        "audit.html",
+        charts,
+        report=report,
+        funnel_rows=[] if report.funnel is None else _funnel_rows(report.funnel),
+        policy_rows=_policy_rows(series),
+        worst=_worst(report.streams),
+        page_rows=_page_rows(report),
+        tiers=TIERS,
+    )
+
+
+def _funnel_rows(funnel: Funnel) -> list[Row]:
+    tokens = (
+        funnel.prompt_tokens,
+        funnel.held_in_fleet,
+        funnel.held_by_chosen,
+        funnel.predicted,
+        funnel.delivered,
+    )
+    return [Row(step, amount, funnel.prompt_tokens) for step, amount in zip(_STEPS, tokens, strict=True)]
+
+
+def _policy_rows(series: AuditSeries) -> list[Row]:
+    """What a policy would have found in the caches as they were, in requests that list their candidates."""
+    sums = series.requests.values.sum(axis=0)
+    offered = int(sums[facts.OFFERED])
+    if not offered:
+        return []
+    return [
+        Row(BEST, int(sums[facts.BEST]), offered, "beside"),
+        Row(CHOSEN, int(sums[facts.TAKEN]), offered),
+        Row(AVERAGE, int(sums[facts.MEAN]), offered, "beside"),
+    ]
+
+
+def _page_rows(report: AuditReport) -> list[tuple[str, list[int]]]:
+    return [(text.format(churn=report.churn_s), report.pages[name]) for name, text in PAGE_COUNTS.items()]
+
+
+class _Curves:
+    """The charts of a report. Each is None if there is nothing to draw."""
+
+    def __init__(self, report: AuditReport, series: AuditSeries) -> None:
+        self._report, self._series = report, series
+        bins = series.bins
+        self._shown = bins.shown
+        at_ms = bins.middles_ms
+        self._is_span = len(at_ms) > 1
+        if not self._is_span:
+            return
+        bins_per_group = -(-len(at_ms) // _MOST_GROUPS)
+        seconds = bins.seconds
+        groups = np.arange(0, len(at_ms), bins_per_group)
+        if len(groups) > 2 and seconds[groups[-1] :].sum() < seconds[:bins_per_group].sum() / 2:
+            groups = groups[:-1]  # a group that has hardly begun would show anything
+        self._groups = groups
+        """First bins of groups. What happens in a time is drawn by groups, what is held at a time by bins."""
+        self._group_seconds = np.add.reduceat(seconds, groups)
+        self._axis = calendar_axis(at_ms, bins.first_ms, bins.last_ms)
+        begins_ms = at_ms[groups] - bins.width_ms / 2
+        self._group_axis = self._axis._replace(at=begins_ms + self._group_seconds * 500)
+        self._width = f"Each point covers {duration(bins.width_ms / 1000)}."
+        self._group_width = f"Each point covers {duration(bins_per_group * bins.width_ms / 1000)}."
+
+    def shares(self) -> Chart | None:
+        """The steps of the funnel over time."""
+        if not self._is_span or self._report.funnel is None or not self._report.funnel.requests:
+            return None
+        tokens = self._grouped(self._series.requests)
+        prompts = tokens[:, facts.PROMPT]
+        return lines(
+            "Cached share of the prompts",
+            "Shares of the prompt tokens, by the time of the decision. What was delivered is a share of the requests "
+            f"with a known outcome. {self._group_width}",
+            "share of prompt tokens",
+            self._group_axis,
+            [
+                Curve("held in the fleet", _share(tokens[:, facts.FLEET], prompts), GREY),
+                Curve("held by the chosen worker", _share(tokens[:, facts.CHOSEN], prompts), ORANGE),
+                Curve("predicted", _share(tokens[:, facts.PREDICTED], prompts), PINK, is_dashed=True),
+                Curve("delivered", _share(tokens[:, facts.DELIVERED], tokens[:, facts.ANSWERED]), BLUE),
+            ],
+            is_share=True,
+        )
+
+    def policies(self) -> Chart | None:
+        """What the chosen worker held against the best and the average one."""
+        if not self._is_span or not self._series.requests.values[:, facts.OFFERED].any():
+            return None
+        tokens = self._grouped(self._series.requests)
+        offered = tokens[:, facts.OFFERED]
+        best, chosen, average = (_share(tokens[:, each], offered) for each in (facts.BEST, facts.TAKEN, facts.MEAN))
+        return lines(
+            "Hit share by policy",
+            f"Shares of the prompt tokens of requests that list their candidates. {self._group_width}",
+            "share of prompt tokens",
+            self._group_axis,
+            [
+                Curve(BEST, best, GREY),
+                Curve(CHOSEN, chosen, BLUE),
+                Curve(AVERAGE, average, ORANGE, is_dashed=True),
+            ],
+            is_share=True,
+        )
+
+    def tiers(self) -> Chart | None:
+        """Pages by tier."""
+        levels = self._series.tiers.values[self._shown]
+        if not self._is_span or not levels.any():
+            return None
+        used = [tier for tier in range(NUM_MEDIA) if levels[:, tier].any()]
+        curves = [Curve(TIERS[tier], levels[:, tier], TIER_COLOURS[tier]) for tier in used]
+        note = f"Pages held by all workers. A page on two tiers counts on both. {self._width}"
+        return bands("Pages by tier", note, "pages", self._axis, curves)
+
+    def workers(self) -> Chart | None:
+        """Pages by worker: those that held most, and all others."""
+        whole = self._series.tiers.values[self._shown].sum(axis=1)
+        if not self._is_span or not whole.any():
+            return None
+        held = {worker: levels.values[self._shown, 0] for worker, levels in self._series.workers.items()}
+        largest = sorted(held, key=lambda worker: -int(held[worker].sum()))[: len(WORKER_COLOURS)]
+        curves = [Curve(worker, held[worker], colour) for worker, colour in zip(largest, WORKER_COLOURS, strict=False)]
+        num_others = len({each.worker for each in self._report.streams}) - len(largest)
+        if num_others:
+            rest = whole - np.sum([each.values for each in curves], axis=0)
+            curves.append(Curve("1 other worker" if num_others == 1 else f"{num_others:,} other workers", rest, GREY))
+        note = f"Pages held by each worker, summed over the tiers. {self._width}"
+        return bands("Pages by worker", note, "pages", self._axis, curves[::-1])
+
+    def rates(self) -> Chart | None:
+        """Pages stored and removed a second."""
+        if not self._is_span:
+            return None
+        curves = [
+            Curve("stored", self._rate("stored"), BLUE),
+            Curve("removed", self._rate("removed"), ORANGE),
+            Curve("dropped by clears and resyncs", self._rate("swept"), GREY, is_dashed=True),
+        ]
+        note = f"Pages a second, summed over all workers. {self._group_width}"
+        shown = [each for each in curves if each.values.any()] or curves[:2]
+        return lines("Events", note, "pages/s", self._group_axis, shown)
+
+    def churn(self) -> Chart | None:
+        """Pages that left too soon, and pages that came back soon."""
+        within = f"within {self._report.churn_s:g} s"
+        if not self._is_span:
+            return None
+        curves = [
+            Curve(f"evicted {within} after they were stored", self._rate("churned"), RED),
+            Curve(f"back {within} after they were evicted", self._rate("bounced"), GREEN),
+        ]
+        shown = [each for each in curves if each.values.any()]
+        note = f"Pages a second, summed over all workers. {self._group_width}"
+        return lines("Churn", note, "pages/s", self._group_axis, shown) if shown else None
+
+    def faults(self) -> Chart | None:
+        """Gaps, restarts, wrong digests and resyncs of the worst streams."""
+        if not self._is_span or not self._series.marks:
+            return None
+        marked = {mark.stream for mark in self._series.marks}
+        streams = _worst([each for each in self._report.streams if each.stream in marked])
+        rows = {each.stream: row for row, each in enumerate(streams)}
+        items = [
+            Lane(rows[mark.stream], mark.kind, mark.begin_ms, mark.end_ms)
+            for mark in self._series.marks
+            if mark.stream in rows
+        ]
+        note = "A bar lasts as long as the view was not live. The first resync of a stream is not marked."
+        if len(rows) < len(marked):
+            note += f" The worst {len(rows)} of {len(marked):,} streams."
+        if self._series.num_more_marks:
+            note += f" {self._series.num_more_marks:,} later marks are left out."
+        labels = [each.worker for each in streams]
+        if len(set(labels)) < len(labels):
+            labels = list(rows)
+        return lanes("Faults over time", note, self._axis, labels, items, _LANE_STYLES)
+
+    def _grouped(self, sums: Sums) -> npt.NDArray[np.int64]:
+        """[groups, width]"""
+        return np.asarray(np.add.reduceat(sums.values[self._shown], self._groups, axis=0), np.int64)
+
+    def _rate(self, name: str) -> npt.NDArray[np.float64]:
+        """[groups] pages a second by what happened to them, summed over the tiers."""
+        first = COUNT_NAMES.index(name) * NUM_MEDIA
+        pages = self._grouped(self._series.pages)[:, first : first + NUM_MEDIA].sum(axis=1)
+        return np.asarray(pages / self._group_seconds, np.float64)
+
+
+def _worst(streams: Sequence[StreamReport]) -> list[StreamReport]:
+    return sorted(streams, key=lambda each: each.trouble, reverse=True)[:_MOST_ROWS]
+
+
+def _share(part: npt.NDArray[np.int64], whole: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """NaN where there is no whole."""
+    shares = np.full(len(whole), np.nan)
+    np.divide(part, whole, out=shares, where=whole > 0)
+    return shares

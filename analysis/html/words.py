@@ -1,0 +1,62 @@
+"""Numbers, times and names as a report shows them."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_LONGEST_NAME = 32
+_S_PER_MINUTE, _S_PER_HOUR = 60, 3600
+
+
+def name(text: str) -> str:
+    """A name from outside, with control characters escaped."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def short_name(text: str) -> str:
+    """A name that fits beside a plot: its beginning and its end."""
+    shown = name(text)
+    if len(shown) <= _LONGEST_NAME:
+        return shown
+    half = (_LONGEST_NAME - 1) // 2
+    return f"{shown[:half]}…{shown[-half:]}"
+
+
+def number(value: float, decimals: int = 0) -> str:
+    """`1,234,567`."""
+    return f"{value:,.{decimals}f}"
+
+
+def share(part: float, whole: float) -> str:
+    """`12.3%`; a dash if there is no whole."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def size(num_bytes: float) -> str:
+    """`1.2 MB`."""
+    power = min(len(_UNITS) - 1, int(math.log(max(1, num_bytes), 1000)))
+    return f"{num_bytes / 1000**power:,.{1 if power else 0}f} {_UNITS[power]}"
+
+
+def count(many: int, noun: str, plural: str = "") -> str:
+    """`1 page`, `2,000 pages`."""
+    return f"{many:,} {noun if many == 1 else plural or noun + 's'}"
+
+
+def utc(seconds: float, digits: str = "milliseconds") -> str:
+    """A time in UTC. Times in a log come from other machines, and may be none that a calendar has."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(" ", digits).removesuffix("+00:00") + " UTC"
+    except (ValueError, OverflowError, OSError):
+        return f"@{seconds:g}"
+
+
+def duration(seconds: float) -> str:
+    """A duration in its most readable unit."""
+    if seconds < 2 * _S_PER_MINUTE:
+        return f"{seconds:,.3g} s"
+    if seconds < 2 * _S_PER_HOUR:
+        return f"{seconds / _S_PER_MINUTE:,.0f} min"
+    return f"{seconds / _S_PER_HOUR:,.1f} h"
