@@ -30,7 +30,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 
 .PHONY: demo
 demo: $(VENV)/.installed ## a fleet, the index and the API in one process; EXIT=1 ends by itself
-	@$(BIN)/kvsight demo $(if $(EXIT),--exit)
+	@$(BIN)/kvsight demo $(if $(EXIT),--exit,--open)
 
 # One process more than there are cores, because many tests wait for servers; at most five: some hold 2 GB.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 5)))

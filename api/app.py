@@ -23,6 +23,7 @@ from api.metrics import HttpMetrics, MeasureRequests
 from api.page.live import LiveScene
 from api.page.routes import page_routes
 from api.page.site import site_routes
+from api.page.tokenize import TokenizeRoute
 from api.recording import RecordingMetrics
 from api.register import RegisterRoutes
 from api.request_log import RequestLog
@@ -71,6 +72,7 @@ def create_app(
             yield
 
     app = Application(lifespan, needs_token=settings.api_token is not None)
+    app.state.scene = scene
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     endpoints = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=not settings.answer_before_ready).endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
@@ -83,6 +85,7 @@ def create_app(
     rare = (
         RegisterRoutes(registrations),
         DecisionRoute(consumer, decisions, scene.funnel.take),
+        TokenizeRoute(settings.tokenize_url),
         ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
     )
     others = {path: endpoint for routes in rare for path, endpoint in routes.endpoints().items()}

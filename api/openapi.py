@@ -18,6 +18,7 @@ from api.auth import OPEN_PATHS
 from api.decision_requests import CandidateRequest, DecisionRequest, OutcomeRequest
 from api.decoding import CONTENT_TYPES
 from api.explain_requests import ExplainRequest
+from api.page.tokenize import TokenizeRequest
 from api.problems import MEDIA_TYPE
 from api.query_requests import IntList, PeerQuery, RfcQuery
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
@@ -36,6 +37,7 @@ from kvsight.schemas.page import (
     ResidencyNamespace,
     ResidencyRow,
     StateChange,
+    Tokenized,
 )
 from kvsight.schemas.past import BatchOfMoment, Mark, MomentOfLog, MovedPage, Span, StreamDiff
 from kvsight.schemas.problems import ProblemDocument
@@ -58,6 +60,7 @@ _REQUESTS = (
     OutcomeRequest,
     CandidateRequest,
     ExplainRequest,
+    TokenizeRequest,
 )
 _ANSWERS: tuple[type[Struct], ...] = (
     BatchOfMoment,
@@ -93,6 +96,7 @@ _ANSWERS: tuple[type[Struct], ...] = (
     StateChange,
     Status,
     StreamDiff,
+    Tokenized,
     ViewPage,
     Worker,
     WorkerExplanation,
@@ -196,6 +200,10 @@ def complete(document: Json, *, needs_token: bool) -> None:
     asked = {"allOf": [_schema(ExplainRequest), query]}
     explained = {"200": _json("The cause for each worker", _schema(Explanation))}
     paths["/explain"] = _post("/explain", "queries", _EXPLAIN_TEXT, asked, explained, _EXPLAIN_PROBLEMS)
+    text = "The tokens of a text, from the engine at KVSIGHT_TOKENIZE_URL."
+    found = {"200": _json("The tokens", _schema(Tokenized))}
+    problems = {"404": "The service knows no tokenizer", "503": "The tokenizer cannot be asked", **_BODY_PROBLEMS}
+    paths["/tokenize"] = _post("/tokenize", "queries", text, _schema(TokenizeRequest), found, problems)
     if needs_token:
         _require_token(document)
 

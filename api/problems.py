@@ -40,6 +40,7 @@ TITLES = {
     "unauthorized": "A token is needed",
     "unavailable": "The service is not available",
     "no-log": "This service keeps no log",
+    "no-tokenizer": "This service knows no tokenizer",
     "explaining": "Another explanation is being made",
     "overloaded": "Too many callers",
     "outside-the-log": "The moment is outside the log",

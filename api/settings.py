@@ -32,6 +32,10 @@ class ApiSettings(KvsightSettings):
     """
     max_connections: int = Field(1024, ge=1)
     """Maximum number of concurrent connections and requests. Further callers receive a 503 immediately."""
+    tokenize_url: str | None = None
+    """Address of a vLLM or SGLang engine that tokenizes text for the page: `http://HOST:PORT`. None: the page accepts
+    token ids only.
+    """
     metrics_max_workers: int = Field(200, ge=0)
     """Workers that have series of their own in `GET /metrics`. All further ones share the labels `other`."""
 
@@ -65,6 +69,13 @@ class ApiSettings(KvsightSettings):
         if text is not None:
             _num_bytes(text)
         return text
+
+    @field_validator("tokenize_url")
+    @classmethod
+    def _address_is_http(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise InvalidValueError(variable("tokenize_url"), url, "http://HOST:PORT")
+        return url
 
     @field_validator("record_keep")
     @classmethod

@@ -40,7 +40,7 @@ ROOMS = {
         "questions",
         "settings",
     },
-    "api.page": {"hot", "served_views", "openapi", "problems", "registrations", "worker_list"},
+    "api.page": {"decoding", "hot", "served_views", "openapi", "problems", "registrations", "worker_list"},
     "api.past": {
         "auth",
         "daemon_threads",

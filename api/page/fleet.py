@@ -33,16 +33,21 @@ class FleetAnswer(NamedTuple):
     fleet: Fleet
     """Without workers."""
     names: list[str]
-    """In lower case, in the order of the answer."""
+    """In the order of the answer."""
     encoded: list[msgspec.Raw]
     """The workers as JSON."""
 
-    def select(self, limit: int, contains: str) -> bytes:
-        """Return `Fleet` as JSON, with at most `limit` workers, whose names contain a text in any case."""
-        wanted = contains.lower()
-        found = self.encoded
-        if wanted:
-            found = [each for name, each in zip(self.names, self.encoded, strict=True) if wanted in name]
+    def select(self, limit: int, contains: str, worker: str | None) -> bytes:
+        """Return `Fleet` as JSON, with at most `limit` workers.
+
+        contains: a part of their names, in any case. worker: their name. None: any.
+        """
+        part = contains.lower()
+        found = [
+            each
+            for name, each in zip(self.names, self.encoded, strict=True)
+            if part in name.lower() and worker in (None, name)
+        ]
         fields = msgspec.structs.asdict(self.fleet)
         return _encoder.encode({**fields, "num_selected": len(found), "workers": found[:limit]})
 
@@ -71,7 +76,7 @@ def describe_fleet(scene: Scene) -> Generator[None, None, FleetAnswer]:
         interval_s=INTERVAL_S,
         workers=[],
     )
-    return FleetAnswer(fleet, [worker.worker.lower() for worker in workers], encoded)
+    return FleetAnswer(fleet, [worker.worker for worker in workers], encoded)
 
 
 def _order(worker: FleetWorker) -> tuple[object, ...]:

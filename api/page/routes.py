@@ -34,14 +34,15 @@ def page_routes(open_scene: OpenScene) -> APIRouter:
         at: At = None,
         limit: Annotated[int, Query(ge=1, le=_MAX_WORKERS)] = 200,
         contains: Annotated[str, Query(max_length=256)] = "",
+        worker: str | None = None,
     ) -> Response:
         """Return whether the views are true, and all workers, those in trouble first.
 
-        `contains` selects workers by a part of their names. At most `limit` are returned.
+        `contains` selects workers by a part of their names, `worker` by the whole name. At most `limit` are returned.
         """
         scene = await open_scene(at)
         found = await shared.get("fleet", scene.key, lambda: describe_fleet(scene))
-        return json_response(found.select(limit, contains))
+        return json_response(found.select(limit, contains, worker))
 
     @router.get(
         "/residency",

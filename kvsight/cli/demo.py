@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import Sequence
+import time
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
+from functools import partial
+from itertools import count, cycle
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,10 +23,12 @@ from kvsight.cli.streams import rows_of
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
+    from api.page.funnel import FunnelWindow
     from api.settings import ApiSettings
     from simulation import Requests, SimulationSettings
     from simulation.live import LiveFleet
     from simulation.requests import Request
+    from simulation.trial import Trial
 
 _NUM_REQUESTS = 1500
 _WARM_REQUESTS = 300
@@ -42,11 +48,12 @@ def demo(
     ] = _NUM_REQUESTS,
     cache: Annotated[str, typer.Option(help="radix, hiradix, mamba or himamba.")] = "radix",
     should_exit: Annotated[bool, typer.Option("--exit", help="Exit after the first answer.")] = False,
+    should_open: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Run simulated engines, the index and the API in one process.
 
     Compares routing policies on a generated workload. hiradix and himamba have a host and a disk tier.
-    Then runs a live fleet and asks the API which worker holds a
+    Then runs a live fleet, serves the page that shows it, and asks the API which worker holds a
     prompt. Needs no Kafka, Redis, Docker or GPU. Of the KVSIGHT_ variables only the port and the hash seed are used.
     Stop with Ctrl-C.
     """
@@ -60,7 +67,9 @@ def demo(
         fleet_settings = _fleet_settings(cache)
         workload = list(load_requests(None, requests, seed=0))
         _compare_policies(workload, fleet_settings)
-        asyncio.run(_run_live(workload, settings, bound, fleet_settings, should_exit))
+        asyncio.run(
+            _run_live(workload, settings, bound, fleet_settings, should_exit=should_exit, should_open=should_open)
+        )
 
 
 def _fleet_settings(cache: str) -> SimulationSettings:
@@ -85,7 +94,9 @@ async def _run_live(
     settings: ApiSettings,
     bound: socket.socket,
     fleet_settings: SimulationSettings,
+    *,
     should_exit: bool,
+    should_open: bool,
 ) -> None:
     """Run the same fleet with the real API: publishers, a log in memory, the consumer, HTTP."""
     from api.app import create_app
@@ -98,23 +109,45 @@ async def _run_live(
     stop = stop_signals()
     log = MemoryLog()
     consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
+    app = create_app(consumer, settings)
     async with (
-        running_server(create_app(consumer, settings), settings, bound) as url,
+        running_server(app, settings, bound) as url,
         publishing_fleet(fleet_settings, "kv-aware", MemoryTransport(log), consumer) as fleet,
     ):
-        shown = await _warm_up(fleet, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
+        serve = partial(_serve, fleet.trial, app.state.scene.funnel, count())
+        shown = await _warm_up(fleet, serve, workload, num_tiers=3 if fleet_settings.has_tiers else 1)
+        print_lines([f"Open {url} to see the fleet while it runs."])
         await _show_answer(url, fleet_settings.model_of("kv-aware"), shown)
-        print_lines([f"Open {url}/docs, {url}/workers or {url}/metrics while it runs."])
+        print_lines([f"{url}/docs describes the API, and {url}/metrics has its metrics."])
         if not should_exit:
             err.print("Ctrl-C stops the demo")
-            await _serve_on(fleet, workload[_WARM_REQUESTS:], stop)
+            if should_open:
+                _open_page(url)
+            await _serve_on(serve, workload[_WARM_REQUESTS:], stop)
 
 
-async def _warm_up(fleet: LiveFleet, workload: Sequence[Request], num_tiers: int) -> Request:
+def _serve(trial: Trial, funnel: FunnelWindow, numbers: Iterator[int], request: Request) -> None:
+    """Serve a request, and report what was chosen and reused, as routers do."""
+    from kv_events.decisions import VERSION, Outcome
+
+    chosen, now, request_id = trial.step(request), time.time(), f"demo-{next(numbers)}"
+    funnel.take(trial.router.decision(request, chosen, request_id, now))
+    funnel.take(Outcome(VERSION, request_id, now, trial.found_tokens))
+
+
+def _open_page(url: str) -> None:
+    """Open the page, unless there is no screen: browsers for terminals would take this one."""
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(url)
+
+
+async def _warm_up(
+    fleet: LiveFleet, serve: Callable[[Request], None], workload: Sequence[Request], num_tiers: int
+) -> Request:
     """Serve requests until one prompt is spread over `num_tiers` tiers. Returns the prompt on the most tiers."""
     shown = workload[0]
     for number, request in enumerate(workload, 1):
-        fleet.trial.step(request)
+        serve(request)
         await asyncio.sleep(0)
         if number >= _WARM_REQUESTS:
             await fleet.settle()
@@ -124,10 +157,10 @@ async def _warm_up(fleet: LiveFleet, workload: Sequence[Request], num_tiers: int
     return shown
 
 
-async def _serve_on(fleet: LiveFleet, workload: Sequence[Request], stop: asyncio.Event) -> None:
+async def _serve_on(serve: Callable[[Request], None], workload: Sequence[Request], stop: asyncio.Event) -> None:
     """Serve the workload repeatedly, at a pace that people can follow, until `stop` is set."""
     for request in cycle(workload):
-        fleet.trial.step(request)
+        serve(request)
         try:
             await asyncio.wait_for(stop.wait(), 1 / _SHOWN_RATE)
         except TimeoutError:

@@ -156,6 +156,12 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix ends where fewer workers hold its next page. Those of which most is held more than once come first."""
 
 
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a text."""
+
+    token_ids: list[int]
+
+
 class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What a router chose for one request, and what the engine reused."""
 

@@ -1,12 +1,82 @@
-import { getJson } from "./api.js";
-import { timeElement } from "./format.js";
+// Start here. Each section has a class that shows one answer; polls bring the answers.
 
-async function refresh() {
-  const fleet = await getJson("fleet");
-  const verdict = document.getElementById("verdict");
-  verdict.className = `verdict ${fleet.level}`;
-  verdict.replaceChildren(...fleet.verdict.map((part) => (typeof part === "number" ? timeElement(part) : part)));
+import { getJson, hasToken } from "./api.js";
+import { Ask } from "./ask.js";
+import { Decisions } from "./decisions.js";
+import { Poll } from "./poll.js";
+import { ResidencyMap } from "./residency.js";
+import { onChange, set } from "./state.js";
+import { askForToken } from "./token.js";
+import { VerdictLine } from "./verdict.js";
+import { WorkerView } from "./worker.js";
+import { Workers } from "./workers.js";
+
+const section = (id) => document.getElementById(id);
+const LISTS = ["workers", "residency", "ask", "decisions"].map(section);
+
+const verdict = new VerdictLine();
+const workers = new Workers(section("workers"), () => polls.fleet.now());
+const map = new ResidencyMap(section("residency"));
+const ask = new Ask(section("ask"));
+const decisions = new Decisions(section("decisions"));
+const worker = new WorkerView(section("worker"));
+let past = null;
+let isRefused = false;
+
+async function refreshFleet() {
+  const fleet = await getJson("fleet", { contains: workers.contains });
+  verdict.show(fleet);
+  workers.show(fleet);
+  ask.show(fleet);
+  if (fleet.is_past && past === null) {
+    const { startPast } = await import("./past.js");
+    past = startPast({ root: section("past"), refresh, setLive });
+  }
 }
 
-refresh();
-setInterval(refresh, 1000);
+/** Wrap a refresh, so that an error is shown in the verdict, and a missing token asked for. */
+function guarded(ask) {
+  return async () => {
+    if (isRefused) return;
+    try {
+      await ask();
+    } catch (error) {
+      if (error.status === 401) {
+        isRefused = true;
+        askForToken(() => { isRefused = false; refresh(); }, hasToken());
+      }
+      verdict.fail(error);
+    }
+  };
+}
+
+const polls = {
+  fleet: new Poll(guarded(refreshFleet), 1000),
+  map: new Poll(guarded(() => map.refresh()), 2000, section("residency")),
+  decisions: new Poll(guarded(() => decisions.refresh()), 3000, section("decisions")),
+  worker: new Poll(guarded(() => worker.refresh()), 1000, section("worker")),
+};
+
+/** Ask for everything that is on the screen now. */
+function refresh() {
+  return Promise.all(Object.values(polls).map((poll) => poll.now()));
+}
+
+/** Whether polls go on by themselves. The page over the past asks only when the moment changes. */
+function setLive(isLive) {
+  for (const poll of Object.values(polls)) poll.isLive = isLive;
+}
+
+function route() {
+  worker.route();
+  for (const list of LISTS) list.hidden = worker.chosen !== null;
+}
+
+document.querySelector(".links").addEventListener("click", (event) => {
+  if (event.target.hash) set({ worker: null, model: null, tenant: null, block_size: null });
+});
+onChange(() => {
+  route();
+  refresh();
+});
+route();

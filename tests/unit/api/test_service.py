@@ -143,6 +143,7 @@ async def test_the_documentation_names_every_route(serving: Any) -> None:
         "/fleet",
         "/residency",
         "/funnel",
+        "/tokenize",
         "/dump",
         "/health",
         "/ready",

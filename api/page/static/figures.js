@@ -1,0 +1,82 @@
+// What several sections draw: tiers as bars, curves, states, the legend.
+
+import { h, setText, svg } from "./dom.js";
+import { count, counted, rate } from "./format.js";
+
+/** Tiers, fastest first: class, medium in events, field in answers, word. */
+export const TIERS = [
+  { name: "gpu", medium: "GPU", word: "GPU" },
+  { name: "cpu", medium: "CPU_PINNED", word: "CPU" },
+  { name: "disk", medium: "DISK", word: "Disk" },
+  { name: "external", medium: "EXTERNAL", word: "External" },
+];
+
+const SYMBOLS = { live: "●", syncing: "◐", stale: "▲", expired: "✕", left: "○" };
+
+/** The legend of the tiers, in words. */
+export const legend = () => h("ul", { class: "legend", "aria-label": "Tiers" },
+  TIERS.map((tier) => h("li", {}, h("span", { class: `swatch ${tier.name}` }), tier.word)),
+  h("li", {}, h("span", { class: "swatch none" }), "not held"));
+
+/** A bar of four parts. */
+export const tierBar = (size = "") => h("div", { class: `tiers ${size}`, role: "img" });
+
+/** Draw pages by tier into a bar. parts: pages on each tier; whole: pages of the whole bar. */
+export function drawTiers(bar, parts, whole, label) {
+  const drawn = `${parts} ${whole}`;
+  if (bar.dataset.drawn !== drawn) {
+    bar.dataset.drawn = drawn;
+    bar.replaceChildren(...parts.flatMap((pages, tier) => {
+      if (!pages || !whole) return [];
+      const part = h("span", { class: TIERS[tier].name });
+      part.style.width = `${(100 * pages) / whole}%`;
+      return [part];
+    }));
+  }
+  if (bar.title !== label) {
+    bar.title = label;
+    bar.setAttribute("aria-label", label);
+  }
+}
+
+/** "41,200 pages on GPU, 12 on CPU", or "no pages". parts: on each tier. */
+export function tierWords(parts, noun = "page") {
+  const held = parts.map((pages, tier) => [pages, TIERS[tier].word]).filter(([pages]) => pages);
+  if (!held.length) return `no ${noun}s`;
+  return held.map(([pages, word], first) => `${first ? count(pages) : counted(pages, noun)} on ${word}`).join(", ");
+}
+
+/** Cumulative counts (on a tier or a faster one) -> counts on each tier alone. */
+export const alone = (cumulative) => cumulative.map((pages, tier) => pages - (tier ? cumulative[tier - 1] : 0));
+
+/** The name of a worker's state, in which a closed publisher is not a fault. */
+export const stateName = (state, reason) => (reason === "closed" ? "left" : state);
+
+/** Show a state as a symbol and a word. */
+export function drawState(element, state, reason) {
+  const name = stateName(state, reason);
+  if (element.dataset.state === name) return;
+  element.dataset.state = name;
+  element.className = `state ${name}`;
+  element.replaceChildren(h("span", { class: "symbol", "aria-hidden": "true" }, SYMBOLS[name] ?? "?"), name);
+}
+
+/** A curve over time; `draw` shows numbers in it. */
+export class Curve {
+  constructor(kind, label, size = "") {
+    this.label = label;
+    this.area = svg("polygon", { class: "area" });
+    this.line = svg("polyline", { class: "line" });
+    this.title = svg("title");
+    this.element = svg("svg", { class: `curve ${kind} ${size}`, viewBox: "0 0 100 26", preserveAspectRatio: "none", role: "img" },
+      this.title, svg("line", { class: "base", x1: 0, x2: 100, y1: 25.5, y2: 25.5 }), this.area, this.line);
+  }
+
+  draw(numbers, most = Math.max(...numbers, 0)) {
+    const step = 100 / Math.max(1, numbers.length - 1);
+    const points = numbers.map((number, i) => `${(i * step).toFixed(1)},${(25 - (22 * number) / (most || 1)).toFixed(1)}`);
+    this.line.setAttribute("points", points.join(" "));
+    this.area.setAttribute("points", points.length ? `0,25.5 ${points.join(" ")} 100,25.5` : "");
+    setText(this.title, `${this.label}: now ${rate(numbers.at(-1) ?? 0)} per second, at most ${rate(most)} in the time shown`);
+  }
+}

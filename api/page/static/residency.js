@@ -1,0 +1,109 @@
+// The map: the most shared prefixes against the workers, by tier and depth.
+
+import { getJson } from "./api.js";
+import { h, place, setText } from "./dom.js";
+import { alone, drawTiers, legend, tierBar, tierWords } from "./figures.js";
+import { count, counted } from "./format.js";
+import { Rows } from "./rows.js";
+import { get, set } from "./state.js";
+
+const MAX_CELLS = 5000;
+
+const named = (space) => `${space.tenant === "default" ? "" : `${space.tenant} / `}${space.model}, ${space.block_size} tokens a page`;
+
+export class ResidencyMap {
+  #count = h("p");
+  #choice = h("select", { "aria-label": "Model" });
+  #head = h("tr");
+  #body = h("tbody");
+  #table;
+  #empty = h("p", { class: "empty" });
+  #columns = "";
+  #limit = 100;
+  #answer = null;
+
+  constructor(section) {
+    this.#choice.addEventListener("change", () => {
+      const [model, tenant, block_size] = JSON.parse(this.#choice.value);
+      set({ model, tenant, block_size }, { push: false });
+      this.refresh();
+    });
+    this.#table = h("table", {}, h("thead", {}, this.#head), this.#body);
+    section.append(
+      h("header", {}, h("h2", { id: "residency-title" }, "Residency"), this.#count, h("span", { class: "push" }, legend()), this.#choice),
+      h("div", { class: "card map", tabindex: 0, role: "region", "aria-label": "Map of prefixes and workers" }, this.#table, this.#empty));
+    this.rows = new Rows(this.#body, (row) => row.hash, () => this.#row());
+  }
+
+  async refresh() {
+    const wanted = { model: get("model"), tenant: get("tenant"), block_size: get("block_size") };
+    const found = await getJson("residency", { ...wanted, limit: this.#limit }).catch((error) => {
+      if (error.status === 404) return getJson("residency", { limit: this.#limit });
+      throw error;
+    });
+    this.#answer = found;
+    this.#limit = Math.max(20, Math.min(300, Math.floor(MAX_CELLS / Math.max(1, found.columns.length))));
+    this.#showChoice(found);
+    this.#showColumns(found);
+    const isEmpty = !found.rows.length;
+    this.#table.hidden = isEmpty;
+    this.#empty.hidden = !isEmpty;
+    setText(this.#empty, found.namespaces.length
+      ? "No worker holds a page of this model yet. Send requests to its engines."
+      : "Nothing is held yet. The map fills as workers report their pages.");
+    const columns = found.num_columns > found.columns.length ? ` The ${found.columns.length} workers that hold most are shown.` : "";
+    setText(this.#count, isEmpty ? "" : `${counted(found.rows.length, "prefix", "prefixes")}, those shared most first. Each cell: how much of the prefix a worker holds.${columns}`);
+    this.rows.show(found.rows);
+  }
+
+  #showChoice(found) {
+    const values = found.namespaces.map((space) => JSON.stringify([space.model, space.tenant, space.block_size]));
+    const chosen = JSON.stringify([found.model, found.tenant, found.block_size]);
+    if (this.#choice.dataset.values !== String(values)) {
+      this.#choice.dataset.values = String(values);
+      this.#choice.replaceChildren(...found.namespaces.map((space, i) => h("option", { value: values[i] }, named(space))));
+    }
+    if (document.activeElement !== this.#choice) this.#choice.value = chosen;
+    this.#choice.hidden = values.length < 2;
+  }
+
+  #showColumns(found) {
+    const columns = JSON.stringify(found.columns);
+    if (columns === this.#columns) return;
+    this.#columns = columns;
+    const ranks = new Set(found.columns.map((column) => column.dp_rank)).size > 1;
+    place(this.#head, [
+      h("th", { scope: "col" }, "Prefix"),
+      ...found.columns.map((column) => {
+        const name = ranks ? `${column.worker} / ${column.dp_rank}` : column.worker;
+        return h("th", { scope: "col", title: `${name}: ${column.state}` }, column.state === "live" ? "" : "▲ ", name);
+      }),
+    ]);
+  }
+
+  #row() {
+    const label = h("th", { scope: "row" });
+    const element = h("tr", {}, label);
+    let cells = [];
+    let shown = "";
+    const update = (row) => {
+      const { columns, block_size } = this.#answer;
+      const now = JSON.stringify([row, columns.length]);
+      if (now === shown) return;
+      shown = now;
+      label.title = `sequence hash ${row.hash}`;
+      label.replaceChildren(h("div", { class: "prefix" }, h("code", {}, row.hash.slice(0, 8)), h("span", {}, counted(row.pages, "page")),
+        h("span", { class: "quiet" }, `${count(row.pages * block_size)} tokens`), h("span", { class: "quiet" }, counted(row.holders, "holder"))));
+      if (cells.length !== columns.length) {
+        cells = columns.map(() => tierBar());
+        place(element, [label, ...cells.map((cell) => h("td", { class: "cell" }, cell))]);
+      }
+      const held = new Map(row.cells.map(([column, ...cumulative]) => [column, cumulative]));
+      columns.forEach((column, i) => {
+        const parts = alone(held.get(i) ?? [0, 0, 0, 0]);
+        drawTiers(cells[i], parts, row.pages, `${column.worker}: ${tierWords(parts)} of ${count(row.pages)}`);
+      });
+    };
+    return { element, update };
+  }
+}

@@ -1,0 +1,203 @@
+"""The live page in a real browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from playwright.async_api import Browser, Page
+
+from api.app import create_app
+from api.server import running_server
+from api.settings import ApiSettings
+from tests.support.browser.chromium import new_page
+from tests.support.browser.shown_fleet import shown_fleet
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream, removed
+from tests.support.waiting import async_wait_until
+
+TOKENS = list(range(1, 65))
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+
+NAMELESS = """
+() => [...document.querySelectorAll('button, input, select, textarea, a, [role=img], [role=region]')]
+  .filter(e => e.checkVisibility() && !e.getAttribute('aria-label') && !e.innerText && !(e.labels ?? []).length)
+  .filter(e => !e.querySelector('title')?.textContent)
+  .map(e => e.outerHTML)
+"""
+
+
+@asynccontextmanager
+async def hand_fed(**settings: Any) -> AsyncIterator[tuple[str, HandFed]]:
+    """The URL of a service whose records a test writes."""
+    fed, given = HandFed(), ApiSettings(port=0, **settings)
+    async with running_server(create_app(fed.consumer, given), given) as url:
+        await fed.feed()
+        yield url, fed
+
+
+async def opened(browser: Browser, url: str, faults: list[str], **view: Any) -> Page:
+    """Open a page. faults: receives the errors of its console, such as violations of the policy, and of its scripts."""
+    page = await new_page(browser, **view)
+    page.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    await page.goto(url)
+    return page
+
+
+async def text_of(page: Page, selector: str) -> str:
+    return (await page.locator(selector).inner_text()).strip()
+
+
+async def wait_for_text(page: Page, selector: str, text: str) -> None:
+    async def is_shown() -> bool:
+        return text in await page.locator(selector).inner_text()
+
+    await async_wait_until(is_shown, 60, f"{text!r} in {selector}")
+
+
+async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser: Browser) -> None:
+    faults: list[str] = []
+    async with shown_fleet(ApiSettings(port=0)) as shown, httpx.AsyncClient(base_url=shown.url) as client:
+        page = await opened(browser, shown.url, faults)
+        await wait_for_text(page, "#verdict", "3 of 3 workers live. Views equal the engines' caches as of")
+        names = [f"worker-{number}" for number in range(3)]
+        assert await page.locator("#workers tbody tr .name").all_inner_texts() == names
+        fleet = (await client.get("/fleet")).json()
+        bars = page.locator("#workers tbody .tiers")
+        for number, worker in enumerate(fleet["workers"]):
+            label = await bars.nth(number).get_attribute("aria-label")
+            assert f"{worker['pages']['GPU']:,} page" in str(label), (label, worker["pages"])
+        await page.locator("#residency").scroll_into_view_if_needed()
+        await wait_for_text(page, "#residency thead", "worker-2")
+        residency = (await client.get("/residency")).json()
+        row = page.locator("#residency tbody tr").first
+        assert (await row.locator("code").inner_text()) == residency["rows"][0]["hash"][:8]
+        assert f"{residency['rows'][0]['pages']:,} page" in await row.inner_text()
+        await page.locator("#decisions").scroll_into_view_if_needed()
+        await wait_for_text(page, "#decisions", "60 requests in the last hour, 60 with an outcome")
+        await page.keyboard.press("Control+Home")
+        await page.locator("#workers tbody tr .name").first.focus()
+        await page.keyboard.press("Enter")
+        await wait_for_text(page, "#worker", "Hottest prefixes")
+        await wait_for_text(page, "#worker", "in the last")
+        assert "worker=worker-0" in page.url
+        await page.go_back()
+        await wait_for_text(page, "#workers", "worker-2")
+    assert faults == []
+
+
+async def test_the_page_follows_a_gap_a_resync_and_a_worker_that_leaves(browser: Browser) -> None:
+    faults: list[str] = []
+    good, broken = Stream("good"), Stream("broken")
+    async with hand_fed() as (url, fed):
+        await fed.hold(good, TOKENS)
+        hashes = await fed.hold(broken, TOKENS)
+        page = await opened(browser, url, faults)
+        await wait_for_text(page, "#verdict", "2 of 2 workers live")
+        broken.batch(removed(hashes[:1]))
+        await fed.feed(broken.batch(removed(hashes[1:2])), good.batch())
+        await wait_for_text(page, "#verdict", "broken stale since")
+        await wait_for_text(page, "#verdict", "1 batch lost")
+        assert (await page.locator("#workers tbody tr .name").all_inner_texts())[0] == "broken"
+        time = page.locator("#verdict time")
+        assert str(await time.get_attribute("title")).endswith(" UTC")
+        await fed.feed(broken.resync(), good.batch())
+        await wait_for_text(page, "#verdict", "2 of 2 workers live")
+        await fed.feed(broken.batch(degraded_reason="closed"), good.batch())
+        await wait_for_text(page, "#verdict", "broken left at")
+        await wait_for_text(page, "#workers", "left")
+    assert faults == []
+
+
+async def test_the_ask_box_shows_what_a_query_returns(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed() as (url, fed), httpx.AsyncClient(base_url=url) as client:
+        await fed.hold(Stream("whole"), TOKENS)
+        await fed.hold(Stream("half"), TOKENS, tiers={0: range(4), 1: range(4, 8)})
+        page = await opened(browser, url, faults)
+        await wait_for_text(page, "#workers", "whole")
+        body = {"model_name": "m", "token_ids": TOKENS}
+        for asked in (" ".join(map(str, TOKENS)), json.dumps(TOKENS), json.dumps(body)):
+            await page.get_by_label("A prompt").fill(asked)
+            await page.get_by_role("button", name="Ask", exact=True).click()
+            await wait_for_text(page, "#ask", "2 workers hold a part of 64 tokens.")
+            rows = await page.locator("#ask tbody tr").all_inner_texts()
+            held = {name: found["longest_matched"] for name, found in (await query(client, body)).items()}
+            assert [row.split()[0] for row in rows] == ["whole", "half"]
+            assert all(f"{held[row.split()[0]]} tokens" in row for row in rows), rows
+        bar = page.locator("#ask tbody tr").nth(1).locator(".tiers")
+        assert await bar.get_attribute("aria-label") == "half: 16 tokens on GPU, 16 on CPU of 64"
+        await wait_for_text(page, "#ask", "start it with --record FOLDER")
+        await page.get_by_label("A prompt").fill("{")
+        await page.get_by_role("button", name="Ask", exact=True).click()
+        await wait_for_text(page, "#ask [role=alert]", "The request body is not JSON")
+    assert all("404" in fault for fault in faults), faults  # there is no log to explain from
+
+
+async def query(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    instances: dict[str, Any] = (await client.post("/query", json=body)).json()["instances"]
+    return instances
+
+
+async def test_names_from_outside_are_text(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed() as (url, fed):
+        stream = Stream(HOSTILE, model=HOSTILE)
+        await fed.hold(stream, TOKENS)
+        stream.seq += 1
+        await fed.feed(stream.batch(degraded_reason=HOSTILE))
+        page = await opened(browser, url, faults)
+        await wait_for_text(page, "#workers", HOSTILE)
+        await wait_for_text(page, "#verdict", HOSTILE)
+        await page.locator("#residency").scroll_into_view_if_needed()
+        await wait_for_text(page, "#residency thead", HOSTILE)
+        await page.keyboard.press("Control+Home")
+        await page.locator("#workers tbody tr .name").first.click()
+        await wait_for_text(page, "#worker", HOSTILE)
+        assert await page.locator("img, main script, body script").count() == 0
+        assert "kvsight" in await page.title()
+    assert faults == []
+
+
+async def test_the_page_asks_for_the_token_and_keeps_it_in_the_tab(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed(api_token="s3cret") as (url, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        page = await opened(browser, url, faults)
+        await page.locator("#token-field").fill("wrong")
+        await page.keyboard.press("Enter")
+        await wait_for_text(page, "#token [role=alert]", "does not know this token")
+        await page.locator("#token-field").fill("s3cret")
+        await page.keyboard.press("Enter")
+        await wait_for_text(page, "#verdict", "1 of 1 workers live")
+        await page.reload()
+        await wait_for_text(page, "#verdict", "1 of 1 workers live")
+        assert await page.evaluate("localStorage.length + document.cookie.length") == 0
+    assert all("401" in fault for fault in faults), faults
+
+
+async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed() as (url, _):
+        page = await opened(browser, url, faults)
+        await wait_for_text(page, "#verdict", "No worker yet.")
+        await wait_for_text(page, "#workers", "kvsight engine --kafka HOST:PORT")
+        await page.locator("#decisions").scroll_into_view_if_needed()
+        await wait_for_text(page, "#decisions", "POST /decisions")
+    assert faults == []
+
+
+async def test_the_page_is_readable_on_a_telephone_and_every_control_has_a_name(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed() as (url, fed):
+        for number in range(30):
+            await fed.hold(Stream(f"worker-{number}"), [number, *TOKENS])
+        page = await opened(browser, url, faults, width=360, height=780, scheme="dark")
+        await wait_for_text(page, "#workers", "worker-29")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert await page.evaluate(NAMELESS) == []
+    assert faults == []

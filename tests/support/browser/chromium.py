@@ -1,0 +1,44 @@
+"""A real browser without a screen: Debian's chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from playwright.async_api import Browser, Page, async_playwright
+
+Scheme = Literal["light", "dark"]
+
+_FLAGS = (
+    "--no-sandbox",  # tests may run as root
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # as in a network without the internet
+)
+
+
+def chromium_path() -> str | None:
+    """Return the command of the browser, or None if there is none."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@asynccontextmanager
+async def running_browser() -> AsyncIterator[Browser]:
+    """Run the browser in a block."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium_path(), args=_FLAGS)
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+async def new_page(browser: Browser, width: int = 1280, height: int = 900, scheme: Scheme = "light") -> Page:
+    """Open an empty page in a profile of its own."""
+    context = await browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, timezone_id="Asia/Tokyo", locale="en-US"
+    )
+    context.set_default_timeout(60_000)
+    return await context.new_page()

@@ -1,0 +1,65 @@
+"""Pictures of the page for the documentation: `python -m tests.support.browser.pictures [FOLDER]`"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from playwright.async_api import Page
+
+from api.settings import ApiSettings
+from tests.support.browser.chromium import Scheme, new_page, running_browser
+from tests.support.browser.shown_fleet import ShownFleet, shown_fleet
+
+_FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
+_SERVE_S = 40.0
+_RATE = 6.0
+
+
+class _Picture(NamedTuple):
+    name: str
+    width: int
+    height: int
+    scheme: Scheme = "light"
+    query: str = ""
+
+
+_PICTURES = (
+    _Picture("page-light", 1600, 1180),
+    _Picture("page-dark", 1600, 1180, "dark"),
+    _Picture("page-narrow", 360, 1180),
+    _Picture("page-worker", 1600, 1180, query="?worker=worker-1"),
+)
+
+
+async def main(folder: Path) -> None:
+    """Write all pictures."""
+    async with shown_fleet(ApiSettings(port=0), num_requests=300, workers=6) as shown, running_browser() as browser:
+        pages = {each: await new_page(browser, each.width, each.height, each.scheme) for each in _PICTURES}
+        for picture, page in pages.items():
+            await page.goto(f"{shown.url}/{picture.query}")
+        await _serve(shown)
+        for picture, page in pages.items():
+            await _settle(page)
+            await page.screenshot(path=folder / f"{picture.name}.png")
+
+
+async def _serve(shown: ShownFleet) -> None:
+    """Serve requests again for some time, so that there are curves."""
+    requests = iter(shown.requests * 100)
+    for _ in range(int(_SERVE_S * _RATE)):
+        shown.serve(next(requests))
+        await asyncio.sleep(1 / _RATE)
+
+
+async def _settle(page: Page) -> None:
+    await page.bring_to_front()
+    await page.wait_for_timeout(2500)
+
+
+if __name__ == "__main__":
+    chosen = Path(sys.argv[1]) if len(sys.argv) > 1 else _FOLDER
+    chosen.mkdir(parents=True, exist_ok=True)
+    asyncio.run(main(chosen))

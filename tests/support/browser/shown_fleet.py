@@ -1,0 +1,63 @@
+"""A simulated fleet with the real API, as in `kvsight demo`, but without the comparison of policies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import NamedTuple
+
+from api.app import create_app
+from api.page.funnel import FunnelWindow
+from api.server import running_server
+from api.settings import ApiSettings
+from indexer.assembly import create_consumer
+from indexer.settings import IndexerSettings
+from kv_events.decisions import VERSION, Outcome
+from kv_events.memory_log import MemoryLog
+from simulation import SimulationSettings, WorkloadSettings, generate
+from simulation.live import LiveFleet, MemoryTransport, publishing_fleet
+from simulation.requests import Request
+
+POLICY = "kv-aware"
+
+
+class ShownFleet(NamedTuple):
+    """A running fleet, and the page that shows it."""
+
+    url: str
+    fleet: LiveFleet
+    requests: list[Request]
+    funnel: FunnelWindow
+    numbers: Iterator[int]
+
+    def serve(self, request: Request) -> None:
+        """Serve a request, and report what was chosen and reused."""
+        trial = self.fleet.trial
+        chosen, now, request_id = trial.step(request), time.time(), f"request-{next(self.numbers)}"
+        self.funnel.take(trial.router.decision(request, chosen, request_id, now))
+        self.funnel.take(Outcome(VERSION, request_id, now, trial.found_tokens))
+
+
+@asynccontextmanager
+async def shown_fleet(settings: ApiSettings, num_requests: int = 60, workers: int = 3) -> AsyncIterator[ShownFleet]:
+    """Run a fleet that has served some requests inside a block."""
+    simulated = SimulationSettings(
+        workers=workers, capacity_tokens=2**13, page_size=16, cache="hiradix", host_ratio=1.5, model="llama"
+    )
+    log = MemoryLog()
+    consumer = create_consumer(IndexerSettings.ignoring_environment(), log)
+    app = create_app(consumer, settings)
+    async with (
+        running_server(app, settings) as url,
+        publishing_fleet(simulated, POLICY, MemoryTransport(log), consumer) as fleet,
+    ):
+        requests = list(generate(WorkloadSettings(num_requests=num_requests, seed=0)))
+        shown = ShownFleet(url, fleet, requests, app.state.scene.funnel, count())
+        for request in requests:
+            shown.serve(request)
+            await asyncio.sleep(0)
+        await fleet.settle()
+        yield shown
