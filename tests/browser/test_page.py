@@ -87,7 +87,7 @@ async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser:
         assert "worker=worker-0" in page.url
         await page.go_back()
         await wait_for_text(page, "#workers", "worker-2")
-    assert faults == []
+        assert faults == []
 
 
 async def test_the_page_follows_a_gap_a_resync_and_a_worker_that_leaves(browser: Browser) -> None:
@@ -110,7 +110,7 @@ async def test_the_page_follows_a_gap_a_resync_and_a_worker_that_leaves(browser:
         await fed.feed(broken.batch(degraded_reason="closed"), good.batch())
         await wait_for_text(page, "#verdict", "broken left at")
         await wait_for_text(page, "#workers", "left")
-    assert faults == []
+        assert faults == []
 
 
 async def test_the_ask_box_shows_what_a_query_returns(browser: Browser) -> None:
@@ -135,7 +135,7 @@ async def test_the_ask_box_shows_what_a_query_returns(browser: Browser) -> None:
         await page.get_by_label("A prompt").fill("{")
         await page.get_by_role("button", name="Ask", exact=True).click()
         await wait_for_text(page, "#ask [role=alert]", "The request body is not JSON")
-    assert all("404" in fault for fault in faults), faults  # there is no log to explain from
+        assert all("404" in fault for fault in faults), faults  # there is no log to explain from
 
 
 async def query(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ async def test_names_from_outside_are_text(browser: Browser) -> None:
         await wait_for_text(page, "#worker", HOSTILE)
         assert await page.locator("img, main script, body script").count() == 0
         assert "kvsight" in await page.title()
-    assert faults == []
+        assert faults == []
 
 
 async def test_the_page_asks_for_the_token_and_keeps_it_in_the_tab(browser: Browser) -> None:
@@ -177,7 +177,7 @@ async def test_the_page_asks_for_the_token_and_keeps_it_in_the_tab(browser: Brow
         await page.reload()
         await wait_for_text(page, "#verdict", "1 of 1 workers live")
         assert await page.evaluate("localStorage.length + document.cookie.length") == 0
-    assert all("401" in fault for fault in faults), faults
+        assert all("401" in fault for fault in faults), faults
 
 
 async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:
@@ -188,7 +188,7 @@ async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:
         await wait_for_text(page, "#workers", "kvsight engine --kafka HOST:PORT")
         await page.locator("#decisions").scroll_into_view_if_needed()
         await wait_for_text(page, "#decisions", "POST /decisions")
-    assert faults == []
+        assert faults == []
 
 
 async def test_the_page_is_readable_on_a_telephone_and_every_control_has_a_name(browser: Browser) -> None:
@@ -200,4 +200,4 @@ async def test_the_page_is_readable_on_a_telephone_and_every_control_has_a_name(
         await wait_for_text(page, "#workers", "worker-29")
         assert await page.evaluate("document.documentElement.scrollWidth") <= 360
         assert await page.evaluate(NAMELESS) == []
-    assert faults == []
+        assert faults == []
