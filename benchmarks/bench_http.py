@@ -85,18 +85,19 @@ def _body(codec: Any, **prompt: Any) -> bytes:
     return body
 
 
-def filled_consumer() -> Consumer:
-    """Return views that never expire. Worker w holds the first (w + 1) / WORKERS of each prompt."""
+def filled_consumer(num_workers: int = WORKERS) -> Consumer:
+    """Return views that never expire. Worker w holds the first (w + 1) / num_workers of each prompt."""
     settings = IndexerSettings(max_pages=2**18, worker_ttl_s=_DAY_S, forget_after_s=_DAY_S)
     consumer = Consumer(MemorySource(MemoryLog()), Applier(Namespaces(settings), DeadLetters()), settings)
     starts = np.zeros(PAGES // 8, np.uint8)
     starts[0] = 1
-    views = [consumer.namespaces.add_view(StreamId("m", "default", f"w{w}", 0), PAGE_TOKENS) for w in range(WORKERS)]
+    names = [f"w{number}" for number in range(num_workers)]
+    views = [consumer.namespaces.add_view(StreamId("m", "default", name, 0), PAGE_TOKENS) for name in names]
     for tokens in prompts():
         hashes = sequence_hashes(tokens, PAGE_TOKENS)
         event = StoredPages(0, hashes, hashes, starts, np.zeros(1, np.uint64))
         for number, view in enumerate(views):
-            view.index.store(view.number, event, 0, PAGES * (number + 1) // WORKERS)
+            view.index.store(view.number, event, 0, PAGES * (number + 1) // num_workers)
             view.state, view.heard_at = ViewState.LIVE, time.time()
     return consumer
 
@@ -104,10 +105,10 @@ def filled_consumer() -> Consumer:
 # --- the server's process ---
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, num_workers: int) -> None:
     async def run() -> None:
         settings = ApiSettings(port=0)
-        async with running_server(create_app(filled_consumer(), settings), settings) as url:
+        async with running_server(create_app(filled_consumer(num_workers), settings), settings) as url:
             pipe.send(url)
             await asyncio.to_thread(pipe.recv)
 
@@ -116,10 +117,10 @@ def _serve(pipe: Connection) -> None:
 
 
 @contextmanager
-def server_process() -> Iterator[str]:
+def server_process(num_workers: int = WORKERS) -> Iterator[str]:
     """Yield the URL of a server that runs for the duration of the block."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, num_workers))
     process.start()
     try:
         yield ours.recv()

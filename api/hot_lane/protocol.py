@@ -35,6 +35,7 @@ A client that pipelines without end thus takes a fiftieth of the time of the eve
 """
 _HEAD = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\ncontent-type: application/%b\r\n\r\n"
 _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
+_ANSWERS_AFTER_CUT = 1024  # large answers often do not fit into the socket's buffer
 _LARGE_ANSWER = 2**15  # a copy takes longer than another call
 _END_OF_HEAD = b"\r\n\r\n"
 
@@ -224,7 +225,8 @@ class HotProtocol(HttpToolsProtocol):
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
         self._answered_at = self._last_answer_at()
-        self._direct_as, self._repeated, self._until_direct = None, None, _ANSWERS_AFTER_RETURN
+        self._direct_as, self._repeated = None, None
+        self._until_direct = _ANSWERS_AFTER_CUT if rest else _ANSWERS_AFTER_RETURN
         self.transport.resume_reading()
         if rest:
             self.transport.write(rest)
