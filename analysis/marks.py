@@ -5,6 +5,8 @@ It writes `Found` as JSON, one a line, and ends when stdin does.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import signal
 import sys
@@ -18,6 +20,7 @@ import msgspec
 from indexer.replay import Replay, Timeline
 from indexer.until import Until
 from indexer.views import View
+from indexer.worker_log import WorkerChange, WorkerLog
 from kv_events.codec import DecodedBatch
 from kv_events.errors import KvsightError
 from kv_events.records import Channel, LogRecord
@@ -27,6 +30,21 @@ MARKS_COMMAND: Final = (sys.executable, "-P", "-m", "analysis.marks")
 
 _NICENESS = 10
 _REPORT_RECORDS = 2000
+_LOOK_S = 5.0
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """A change in the life of a worker stream, in the words of `WorkerLog`."""
+
+    index: int
+    """Of the record in the log."""
+    time: float
+    model: str
+    tenant: str
+    worker: str
+    dp_rank: int
+    verb: str
+    reason: str
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,6 +53,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     next_index: int
     """Index of the next record to search."""
     marks: list[Mark] = []
+    changes: list[Change] = []
     damage: list[str] = []
     """All that could not be used so far."""
     failure: str = ""
@@ -69,6 +88,10 @@ class MarkFinder:
         self._doubted = {view.stream for view in views.namespaces.views if view.stale_reason}
         self._where = 0, 0.0
         self._found: list[Mark] = []
+        self._changes: list[Change] = []
+        self._worker_log = WorkerLog(views.freshness)
+        self._worker_log.on_change.append(self._note)
+        self._looked_at = -math.inf
         views.applier.on_applied.append(self._compare)
 
     def apply(self, index: int, record: LogRecord) -> None:
@@ -76,18 +99,27 @@ class MarkFinder:
         if record.channel != Channel.EVENTS:
             return
         self._where = index, record.timestamp_ms / 1000
+        if self._views.now - self._looked_at > _LOOK_S:  # for workers that are silent, or forgotten
+            self._looked_at = self._views.now
+            self._worker_log.look(self._views.namespaces.views, self._views.now)
         rejected = self._views.applier.dead_letters.counts.total()
         self._views.apply(record)
         if self._views.applier.dead_letters.counts.total() > rejected:
             key = record.key.decode(errors="replace")
             self._add("rejected", key, _worker(key), "A record cannot be applied.")
 
-    def take(self) -> list[Mark]:
+    def take(self) -> tuple[list[Mark], list[Change]]:
         """Return what was found since the last call."""
-        found, self._found = self._found, []
+        found = self._found, self._changes
+        self._found, self._changes = [], []
         return found
 
+    def _note(self, change: WorkerChange) -> None:
+        index, time = self._where
+        self._changes.append(Change(index, time, *change.stream, change.verb, change.reason))
+
     def _compare(self, view: View, batch: DecodedBatch) -> None:
+        self._worker_log.note(view)
         stream = view.stream
         before, now = self._seen.get(stream, _NEW), _Seen.of(view)
         self._seen[stream] = now
@@ -98,7 +130,7 @@ class MarkFinder:
             number = sum(view.num_pages)
             pages = f"{number:,} {'page' if number == 1 else 'pages'}"
             self._add("resync", stream.key, name, f"{name} has resent what it holds: {pages}.")
-        if now.gaps > before.gaps:
+        if now.gaps > before.gaps and before is not _NEW:  # the log may begin after the first batches of a stream
             self._add("gap", stream.key, name, f"{name}: {_missing(before, batch)}.")
         elif now.mismatches > before.mismatches and stream not in self._doubted:
             self._add("digest", stream.key, name, f"{name}: its view differs from its cache (digest).")
@@ -135,13 +167,16 @@ def search(timeline: Timeline, start: int) -> Iterator[Found]:
     for number, (index, record) in enumerate(timeline.records(start), 1):
         finder.apply(index, record)
         if number % _REPORT_RECORDS == 0:
-            yield Found(next_index=index + 1, marks=finder.take())
+            marks, changes = finder.take()
+            yield Found(next_index=index + 1, marks=marks, changes=changes)
     damage = [str(error) for error in timeline.damage] + timeline.faults
-    yield Found(next_index=timeline.next_index, marks=finder.take(), damage=damage)
+    marks, changes = finder.take()
+    yield Found(next_index=timeline.next_index, marks=marks, changes=changes, damage=damage)
 
 
 def main() -> None:
     """Search the log that the command line names."""
+    logging.disable()  # of records and workers, which the service that shows them does not log
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal of the service, which ends this process itself
     folder, start = Path(sys.argv[1]), int(sys.argv[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -46,6 +46,20 @@ class FleetWatch:
         self._histories: dict[StreamId, _History] = {}
         self._num_samples = 0
         self._sampled_at = 0.0
+
+    @classmethod
+    def of_past(
+        cls, rates: Mapping[StreamId, Rates], changes: Mapping[StreamId, Iterable[tuple[float, WorkerChange]]]
+    ) -> FleetWatch:
+        """Return the history as of a moment of the past. changes: oldest first, each with its time."""
+        watch = cls()
+        watch._num_samples = NUM_INTERVALS
+        for stream, each in rates.items():
+            watch._history(stream).rates = each
+        for stream, several in changes.items():
+            for at, change in several:
+                watch._history(stream).changes.appendleft((at, change))
+        return watch
 
     @asynccontextmanager
     async def running(self, consumer: Consumer) -> AsyncIterator[None]:

@@ -17,10 +17,13 @@ from api.docs_page import docs_routes
 from api.documented import DocumentedApp
 from api.dump import dump_routes
 from api.hot import HotRoutes
+from api.page.routes import page_routes
+from api.page.site import site_routes
 from api.past.at import AtMoment, PastViews, shows_moment
 from api.past.marks import MarkSearch
 from api.past.moments import Moments
 from api.past.routes import AT_TEXT, metrics_routes, past_routes
+from api.past.scene import PastScenes
 from api.problems import ProblemError
 from api.request_log import RequestLog
 from api.settings import ApiSettings
@@ -73,6 +76,8 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
     app.include_router(dump_routes(served))
     app.include_router(metrics_routes(served, settings.metrics_max_workers))
     app.include_router(past_routes(moments, marks, folder.name, damage))
+    app.include_router(page_routes(PastScenes(folder, moments, marks).open))
+    app.include_router(site_routes())
     app.include_router(docs_routes())
     app.add_middleware(AtMoment, moments=moments)
     # the last middleware added is the outermost one: callers without the token can only read metrics

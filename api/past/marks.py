@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio.subprocess import DEVNULL, PIPE
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +14,17 @@ from typing import Final
 
 import msgspec
 
-from analysis.marks import MARKS_COMMAND, Found
+from analysis.marks import MARKS_COMMAND, Change, Found
+from indexer.worker_log import WorkerChange
+from kv_events.streams import StreamId
 from kvsight.schemas.past import Mark
 
 logger = logging.getLogger(__name__)
 
 _MOST_OF_A_KIND: Final = 2000
+_MOST_CHANGES: Final = 100_000
+_MOST_SHOWN: Final = 30
+"""Changes of a stream."""
 _LONGEST_LINE: Final = 64 * 2**20
 
 _decoder = msgspec.json.Decoder(Found)
@@ -31,6 +37,8 @@ class MarkSearch:
         self._folder = folder
         self._task: asyncio.Task[None] | None = None
         self._by_kind: dict[str, list[Mark]] = {}
+        self._changes: dict[StreamId, list[Change]] = {}
+        self._num_changes = 0
         self.next_index = first_index
         """Index up to which the log has been searched."""
         self.counts: Counter[str] = Counter()
@@ -44,6 +52,15 @@ class MarkSearch:
     def marks(self) -> list[Mark]:
         """The marks in the order of the log, at most 2000 of each kind."""
         return sorted((mark for marks in self._by_kind.values() for mark in marks), key=lambda mark: mark.index)
+
+    def changes_before(self, index: int) -> dict[StreamId, list[tuple[float, WorkerChange]]]:
+        """Return the newest changes of each stream by the records before an index, oldest first, with their times."""
+        found = {}
+        for stream, changes in self._changes.items():
+            stop = bisect_left(changes, index, key=lambda change: change.index)
+            newest = changes[max(0, stop - _MOST_SHOWN) : stop]
+            found[stream] = [(each.time, WorkerChange(stream, each.verb, each.reason, {})) for each in newest]
+        return found
 
     def follow(self, end: int) -> None:
         """Search on up to the end of the log. Does nothing if that is being done, or has failed."""
@@ -85,6 +102,10 @@ class MarkSearch:
             kept = self._by_kind.setdefault(mark.kind, [])
             if len(kept) < _MOST_OF_A_KIND:
                 kept.append(mark)
+        for change in found.changes[: max(0, _MOST_CHANGES - self._num_changes)]:
+            stream = StreamId(change.model, change.tenant, change.worker, change.dp_rank)
+            self._changes.setdefault(stream, []).append(change)
+            self._num_changes += 1
         self.damage = found.damage or self.damage
         self.failure = found.failure
         self.next_index = max(self.next_index, found.next_index)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from api.daemon_threads import run_in_daemon_thread
+from api.page.funnel import FunnelWindow
+from api.page.watch import Rates
 from api.problems import ProblemError
 from indexer.moments import parse_moment
 from indexer.replay import MovingViews, Replay, Timeline
@@ -17,6 +19,7 @@ from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.records import LogRecord
+from kv_events.streams import StreamId
 
 _MOST_KEPT: Final = 4
 """Moments in memory, including those that are being opened."""
@@ -50,6 +53,13 @@ class Extent(NamedTuple):
 Key = tuple[int | None, tuple[tuple[int, int], ...] | None, float | None]
 
 
+class History(NamedTuple):
+    """What preceded a moment."""
+
+    rates: dict[StreamId, Rates]
+    funnel: FunnelWindow
+
+
 class OpenMoment:
     """A moment that requests are answered from. Its views do not change while it is in use."""
 
@@ -58,6 +68,8 @@ class OpenMoment:
         self.moving = moving
         self.newest = newest
         """The newest record of events in the log before the end of the moment, with its index."""
+        self.history: History | None = None
+        """None: not asked for yet."""
         self.users = 0
         """Requests that read it."""
 

@@ -154,6 +154,8 @@ class ChunkApplier:
         touched = tracked.touched[:num_touched]
         for number, facts in zip(touched.tolist(), tracked.streams[touched].tolist(), strict=True):
             self._update(self._views[number], number, facts)
+            if reason != DOUBTED or number != numbers[end - 1]:
+                self._views[number].agreed_at = self._views[number].heard_at
         tracked.streams[touched, BATCHES:] = 0
         return end, reason == DOUBTED
 

@@ -214,6 +214,19 @@ class Timeline:
         """Return the index at which the first file after a record begins. None if there is none."""
         return self._times.segment_after(index)
 
+    def first_after(self, time_s: float) -> int:
+        """Return an index such that no record before it is later than a time."""
+        return self._times.before(time_s * 1000)
+
+    def records_of(self, channel: Channel, start: int, stop: int) -> Iterator[tuple[int, LogRecord]]:
+        """Yield (index, record) of one channel, from index `start` up to but excluding `stop`. Raises OSError."""
+        for chunk in self.chunks(start):
+            for row in np.flatnonzero(chunk.channels == channel).tolist():
+                if start <= chunk.first_index + row < stop:
+                    yield chunk.first_index + row, chunk.record(row)
+            if chunk.next_index >= stop:
+                return
+
     def chunks(self, start: int) -> Iterator[RecordChunk]:
         """Yield the records from index `start` on in chunks, the first of which may begin earlier.
 

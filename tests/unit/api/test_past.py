@@ -19,7 +19,9 @@ from api.past.app import create_past_app
 from api.settings import ApiSettings
 from indexer.replay import LogIndexer, Timeline
 from indexer.until import Until
+from kv_events.decisions import VERSION, Decision, encode_decision
 from kv_events.event_log import EventLogWriter
+from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app as cli
 from tests.support import http_checks
 from tests.support.log.faulty_run import faulty_run
@@ -201,6 +203,40 @@ async def test_marks_are_what_the_views_counted(log: Path) -> None:
             found = sum(mark["kind"] == kind and mark["stream"] == view.stream.key for mark in marks)
             assert found >= getattr(view.counters, counter)  # a view with another block size begins anew
     assert [mark["index"] for mark in marks] == sorted(mark["index"] for mark in marks)
+
+
+async def test_the_page_gets_the_workers_their_rates_and_their_changes_of_the_moment(tmp_path: Path) -> None:
+    stream, other = Stream("w"), Stream("x")
+    with EventLogWriter(tmp_path) as writer:
+        for i in range(60):
+            writer.append(stream.batch(stored((0, [i + 1])), now=1000 + i))
+            if i < 20:
+                writer.append(other.batch(now=1000 + i))
+    async with serving(tmp_path) as client:
+        await all_marks(client)
+        fleet = (await client.get("/fleet?at=@1059")).json()
+        early = (await client.get("/fleet?at=@1004.5")).json()
+    w, x = sorted(fleet["workers"], key=lambda worker: str(worker["worker"]))
+    assert (fleet["time"], fleet["is_past"], fleet["states"]) == (1059.0, True, {"live": 1, "expired": 1})
+    assert (w["state"], w["pages"]["GPU"], w["stored"][-11:]) == ("live", 60, [1.0] * 11)
+    assert (x["state"], x["since"], [change["event"] for change in x["changes"]]) == (
+        "expired",
+        x["changes"][0]["time"],
+        ["expired", "is stale", "joined"],
+    )
+    assert (early["states"], early["workers"][0]["pages"]["GPU"]) == ({"live": 2}, 5)
+
+
+async def test_the_funnel_has_the_decisions_before_the_moment(tmp_path: Path) -> None:
+    stream = Stream("w")
+    with EventLogWriter(tmp_path) as writer:
+        for i in range(10):
+            writer.append(stream.batch(now=1000 + i))
+            decision = Decision(VERSION, f"r{i}", 1000.0 + i, "m", "default", 0, 4, b"", "w", None, 4, [])
+            writer.append(LogRecord(0, i, 1_000_000 + 1000 * i, b"r", encode_decision(decision), Channel.DECISIONS))
+    async with serving(tmp_path) as client:
+        requests = [(await client.get(f"/funnel?at={at}")).json()["all"]["requests"] for at in (20, 10, 12, 1, 20)]
+    assert requests == [10, 5, 6, 0, 10]
 
 
 async def test_marks_say_what_happened(tmp_path: Path) -> None:

@@ -58,6 +58,18 @@ def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cos
     assert ways["opened"] > 5, ways
 
 
+def test_a_live_view_agreed_with_its_publisher_at_its_newest_batch(tmp_path: Path) -> None:
+    stream = Stream("w")
+    with EventLogWriter(tmp_path) as writer:
+        for i in range(20):
+            writer.append(stream.batch(stored((0, [i + 1])), now=1000 + i))
+        writer.append(stream.batch(stored((0, [30])), digest=bytes(64), now=1020))
+    moving = MovingViews(Timeline(tmp_path, SETTINGS), Until(offset=5))
+    for offset, agreed_at in ((5, 1004.0), (15, 1014.0), (20, 1019.0), (21, 1019.0)):
+        assert moving.move(Until(offset=offset))
+        assert [view.agreed_at for view in moving.views.namespaces.views] == [agreed_at]
+
+
 def test_views_do_not_move_back_or_far_beyond_key_frames(tmp_path: Path) -> None:
     with EventLogWriter(tmp_path) as writer:
         for i in range(100):
