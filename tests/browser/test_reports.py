@@ -17,7 +17,7 @@ from analysis.html.audit_page import write_audit_page
 from kv_events.event_log import EventLogWriter
 from kv_events.schema import SnapshotBegin, SnapshotEnd
 from simulation import SimulationSettings, WorkloadSettings, generate, simulate
-from tests.support.browser import Visit, open_browser
+from tests.support.browser.visit import Visit, open_browser
 from tests.support.commands import kvsight
 from tests.support.log.records import Stream, removed, stored
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,14 @@ import pytest
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from tests.support.browser.chromium import chromium_path
 from tests.support.log.hand_fed import HandFed
 
 
 @pytest.fixture
 def browser() -> str:
     """The command of the browser."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("chromium is missing: apt-get install chromium")
-    return found
+    return chromium_path()
 
 
 async def dom(browser: str, url: str, profile: Path) -> str:

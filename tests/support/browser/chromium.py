@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
+import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
 Scheme = Literal["light", "dark"]
 
-_FLAGS = (
+FLAGS = (
     "--no-sandbox",  # tests may run as root
     "--disable-gpu",
     "--disable-dev-shm-usage",
@@ -19,16 +20,19 @@ _FLAGS = (
 )
 
 
-def chromium_path() -> str | None:
-    """Return the command of the browser, or None if there is none."""
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+def chromium_path() -> str:
+    """Return the command of the browser. Skips the test if there is none."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("chromium is missing: apt-get install chromium")
+    return found
 
 
 @asynccontextmanager
 async def running_browser() -> AsyncIterator[Browser]:
     """Run the browser in a block."""
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium_path(), args=_FLAGS)
+        browser = await playwright.chromium.launch(executable_path=chromium_path(), args=FLAGS)
         try:
             yield browser
         finally:

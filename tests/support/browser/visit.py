@@ -1,14 +1,14 @@
-"""A real browser without a window, which notes what a page asks for and what goes wrong in it."""
+"""A visit of a page that notes what the page asks for and what goes wrong in it, for tests without an event loop."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.support.browser.chromium import FLAGS, chromium_path
 
 DEADLINE_MS = 30_000
 
@@ -16,12 +16,8 @@ DEADLINE_MS = 30_000
 @contextmanager
 def open_browser() -> Iterator[Browser]:
     """Run the Chromium of this machine. Skips the test if there is none."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("chromium is missing: apt-get install chromium")
     with sync_playwright() as playwright:
-        # tests may run as root, in containers with little shared memory
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=FLAGS)
         yield browser
         browser.close()
 
