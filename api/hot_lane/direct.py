@@ -36,8 +36,8 @@ from kv_events.bundles import Resident, resident
 
 _MOST = 32
 """Connections that are served in one pass, before others have their turn."""
+_MOST_PATTERNS = 1024
 _HEAD_BYTES = 4096
-_MOST_HEADER_BYTES = _HEAD_BYTES - 256
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([1-9][0-9]*)\r\n", re.IGNORECASE)
 _START = b"HTTP/1.1 200 OK\r\n%bcontent-length: "
 _END = b"\r\ncontent-type: application/json\r\n\r\n"
@@ -116,6 +116,7 @@ class DirectConnections:
         self._times = times
         self._note = note
         self._members: dict[int, _Member] = {}  # by file descriptor
+        self._patterns: dict[tuple[str, bytes, bytes, bytes], Resident] = {}
         self._answered_at = np.zeros(0)  # by file descriptor
         self._epoll: select.epoll | None = None
         self._exchange = _exchange(0)
@@ -131,19 +132,28 @@ class DirectConnections:
             loop.add_reader(self._epoll.fileno(), self._serve)
         if connection >= len(self._answered_at):
             self._answered_at = np.resize(self._answered_at, 2 * connection + 1)
-        same = (member.pattern for member in self._members.values() if member.repeated == repeated)
-        pattern = next(same, None)
-        self._members[connection] = _Member(
-            owner, repeated, resident(repeated.pattern()) if pattern is None else pattern
-        )
+        self._members[connection] = _Member(owner, repeated, self._pattern_of(repeated))
         self._answered_at[connection] = loop.time()
         self._epoll.register(connection, select.EPOLLIN)
 
-    def leave(self, connection: int) -> None:
+    def _pattern_of(self, repeated: Repeated) -> Resident:
+        key = (repeated.path, repeated.before, repeated.between, repeated.after)
+        if key not in self._patterns:
+            if len(self._patterns) == _MOST_PATTERNS:
+                self._patterns.clear()
+            self._patterns[key] = resident(repeated.pattern())
+        return self._patterns[key]
+
+    def leave(self, connection: int, owner: Owner) -> None:
         """Stop serving a connection, which is open."""
-        assert self._epoll is not None
-        self._epoll.unregister(connection)
-        self.forget(connection, self._members[connection].owner)
+        if self._epoll is not None and self._is_member(connection, owner):
+            self._epoll.unregister(connection)
+        self.forget(connection, owner)
+
+    def _is_member(self, connection: int, owner: Owner) -> bool:
+        """Return whether a connection is direct. After it was closed, another one may have its file descriptor."""
+        member = self._members.get(connection)
+        return member is not None and member.owner is owner
 
     def end(self) -> None:
         """Return all connections."""
@@ -151,8 +161,8 @@ class DirectConnections:
             self._return(connection)
 
     def forget(self, connection: int, owner: Owner) -> None:
-        """Stop serving a connection, which has been closed. Another one may have its file descriptor by now."""
-        if self._members[connection].owner is owner:
+        """Stop serving a connection, which has been closed."""
+        if self._is_member(connection, owner):
             del self._members[connection]
         if not self._members and self._epoll is not None:
             asyncio.get_running_loop().remove_reader(self._epoll.fileno())
@@ -203,7 +213,7 @@ class DirectConnections:
 
     def _return(self, connection: int, data: bytes = b"", rest: bytes = b"") -> None:
         owner = self._members[connection].owner
-        self.leave(connection)
+        self.leave(connection, owner)
         owner.resume(data, rest)
 
     def _prepare(self, headers: bytes, answer_bytes: int) -> None:

@@ -109,6 +109,9 @@ class HotLane:
             return self._answers.direct_plan(repeated.question, self._consumer.namespaces)
         except ProblemError:
             return None
+        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
+            self._limited_logger.warning("queries of direct connections take the usual way: %r", error)
+            return None
 
     def _times(self) -> Times:
         return (time.time(), *self._consumer.freshness.bounds())

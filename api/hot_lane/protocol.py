@@ -236,7 +236,7 @@ class HotProtocol(HttpToolsProtocol):
     def _end_direct(self) -> None:
         """Take the connection back, if it is direct. It is open."""
         if self._direct is not None and self._direct_as is not None:
-            self._direct.leave(self._direct_as)
+            self._direct.leave(self._direct_as, self)
             self.resume(b"", b"")
 
     def _last_answer_at(self) -> float:

@@ -100,7 +100,7 @@ class BothWays:
                 answer = await _received(ours, owner)
                 assert (answer == b"") == (owner.returned is not None)
                 if owner.returned is None:
-                    direct.leave(theirs.fileno())
+                    direct.leave(theirs.fileno(), owner)
                 else:
                     assert owner.returned == request or theirs.recv(2**16) == request  # or it was not read
                 head, _, body = answer.partition(b"\r\n\r\n")
