@@ -224,6 +224,22 @@ class OverlapIndex:
         bits = (words >> np.uint64(stream & 63) & np.uint64(1)).astype(np.uint8)
         return np.packbits(bits, axis=1, bitorder="little")[:, 0]
 
+    def tiers_marked(self, hashes: U64Array, marks: Marks) -> npt.NDArray[np.uint8]:
+        """Return uint8[n]: for each page, a bitmask of the tiers on which it was stored since the marks are new.
+
+        hashes: uint64[n], distinct sequence hashes. Takes about a second for 10 million pages.
+        """
+        order = np.argsort(hashes)
+        entries = self.live_entries()
+        keys = self._pages.table.keys[entries]
+        places = np.searchsorted(hashes, keys, sorter=order)
+        tiers = np.zeros(len(hashes), np.uint8)
+        if len(hashes):
+            found = order[np.minimum(places, len(hashes) - 1)]
+            is_asked = hashes[found] == keys
+            tiers[found[is_asked]] = marks[entries[is_asked]]
+        return tiers
+
     def trim_to_reusable(
         self,
         holders: npt.NDArray[np.uint32],

@@ -10,11 +10,12 @@ import numpy as np
 
 from analysis.audit.book import milliseconds
 from analysis.audit.decisions import Decisions
-from analysis.audit.events import EventAudit
+from analysis.audit.events import EventAudit, settings_of_audits
 from analysis.audit.funnel import FunnelAudit
 from analysis.audit.report import AuditReport
 from analysis.audit.series import AuditSeries
 from analysis.audit.verdict import judge
+from indexer.replay import open_beginning
 from kv_events.codec import batch_time
 from kv_events.event_log import EventLogReader
 from kv_events.log_scan import scan_log
@@ -41,8 +42,9 @@ def audit_log(
     Raises EventLogError if there is no such log. Damaged parts are named in the report.
     """
     EventLogReader(folder)  # there is such a folder
-    damage = list(known_damage)
-    events = EventAudit(churn_s, series)
+    beginning = open_beginning(folder, settings_of_audits(), is_bounded=False)
+    damage = [*known_damage, *filter(None, [beginning.fault])]
+    events = EventAudit(churn_s, beginning.views, series)
     funnel = FunnelAudit(events, series)
     with closing(Decisions(folder)) as decisions:
         for chunk in scan_log(folder, lambda error: damage.append(str(error))):

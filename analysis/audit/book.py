@@ -18,6 +18,7 @@ from kv_events.page_table import make_table
 from kv_events.schema import NUM_MEDIA
 
 CAPACITY = 2**25
+_LONGEST_PROMPT_BITS = 32
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
 
@@ -43,6 +44,16 @@ class Moment(NamedTuple):
     """Milliseconds since 1970."""
     batch: int
     """Number of the batch, counted over all streams."""
+
+
+class HeldBefore(NamedTuple):
+    """Pages that a stream held before the log, as in `indexer.index.StreamPages`."""
+
+    hashes: U64Array
+    parents: U64Array
+    tiers: npt.NDArray[np.uint8]
+    resent: npt.NDArray[np.uint8]
+    """[n] bitmask of the media on which the resync in progress has sent a page."""
 
 
 class Prefix(NamedTuple):
@@ -93,6 +104,20 @@ class PageBook:
         self._state(stream, namespace, step.medium, at)
         self._facts[6:8] = mark & 0xFFFF, is_resync
         kernels.store(self._resident, step.hashes, step.chain_starts, step.parents, self._facts)
+
+    def begin_with(self, stream: int, namespace: int, pages: HeldBefore, at: Moment) -> None:
+        """Note what a stream held before the log, which is counted nowhere. at: a time long before the log."""
+        order = _parents_first(pages.hashes, pages.parents)
+        hashes, parents, tiers, resent = (column[order] for column in pages)
+        for medium in range(NUM_MEDIA):
+            for mark, of_mark in ((0, tiers & ~resent), (1, tiers & resent)):
+                held = np.flatnonzero(of_mark >> medium & 1)
+                each_alone = np.full(len(held), 255, np.uint8)
+                self._state(stream, namespace, medium, at)
+                self._facts[6:8] = mark, True
+                kernels.store(self._resident, hashes[held], each_alone, parents[held], self._facts)
+        self._book.counts[:UNTRACKED] = 0
+        self._book.known.stores[:] = 0
 
     def remove(self, stream: int, step: RemovedPages, at: Moment) -> None:
         """Note pages that were removed."""
@@ -156,6 +181,19 @@ class PageBook:
         facts = self._facts
         facts[0], facts[1] = _signed_key(stream, 1), _signed_key(namespace, 2)
         facts[2], facts[3], facts[4], facts[5] = stream, medium, at.ms & 0xFFFFFFFF, at.batch & 0xFFFFFFFF
+
+
+def _parents_first(hashes: U64Array, parents: U64Array) -> npt.NDArray[np.int64]:
+    """Return an order of pages in which each one comes after its parent."""
+    by_hash = np.argsort(hashes)
+    places = by_hash[np.minimum(np.searchsorted(hashes, parents, sorter=by_hash), len(hashes) - 1)]
+    above = np.where(hashes[places] == parents, places, -1)
+    depths = (above >= 0).astype(np.int64)  # pages between one and `above`, which is twice as far after each round
+    for _ in range(_LONGEST_PROMPT_BITS):
+        below = np.flatnonzero(above >= 0)
+        depths[below] += depths[above[below]]
+        above[below] = above[above[below]]
+    return np.argsort(depths, kind="stable")
 
 
 @lru_cache(maxsize=2**17)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import OrderedDict
 from dataclasses import dataclass
-from heapq import nlargest
+from heapq import heappush, heappushpop
 from typing import NamedTuple
 
-from analysis.audit.book import Moment, PageBook, bounded, milliseconds
+import numpy as np
+
+from analysis.audit.book import HeldBefore, Moment, PageBook, bounded, milliseconds
 from analysis.audit.report import AuditReport, HotPrefix, Place, Rates, Resync, StreamReport
 from analysis.audit.series import AuditSeries
 from indexer.replay import Replay
 from indexer.settings import IndexerSettings
-from indexer.views import View, ViewState
+from indexer.views import View, ViewCounters, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
 from kv_events.records import LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -22,8 +24,9 @@ _MOST_RESYNCS = 20
 _MOST_PREFIXES = 10
 _MAX_PAGES = 2**26
 _MAX_STREAMS = 65_536
-_MAX_SECONDS = 2**20
-"""Distinct seconds of which pages are counted, 12 days. Forged times may have more."""
+_MAX_NAMESPACES = 4096
+_MOST_SECONDS = 4096
+"""Seconds of which pages are counted at one time. Records are not quite in the order of time."""
 
 
 class _Counts(NamedTuple):
@@ -54,28 +57,45 @@ class _Stream:
     """The one in progress."""
     not_live_since: float | None = None
     is_partial: bool = False
-    """Whether the view is only in doubt because the log begins after the first batches."""
+    """Whether the view is only in doubt because of what precedes the log."""
 
 
 class EventAudit:
     """Applies the records of a log to views, as an indexer does, and notes what happens."""
 
-    def __init__(self, churn_s: float, series: AuditSeries | None = None) -> None:
-        settings = IndexerSettings.ignoring_environment(
-            max_pages=_MAX_PAGES, max_streams=_MAX_STREAMS, max_namespaces=4096
-        )
-        self.replay = Replay(settings)
+    def __init__(self, churn_s: float, views: Replay | None = None, series: AuditSeries | None = None) -> None:
+        """views: before the first record of the log; they are changed. None: empty ones."""
+        self.replay = views or Replay(settings_of_audits())
         self.replay.applier.on_applied.append(self._note)
+        self.replay.forgets = False  # a stream that was silent for long is part of the report
         self.book = PageBook(churn_s)
         self.num_batches = 0
+        self.num_resyncs = self.resync_pages = 0
         self._series = series
-        self.resyncs: list[Resync] = []
+        self._largest: list[tuple[int, int, Resync]] = []  # a heap of the resyncs that sent most pages
         self._streams: dict[StreamId, _Stream] = {}
         self._namespaces: dict[tuple[str, str, int], int] = {}
         self._num_pages = 0
-        self._pages_by_second: Counter[int] = Counter()
+        self._pages_by_second: OrderedDict[int, int] = OrderedDict()  # of the last seconds, in the order of the log
+        self._peak = (0, 0)  # pages and second of the busiest one
         self._record: tuple[int, LogRecord]
         self._report = AuditReport(log="", churn_s=churn_s)
+        self._begin_with_views()
+
+    def _begin_with_views(self) -> None:
+        """Note what the streams held before the log. Nothing of before is counted."""
+        self.replay.applier.dead_letters.counts.clear()
+        before = Moment(round((self.replay.now - self._report.churn_s) * 1000) - 1, 0)
+        for view in self.replay.namespaces.views:
+            view.counters = ViewCounters()
+            stream = self._add(view, self.replay.namespaces.block_size(view.stream))
+            stream.epoch, stream.seq, stream.report.epochs = view.epoch, view.next_seq - 1, 1
+            stream.is_partial = view.state is ViewState.STALE
+            if view.marks is not None:
+                stream.mark = 1
+                began = bounded(view.resync_began)
+                stream.resync = Resync(stream=stream.report.stream, reason="began before the log", time=began)
+            self.book.begin_with(stream.number, stream.namespace, _held_before(view), before)
 
     def apply(self, index: int, record: LogRecord) -> None:
         """Apply one record of events."""
@@ -113,9 +133,8 @@ class EventAudit:
         report.pages = self.book.counts()
         report.untracked = self.book.num_untracked
         report.orphans = self.book.num_orphans(len(self._streams))
-        report.num_resyncs = len(self.resyncs)
-        report.resync_pages = sum(each.pages for each in self.resyncs)
-        report.resyncs = nlargest(_MOST_RESYNCS, self.resyncs, key=lambda each: each.pages)
+        report.num_resyncs, report.resync_pages = self.num_resyncs, self.resync_pages
+        report.resyncs = [each for _, _, each in sorted(self._largest, key=lambda item: (-item[0], -item[1]))]
         report.rates = self._rates()
         report.hottest = [
             HotPrefix(
@@ -138,7 +157,7 @@ class EventAudit:
     def _rates(self) -> Rates:
         report = self._report
         seconds = max(1e-3, report.last_time - report.first_time)
-        peak_at, peak = max(self._pages_by_second.items(), key=lambda item: item[1], default=(0, 0))
+        peak, peak_at = max([self._peak, *((pages, second) for second, pages in self._pages_by_second.items())])
         return Rates(
             pages_per_s=self._num_pages / seconds,
             peak_pages_per_s=peak,
@@ -160,9 +179,11 @@ class EventAudit:
             stream.report.epochs += 1
         if after.gaps > before.gaps or after.restarts > before.restarts:
             self._end_resync(stream, bounded(batch.timestamp), is_complete=False)  # a gap and a restart cut it off
-        self._note_steps(stream, batch, was_swept=after.resyncs > before.resyncs)
-        is_bad = after.digest_mismatches > before.digest_mismatches and view.position.first_missing is None
-        if is_bad and stream.report.first_bad_batch is None:
+        was_swept = after.resyncs > before.resyncs
+        self._note_steps(stream, batch, was_swept=was_swept)
+        is_bad = after.digest_mismatches > before.digest_mismatches and (was_swept or not stream.is_partial)
+        stream.report.digest_mismatches += is_bad
+        if is_bad and view.position.first_missing is None and stream.report.first_bad_batch is None:
             stream.report.first_bad_batch = self._place(batch)
         if stream.resync is not None and view.state is not ViewState.SYNCING:
             self._end_resync(stream, bounded(batch.timestamp), is_complete=False)
@@ -185,9 +206,7 @@ class EventAudit:
     def _stream(self, view: View, batch: DecodedBatch) -> _Stream:
         found = self._streams.get(view.stream)
         if found is None:
-            namespace = self.namespace_number(view.stream.model, view.stream.tenant, batch.block_size)
-            report = StreamReport(stream=view.stream.key, worker=view.stream.worker)
-            found = self._streams[view.stream] = _Stream(len(self._streams), namespace, view, report)
+            found = self._add(view, batch.block_size)
         elif found.view is not view:  # a new incarnation with another page size
             self._end(found)
             self.book.sweep(found.number)
@@ -195,11 +214,16 @@ class EventAudit:
             found.view, found.before = view, _NONE
         return found
 
+    def _add(self, view: View, block_size: int) -> _Stream:
+        namespace = self.namespace_number(view.stream.model, view.stream.tenant, block_size)
+        report = StreamReport(stream=view.stream.key, worker=view.stream.worker)
+        found = self._streams[view.stream] = _Stream(len(self._streams), namespace, view, report)
+        return found
+
     def _end(self, stream: _Stream) -> None:
         """Add the counters of a view that gets no more batches."""
         self._end_resync(stream, self._report.last_time, is_complete=False)
         counters, report = stream.view.counters, stream.report
-        report.digest_mismatches += counters.digest_mismatches
         report.resyncs += counters.resyncs
         report.clears += counters.clears
         report.duplicate_batches += counters.duplicate_batches
@@ -243,6 +267,7 @@ class EventAudit:
                     self.book.remove(stream.number, step, at)
                     self._count_pages(at, len(step.hashes))
                 case AllBlocksCleared():
+                    stream.is_partial = False
                     self.book.sweep(stream.number)
                 case SnapshotBegin():
                     self._end_resync(stream, bounded(batch.timestamp), is_complete=False)
@@ -259,8 +284,10 @@ class EventAudit:
     def _count_pages(self, at: Moment, number: int) -> None:
         second = at.ms // 1000
         self._num_pages += number
-        if second in self._pages_by_second or len(self._pages_by_second) < _MAX_SECONDS:
-            self._pages_by_second[second] += number
+        self._pages_by_second[second] = self._pages_by_second.get(second, 0) + number
+        if len(self._pages_by_second) > _MOST_SECONDS:
+            ended, pages = self._pages_by_second.popitem(last=False)
+            self._peak = max(self._peak, (pages, ended))
 
     def _count_batch(self, resync: Resync) -> None:
         resync.batches += 1
@@ -270,7 +297,10 @@ class EventAudit:
         resync, stream.resync = stream.resync, None
         if resync is not None:
             resync.seconds, resync.is_complete = max(0.0, at - resync.time), is_complete
-            self.resyncs.append(resync)
+            self.num_resyncs += 1
+            self.resync_pages += resync.pages
+            push = heappush if len(self._largest) < _MOST_RESYNCS else heappushpop
+            push(self._largest, (resync.pages, -self.num_resyncs, resync))
 
     def _note_state(self, stream: _Stream, at: float) -> None:
         """Sum up the time during which a view is not live, from batch to batch."""
@@ -279,3 +309,19 @@ class EventAudit:
         is_live = stream.view.state is ViewState.LIVE
         stream.is_partial = stream.is_partial and not is_live and stream.resync is None
         stream.not_live_since = None if is_live or stream.is_partial else at
+
+
+def settings_of_audits() -> IndexerSettings:
+    """Return bounds within which views of an audit have room for whatever a router had room for."""
+    return IndexerSettings.ignoring_environment(
+        max_pages=_MAX_PAGES, max_streams=_MAX_STREAMS, max_namespaces=_MAX_NAMESPACES
+    )
+
+
+def _held_before(view: View) -> HeldBefore:
+    parts = list(view.index.stream_pages(view.number))
+    columns = list(zip(*parts, strict=True)) if parts else [(), (), ()]
+    empty = (np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint8))
+    hashes, parents, tiers = (np.concatenate([first, *column]) for first, column in zip(empty, columns, strict=True))
+    resent = np.zeros_like(tiers) if view.marks is None else view.index.tiers_marked(hashes, view.marks)
+    return HeldBefore(hashes, parents, tiers, resent)

@@ -16,7 +16,8 @@ import msgspec
 
 from analysis.explain.explanation import NothingToExplainError, explain
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
-from indexer.replay import Timeline
+from indexer.replay import Timeline, open_beginning
+from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.errors import KvsightError
 from kv_events.records import Channel, LogRecord
@@ -49,6 +50,7 @@ def main() -> int:
 
 def _explain(job: Job) -> Explanation:
     log = Timeline(Path(job.folder))
+    beginning = open_beginning(Path(job.folder), IndexerSettings())
     first_s, last_s = float("inf"), 0.0
 
     def records() -> Iterator[tuple[int, LogRecord]]:
@@ -59,12 +61,13 @@ def _explain(job: Job) -> Explanation:
                 yield index, record
 
     try:
-        found = explain(job.prompt(), records(), None if job.at is None else Until(time_s=job.at))
+        until = None if job.at is None else Until(time_s=job.at)
+        found = explain(job.prompt(), records(), until, beginning.views)
     except NothingToExplainError as error:
         _check_moment(job.at, first_s, last_s, error)
         raise
     _check_moment(job.at, first_s, last_s)
-    return msgspec.structs.replace(found, damage=[str(error) for error in log.damage])
+    return msgspec.structs.replace(found, damage=[*map(str, log.damage), *filter(None, [beginning.fault])])
 
 
 def _check_moment(at: float | None, first_s: float, last_s: float, cause: Exception | None = None) -> None:

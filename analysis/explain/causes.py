@@ -96,7 +96,7 @@ class Causes:
             text = sentences.expired(
                 history.last, self._follower.replay.now, history.view.is_closed, self.prefixes.longest, self.num_pages
             )
-            yield Finding(cause="expired", evidence=[_evidence("last_batch", history.last)], text=text)
+            yield Finding(cause="expired", evidence=_evidence("last_batch", history.last), text=text)
         if block_size is not None and block_size != history.block_size:
             yield Finding(
                 cause="other_namespace",
@@ -123,7 +123,7 @@ class Causes:
 
     def _refused(self, trail: Trail, page: int) -> Finding:
         stored = self._batch(trail.stored[page])
-        evidence = [_evidence("stored", stored)]
+        evidence = _evidence("stored", stored)
         return Finding(cause="index_full", page=page + 1, evidence=evidence, text=sentences.refused(page, stored))
 
     def _left(self, trail: Trail, page: int) -> Finding:
@@ -137,7 +137,7 @@ class Causes:
         return Finding(
             cause=cause,
             page=page + 1,
-            evidence=[_evidence("stored", stored, first_medium), _evidence(what, left, medium)],
+            evidence=[*_evidence("stored", stored, first_medium), *_evidence(what, left, medium)],
             text=sentences.left(cause, page, self.num_pages, stored, left, medium, int(trail.times_stored[page])),
         )
 
@@ -146,15 +146,15 @@ class Causes:
         gap = next((gap for gap in self._history.gaps if since is None or gap.after.seq > since.seq), None)
         if gap is not None and gap.before is None:
             text = sentences.before_the_log(page, gap, self._history.resync)
-            evidence = [_evidence("first_batch", gap.after)]
+            evidence = _evidence("first_batch", gap.after)
             yield Finding(cause="before_the_log", page=page + 1, evidence=evidence, text=text)
         elif gap is not None and gap.before is not None:
-            evidence = [_evidence("before_gap", gap.before), _evidence("after_gap", gap.after)]
+            evidence = [*_evidence("before_gap", gap.before), *_evidence("after_gap", gap.after)]
             text = sentences.lost(page, gap, len(self._history.gaps), self._history.resync)
             yield Finding(cause="lost_batches", page=page + 1, evidence=evidence, text=text)
         elif self.state not in (ViewState.LIVE, ViewState.EXPIRED):
             doubted = self._history.doubted or self._history.last
-            evidence = [_evidence("doubted", doubted)]
+            evidence = _evidence("doubted", doubted)
             text = sentences.stale(page, self.state.value, self.state_reason, doubted, self._history.resync)
             yield Finding(cause="stale", page=page + 1, evidence=evidence, text=text)
 
@@ -166,8 +166,8 @@ class Causes:
         return Finding(
             cause="never_stored",
             page=page + 1,
-            evidence=[_evidence("last_page_stored", last)],
-            text=sentences.not_continued(page, self.num_pages, last),
+            evidence=_evidence("last_page_stored", last),
+            text=sentences.not_continued(page, self.num_pages, last, self._history.first),
         )
 
     # --- tiers and holes ---
@@ -181,7 +181,7 @@ class Causes:
             ends.add(page)
             now_on = int(np.flatnonzero(self.prefixes.held[page] >> np.arange(NUM_MEDIA) & 1)[0])
             stored = self._batch(trail.stored_on[page, now_on])
-            evidence = [_evidence("stored", stored, MEDIA[now_on].value)]
+            evidence = _evidence("stored", stored, MEDIA[now_on].value)
             left_tiers = [each for each in range(now_on) if trail.left_on[page, each] != NEVER]
             left_tier = max(left_tiers, key=lambda each: int(trail.left_on[page, each]), default=None)
             if left_tier is None:
@@ -189,7 +189,7 @@ class Causes:
                 yield Finding(cause="slower_tier", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
                 continue
             left = self._batch(trail.left_on[page, left_tier])
-            evidence.append(_evidence("removed", left, MEDIA[left_tier].value))
+            evidence += _evidence("removed", left, MEDIA[left_tier].value)
             text = sentences.moved(page, MEDIA[left_tier].value, MEDIA[now_on].value, stored, left)
             evidence.sort(key=lambda each: (each.batch.time, each.batch.seq))
             yield Finding(cause="moved", page=page + 1, tier=TIERS[tier], evidence=evidence, text=text)
@@ -251,13 +251,14 @@ def found_elsewhere(elsewhere: Elsewhere, page: int | None) -> Finding:
         page=None if page is None else page + 1,
         pages=elsewhere.pages,
         namespace=elsewhere.namespace,
-        evidence=[_evidence("stored", elsewhere.first)],
+        evidence=_evidence("stored", elsewhere.first),
         text=sentences.other_namespace(elsewhere.namespace, elsewhere.pages, elsewhere.first),
     )
 
 
-def _evidence(what: str, batch: Batch, medium: str | None = None) -> Evidence:
-    return Evidence(what=what, medium=medium, batch=position(batch))
+def _evidence(what: str, batch: Batch, medium: str | None = None) -> list[Evidence]:
+    """Return one thing that a batch did, or nothing for what precedes the log."""
+    return [] if batch.is_before_log else [Evidence(what=what, medium=medium, batch=position(batch))]
 
 
 def position(batch: Batch) -> BatchPosition:

@@ -8,7 +8,7 @@ from analysis.explain import sentences
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere, position
 from analysis.explain.follower import Follower, StreamHistory
-from indexer.settings import IndexerSettings
+from indexer.replay import Replay
 from indexer.until import Until
 from kv_events.errors import KvsightError, shorten
 from kv_events.records import LogRecord
@@ -26,16 +26,16 @@ def explain(
     prompt: AskedPrompt,
     records: Iterable[tuple[int | None, LogRecord]],
     until: Until | None = None,
-    settings: IndexerSettings | None = None,
+    views: Replay | None = None,
 ) -> Explanation:
     """Explain why each worker holds no more of a prompt at a moment of a log.
 
     records: all records of the log, each with its index; None for records of a topic. until: the moment; None: the end.
-    settings: the bounds of the index and the time-to-live of workers, as the router had them.
+    views: those before the first record, with the settings that the router had; they are changed. None: empty ones.
 
     Raises NothingToExplainError, and what `records` raises.
     """
-    follower = Follower(prompt, settings)
+    follower = Follower(prompt, views)
     follower.follow(records, until)
     workers = [*_asked_workers(follower), *_later_workers(follower)]
     names = {worker.instance_id for worker in workers}
@@ -123,7 +123,7 @@ def _is_asked(prompt: AskedPrompt, stream: StreamId) -> bool:
 
 
 def _why_nothing(follower: Follower) -> str:
-    prompt, streams = follower.prompt, list(follower.first_records)
+    prompt, streams = follower.prompt, list({**follower.streams, **follower.first_records})
     here = [stream for stream in streams if (stream.model, stream.tenant) == (prompt.model, prompt.tenant)]
     if here and prompt.worker is not None:
         known = _listed(sorted(shorten(stream.worker) for stream in here), ", ")

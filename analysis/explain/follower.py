@@ -13,7 +13,6 @@ from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from analysis.explain.trails import Trail
 from indexer.replay import Replay
-from indexer.settings import IndexerSettings
 from indexer.until import Until
 from indexer.views import View, ViewState
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
@@ -38,6 +37,8 @@ class Batch(NamedTuple):
     num_stored: int
     """Pages that the batch stores."""
     num_removed: int
+    is_before_log: bool = False
+    """Whether it precedes the log. Then only its time, epoch and number are known, from the key frame there."""
 
 
 class Gap(NamedTuple):
@@ -77,12 +78,13 @@ class StreamHistory:
 class Follower:
     """Follows the pages of one prompt through all streams of a log."""
 
-    def __init__(self, prompt: AskedPrompt, settings: IndexerSettings | None = None) -> None:
-        """settings: bounds of the index, and the time-to-live of workers."""
+    def __init__(self, prompt: AskedPrompt, views: Replay | None = None) -> None:
+        """views: before the first record of the log; they are changed. None: empty ones."""
         self.prompt = prompt
         self.hashes = PromptHashes(prompt)
-        self.replay = Replay(settings or IndexerSettings())
+        self.replay = views or Replay()
         self.replay.applier.on_applied.append(self._note)
+        self.replay.forgets = False  # a worker that was silent for long is explained as expired
         self.streams: dict[StreamId, StreamHistory] = {}
         self.by_worker: dict[str, dict[StreamId, StreamHistory]] = {}
         """The same by the name of the worker."""
@@ -94,6 +96,9 @@ class Follower:
         self._keys: set[bytes] = set()
         self._index: int | None = None
         self._record = LogRecord(0, 0, 0, b"", b"")
+        for view in self.replay.namespaces.views:
+            if split_group(view.stream.model)[1] is None:
+                self._begin_before_log(view)
 
     def follow(self, records: Iterable[tuple[int | None, LogRecord]], until: Until | None = None) -> None:
         """Read the records of a log, each with its index in an event log, and apply those before a moment."""
@@ -159,6 +164,25 @@ class Follower:
             removed,
         )
 
+    def _begin_before_log(self, view: View) -> None:
+        """Begin the history of a stream with what it held before the log."""
+        block_size = self.replay.namespaces.block_size(view.stream)
+        self.hashes.add_block_size(block_size)
+        before = Batch(None, 0, 0, view.heard_at, view.epoch, view.next_seq - 1, 0, 0, is_before_log=True)
+        history = StreamHistory(view.stream, block_size, view, before, before, before)
+        history.doubted = None if view.state is ViewState.LIVE else before
+        history.resync = None if view.marks is None else before
+        for variant in self.hashes.variants:
+            held = view.index.tiers_held(variant.hashes, view.number)
+            if variant.column is Column.SEQUENCE and held.any():
+                resent = None if view.marks is None else view.index.tiers_marked(variant.hashes, view.marks)
+                self._trail(history, variant).begin_with(held, self._number(before), resent)
+        self._register(history)
+
+    def _register(self, history: StreamHistory) -> None:
+        self.streams[history.stream] = history
+        self.by_worker.setdefault(history.stream.worker, {})[history.stream] = history
+
     def _begin_view(self, before: StreamHistory | None, view: View, batch: DecodedBatch, at: Batch) -> StreamHistory:
         """Begin a history, or continue one with a new view: the worker has started again with other pages."""
         self.hashes.add_block_size(batch.block_size)
@@ -170,8 +194,7 @@ class Follower:
                 trail.clear(number)
         if batch.seq:
             history.gaps.append(Gap(0, batch.seq - 1, None if before is None else before.last, at))
-        self.streams[batch.stream] = history
-        self.by_worker.setdefault(batch.stream.worker, {})[batch.stream] = history
+        self._register(history)
         return history
 
     def _note_steps(self, history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:

@@ -28,8 +28,15 @@ def at(batch: Batch) -> str:
     return f"at {time_text(batch.time_s)} ({where(batch)})"
 
 
+def when(batch: Batch) -> str:
+    """Return when something happened, which may be unknown if it was before the log begins."""
+    return "before the log begins" if batch.is_before_log else at(batch)
+
+
 def where(batch: Batch) -> str:
     """Return where a batch is in the log."""
+    if batch.is_before_log:
+        return f"batch {batch.seq}, before the log begins"
     record = (
         f"offset {batch.partition}:{batch.offset}" if batch.record_index is None else f"record {batch.record_index}"
     )
@@ -71,14 +78,14 @@ def other_block_size(asked: int, block_size: int, longest: int, num_pages: int) 
 
 def refused(page: int, stored: Batch) -> str:
     """The index was full."""
-    return f"Page {page + 1} was stored {at(stored)}, but the index had no room for it (KVSIGHT_MAX_PAGES)."
+    return f"Page {page + 1} was stored {when(stored)}, but the index had no room for it (KVSIGHT_MAX_PAGES)."
 
 
 def left(cause: str, page: int, num_pages: int, stored: Batch, left: Batch, medium: str, times: int) -> str:
     """The page was held and is not held now."""
     again = f", the last of {times} times," if times > 1 else ""
-    was = f"Page {page + 1} of {num_pages} was stored {at(stored)}{again}"
-    later = f"{left.time_s - stored.time_s:.1f} s later, {at(left)}"
+    was = f"Page {page + 1} of {num_pages} was stored {when(stored)}{again}"
+    later = at(left) if stored.is_before_log else f"{left.time_s - stored.time_s:.1f} s later, {at(left)}"
     if cause == "evicted":
         batch = f"That batch removes {pages(left.num_removed)} and stores {left.num_stored}."
         return f"{was} and evicted from {medium} {later}. {batch}"
@@ -108,35 +115,41 @@ def before_the_log(page: int, gap: Gap, resync: Batch | None) -> str:
 
 
 def _since(resync: Batch | None) -> str:
-    return "No resync has begun" if resync is None else f"A resync began {at(resync)} and has not ended"
+    return "No resync has begun" if resync is None else f"A resync began {when(resync)} and has not ended"
 
 
 def stale(page: int, state: str, reason: str, doubted: Batch, resync: Batch | None) -> str:
     """The view is not right."""
     if resync is not None:
-        return f"A resync began {at(resync)} and has not ended, so page {page + 1} may still come."
-    since = f"The view is {state} ({reason}) since {time_text(doubted.time_s)} ({where(doubted)})"
-    return f"{since}: page {page + 1} may be missing only in the view."
+        return f"A resync began {when(resync)} and has not ended, so page {page + 1} may still come."
+    since = "from before the log begins" if doubted.is_before_log else time_text(doubted.time_s)
+    begins = f"The view is {state} ({reason}) since {since} ({where(doubted)})"
+    return f"{begins}: page {page + 1} may be missing only in the view."
 
 
 def never_stored(page: int, num_pages: int, first: Batch) -> str:
     """No batch stores the page."""
+    if first.is_before_log:
+        return f"Page {page + 1} of {num_pages} was not held when the log begins, and no batch in it stores the page."
     return f"Page {page + 1} of {num_pages} was never stored; the worker's first batch in the log came {at(first)}."
 
 
-def not_continued(page: int, num_pages: int, last: Batch) -> str:
-    """No batch stores the page, but those before it."""
-    return f"Page {page + 1} of {num_pages} was never stored; page {page}, the last one held, was stored {at(last)}."
+def not_continued(page: int, num_pages: int, last: Batch, first: Batch) -> str:
+    """No batch stores the page, but those before it. first: of the worker."""
+    never = "was not held when the log begins, nor stored since" if first.is_before_log else "was never stored"
+    return f"Page {page + 1} of {num_pages} {never}; page {page}, the last one held, was stored {when(last)}."
 
 
 def moved(page: int, source: str, target: str, stored: Batch, left: Batch) -> str:
     """The page is on a slower tier now."""
-    steps = f"stored there {at(stored)}, removed from {source} {at(left)}"
+    steps = f"stored there {when(stored)}, removed from {source} {at(left)}"
     return f"Page {page + 1} was moved from {source} to {target}: {steps}."
 
 
 def slower_tier(page: int, medium: str, tier: str, stored: Batch) -> str:
     """The page was never on the faster tier."""
+    if stored.is_before_log:
+        return f"Page {page + 1} was on {medium} and not on {tier} when the log begins, and was not stored there since."
     return f"Page {page + 1} was stored on {medium} {at(stored)}, and never on {tier}."
 
 
@@ -149,7 +162,7 @@ def hidden(first: int, number: int, hole: int) -> str:
 def other_namespace(namespace: Mapping[str, str | int | bool | None], number: int, first: Batch) -> str:
     """The worker holds the prompt under another namespace."""
     held = f"The worker holds {pages(number)} of this prompt"
-    stored = f"the first one stored {at(first)}"
+    stored = f"the first one stored {when(first)}"
     if not namespace:
         return f"{held} under another LoRA adapter, cache salt or hash seed, which the log does not show; {stored}."
     return f"{held} under {', '.join(_difference(*each) for each in namespace.items())}; {stored}."

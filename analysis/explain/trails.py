@@ -50,6 +50,17 @@ class Trail:
         """[n] times that a page came to be held."""
         self._marks: npt.NDArray[np.uint8] | None = None
 
+    def begin_with(self, held: npt.NDArray[np.uint8], batch: int, resent: npt.NDArray[np.uint8] | None) -> None:
+        """Begin with pages that are held already. held: [n] bitmask of media. batch: stands for those that stored them.
+
+        resent: [n] bitmask of the media on which the resync in progress has sent a page; None: there is none.
+        """
+        self.held[:] = held
+        self.stored[held != 0] = batch
+        self.times_stored[held != 0] = 1
+        self.stored_on[(held[:, None] >> np.arange(NUM_MEDIA) & 1) != 0] = batch
+        self._marks = resent
+
     def store(self, pages: Pages, medium: int, batch: int) -> None:
         """Store pages on a medium."""
         bit = np.uint8(1 << medium)

@@ -20,7 +20,7 @@ from indexer.kernels.batches import (
     apply_batches,
 )
 from indexer.namespaces import NamespaceKey
-from indexer.replay.replay import Replay
+from indexer.replay.replay import FORGET_EVERY_MS, Replay
 from indexer.views import View, ViewState
 from kv_events.batch_columns import BatchColumns, decode_chunk
 from kv_events.bundles import I64Vector
@@ -98,6 +98,7 @@ class ChunkApplier:
         wanted = is_event if wanted is None else wanted & is_event
         numbers = self._numbered(columns)
         self._witness.hold_back(columns)
+        self._hold_back_turns(columns, chunk.timestamps_ms[start:stop], wanted)
         first_index, at = chunk.first_index + start, 0
         while at < len(wanted):
             end, is_doubted = self._apply_plain(columns, wanted, numbers, at)
@@ -108,12 +109,22 @@ class ChunkApplier:
             if at < len(wanted):
                 record, number = chunk.record(start + at), int(numbers[at])
                 confirm = partial(self._confirm, record, number) if is_doubted else partial(self._replay.apply, record)
+                num_forgotten = self._replay.num_forgotten
                 self._witness.take_one(first_index + at, record, confirm)
+                if self._replay.num_forgotten != num_forgotten:
+                    self._forget_streams()
                 self._learn(record, number)
                 at += 1
         for partition in np.flatnonzero(self._tracked.offsets).tolist():
             offset = int(self._tracked.offsets[partition])
             self._replay.positions[partition] = max(self._replay.positions.get(partition, 0), offset)
+
+    def _hold_back_turns(self, columns: BatchColumns, times_ms: I64Vector, wanted: Mask) -> None:
+        """Let the records before which silent workers are dropped take the long way."""
+        if self._replay.forgets:
+            now = np.concatenate(([round(self._replay.now * 1000)], np.where(wanted, times_ms, _NEVER)))
+            periods = np.maximum.accumulate(now) // FORGET_EVERY_MS
+            columns.arrays.plain[periods[1:] > periods[:-1]] = False
 
     def _numbered(self, columns: BatchColumns) -> I64Vector:
         """Return the number of the stream of each record; -1 if its names are unreadable."""

@@ -104,10 +104,13 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
     return path
 
 
-def read_head(path: Path, settings: IndexerSettings) -> Frame:
-    """Read the head of a key frame. Raises KeyFrameError, or OtherSettingsError."""
+def read_head(path: Path, settings: IndexerSettings | None) -> Frame:
+    """Read the head of a key frame. settings: with which it must be made; None: any.
+
+    Raises KeyFrameError, or OtherSettingsError.
+    """
     head = _read_head(path)
-    if head.settings != settings_of_views(settings):
+    if settings is not None and head.settings != settings_of_views(settings):
         raise OtherSettingsError(f"{path}: the key frame was made with other settings: {head.settings}")
     return Frame(path, head)
 

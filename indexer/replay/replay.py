@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
@@ -15,7 +16,7 @@ from indexer.until import Until
 from kv_events.event_log import EventLogReader
 from kv_events.records import Channel, LogRecord
 
-_FORGET_EVERY_S = 10.0
+FORGET_EVERY_MS: Final = 10_000
 """Silent workers are dropped at multiples of it, wherever a replay began."""
 
 
@@ -34,6 +35,8 @@ class Replay:
         """Partition of the events -> offset after the highest one applied."""
         self.forgets = True
         """Whether workers that are silent for too long are dropped, as a service does."""
+        self.num_forgotten = 0
+        """Views that were dropped."""
 
     @property
     def namespaces(self) -> Namespaces:
@@ -46,7 +49,7 @@ class Replay:
             return
         before, self.now = self.now, max(self.now, record.timestamp_ms / 1000)
         self.freshness.note_log_read(self.now)
-        if self.forgets and self.now // _FORGET_EVERY_S > before // _FORGET_EVERY_S:
+        if self.forgets and _period(self.now) > _period(before):
             self._forget_silent()
         self.positions[record.partition] = max(self.positions.get(record.partition, 0), record.offset + 1)
         for _ in self.applier.apply(record, record.timestamp_ms / 1000):
@@ -77,8 +80,13 @@ class Replay:
     def _forget_silent(self) -> None:
         for view in self.namespaces.views:
             if self.freshness.silence_s(view) > self.settings.forget_after_s:
+                self.num_forgotten += 1
                 for _ in self.namespaces.forget(view.stream):
                     pass
+
+
+def _period(seconds: float) -> int:
+    return round(seconds * 1000) // FORGET_EVERY_MS
 
 
 def log_records(folder: Path, stop: int | None = None) -> Iterator[LogRecord]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from indexer.replay.beginning import begins_late
 from indexer.replay.chunks import ChunkApplier
 from indexer.replay.frames import (
     FRAME_SUFFIX,
@@ -107,8 +108,12 @@ class Timeline:
 
     @property
     def warnings(self) -> list[str]:
-        """One of the key frames that were passed over so far because they were made with other settings."""
-        return [] if self._lacks_beginning else list(self._other_settings.values())[:1]
+        """One of the key frames that were passed over so far because they were made with other settings, or that views
+        were opened without what precedes the log, because there is no key frame.
+        """
+        if self._lacks_beginning:
+            return [] if self._other_settings else [begins_late(self._folder, self.first_index)]
+        return list(self._other_settings.values())[:1]
 
     def refresh(self) -> None:
         """Take the records along that were appended since. Raises OSError."""
@@ -303,7 +308,7 @@ class Timeline:
                 self._other_settings[path] = str(error)
         first = self._times.first_index
         is_late = first > 0 or self._folder / f"{first:020d}{FRAME_SUFFIX}" in self._other_settings
-        self._lacks_beginning = self._lacks_beginning or (is_late and bool(self._other_settings))
+        self._lacks_beginning = self._lacks_beginning or is_late
         return Replay(self._settings), self._times.first_index
 
     def num_frames(self, start: int, stop: int) -> int:

@@ -68,14 +68,15 @@ def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Expl
 
     span = LogSpan(history.name)
     records = ((None if history.log is None else index, record) for index, record in history.records(span))
+    views = None if history.log is None else history.log.views_before()
     try:
-        found = explain_records(asked, records, moment.until)
+        found = explain_records(asked, records, moment.until, views)
     except NothingToExplainError as error:
         raise UsageError(span.fault(moment) or f"{history.name}: {error}") from error
     fault = span.fault(moment)
     if fault:
         raise UsageError(fault)
-    damage = [] if history.log is None else [str(error) for error in history.log.damage]
+    damage = [] if history.log is None else [*map(str, history.log.damage), *history.log.faults]
     return msgspec.structs.replace(found, damage=damage), span
 
 

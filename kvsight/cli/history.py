@@ -35,7 +35,7 @@ class History(NamedTuple):
                 yield index, record
 
     def exit_if_damaged(self) -> None:
-        """Name what could not be read, and end with exit code 1. Does nothing if everything was read."""
+        """Print warnings and what could not be read. Ends with exit code 1 unless everything was read."""
         if self.log is not None:
             self.log.exit_if_damaged()
 

@@ -103,7 +103,7 @@ def _replay(history: History, moment: Moment) -> tuple[Replay, LogSpan]:
 
 
 def views_at(log: LogInput, moment: Moment) -> tuple[Replay, LogSpan]:
-    """The views at a moment of a log, and the extent of the log. Damage is noted in the log."""
+    """The views at a moment of a log, and the extent of the log. Damage and warnings are noted in the log."""
     from indexer.replay import Timeline
 
     timeline = Timeline(log.folder)
@@ -114,10 +114,8 @@ def views_at(log: LogInput, moment: Moment) -> tuple[Replay, LogSpan]:
         span = log.span
     else:
         span = LogSpan.of(str(log.folder), timeline.first_index, timeline.next_index, timeline.span_s)
-    log.damage, log.faults = timeline.damage, timeline.faults
+    log.damage, log.faults, log.warnings = timeline.damage, timeline.faults, timeline.warnings
     log.find_torn_tail()
-    for warning in timeline.warnings:
-        err.print(f"warning: {warning}", markup=False)
     return views, span
 
 

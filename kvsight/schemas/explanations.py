@@ -10,7 +10,7 @@ from kvsight.schemas.workers import State
 
 CAUSES = {
     "held": "the whole prompt is held on the device",
-    "never_stored": "the page was never stored",
+    "never_stored": "the page was never stored, as far as the log goes back",
     "evicted": "the page was stored and evicted",
     "moved": "the page was moved to a slower tier",
     "slower_tier": "the page was stored on a slower tier and never on this one",

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from analysis.audit.audit import audit_log
-from kv_events.event_log import EventLogWriter
+from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.records import LogRecord
 from kv_events.schema import MEDIA, AllBlocksCleared, PackedRemoved, PackedStored, SnapshotBegin, SnapshotEnd, WireEvent
 from tests.support.effort import num_examples
+from tests.support.log.late_log import write_late_log
 from tests.support.log.records import Stream, digest_of, removed, splitmix, stored
 
 CHURN_S = 1.0
@@ -38,6 +39,8 @@ class Seen:
     resync: set[tuple[int, int]] | None = None
     """What the resync in progress has named."""
     facts: Counter[str] = field(default_factory=Counter)
+    is_partial: bool = False
+    """Whether it is only in doubt because of batches before the log."""
     first_bad: int | None = None
     first_gap: int | None = None
 
@@ -73,22 +76,30 @@ class Model:
             seen.first_missing = min(expected, seq) if seen.first_missing is None else min(seen.first_missing, seq)
             if seen.epoch < 0:
                 seen.facts["earlier_batches"] = seq
+                seen.is_partial = True
             else:
+                seen.is_partial = False
                 seen.facts["gaps"] += 1
                 seen.facts["missing_batches"] += max(0, seq - expected)
                 seen.first_gap = index if seen.first_gap is None else seen.first_gap
         seen.epoch, seen.next_seq = stream.epoch, seq + 1
         seen.facts["batches"] += 1
         seen.facts["heartbeats"] += not events
+        num_resyncs = seen.facts["resyncs"]
         for event in events:
             self.event(seen, event, now)
         if seen.resync is None:
-            self.confirm(seen, index, events, digest)
+            self.confirm(seen, index, events, digest, num_resyncs)
+        else:
+            seen.is_partial = False
 
-    def confirm(self, seen: Seen, index: int, events: list[WireEvent], digest: bytes) -> None:
+    def confirm(self, seen: Seen, index: int, events: list[WireEvent], digest: bytes, num_resyncs: int) -> None:
         if digest == digest_of(seen.held):
+            seen.is_partial = False
             if events and isinstance(events[-1], SnapshotEnd):
                 seen.first_missing = None
+            return
+        if seen.is_partial and seen.facts["resyncs"] == num_resyncs:
             return
         seen.facts["digest_mismatches"] += 1
         if seen.first_missing is None and seen.first_bad is None:
@@ -102,6 +113,7 @@ class Model:
                 self.remove(seen, event, now)
             case AllBlocksCleared():
                 seen.facts["clears"] += 1
+                seen.is_partial = False
                 self.sweep(seen, set())
             case SnapshotBegin():
                 self.end_resync(seen)
@@ -279,3 +291,44 @@ def test_an_audit_counts_what_a_model_counts(tmp_path: Path, seed: int) -> None:
     for prefix in report.hottest:
         assert prefix.stores == model.stores[prefix.sequence_hash]
         assert prefix.workers == sum(seen.holds(prefix.sequence_hash) for seen in model.streams.values())
+
+
+@pytest.mark.random_cases
+@pytest.mark.parametrize("seed", range(num_examples(15)))
+def test_a_log_that_begins_late_is_audited_from_its_key_frame(tmp_path: Path, seed: int) -> None:
+    """What the rest of the log shows is counted; what precedes it is neither counted nor called a loss."""
+    RandomLog(tmp_path / "whole", 10_000 + seed)
+    records = [record for _, record in EventLogReader(tmp_path / "whole").read()]
+    begin = random.Random(seed).randrange(1, len(records))
+    write_late_log(tmp_path / "late", records, begin)
+    write_late_log(tmp_path / "first", records[:begin], 0)
+    late, whole, first = (audit_log(tmp_path / name, CHURN_S) for name in ("late", "whole", "first"))
+    of_first = {each.stream: each for each in first.streams}
+    ended = {each.stream: each for each in whole.streams}
+    known = {each.stream: each for each in late.streams}
+    assert known.keys() == ended.keys()
+    for name, found in known.items():
+        before, after = of_first.get(name), ended[name]
+        assert (found.pages_held, found.epochs) == (
+            after.pages_held,
+            after.epochs - (before.epochs - 1 if before else 0),
+        )
+        for field_name in (
+            "batches",
+            "heartbeats",
+            "gaps",
+            "missing_batches",
+            "resyncs",
+            "clears",
+            "duplicate_batches",
+        ):
+            expected = getattr(after, field_name) - (getattr(before, field_name) if before else 0)
+            assert getattr(found, field_name) == expected, (name, field_name)
+        assert found.earlier_batches == (after.earlier_batches if before is None else 0)
+        mismatches = after.digest_mismatches - (before.digest_mismatches if before else 0)
+        assert found.digest_mismatches <= mismatches
+        bad = after.first_bad_batch
+        if bad is not None and bad.index >= begin:
+            assert found.first_bad_batch is None or found.first_bad_batch.index >= bad.index
+    for name in ("stored", "removed", "unknown", "double", "swept"):
+        assert [sum(pair) for pair in zip(late.pages[name], first.pages[name], strict=True)] == whole.pages[name], name

@@ -17,6 +17,7 @@ from kv_events.event_log import EventLogReader, EventLogWriter
 from kv_events.records import Channel, LogRecord
 from tests.support.effort import num_examples
 from tests.support.log.faulty_run import faulty_run
+from tests.support.log.records import Stream, stored
 from tests.support.log.view_facts import facts
 
 SETTINGS = IndexerSettings(max_pages=1000)
@@ -118,3 +119,28 @@ def test_steps_forward_and_back_equal_a_replay_from_the_beginning(seed: int, len
             if views is not None and at is not None:
                 assert timeline.index == at
                 assert facts(views) == facts(from_the_beginning(Path(name), Until(offset=at)))
+
+
+@given(SEEDS)
+@settings(max_examples=num_examples(8), deadline=None)
+def test_workers_are_dropped_as_in_a_replay_from_the_beginning(seed: int) -> None:
+    random = Random(seed)
+    bounds = IndexerSettings(max_pages=1000, forget_after_s=20)
+    streams = [Stream(f"w-{number}", model=f"m-{number % 2}") for number in range(4)]
+    until = [random.randrange(100) for _ in streams]
+    with TemporaryDirectory() as name:
+        with EventLogWriter(Path(name), segment_bytes=4000) as writer:
+            for second in range(100):
+                for number, stream in enumerate(streams):
+                    if second < until[number] or second > until[number] + 40:
+                        writer.append(stream.batch(stored((0, [100 * second + number])), now=1000.0 + second))
+                writer.append(LogRecord(0, 0, 10**7, b"router", b"anything", Channel.DECISIONS))
+        LogIndexer(Path(name), bounds, frame_cost=random.choice((500, 10**9))).advance()
+        timeline = Timeline(Path(name), bounds)
+        end = timeline.next_index
+        for moment in (Until(offset=random.randrange(end)), Until(time_s=1000 + random.randrange(100)), Until()):
+            found = (
+                record._replace(offset=index) if moment.offset is not None else record
+                for index, record in EventLogReader(Path(name)).read()
+            )
+            assert facts(timeline.at(moment)) == facts(Replay(bounds).apply_all(found, moment)), moment

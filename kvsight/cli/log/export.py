@@ -39,7 +39,7 @@ def export(
     fault = span.fault(moment)
     if fault:
         raise UsageError(fault)
-    source.faults = replayed.faults
+    source.faults, source.warnings = replayed.faults, replayed.warnings
     parquet.mkdir(parents=True, exist_ok=True)
     num_events = write_events(parquet / "events.parquet", source.records("exporting"))
     num_pages = write_views(parquet / "views.parquet", views)

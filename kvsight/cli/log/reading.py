@@ -20,6 +20,7 @@ from kvsight.cli.tables import count
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from indexer.replay import Replay
     from kv_events.log_scan import RecordChunk
     from kv_events.records import LogRecord
 
@@ -42,6 +43,8 @@ class LogInput:
     """Bytes of an append that was cut off at the end of the log. 0 while a writer has the log open."""
     faults: list[str] = field(default_factory=list)
     """Other files that could not be used."""
+    warnings: list[str] = field(default_factory=list)
+    """What is unknown although nothing is damaged."""
 
     def __post_init__(self) -> None:
         if not self.folder.is_dir():
@@ -79,6 +82,16 @@ class LogInput:
         for chunk in self.chunks(what, shared):
             yield from chunk.records()
 
+    def views_before(self) -> Replay:
+        """Return the views before the first record. Notes it if they are unknown, and why. Raises OSError."""
+        from indexer.replay import open_beginning
+        from indexer.settings import IndexerSettings
+
+        beginning = open_beginning(self.folder, IndexerSettings())
+        self.faults += filter(None, [beginning.fault])
+        self.warnings += filter(None, [beginning.warning])
+        return beginning.views
+
     def find_torn_tail(self) -> None:
         """Look for a torn tail in a log that is read by other means than `chunks`. Raises OSError."""
         from kv_events.log_scan import scan_segment
@@ -96,7 +109,7 @@ class LogInput:
         return tail if self.num_torn else ""
 
     def exit_if_damaged(self) -> None:
-        """Print what could not be read, and end with exit code 1. Does nothing if everything was read."""
+        """Print warnings and what could not be read. Ends with exit code 1 unless everything was read."""
         exit_if_any_damaged([self])
 
     @property
@@ -121,7 +134,10 @@ class LogInput:
 
 
 def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
-    """Print what could not be read of some logs, and end with exit code 1. Does nothing if everything was read."""
+    """Print the warnings of some logs and what could not be read. Ends with exit code 1 unless everything was read."""
+    logs = list(logs)
+    for line in dict.fromkeys(line for log in logs for line in log.warnings):
+        err.print(f"warning: {line}", markup=False)
     lines = list(dict.fromkeys(line for log in logs for line in log.damage_lines))  # the logs may be the same
     for line in lines[:_MOST_SHOWN]:
         err.print(f"damaged: {line}", markup=False)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.explanation import explain
 from api.asked_prompts import asked_prompt
-from indexer.replay import Replay
+from indexer.replay import Replay, Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.streams import StreamId
 from kvsight.cli.prompts import decode_query
-from kvsight.schemas.explanations import CAUSES, WorkerExplanation
+from kvsight.schemas.explanations import CAUSES, Explanation, Finding, WorkerExplanation
+from tests.support.log.late_log import write_late_log
 from tests.support.log.planted_causes import (
     MODEL,
     PLANTS,
@@ -28,10 +32,16 @@ INSTANCES = 20
 
 def explanation_of(scene: Scene) -> WorkerExplanation:
     """What `explain` finds for the victim."""
+    views = Replay(IndexerSettings(**scene.settings))
+    return victim(explain(prompt_of(scene), enumerate(scene.records), scene.until, views))
+
+
+def prompt_of(scene: Scene) -> AskedPrompt:
     body = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in scene.body.items()}
-    found = explain(
-        asked_prompt(*decode_query(body)), enumerate(scene.records), scene.until, IndexerSettings(**scene.settings)
-    )
+    return asked_prompt(*decode_query(body))
+
+
+def victim(found: Explanation) -> WorkerExplanation:
     (worker,) = (worker for worker in found.workers if worker.instance_id == VICTIM)
     return worker
 
@@ -108,3 +118,50 @@ def test_the_search_for_rules_is_bounded(num_salts: int, named: bool) -> None:
     scene.records += records
     (finding,) = explanation_of(scene).findings
     assert finding.namespace == (truth.namespace if named else {})
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_log_that_begins_late_is_explained_from_its_key_frame(name: str, tmp_path: Path) -> None:
+    """What the rest of the log shows is explained as from the whole one; nothing else is called a loss."""
+    for number in range(3):
+        scene, _ = planted(name, 400 + number)
+        whole, settings = explanation_of(scene), IndexerSettings(**scene.settings)
+        before = [index for index, each in enumerate(scene.records) if scene.until is None or scene.until.takes(each)]
+        begin = int(scene.random.integers(0, before[-1] + 1))
+        write_late_log(tmp_path / str(number), scene.records, begin, settings)
+        timeline = Timeline(tmp_path / str(number), settings)
+        beginning = open_beginning(tmp_path / str(number), settings)
+        assert (beginning.fault, beginning.warning) == ("", "")
+        late = victim(explain(prompt_of(scene), timeline.records(), scene.until, beginning.views))
+        assert (late.held, late.state, late.state_reason) == (whole.held, whole.state, whole.state_reason)
+        evidence = [each.batch.index for finding in whole.findings for each in finding.evidence]
+        if evidence and all(index is not None and index >= begin for index in evidence):
+            assert [without_text(each) for each in late.findings] == [without_text(each) for each in whole.findings]
+        assert late.cause == whole.cause or late.cause in ("never_stored", "stale", "expired"), late.findings[0].text
+        assert all(each.batch.index is not None for finding in late.findings for each in finding.evidence)
+
+
+def test_what_was_held_before_the_log_is_named_so(tmp_path: Path) -> None:
+    scene, truth = planted("evicted", 7)
+    assert truth.record is not None
+    write_late_log(tmp_path, scene.records, truth.record)
+    late = victim(explain(prompt_of(scene), Timeline(tmp_path).records(), None, open_views(tmp_path)))
+    assert (late.cause, late.findings[0].page) == ("evicted", truth.page)
+    assert [each.what for each in late.findings[0].evidence] == ["removed"]
+    assert (
+        f"Page {truth.page} of {scene.num_pages} was stored before the log begins and evicted" in late.findings[0].text
+    )
+    write_late_log(tmp_path / "later", scene.records, truth.record + 1)
+    late = victim(
+        explain(prompt_of(scene), Timeline(tmp_path / "later").records(), None, open_views(tmp_path / "later"))
+    )
+    assert (late.cause, late.findings[0].page) == ("never_stored", truth.page)
+    assert "when the log begins" in late.findings[0].text
+
+
+def without_text(finding: Finding) -> Finding:
+    return msgspec.structs.replace(finding, text="")
+
+
+def open_views(folder: Path) -> Replay:
+    return open_beginning(folder, IndexerSettings()).views

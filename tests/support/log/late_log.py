@@ -1,0 +1,26 @@
+"""Logs that begin late, with a key frame at their first record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from indexer.replay import LogIndexer
+from indexer.settings import IndexerSettings
+from kv_events.event_log import EventLogWriter
+from kv_events.records import LogRecord
+
+
+def write_late_log(
+    folder: Path, records: Iterable[LogRecord], begin: int, settings: IndexerSettings | None = None
+) -> None:
+    """Write a log, and delete the records before index `begin`, as retention does, after key frames were written."""
+    with EventLogWriter(folder) as writer:
+        for index, record in enumerate(records):
+            if index == begin:
+                writer.start_segment()
+            writer.append(record)
+    LogIndexer(folder, settings).advance()
+    if begin:
+        for path in folder.glob(f"{0:020d}.*"):
+            path.unlink()
