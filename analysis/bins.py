@@ -99,3 +99,27 @@ class Levels:
         joined = np.where(later >= 0, later, earlier)
         self._values[:] = -1
         self._values[start : start + len(joined)] = joined
+
+
+class Groups:
+    """Consecutive bins, joined into few enough groups for a smooth curve."""
+
+    def __init__(self, bins: TimeBins, most: int) -> None:
+        """most: of groups. bins: at least one is shown."""
+        self._shown = bins.shown
+        seconds = bins.seconds
+        size = -(-len(seconds) // most)
+        starts = np.arange(0, len(seconds), size)
+        if len(starts) > 2 and seconds[starts[-1] :].sum() < seconds[:size].sum() / 2:
+            starts = starts[:-1]  # a group that has hardly begun would show anything
+        self._starts = starts
+        self.seconds: npt.NDArray[np.float64] = np.add.reduceat(seconds, starts)
+        """[groups] durations"""
+        self.at_ms = bins.middles_ms[starts] - bins.width_ms / 2 + self.seconds * 500
+        """[groups] the middle of each group"""
+        self.width_s = size * bins.width_ms / 1000
+
+    def sums(self, sums: Sums) -> npt.NDArray[np.int64]:
+        """Return the amounts of each group, [groups, width]."""
+        joined: npt.NDArray[np.int64] = np.add.reduceat(sums.values[self._shown], self._starts, axis=0)
+        return joined

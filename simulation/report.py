@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
+
+from analysis.bins import Sums, TimeBins
 
 _COLUMNS = (
     "tokens\nin cache",
@@ -41,6 +43,17 @@ class WorkerLoad:
         return self.prompt_tokens - self.found_tokens
 
 
+class Course(NamedTuple):
+    """What the workers did over time, in milliseconds since the workload began."""
+
+    bins: TimeBins
+    """By the arrival of requests."""
+    prompt_tokens: Sums
+    """[bins, workers]"""
+    found_tokens: Sums
+    """[bins, workers]"""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
     """One policy, one fleet, one workload. Deterministic except for `seconds`, unless the run was live."""
@@ -51,6 +64,8 @@ class PolicyReport:
     """Queries of the policy to the index."""
     seconds: float
     """Wall-clock time of the whole run."""
+    course: Course | None = field(default=None, compare=False, repr=False)
+    """None if it was not observed."""
 
     @property
     def requests(self) -> int:
@@ -88,7 +103,7 @@ class PolicyReport:
         return sum(load.divergent_answers for load in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values, for JSON."""
+        """Return everything but the course as plain values, for JSON."""
         summary = {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
@@ -98,7 +113,9 @@ class PolicyReport:
             "divergent_pages": self.divergent_pages,
             "divergent_answers": self.divergent_answers,
         }
-        return {**asdict(self), **summary, "workers": [asdict(load) for load in self.workers]}
+        plain = asdict(replace(self, course=None))
+        del plain["course"]
+        return {**plain, **summary}
 
 
 def reports_table(reports: Sequence[PolicyReport]) -> Table:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from analysis.bins import Sums, TimeBins
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from kv_events.streams import group_model
@@ -13,7 +14,7 @@ from publisher import EventPublisher, PublisherSettings
 from simulation.caches import create_cache, num_ledger_pages
 from simulation.divergence import divergent_pages
 from simulation.policies import create_policy
-from simulation.report import PolicyReport, WorkerLoad
+from simulation.report import Course, PolicyReport, WorkerLoad
 from simulation.requests import Request
 from simulation.router import Router
 from simulation.settings import SimulationSettings
@@ -66,6 +67,8 @@ class Trial:
         self._namespaces = namespaces
         self.router = Router(namespaces, freshness, settings.model_of(policy), names, settings.page_size)
         self._loads = [WorkerLoad(name) for name in names]
+        bins = TimeBins()
+        self._course = Course(bins, Sums(bins, len(names)), Sums(bins, len(names)))
         self.workers = [
             SimulatedWorker(own[None], create_cache(settings), {group: own[group] for group in settings.event_groups})
             for own in publishers
@@ -85,6 +88,9 @@ class Trial:
         load.prompt_tokens += len(request.token_ids)
         load.found_tokens += served.found_tokens
         load.cut_requests += served.is_cut
+        place = self._course.bins.place(int(request.arrival_s * 1000))
+        self._course.prompt_tokens.values[place, chosen] += len(request.token_ids)
+        self._course.found_tokens.values[place, chosen] += served.found_tokens
         self.found_tokens = served.found_tokens
         return chosen
 
@@ -103,7 +109,7 @@ class Trial:
             divergent = divergent_pages(worker, self._namespaces.view(worker.publisher.stream))
             load.divergent_pages = sum(divergent.values())
             load.divergent_answers = sum(self._is_divergent(number, each) for each in self._last_requests)
-        return PolicyReport(self._name, tuple(self._loads), self.router.num_queries, seconds)
+        return PolicyReport(self._name, tuple(self._loads), self.router.num_queries, seconds, self._course)
 
     def _is_divergent(self, worker: int, request: Request) -> bool:
         if not self._has_groups:

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "indexer": {"kv_events"},
     "analysis": {"kv_events", "indexer", "kvsight"},
     "api": {"kv_events", "indexer", "analysis", "bridge", "kvsight"},
-    "simulation": {"kv_events", "engine_cache", "publisher", "indexer"},
+    "simulation": {"kv_events", "engine_cache", "publisher", "indexer", "analysis"},
     "kvsight": {"kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation"},
 }
 ROOMS = {

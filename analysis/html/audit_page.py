@@ -13,12 +13,13 @@ from analysis.audit import series as facts
 from analysis.audit.kernels import COUNT_NAMES
 from analysis.audit.report import PAGE_COUNTS, AuditReport, Funnel, StreamReport
 from analysis.audit.series import AuditSeries
-from analysis.bins import Sums
+from analysis.bins import Groups
 from analysis.html.page import write_page
 from analysis.html.plots import (
     BLUE,
     GREEN,
     GREY,
+    MOST_GROUPS,
     ORANGE,
     PINK,
     RED,
@@ -34,6 +35,7 @@ from analysis.html.plots import (
     calendar_axis,
     lanes,
     lines,
+    shares_of,
 )
 from analysis.html.words import duration
 from kv_events.schema import NUM_MEDIA
@@ -42,7 +44,6 @@ TIERS = ("GPU", "CPU", "disk", "external")
 BEST, CHOSEN, AVERAGE = "always the candidate that holds most", "the routers' choice", "a candidate at random"
 """Policies: two that are thought of, and what happened."""
 _MOST_ROWS = 20
-_MOST_GROUPS = 128
 _STEPS = ("prompts", "held in the fleet", "held by the chosen worker", "predicted", "delivered")
 _LANE_STYLES = {
     "stale": LaneStyle(ORANGE, "band"),
@@ -129,25 +130,18 @@ class _Curves:
         self._is_span = len(at_ms) > 1
         if not self._is_span:
             return
-        bins_per_group = -(-len(at_ms) // _MOST_GROUPS)
-        seconds = bins.seconds
-        groups = np.arange(0, len(at_ms), bins_per_group)
-        if len(groups) > 2 and seconds[groups[-1] :].sum() < seconds[:bins_per_group].sum() / 2:
-            groups = groups[:-1]  # a group that has hardly begun would show anything
-        self._groups = groups
-        """First bins of groups. What happens in a time is drawn by groups, what is held at a time by bins."""
-        self._group_seconds = np.add.reduceat(seconds, groups)
+        self._groups = Groups(bins, MOST_GROUPS)
+        """What happens in a time is drawn by groups, what is held at a time by bins."""
         self._axis = calendar_axis(at_ms, bins.first_ms, bins.last_ms)
-        begins_ms = at_ms[groups] - bins.width_ms / 2
-        self._group_axis = self._axis._replace(at=begins_ms + self._group_seconds * 500)
+        self._group_axis = self._axis._replace(at=self._groups.at_ms)
         self._width = f"Each point covers {duration(bins.width_ms / 1000)}."
-        self._group_width = f"Each point covers {duration(bins_per_group * bins.width_ms / 1000)}."
+        self._group_width = f"Each point covers {duration(self._groups.width_s)}."
 
     def shares(self) -> Chart | None:
         """The steps of the funnel over time."""
         if not self._is_span or self._report.funnel is None or not self._report.funnel.requests:
             return None
-        tokens = self._grouped(self._series.requests)
+        tokens = self._groups.sums(self._series.requests)
         prompts = tokens[:, facts.PROMPT]
         return lines(
             "Cached share of the prompts",
@@ -156,10 +150,10 @@ class _Curves:
             "share of prompt tokens",
             self._group_axis,
             [
-                Curve("held in the fleet", _share(tokens[:, facts.FLEET], prompts), GREY),
-                Curve("held by the chosen worker", _share(tokens[:, facts.CHOSEN], prompts), ORANGE),
-                Curve("predicted", _share(tokens[:, facts.PREDICTED], prompts), PINK, is_dashed=True),
-                Curve("delivered", _share(tokens[:, facts.DELIVERED], tokens[:, facts.ANSWERED]), BLUE),
+                Curve("held in the fleet", shares_of(tokens[:, facts.FLEET], prompts), GREY),
+                Curve("held by the chosen worker", shares_of(tokens[:, facts.CHOSEN], prompts), ORANGE),
+                Curve("predicted", shares_of(tokens[:, facts.PREDICTED], prompts), PINK, is_dashed=True),
+                Curve("delivered", shares_of(tokens[:, facts.DELIVERED], tokens[:, facts.ANSWERED]), BLUE),
             ],
             is_share=True,
         )
@@ -168,9 +162,9 @@ class _Curves:
         """What the chosen worker held against the best and the average one."""
         if not self._is_span or not self._series.requests.values[:, facts.OFFERED].any():
             return None
-        tokens = self._grouped(self._series.requests)
+        tokens = self._groups.sums(self._series.requests)
         offered = tokens[:, facts.OFFERED]
-        best, chosen, average = (_share(tokens[:, each], offered) for each in (facts.BEST, facts.TAKEN, facts.MEAN))
+        best, chosen, average = (shares_of(tokens[:, each], offered) for each in (facts.BEST, facts.TAKEN, facts.MEAN))
         return lines(
             "Hit share by policy",
             f"Shares of the prompt tokens of requests that list their candidates. {self._group_width}",
@@ -257,23 +251,12 @@ class _Curves:
             labels = list(rows)
         return lanes("Faults over time", note, self._axis, labels, items, _LANE_STYLES)
 
-    def _grouped(self, sums: Sums) -> npt.NDArray[np.int64]:
-        """[groups, width]"""
-        return np.asarray(np.add.reduceat(sums.values[self._shown], self._groups, axis=0), np.int64)
-
     def _rate(self, name: str) -> npt.NDArray[np.float64]:
         """[groups] pages a second by what happened to them, summed over the tiers."""
         first = COUNT_NAMES.index(name) * NUM_MEDIA
-        pages = self._grouped(self._series.pages)[:, first : first + NUM_MEDIA].sum(axis=1)
-        return np.asarray(pages / self._group_seconds, np.float64)
+        pages = self._groups.sums(self._series.pages)[:, first : first + NUM_MEDIA].sum(axis=1)
+        return np.asarray(pages / self._groups.seconds, np.float64)
 
 
 def _worst(streams: Sequence[StreamReport]) -> list[StreamReport]:
     return sorted(streams, key=lambda each: each.trouble, reverse=True)[:_MOST_ROWS]
-
-
-def _share(part: npt.NDArray[np.int64], whole: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """NaN where there is no whole."""
-    shares = np.full(len(whole), np.nan)
-    np.divide(part, whole, out=shares, where=whole > 0)
-    return shares

@@ -31,6 +31,8 @@ WORKER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)
 """These colours, chosen by Okabe and Ito, differ for all kinds of sight."""
 _MUTED, _LINE, _PAPER = "#57606a", "#d8dee4", "#ffffff"
 
+MOST_GROUPS = 128
+"""Points of a curve that shows what happens in a time."""
 _MOST_ROWS = 24
 _HEIGHT, _LANE_HEIGHT, _AXIS_HEIGHT = 250, 26, 92
 _LEFT, _RIGHT = 76, 16
@@ -159,6 +161,13 @@ def lines(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve],
     _add_hover(plot, axis, curves, columns, drawn[0], "0.0%" if is_share else "0,0.[0]")
     legend = [Key(name(each.name), each.colour, "dashed" if each.is_dashed else "line") for each in curves]
     return _chart(title, note, plot, legend, axis, curves, _shown_share if is_share else "{:,.1f}".format)
+
+
+def shares_of(part: npt.NDArray[np.int64], whole: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """part / whole, [points]; NaN where there is no whole."""
+    shares = np.full(len(whole), np.nan)
+    np.divide(part, whole, out=shares, where=whole > 0)
+    return shares
 
 
 def _alone(values: Values) -> Values:

@@ -37,7 +37,7 @@ def share(part: float, whole: float) -> str:
 def size(num_bytes: float) -> str:
     """`1.2 MB`."""
     power = min(len(_UNITS) - 1, int(math.log(max(1, num_bytes), 1000)))
-    return f"{num_bytes / 1000**power:,.{1 if power else 0}f} {_UNITS[power]}"
+    return f"{num_bytes / 1000**power:,.{1 if power else 0}f}\N{NO-BREAK SPACE}{_UNITS[power]}"
 
 
 def count(many: int, noun: str, plural: str = "") -> str:
@@ -56,7 +56,7 @@ def utc(seconds: float, digits: str = "milliseconds") -> str:
 def duration(seconds: float) -> str:
     """A duration in its most readable unit."""
     if seconds < 2 * _S_PER_MINUTE:
-        return f"{seconds:,.3g} s"
+        return f"{seconds:,.3g}\N{NO-BREAK SPACE}s"
     if seconds < 2 * _S_PER_HOUR:
-        return f"{seconds / _S_PER_MINUTE:,.0f} min"
-    return f"{seconds / _S_PER_HOUR:,.1f} h"
+        return f"{seconds / _S_PER_MINUTE:,.0f}\N{NO-BREAK SPACE}min"
+    return f"{seconds / _S_PER_HOUR:,.1f}\N{NO-BREAK SPACE}h"

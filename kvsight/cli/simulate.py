@@ -12,6 +12,7 @@ import typer
 
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import at_most_one, import_without_kernels, out, print_json, progress_bar
+from kvsight.cli.html import HtmlReport, check_html, write_html
 
 if TYPE_CHECKING:
     from simulation import Requests
@@ -38,6 +39,7 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     kafka: Annotated[str | None, typer.Option(help="Send events through Kafka: HOST:PORT.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the events to PATH/POLICY.")] = None,
+    html: HtmlReport = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     connection: dict[str, Any],
 ) -> None:
@@ -55,6 +57,7 @@ def simulate(
     """
     at_most_one({"--trace": trace, "--requests": requests})
     at_most_one({"--kafka": kafka, "--record": record})
+    check_html(html, "kvsight simulate --html")
     from kv_events.kafka_clients import KafkaConnection
     from kv_events.kafka_settings import KafkaSettings
 
@@ -84,6 +87,11 @@ def simulate(
     load_kernels()
     with policy_progress() as progress:
         reports = run(workload, settings, policies, progress)
+    if html is not None:
+        from simulation.html_page import write_simulation_page
+
+        source = f"{trace}" if trace is not None else f"a generated workload, seed {seed}"
+        write_html(html, lambda path: write_simulation_page(path, reports, settings, source))
     if as_json:
         print_json([report.to_dict() for report in reports])
     else:

@@ -1,4 +1,4 @@
-"""The reports of `kvsight audit --html` in a real browser."""
+"""The reports of `kvsight audit --html` and `kvsight simulate --html` in a real browser."""
 
 from __future__ import annotations
 
@@ -193,3 +193,34 @@ def test_empty_and_impossible_logs_are_told_in_words(browser: Browser, tmp_path:
         assert visit.page.locator("script").count() == 0
         assert file.stat().st_size < 30_000
         assert visit.faults == []
+
+
+def test_a_comparison_of_policies_shows_the_figures_of_its_json(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    flags = ("--workers", 4, "--capacity", 16_384, "--requests", 200, "--policy", "random", "--policy", "kv-aware")
+    done = kvsight("simulate", *flags, "--json", "--html", file)
+    assert done.returncode == 0, done.stderr
+    reports = msgspec.json.decode(done.stdout)
+    visit = Visit(browser, file.as_uri(), color_scheme="dark")
+    wait_for_plots(visit.page, 3)
+    assert visit.requests == [file.as_uri()]
+    assert visit.faults == []
+    random, aware = reports
+    assert visit.page.locator(".verdict").inner_text() == (
+        f"kv-aware finds {aware['found_share']:.1%} of the prompt tokens in cache, "
+        f"against {random['found_share']:.1%} with random."
+    )
+    rows = visit.page.locator("#policies tbody tr").all()
+    for row, report in zip(rows, reports, strict=True):
+        assert row.locator("th").inner_text() == report["policy"]
+        assert row.locator("td").all_inner_texts()[1:-1] == [
+            f"{report['found_share']:.1%}",
+            f"{report['prompt_tokens'] - report['found_tokens']:,}",
+            f"{report['imbalance']:.2f} \N{MULTIPLICATION SIGN} mean",
+            f"{report['queries']:,}",
+            "0",
+        ]
+    workers = [row.locator("td").nth(1).inner_text() for row in visit.page.locator("#workers tbody tr").all()]
+    assert workers == [f"{load['requests']:,}" for report in reports for load in report["workers"]]
+    for figure in visit.page.locator("figure").all():
+        assert [text.strip() for text in figure.locator(".legend li").all_inner_texts()] == ["random", "kv-aware"]

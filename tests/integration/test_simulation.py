@@ -64,6 +64,14 @@ def test_a_run_is_deterministic(requests: list[Request]) -> None:
     assert _facts(*simulate(requests, SMALL, ["kv-aware"])) == _facts(*simulate(requests, SMALL, ["kv-aware"]))
 
 
+def test_the_course_of_a_run_adds_up_to_its_report(requests: list[Request]) -> None:
+    (report,) = simulate(requests, SMALL, ["kv-aware"])
+    assert report.course is not None
+    assert report.course.prompt_tokens.values.sum(axis=0).tolist() == [load.prompt_tokens for load in report.workers]
+    assert report.course.found_tokens.values.sum(axis=0).tolist() == [load.found_tokens for load in report.workers]
+    assert report.course.bins.last_ms == int(max(request.arrival_s for request in requests) * 1000)
+
+
 def test_kv_aware_finds_more_than_blind_policies_and_keeps_the_load_even(requests: list[Request]) -> None:
     blind, other_blind, aware = simulate(requests, SMALL, list(POLICIES))
     assert aware.found_share > 1.2 * max(blind.found_share, other_blind.found_share)
