@@ -32,7 +32,20 @@ class Wanted(NamedTuple):
     """Only prefixes of which this worker holds something."""
 
 
-def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Residency]:
+class ResidencyAnswer(NamedTuple):
+    """The map of one namespace, of which each viewer asks for some rows."""
+
+    residency: Residency
+    """Without rows."""
+    encoded: list[msgspec.Raw]
+    """The rows as JSON."""
+
+    def select(self, limit: int) -> bytes:
+        """Return `Residency` as JSON, with at most `limit` rows."""
+        return _encoder.encode({**msgspec.structs.asdict(self.residency), "rows": self.encoded[:limit]})
+
+
+def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, ResidencyAnswer]:
     """Describe one namespace, in slices. Raises ProblemError (404) if none matches a model that is named."""
     namespaces = sorted(
         (each for each in scene.views.namespaces if not scene.views.namespaces.is_group(each)),
@@ -54,7 +67,7 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
     if namespace is None:
         if wanted.model is not None:
             raise ProblemError(404, "unknown-model", f"no worker serves model {wanted.model[:80]!r}", "model")
-        return Residency(
+        nothing = Residency(
             time=scene.views.now(),
             namespaces=shown,
             model="",
@@ -64,6 +77,7 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
             columns=[],
             rows=[],
         )
+        return ResidencyAnswer(nothing, [])
     views = _columns(namespace, wanted.worker)
     yield
     columns = {view.number: number for number, view in enumerate(views)}
@@ -71,9 +85,9 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
     for prefix in (yield from namespace.index.shared_prefixes(MAX_ROWS)):
         row = _row(namespace, columns, prefix)
         if row.cells and (wanted.worker is None or _holds(row, views, wanted.worker)):
-            rows.append(row)
+            rows.append(msgspec.Raw(_encoder.encode(row)))
         yield
-    return Residency(
+    found = Residency(
         time=scene.views.now(),
         namespaces=shown,
         model=namespace.key.model,
@@ -86,8 +100,9 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
             )
             for view in views
         ],
-        rows=rows,
+        rows=[],
     )
+    return ResidencyAnswer(found, rows)
 
 
 def _matches(namespace: Namespace, wanted: Wanted) -> bool:

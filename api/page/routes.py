@@ -68,7 +68,7 @@ def page_routes(open_scene: OpenScene) -> APIRouter:
         scene = await open_scene(at)
         wanted = Wanted(model, tenant, block_size, worker)
         found = await shared.get("residency", (scene.key, wanted), lambda: describe_residency(scene, wanted))
-        return json_response(_encoder.encode(msgspec.structs.replace(found, rows=found.rows[:limit])))
+        return json_response(found.select(limit))
 
     @router.get("/funnel", response_class=Response, responses={**answers(Funnel, "The funnel"), **_BAD_PARAMETER})
     async def funnel(at: At = None) -> Response:

@@ -9,9 +9,12 @@ from urllib.parse import urljoin
 import msgspec
 import pytest
 
+from api.settings import ApiSettings
+from kv_events.errors import InvalidValueError
 from kvsight.schemas.page import Fleet, Funnel, Residency
 from tests.support.http_checks import check_problem
 from tests.support.log.records import Stream, removed
+from tests.support.servers.scripted_server import HANG_UP, Reply, scripted
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
@@ -158,6 +161,25 @@ async def test_the_funnel_sums_decisions_and_their_outcomes(serving: Any) -> Non
     done = funnel.finished
     assert (done.requests, done.prompt_tokens, done.predicted_tokens, done.cached_tokens) == (1, 16, 8, 4)
     assert {each.request_id: each.cached_tokens for each in funnel.decisions} == {"first": None, "second": 4}
+
+
+async def test_a_text_is_tokenized_by_the_engine_that_the_operator_named(serving: Any) -> None:
+    question = {"model_name": "m", "text": "Hello"}
+    async with serving() as (client, _):
+        document = check_problem(await client.post("/tokenize", json=question), 404)
+        assert "KVSIGHT_TOKENIZE_URL" in document["detail"]
+    answers = [Reply(body=b'{"tokens": [1, 2], "count": 2}'), Reply(body=b'{"tokens": [-1]}'), Reply(500), HANG_UP]
+    async with scripted(*answers) as engine, serving(tokenize_url=engine.url) as (client, _):
+        assert (await client.post("/tokenize", json=question)).json() == {"token_ids": [1, 2]}
+        for fault in ("cannot be read", "status 500", "the tokenizer"):
+            assert fault in check_problem(await client.post("/tokenize", json=question), 503)["detail"]
+        check_problem(await client.post("/tokenize", json={"model_name": "m", "text": ""}), 422)
+    assert msgspec.json.decode(engine.requests[0].body) == {"model": "m", "prompt": "Hello"}
+
+
+def test_the_address_of_the_tokenizer_is_checked_at_the_start() -> None:
+    with pytest.raises(InvalidValueError, match="KVSIGHT_TOKENIZE_URL"):
+        ApiSettings(tokenize_url="localhost:8000")
 
 
 async def test_a_client_loses_nothing_of_an_answer(serving: Any) -> None:
