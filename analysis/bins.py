@@ -80,6 +80,8 @@ class Levels:
 
     def __init__(self, bins: TimeBins, width: int) -> None:
         self._values = np.full((MOST_BINS, width), -1, np.int64)
+        self.before = np.zeros(width, np.int64)
+        """[width] the level before the first one."""
         bins.add(self)
 
     def set(self, number: int, values: npt.ArrayLike) -> None:
@@ -88,10 +90,10 @@ class Levels:
 
     @property
     def values(self) -> npt.NDArray[np.int64]:
-        """[MOST_BINS, width] 0 before the first level."""
+        """[MOST_BINS, width]"""
         known = np.where(self._values[:, 0] >= 0, np.arange(MOST_BINS), -1)
         newest = np.maximum.accumulate(known)
-        return np.where(newest[:, None] >= 0, self._values[newest], 0)
+        return np.where(newest[:, None] >= 0, self._values[newest], self.before)
 
     def join(self, start: int) -> None:
         """Join each bin with its neighbour, and move the result to `start` and behind."""

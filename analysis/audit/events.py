@@ -96,6 +96,8 @@ class EventAudit:
                 began = bounded(view.resync_began)
                 stream.resync = Resync(stream=stream.report.stream, reason="began before the log", time=began)
             self.book.begin_with(stream.number, stream.namespace, _held_before(view), before)
+            if self._series is not None:
+                self._series.begin_with(stream.report, view)
 
     def apply(self, index: int, record: LogRecord) -> None:
         """Apply one record of events."""
@@ -193,15 +195,8 @@ class EventAudit:
         stream.report.bytes += len(self._record[1].payload)
         stream.epoch, stream.seq, stream.before = batch.epoch, batch.seq, after
         if self._series is not None:
-            record = self._record[1]
-            self._series.note_batch(
-                record.timestamp_ms,
-                stream.report,
-                view,
-                self.book.totals,
-                num_bytes=len(record.payload),
-                is_sound=stream.not_live_since is None,
-            )
+            at_ms, is_sound = self._record[1].timestamp_ms, stream.not_live_since is None
+            self._series.note_batch(at_ms, stream.report, view, self.book.totals, is_sound=is_sound)
 
     def _stream(self, view: View, batch: DecodedBatch) -> _Stream:
         found = self._streams.get(view.stream)

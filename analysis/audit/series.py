@@ -55,6 +55,8 @@ class _Stream:
     """What was last seen of a stream."""
 
     view: View
+    is_new: bool = True
+    """Whether the log begins before its first batch."""
     pages: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_MEDIA, np.int64))
     """[NUM_MEDIA] that it holds."""
     facts: _Facts = _NOTHING
@@ -71,15 +73,14 @@ class AuditSeries:
         self.bins = TimeBins()
         self.pages = Sums(self.bins, len(COUNT_NAMES) * NUM_MEDIA)
         """[bins, names * media] pages by what happened to them, see `analysis.audit.kernels`."""
-        self.records = Sums(self.bins, 2)
-        """[bins, 2] records of events, and their bytes."""
+        self.batches = Sums(self.bins, 1)
+        """[bins, 1] batches that were applied, heartbeats included."""
         self.tiers = Levels(self.bins, NUM_MEDIA)
         """[bins, media] pages held, summed over all streams."""
         self.workers: dict[str, Levels] = {}
         """Worker -> [bins, 1] pages held, summed over its streams and the media."""
         self.requests = Sums(self.bins, MEAN + 1)
         """[bins, 10] tokens of requests, by the time of their decision."""
-        self.num_requests = Sums(self.bins, 1)
         self.marks: list[Mark] = []
         self.num_more_marks = 0
         """Marks for which there was no room."""
@@ -88,15 +89,19 @@ class AuditSeries:
         self._held_by: dict[str, int] = {}
         self._counted = np.zeros(len(COUNT_NAMES) * NUM_MEDIA, np.int64)
 
+    def begin_with(self, report: StreamReport, view: View) -> None:
+        """Note what a stream held before the log."""
+        stream = self._streams[report.stream] = _Stream(view, is_new=False)
+        stream.pages = np.array(view.num_pages, np.int64)
+        self._held += stream.pages
+        self.tiers.before[:] = self._held
+        levels = self._levels(report.worker)
+        if levels is not None:
+            self._held_by[report.worker] += int(stream.pages.sum())
+            levels.before[0] = self._held_by[report.worker]
+
     def note_batch(
-        self,
-        ms: int,
-        report: StreamReport,
-        view: View,
-        counts: npt.NDArray[np.int64],
-        *,
-        num_bytes: int,
-        is_sound: bool,
+        self, ms: int, report: StreamReport, view: View, counts: npt.NDArray[np.int64], *, is_sound: bool
     ) -> None:
         """Note a batch that was applied.
 
@@ -108,7 +113,7 @@ class AuditSeries:
         place = self.bins.place(ms)
         self.pages.values[place] += counts - self._counted
         self._counted[:] = counts
-        self.records.values[place] += (1, num_bytes)
+        self.batches.values[place] += 1
         stream = self._streams.get(report.stream)
         if stream is None:
             stream = self._streams[report.stream] = _Stream(view)
@@ -122,7 +127,6 @@ class AuditSeries:
             return
         place = self.bins.place(ms)
         tokens = self.requests.values[place]
-        self.num_requests.values[place] += 1
         tokens[[PROMPT, FLEET, CHOSEN, PREDICTED]] += (prompt, best, chosen, predicted)
         if offered:
             tokens[[OFFERED, BEST, TAKEN, MEAN]] += (prompt, max(offered), chosen, round(sum(offered) / len(offered)))
@@ -141,18 +145,23 @@ class AuditSeries:
         change, stream.pages = pages - stream.pages, pages
         self._held += change
         self.tiers.set(place, self._held)
-        if worker not in self.workers:
-            if len(self.workers) == MOST_WORKERS:
-                return
+        levels = self._levels(worker)
+        if levels is not None:
+            self._held_by[worker] += int(change.sum())
+            levels.set(place, self._held_by[worker])
+
+    def _levels(self, worker: str) -> Levels | None:
+        if worker not in self.workers and len(self.workers) < MOST_WORKERS:
             self.workers[worker], self._held_by[worker] = Levels(self.bins, 1), 0
-        self._held_by[worker] += int(change.sum())
-        self.workers[worker].set(place, self._held_by[worker])
+        return self.workers.get(worker)
 
     def _note_facts(self, ms: int, report: StreamReport, stream: _Stream, view: View) -> None:
         counters = view.counters
-        before = stream.facts if stream.view is view else _Facts(gaps=stream.facts.gaps)
-        now = _Facts(report.gaps, counters.restarts, counters.digest_mismatches, counters.resyncs)
-        is_first = before == _NOTHING and not report.earlier_batches  # a stream begins with a resync
+        before = (
+            stream.facts if stream.view is view else _Facts(gaps=stream.facts.gaps, mismatches=stream.facts.mismatches)
+        )
+        now = _Facts(report.gaps, counters.restarts, report.digest_mismatches, counters.resyncs)
+        is_first = before == _NOTHING and stream.is_new and not report.earlier_batches  # a stream begins with a resync
         has_mismatch = now.mismatches > before.mismatches
         for kind, happened in (
             (GAP, now.gaps > before.gaps),

@@ -75,6 +75,7 @@ def write_audit_page(path: Path, report: AuditReport, series: AuditSeries) -> in
         "tiers": curves.tiers(),
         "workers": curves.workers(),
         "rates": curves.rates(),
+        "batches": curves.batches(),
         "churn": curves.churn(),
         "faults": curves.faults(),
     }
@@ -215,6 +216,14 @@ class _Curves:
         note = f"Pages a second, summed over all workers. {self._group_width}"
         shown = [each for each in curves if each.values.any()] or curves[:2]
         return lines("Events", note, "pages/s", self._group_axis, shown)
+
+    def batches(self) -> Chart | None:
+        """Batches a second."""
+        if not self._is_span:
+            return None
+        rate = self._groups.sums(self._series.batches)[:, 0] / self._groups.seconds
+        note = f"Batches a second of all workers, heartbeats included. At 0, no worker was heard. {self._group_width}"
+        return lines("Batches", note, "batches/s", self._group_axis, [Curve("batches", rate, BLUE)])
 
     def churn(self) -> Chart | None:
         """Pages that left too soon, and pages that came back soon."""

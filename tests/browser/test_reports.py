@@ -21,8 +21,8 @@ from tests.support.browser.visit import Visit, open_browser
 from tests.support.commands import kvsight
 from tests.support.log.records import Stream, removed, stored
 
-AUDIT_PLOTS = 6
-"""Shares, policies, tiers, workers, events and churn: the fleet has no faults."""
+AUDIT_PLOTS = 7
+"""Shares, policies, tiers, workers, events, batches and churn: the fleet has no faults."""
 HOSTILE = (
     '<img src="https://hostile.example/x" onerror="window.hacked = 1">',
     "</script><script>window.hacked = 1</script>",
@@ -165,7 +165,7 @@ def test_names_from_outside_are_text(browser: Browser, tmp_path: Path) -> None:
     address, report = report_of(log, tmp_path / "report.html")
     assert report["num_resyncs"] == len(HOSTILE)
     visit = Visit(browser, address)
-    wait_for_plots(visit.page, 5)
+    wait_for_plots(visit.page, 6)
     assert HOSTILE[4] in tooltip(visit.page, "Pages by worker")
     assert "stale:" in tooltip(visit.page, "Faults over time")
     assert visit.page.evaluate("window.hacked") is None

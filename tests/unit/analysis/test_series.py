@@ -17,6 +17,7 @@ from analysis.bins import MOST_BINS, Levels, Sums, TimeBins
 from kv_events.event_log import EventLogWriter
 from tests.support.log.deciding_fleet import DecidingFleet
 from tests.support.log.faulty_run import faulty_run
+from tests.support.log.late_log import write_late_log
 from tests.support.log.records import Stream, stored
 
 
@@ -37,9 +38,7 @@ def test_the_curves_of_a_faulty_run_add_up_to_its_report(tmp_path: Path) -> None
     for worker, levels in series.workers.items():
         last = int(levels.values[series.bins.shown][-1, 0])
         assert last == sum(each.pages_held for each in report.streams if each.worker == worker)
-    batches, num_bytes = series.records.values.sum(axis=0).tolist()
-    assert batches == sum(each.batches for each in report.streams)
-    assert num_bytes == sum(each.bytes for each in report.streams)
+    assert series.batches.values.sum() == sum(each.batches for each in report.streams)
     gaps = [mark for mark in series.marks if mark.kind == facts.GAP]
     assert len(gaps) == sum(each.gaps for each in report.streams)
     assert {mark.kind for mark in series.marks} == {"gap", "restart", "wrong digest", "resync", "stale", "syncing"}
@@ -92,6 +91,21 @@ def test_bins_of_any_times_keep_their_sums_in_their_order(seed: int) -> None:
     for number, ms in enumerate(times):
         expected[np.searchsorted(ends, ms, side="right")] += number
     assert shown.tolist() == expected.tolist()
+
+
+def test_the_curves_of_a_log_that_begins_late_begin_with_what_was_held(tmp_path: Path) -> None:
+    busy, idle = Stream("busy"), Stream("idle")
+    records = [idle.batch(stored((0, range(1, 8))), now=1_700_000_000.0)]
+    records += [busy.batch(stored((0, [100 + number])), now=1_700_000_001.0 + number) for number in range(20)]
+    write_late_log(tmp_path, records, 11)
+    report, series = audited(tmp_path)
+    held = {worker: levels.values[series.bins.shown, 0].tolist() for worker, levels in series.workers.items()}
+    assert (held["idle"][0], held["idle"][-1]) == (7, 7)
+    assert (held["busy"][0], held["busy"][-1]) == (11, 20)
+    tiers = series.tiers.values[series.bins.shown, 0].tolist()
+    assert (tiers[0], tiers[-1]) == (18, 27)
+    assert sum(each.pages_held for each in report.streams) == 27
+    assert series.marks == []
 
 
 def test_a_level_stays_until_the_next_one() -> None:
