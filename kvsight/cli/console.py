@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -24,6 +24,8 @@ out = Console()
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 """Standard error: progress and messages, never data. Lines are never wrapped."""
 
+
+T = TypeVar("T")
 
 EXIT_USAGE = 2
 """Exit code for a mistake of the user, and for a service or a broker that does not answer."""
@@ -154,14 +156,16 @@ def stop_signals() -> asyncio.Event:
     return stop
 
 
-def run_until_interrupted(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine in a loop of its own. The first Ctrl-C cancels it, and then raises KeyboardInterrupt.
+def run_until_interrupted(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine in a loop of its own, and return its result. The first Ctrl-C cancels it, and then raises
+    KeyboardInterrupt.
 
     Without this, KeyboardInterrupt is raised inside whatever the loop runs, such as a task of a Kafka client, and the
     loop logs it with a traceback. The second Ctrl-C ends the process at once.
     """
+    before = signal.getsignal(signal.SIGINT)
 
-    async def supervised() -> None:
+    async def supervised() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -171,12 +175,25 @@ def run_until_interrupted(work: Callable[[], Coroutine[Any, Any, None]]) -> None
             task.cancel()
 
         loop.add_signal_handler(signal.SIGINT, cancel)
-        await work()
+        return await work()
 
     try:
-        asyncio.run(supervised())
+        return asyncio.run(supervised())
     except asyncio.CancelledError:
+        before = signal.SIG_DFL
         raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)  # the end of a loop sets Python's own handler
+
+
+@contextmanager
+def interrupting_loops() -> Iterator[None]:
+    """Let Ctrl-C cancel what an `asyncio.Runner` runs while the block lasts, before it raises KeyboardInterrupt."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the runner replaces this one only
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

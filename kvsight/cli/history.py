@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvsight.cli.console import UsageError, at_most_one, progress_bar
+from kvsight.cli.console import UsageError, at_most_one, interrupting_loops, progress_bar, run_until_interrupted
 from kvsight.cli.log.reading import LogInput
 
 if TYPE_CHECKING:
@@ -59,15 +58,16 @@ def _topic(kafka: str | None, connection: dict[str, Any], moment: Moment) -> His
     if moment.until.offset is not None:
         raise UsageError(f"--at {moment.text}: a topic has no index; give a time or PARTITION:OFFSET,...")
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
-    asyncio.run(KafkaConnection(settings).check())  # before kernels are compiled
+    run_until_interrupted(KafkaConnection(settings).check)  # before kernels are compiled
     name = f"topic {settings.events_topic}"
 
     def read(bar: Progress) -> Iterator[tuple[int, LogRecord]]:
         task = bar.add_task("replaying", total=None)
         records = source_records(KafkaSource(settings), lambda total: bar.update(task, total=total))
-        for index, record in enumerate(records):
-            if index % 256 == 0:
-                bar.update(task, completed=index)
-            yield index, record
+        with interrupting_loops():
+            for index, record in enumerate(records):
+                if index % 256 == 0:
+                    bar.update(task, completed=index)
+                yield index, record
 
     return History(name, read)

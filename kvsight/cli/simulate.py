@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import at_most_one, import_without_kernels, out, print_json, progress_bar
+from kvsight.cli.console import (
+    at_most_one,
+    import_without_kernels,
+    out,
+    print_json,
+    progress_bar,
+    run_until_interrupted,
+)
 from kvsight.cli.html import HtmlReport, check_html, write_html
 
 if TYPE_CHECKING:
@@ -63,7 +69,7 @@ def simulate(
 
     broker = None if kafka is None else KafkaSettings.from_flags(kafka=kafka, **connection)
     if broker is not None:
-        asyncio.run(KafkaConnection(broker).check())  # before a minute of compiling
+        run_until_interrupted(KafkaConnection(broker).check)  # before a minute of compiling
     load_kernels = import_without_kernels("simulation", "publisher.own_blocks")
     from simulation import POLICIES, SimulationSettings, create_policy, reports_table
     from simulation import simulate as run

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsight.cli.app import App
 from kvsight.cli.connection_flags import with_kafka_flags
-from kvsight.cli.console import err, out
+from kvsight.cli.console import err, out, run_until_interrupted
 
 if TYPE_CHECKING:
     from indexer.settings import IndexerSettings
@@ -110,7 +110,7 @@ def _inspect(settings: IndexerSettings, *, create: bool) -> Topics:
     from kv_events.kafka_topics import inspect_topics, topic_names
 
     connection, names = KafkaConnection(settings), topic_names(settings)
-    return asyncio.run(inspect_topics(connection, settings, create=create, names=names))
+    return run_until_interrupted(partial(inspect_topics, connection, settings, create=create, names=names))
 
 
 def _problems(topic: Topic, settings: IndexerSettings) -> list[str]:

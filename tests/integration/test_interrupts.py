@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,8 +45,36 @@ def test_an_interrupt_at_any_moment_leaves_no_traceback(
         assert "Unclosed" not in output, case
 
 
+@pytest.mark.parametrize("command", ["doctor", "topics check", "replay", "simulate --requests 10"])
+def test_an_interrupt_ends_a_command_that_waits_for_a_broker(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with started([*command.split(), "--kafka", address], dict(os.environ)) as process:
+            connection, _ = silent.accept()  # and never answer
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+            connection.close()
+    assert process.returncode == 130, output
+    assert "Traceback" not in output, output
+    assert "Unclosed" not in output, output
+
+
 def interrupted(words: list[str], environment: dict[str, str], delay_s: float) -> tuple[int, str]:
     """Interrupt a command some time after it began to handle that. Returns its exit code and output."""
+    with started(words, environment) as process:
+        # first by the shell's command, and so while Python itself starts
+        wait_until(lambda: ignores_interrupts(process.pid), what="the start")
+        wait_until(lambda: not ignores_interrupts(process.pid), what="the handler")
+        time.sleep(delay_s)  # the moment is what this is about
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+@contextmanager
+def started(words: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a command. It ignores interrupts until it handles them."""
     process = subprocess.Popen(
         [*_IGNORING, sys.executable, "-m", "kvsight", *words],
         env=environment,
@@ -53,15 +84,9 @@ def interrupted(words: list[str], environment: dict[str, str], delay_s: float) -
     )
     with process:
         try:
-            # first by the shell's command, and so while Python itself starts
-            wait_until(lambda: ignores_interrupts(process.pid), what="the start")
-            wait_until(lambda: not ignores_interrupts(process.pid), what="the handler")
-            time.sleep(delay_s)  # the moment is what this is about
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=30)
+            yield process
         finally:
             process.kill()
-    return process.returncode, output
 
 
 def ignores_interrupts(pid: int) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import httpx
 
 from kvsight.calls import Call
+from kvsight.cli.console import run_until_interrupted
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
 from kvsight.cli.doctor.engine import ClockReading, read_date
 from kvsight.cli.tables import count
@@ -41,7 +41,7 @@ class Infrastructure:
         from kv_events.kafka_clients import KafkaConnection
 
         self._require_kafka()
-        asyncio.run(KafkaConnection(self.settings).check())
+        run_until_interrupted(KafkaConnection(self.settings).check)
         return f"{self.settings.kafka} accepts this client"
 
     def topics(self) -> str:
@@ -79,7 +79,7 @@ class Infrastructure:
         """Log in to Redis, and look for a snapshot."""
         if self.settings.redis is None:
             raise SkippedError("no --redis")
-        has_snapshot, self.redis_clock = asyncio.run(self._ask_redis())
+        has_snapshot, self.redis_clock = run_until_interrupted(self._ask_redis)
         return "it answers and has a snapshot" if has_snapshot else "it answers and has no snapshot yet"
 
     def ready(self) -> str:
@@ -104,7 +104,9 @@ class Infrastructure:
         from kv_events.kafka_clients import KafkaConnection
         from kv_events.kafka_topics import inspect_topics
 
-        found = asyncio.run(inspect_topics(KafkaConnection(self.settings), self.settings, create=False))
+        found = run_until_interrupted(
+            partial(inspect_topics, KafkaConnection(self.settings), self.settings, create=False)
+        )
         return found.found
 
     def _require_kafka(self) -> None:

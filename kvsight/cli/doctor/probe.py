@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
 from kv_events.hash_seed import SEED, SEED_VARIABLE, process_seed
 from kv_events.streams import split_group
-from kvsight.cli.console import UsageError
+from kvsight.cli.console import UsageError, run_until_interrupted
+from kvsight.cli.doctor.arrivals import Arrival, listen
 from kvsight.cli.doctor.checks import BrokenError, SkippedError
-from kvsight.cli.doctor.engine import ClockReading, Engine
+from kvsight.cli.doctor.clocks import judge_clocks, seconds_ahead
+from kvsight.cli.doctor.engine import Engine
 from kvsight.cli.doctor.infrastructure import Infrastructure
 from kvsight.cli.tables import count, duration, names
 from kvsight.errors import KvsightHttpError
 
 if TYPE_CHECKING:
-    from kv_events.codec import DecodedBatch
-    from kv_events.records import LogRecord
     from kvsight.schemas.queries import PeerAnswer
     from kvsight.schemas.workers import Listener, Worker
 
@@ -32,23 +31,8 @@ _LARGEST_USUAL_PAGE = 64
 _PLAIN_TOKENS = range(100, 20_000)
 """Token ids that are ordinary text in every usual vocabulary."""
 _POLL_S = 0.05
-_MAX_SKEW_S = 2.0
-_DATE_ERROR_S = 0.5
-"""Half of the resolution of an HTTP date."""
 _WRONG_PAGES = "block size "
 """Beginning of what is wrong with an engine that is registered with another block size."""
-
-
-class Arrival(NamedTuple):
-    """A batch that was added to the topic while this command was listening."""
-
-    model: str
-    tenant: str
-    worker: str
-    pages_stored: int
-    degraded_reason: str
-    ahead_s: float
-    """How far the publisher's clock is ahead of this machine's; less by the time that the batch took."""
 
 
 @dataclass
@@ -92,7 +76,7 @@ class Probe:
         self._is_known = bool(self.tokens) and bool(self._held())
         before = self._stored()
         if self.servers.settings.kafka is not None:
-            asyncio.run(self._listen())
+            self._listen()
             self._judge_arrivals()
         else:
             self._send()
@@ -103,17 +87,7 @@ class Probe:
 
     def clocks(self) -> str:
         """Compare all clocks that can be read with this machine's."""
-        ahead = {name: seconds for name, seconds in self._clocks() if seconds is not None}
-        if not ahead:
-            raise SkippedError("no other clock can be read")
-        wrong = {name: seconds for name, seconds in ahead.items() if abs(seconds) > _MAX_SKEW_S}
-        remedy = "synchronise the clocks of all machines, for example with chrony: ages and recordings depend on them"
-        if len(wrong) > 1 and len(wrong) == len(ahead) and len({seconds > 0 for seconds in wrong.values()}) == 1:
-            seconds = -min(wrong.values(), key=abs)
-            raise BrokenError(f"this machine's clock is {_offset(seconds)}, compared with {', '.join(wrong)}", remedy)
-        for name, seconds in wrong.items():
-            raise BrokenError(f"the clock of {name} is {_offset(seconds)}", remedy)
-        return f"{', '.join(ahead)} and this machine differ by less than {_MAX_SKEW_S:g} s"
+        return judge_clocks(dict(self._clocks()))
 
     # --- the pages of the prompt ------------------------------------------------------------------------------------
 
@@ -220,22 +194,11 @@ class Probe:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
-        """Note what is added to the topic, from before the prompt is sent until its first events arrive."""
-        from indexer.sources.kafka import KafkaSource
-
-        source = KafkaSource(self.servers.settings)
-        try:
-            await source.start({})
-            ends = await source.ends()
-            await source.stop()
-            await source.start(ends)
-            await asyncio.to_thread(self._send)
-            give_up = time.monotonic() + self.wait_s
-            while time.monotonic() < give_up and not any(map(self._is_awaited, self.arrivals)):
-                self.arrivals += _arrivals(await source.fetch())
-        finally:
-            await source.stop()
+    def _listen(self) -> None:
+        """Send the prompt, and note what is added to the topic until its first events arrive."""
+        self.arrivals += run_until_interrupted(
+            partial(listen, self.servers.settings, self._send, self._is_awaited, self.wait_s)
+        )
 
     def _is_ours(self, arrival: Arrival) -> bool:
         return (
@@ -304,9 +267,9 @@ class Probe:
         """Yield how far each clock is ahead, in seconds, by the least that is certain."""
         if self.servers.redis_clock is not None:
             yield "Redis", self.servers.redis_clock.theirs - self.servers.redis_clock.ours
-        yield "the service", _ahead(self.servers.service_clock())
+        yield "the service", seconds_ahead(self.servers.service_clock())
         if self.engine is not None:
-            yield "the engine", _ahead(self.engine.date)
+            yield "the engine", seconds_ahead(self.engine.date)
         ours = list(filter(self._is_ours, self.arrivals))
         for worker in sorted({arrival.worker for arrival in ours}):
             yield f"publisher {worker}", max(arrival.ahead_s for arrival in ours if arrival.worker == worker)
@@ -354,28 +317,6 @@ class Probe:
         return BrokenError(text, "let the engine cache prefixes; behind a load balancer, name one engine")
 
 
-def _arrivals(records: Sequence[LogRecord]) -> list[Arrival]:
-    """Decode records. Those that cannot be decoded are left out."""
-    from kv_events.codec import decode_batch
-    from kv_events.errors import RecordRejectedError
-
-    now, found = time.time(), []
-    for record in records:
-        try:
-            batch = decode_batch(record.payload)
-        except RecordRejectedError:
-            continue
-        who, ahead_s = batch.stream, batch.timestamp - now
-        found.append(Arrival(who.model, who.tenant, who.worker, _pages_stored(batch), batch.degraded_reason, ahead_s))
-    return found
-
-
-def _pages_stored(batch: DecodedBatch) -> int:
-    from kv_events.codec import StoredPages
-
-    return sum(len(step.hashes) for step in batch.steps if isinstance(step, StoredPages))
-
-
 def _listeners(workers: Sequence[Worker]) -> list[tuple[str, Listener]]:
     return [(worker.instance_id, listener) for worker in workers for listener in worker.listeners.values()]
 
@@ -383,18 +324,6 @@ def _listeners(workers: Sequence[Worker]) -> list[tuple[str, Listener]]:
 def _state(name: str, listener: Listener) -> str:
     why = f" ({listener.stale_reason})" if listener.stale_reason else ""
     return f"{name} is {listener.state}{why}, last heard {duration(listener.age_ms)} ago"
-
-
-def _ahead(clock: ClockReading | None) -> float | None:
-    """The least by which the clock of an HTTP server is certainly ahead, or behind: its date has whole seconds."""
-    if clock is None:
-        return None
-    ahead_s = clock.theirs + _DATE_ERROR_S - clock.ours
-    return max(0.0, ahead_s - _DATE_ERROR_S) + min(0.0, ahead_s + _DATE_ERROR_S)
-
-
-def _offset(seconds: float) -> str:
-    return f"{abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}"
 
 
 def _either(sizes: Sequence[int]) -> str:
