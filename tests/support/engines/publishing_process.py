@@ -58,6 +58,14 @@ class PublishingProcess:
         """Close the publisher and wait for the end of the process. Returns the seconds that the close took."""
         return float(self._order("close", deadline_s))
 
+    def pause(self) -> None:
+        """Send SIGSTOP: nothing is published until `resume`."""
+        self._process.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Send SIGCONT."""
+        self._process.send(signal.SIGCONT)
+
     def terminate(self) -> None:
         """Send SIGTERM and wait for the end."""
         self._process.send(signal.SIGTERM)
