@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import tempfile
 from collections.abc import Iterator
+from heapq import merge
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,50 +20,62 @@ from kv_events.records import Channel, LogRecord
 
 _BESIDE = -1
 """Index of decisions that are in a log of their own: they precede the records of the same millisecond."""
+SORTED_BYTES = 64 * 2**20
+"""Memory of the decisions that are sorted at one time. More are sorted in parts, which are merged from a file."""
+_PLACED_BYTES = 250
+"""Memory that a decision takes besides its payload."""
+_READ_BYTES = 128 * 2**10
+_HEAD = struct.Struct("<qqQI")  # of a decision in the file: its place, and the bytes of its payload
 
 
-class _Place(NamedTuple):
-    """Where a decision is kept. Compares by time."""
+class _Placed(NamedTuple):
+    """A decision and its place in time. Compares by time."""
 
     ms: int
     record: int
     """Its index in the log; `_BESIDE` if it is in another one."""
-    position: int
-    num_bytes: int
+    number: int
+    """In the order of reading."""
+    payload: bytes
 
 
 class Decisions:
-    """The decisions and outcomes of a log, in the order of their times. They are kept in a temporary file.
+    """The decisions and outcomes of a log, in the order of their times. Many are kept in a temporary file.
 
     A router may report a decision long after it was made. So they are read before the events.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sorted_bytes: int = SORTED_BYTES) -> None:
         self.unreadable = 0
         """Records that cannot be decoded."""
         self.damage: list[str] = []
         """Parts of the decisions' own log that cannot be read."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (`close` closes it)
-        self._places: list[_Place] = []
-        self._next = 0
+        self._most_bytes = sorted_bytes
+        self._number = 0
+        self._part: list[_Placed] = []
+        self._part_bytes = 0
+        self._sorted_parts: list[tuple[int, int]] = []  # where they begin and end in the file
         self._read_all(folder, lambda _: None)  # the audit reads this log again
         self._read_all(folder / DECISIONS_FOLDER, lambda error: self.damage.append(str(error)), _BESIDE)
-        self._places.sort()
+        self._part.sort()
+        self._ordered = merge(*(self._read_part(*each) for each in self._sorted_parts), self._part)
+        self._next = next(self._ordered, None)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return self._number
 
     def before(self, ms: int, index: int) -> Iterator[DecisionRecord]:
         """Yield those that precede a record of this time and index, and were not yielded before."""
-        while self._next < len(self._places) and self._places[self._next][:2] < (ms, index):
-            yield self._read(self._places[self._next])
-            self._next += 1
+        while self._next is not None and self._next[:2] < (ms, index):
+            yield decode_decision(self._next.payload)
+            self._next = next(self._ordered, None)
 
     def rest(self) -> Iterator[DecisionRecord]:
         """Yield those that were not yielded before."""
-        while self._next < len(self._places):
-            yield self._read(self._places[self._next])
-            self._next += 1
+        while self._next is not None:
+            yield decode_decision(self._next.payload)
+            self._next = next(self._ordered, None)
 
     def close(self) -> None:
         """Delete the temporary file."""
@@ -78,9 +93,33 @@ class Decisions:
         except RecordRejectedError:
             self.unreadable += 1
             return
-        self._places.append(_Place(ms, index, self._file.tell(), len(record.payload)))
-        self._file.write(record.payload)
+        self._part.append(_Placed(ms, index, self._number, record.payload))
+        self._number += 1
+        self._part_bytes += _PLACED_BYTES + len(record.payload)
+        if self._part_bytes > self._most_bytes:
+            self._write_part()
 
-    def _read(self, place: _Place) -> DecisionRecord:
-        self._file.seek(place.position)
-        return decode_decision(self._file.read(place.num_bytes))
+    def _write_part(self) -> None:
+        begin = self._file.tell()
+        for each in sorted(self._part):
+            self._file.write(_HEAD.pack(*each[:3], len(each.payload)) + each.payload)
+        self._file.flush()
+        self._sorted_parts.append((begin, self._file.tell()))
+        self._part.clear()
+        self._part_bytes = 0
+
+    def _read_part(self, begin: int, end: int) -> Iterator[_Placed]:
+        """Yield the decisions of a part of the file."""
+        data = b""
+        while begin < end or data:
+            data += os.pread(self._file.fileno(), min(_READ_BYTES, end - begin), begin)
+            begin = min(begin + _READ_BYTES, end)
+            at = 0
+            while at + _HEAD.size <= len(data):
+                ms, record, number, num_bytes = _HEAD.unpack_from(data, at)
+                stop = at + _HEAD.size + num_bytes
+                if stop > len(data):
+                    break
+                yield _Placed(ms, record, number, data[at + _HEAD.size : stop])
+                at = stop
+            data = data[at:]

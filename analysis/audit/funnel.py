@@ -33,7 +33,11 @@ NO_CANDIDATE, UNREPORTED = "not a candidate", "candidates not reported"
 EVICTED, ENGINE, MISMATCH = "evicted before arrival", "engine's own reason", "hash mismatch"
 NO_OUTCOME, STORED_SINCE = "no outcome known", "stored after the choice"
 
-_MAX_WAITING = 200_000
+_MAX_WAITING_BYTES = 2**29
+"""Bound on the memory of decisions that wait for their outcome, about half a million."""
+_DECISION_BYTES, _CANDIDATE_BYTES = 1000, 200
+_MAX_DONE = 2**18
+"""Ids that are remembered to find repeated decisions and outcomes."""
 _EXAMPLES = 3
 
 
@@ -65,8 +69,9 @@ class FunnelAudit:
         self._waiting: OrderedDict[str, _Chosen] = OrderedDict()
         self._losses: dict[tuple[str, str], _Tally] = {}
         self._gains: dict[tuple[str, str], _Tally] = {}
-        self._done: set[int] = set()
-        """Hashes of the ids that have an outcome."""
+        self._waiting_bytes = 0
+        self._done: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the ids that have an outcome, the newest last."""
 
     def take(self, record: DecisionRecord) -> None:
         """Judge a decision, or finish it with its outcome."""
@@ -117,7 +122,8 @@ class FunnelAudit:
             at = milliseconds(decision.timestamp)
             self._series.note_choice(at, prompt_tokens, best, held, predicted or 0, offered)
         self._waiting[decision.request_id] = chosen
-        if len(self._waiting) > _MAX_WAITING:
+        self._waiting_bytes += _memory(decision)
+        while self._waiting_bytes > _MAX_WAITING_BYTES:
             self._give_up()
 
     def _scores(self, decision: Decision, hashes: U64Array) -> dict[str, WorkerScore]:
@@ -165,7 +171,10 @@ class FunnelAudit:
             else:
                 self._funnel.unmatched_outcomes += 1
             return
-        self._done.add(hash(outcome.request_id))
+        self._waiting_bytes -= _memory(chosen.decision)
+        self._done[hash(outcome.request_id)] = None
+        if len(self._done) > _MAX_DONE:
+            self._done.popitem(last=False)
         delivered = outcome.cached_tokens
         self._funnel.outcomes += 1
         self._funnel.delivered += delivered
@@ -218,6 +227,7 @@ class FunnelAudit:
     def _give_up(self) -> None:
         """The outcome of the oldest decision is not known."""
         _, chosen = self._waiting.popitem(last=False)
+        self._waiting_bytes -= _memory(chosen.decision)
         self._lose_in_the_fleet(chosen)
         self._lose(chosen, DELIVERED, NO_OUTCOME, chosen.decision.predicted_tokens or 0)
 
@@ -256,6 +266,11 @@ class _Tally:
                 for tokens, _, chosen in sorted(self._largest, key=lambda each: (-each[0], -each[1]))
             ],
         )
+
+
+def _memory(decision: Decision) -> int:
+    """Return about how many bytes a decision takes in memory."""
+    return _DECISION_BYTES + len(decision.sequence_hashes) + _CANDIDATE_BYTES * len(decision.candidates)
 
 
 def _example(decision: Decision, hashes: U64Array, tokens: int) -> Example:
