@@ -36,8 +36,8 @@ def audit_log(
     The log is read twice: for the decisions, then for everything else. Memory is needed for the pages that are held at
     one time and for the distinct pages, about 130 bytes each, and for decisions, of which at most about 1 GiB is in
     memory, but none for records of events. churn_s: seconds for which pages are expected to stay. on_chunk: called now
-    and then with the index of the next record. known_damage: what the caller has found, for the report. series: collects what
-    happened over time.
+    and then with the index of the next record. known_damage: what the caller has found, for the report. series:
+    collects what happened over time.
 
     Raises EventLogError if there is no such log. Damaged parts are named in the report.
     """
