@@ -87,11 +87,11 @@ def past_routes(moments: Moments, marks: MarkSearch, name: str, damage: list[str
 
     @router.get("/diff", response_class=Response, responses={**answers(list[StreamDiff], "Each stream"), **_OUTSIDE})
     async def difference(
-        first: Annotated[str, Query(alias="from", description="The moment before, in the forms of `at`.")],
-        to: Annotated[str | None, Query(description="The moment after. Default: that of `at`.")] = None,
+        first: Annotated[str, Query(alias="from", description="The moment to compare with, in the forms of `at`.")],
+        at: At = None,
     ) -> Response:
-        """Return how the pages of each worker stream differ at two moments, with examples."""
-        before, after = await moments.parse(first, "from"), await moments.parse(to, "to")
+        """Return how the pages of each worker stream differ at two moments, with examples. `at` is the later one."""
+        before, after = await moments.parse(first, "from"), await moments.parse(at)
         async with comparing, moments.opened(before) as one, moments.opened(after) as other:
             found = await asyncio.to_thread(lambda: diff(holdings_of(one.views), holdings_of(other.views)))
         return json_response(_encoder.encode(found))

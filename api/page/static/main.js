@@ -12,6 +12,7 @@ import { WorkerView } from "./worker.js";
 import { Workers } from "./workers.js";
 
 const section = (id) => document.getElementById(id);
+const OUTSIDE_THE_LOG = "urn:kvsight:problem:outside-the-log";
 const LISTS = ["workers", "residency", "ask", "decisions"].map(section);
 
 const verdict = new VerdictLine();
@@ -22,16 +23,20 @@ const decisions = new Decisions(section("decisions"));
 const worker = new WorkerView(section("worker"));
 let past = null;
 let isRefused = false;
+let shown = Promise.resolve(); // when everything that was asked for is on the screen
 
 async function refreshFleet() {
   const fleet = await getJson("fleet", { contains: workers.contains });
   verdict.show(fleet);
   workers.show(fleet);
   ask.show(fleet);
-  if (fleet.is_past && past === null) {
-    const { startPast } = await import("./past.js");
-    past = startPast({ root: section("past"), refresh, setLive });
-  }
+  if (fleet.is_past) await showPast();
+}
+
+async function showPast() {
+  if (past !== null) return;
+  past = import("./past.js");
+  (await past).startPast({ root: section("past"), setLive, shown: () => shown });
 }
 
 /** Wrap a refresh, so that an error is shown in the verdict, and a missing token asked for. */
@@ -45,6 +50,7 @@ function guarded(ask) {
         isRefused = true;
         askForToken(() => { isRefused = false; refresh(); }, hasToken());
       }
+      if (error.problem?.type === OUTSIDE_THE_LOG) await showPast();
       verdict.fail(error);
     }
   };
@@ -77,6 +83,6 @@ document.querySelector(".links").addEventListener("click", (event) => {
 });
 onChange(() => {
   route();
-  refresh();
+  shown = refresh();
 });
 route();

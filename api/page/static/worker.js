@@ -28,7 +28,7 @@ export class WorkerView {
   /** Show or hide the view, as the address says. */
   route() {
     const chosen = this.chosen;
-    const wanted = chosen === null ? "" : JSON.stringify([chosen, get("at")]);
+    const wanted = chosen === null ? "" : JSON.stringify([chosen, get("at") === null]);
     if (wanted === this.#shown) return;
     this.#shown = wanted;
     this.#abort?.abort();

@@ -149,7 +149,7 @@ async def test_differences_are_those_of_the_command(log: Path) -> None:
     expected = CliRunner().invoke(cli, ["diff", str(log), "--from", "80", "--to", "300", "--json"])
     assert expected.exit_code == 0, expected.stderr
     async with serving(log) as client:
-        assert (await client.get("/diff?from=80&to=300")).json() == json.loads(expected.stdout)
+        assert (await client.get("/diff?from=80&at=300")).json() == json.loads(expected.stdout)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,208 @@
+"""The page over the past in a real browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from playwright.async_api import Browser, Page
+
+from api.past.app import create_past_app
+from api.server import running_server
+from api.settings import ApiSettings
+from indexer.until import Until
+from kv_events.event_log import EventLogWriter
+from tests.support.browser.chromium import new_page
+from tests.support.log.records import Stream, removed, stored
+from tests.support.waiting import async_wait_until
+
+HOSTILE = '<img src=x onerror="document.title=1">'
+NUM_SECONDS = 120
+
+
+def write_log(folder: Path, name: str = "w-1") -> Path:
+    """Two workers for two minutes. w-1 loses a batch in second 60, and resends what it holds in second 80."""
+    one, other = Stream("w-0"), Stream(name)
+    with EventLogWriter(folder) as writer:
+        for i in range(NUM_SECONDS):
+            events = [stored((0, [i + 1]))] if i < 100 else [removed([i - 99])]
+            writer.append(one.batch(*events, now=1_700_000_000 + i))
+            late = other.resync(now=1_700_000_000.5 + i) if i == 80 else other.batch(now=1_700_000_000.5 + i)
+            if i != 60:
+                writer.append(late)
+    return folder
+
+
+@asynccontextmanager
+async def serving(folder: Path, damage: list[str] | None = None) -> AsyncIterator[tuple[str, httpx.AsyncClient]]:
+    """The address of the page over a log, and a client of its API."""
+    settings = ApiSettings(port=0)
+    app = create_past_app(folder, settings, Until(), damage or [])
+    async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        yield url, client
+
+
+async def opened(browser: Browser, url: str, faults: list[str]) -> Page:
+    page = await new_page(browser)
+    page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    await page.goto(url)
+    return page
+
+
+async def wait_for(page: Page, selector: str, text: str) -> None:
+    async def is_shown() -> bool:
+        return text in await page.locator(selector).inner_text()
+
+    await async_wait_until(is_shown, 60, f"{text!r} in {selector}")
+
+
+async def shown_workers(page: Page) -> dict[str, tuple[str, str]]:
+    """Worker -> its state and the words of its pages, as the table shows them."""
+    rows = page.locator("#workers tbody tr")
+    return {
+        await row.locator(".name").inner_text(): (
+            (await row.locator(".state").inner_text()).strip("●◐▲✕○ \n"),
+            str(await row.locator(".tiers").get_attribute("aria-label")),
+        )
+        for row in await rows.all()
+    }
+
+
+async def served_workers(client: httpx.AsyncClient, at: str) -> dict[str, tuple[str, str]]:
+    """The same from GET /workers."""
+    found: dict[str, tuple[str, str]] = {}
+    for worker in (await client.get("/workers", params={"at": at})).json():
+        pages = worker["listeners"]["0"]["pages"]["GPU"]
+        words = f"{pages} page{'' if pages == 1 else 's'} on GPU" if pages else "no pages"
+        found[worker["instance_id"]] = (worker["state"], f"{worker['instance_id']}: {words}")
+    return found
+
+
+async def moment_in(page: Page) -> str:
+    """The moment in the address."""
+    return str(await page.evaluate("new URL(location.href).searchParams.get('at')"))
+
+
+async def check_equal(page: Page, client: httpx.AsyncClient, at: str) -> None:
+    """Wait until the page shows a moment, and compare it with GET /workers of that moment."""
+    expected = await served_workers(client, at)
+    shown: dict[str, tuple[str, str]] = {}
+
+    async def is_equal() -> bool:
+        nonlocal shown
+        shown = await shown_workers(page)
+        return shown == expected
+
+    try:
+        await async_wait_until(is_equal, 60)
+    except AssertionError:
+        assert shown == expected
+        raise
+
+
+async def test_the_page_at_a_moment_is_what_the_workers_were_then(browser: Browser, tmp_path: Path) -> None:
+    faults: list[str] = []
+    async with serving(write_log(tmp_path)) as (url, client):
+        for at in ("30", "125", "@1700000070", "2023-11-14T22:13:29.600Z", "239"):
+            page = await opened(browser, f"{url}/?at={at}", faults)
+            await check_equal(page, client, at)
+            moment = (await client.get("/moment", params={"at": at})).json()
+            await wait_for(page, "#past .controls", f"record {moment['index']} of 239")
+            await page.close()
+    assert faults == []
+
+
+async def test_keys_step_from_batch_to_batch_and_from_mark_to_mark(browser: Browser, tmp_path: Path) -> None:
+    faults: list[str] = []
+    async with serving(write_log(tmp_path)) as (url, client):
+        page = await opened(browser, f"{url}/?at=50", faults)
+        await wait_for(page, "#past .legend", "1 fault")
+        await wait_for(page, "#past .controls", "record 50 of 239")
+        await page.locator("#past .slider").focus()
+        for key, at in (("ArrowRight", "51"), ("ArrowRight", "52"), ("ArrowLeft", "51")):
+            await page.keyboard.press(key)
+            await wait_for(page, "#past .controls", f"record {at} of 239")
+            assert await moment_in(page) == at
+            await check_equal(page, client, at)
+        span = (await client.get("/span")).json()
+        places = [mark["index"] + 1 for mark in span["marks"]]
+        assert [mark["kind"] for mark in span["marks"]] == ["gap", "resync"]
+        for key, place in (("PageUp", places[0]), ("PageUp", places[1]), ("PageDown", places[0])):
+            await page.keyboard.press(key)
+            await wait_for(page, "#past .controls", f"record {place} of 239")
+        await check_equal(page, client, str(places[0]))
+        await page.go_back()
+        await wait_for(page, "#past .controls", f"record {places[1]} of 239")
+        await page.locator("#past summary").click()
+        await wait_for(page, "#past details", "w-1: batch 60 is missing.")
+    assert faults == []
+
+
+async def test_a_played_log_moves_on_until_it_is_paused(browser: Browser, tmp_path: Path) -> None:
+    faults: list[str] = []
+    async with serving(write_log(tmp_path)) as (url, client):
+        page = await opened(browser, f"{url}/?at=2", faults)
+        await wait_for(page, "#past .controls", "record 2 of 239")
+        await page.get_by_label("Speed").select_option("1000")
+        await page.get_by_label("Play (space)").click()
+
+        async def is_at_end() -> bool:
+            return await moment_in(page) == f"@{(await client.get('/span')).json()['last_time']}".removesuffix(".0")
+
+        await async_wait_until(is_at_end, 60)
+        await page.get_by_label("Play (space)").wait_for()  # it has paused by itself
+        await check_equal(page, client, "239")
+    assert faults == []
+
+
+async def test_two_moments_are_compared_and_the_address_shows_them_again(browser: Browser, tmp_path: Path) -> None:
+    faults: list[str] = []
+    async with serving(write_log(tmp_path)) as (url, client):
+        page = await opened(browser, f"{url}/?at=101", faults)
+        await wait_for(page, "#past .controls", "record 101 of 239")
+        await page.get_by_text("Compare with this moment").click()
+        await wait_for(page, "#past", "Go to another moment")
+        await page.goto(f"{page.url.replace('at=101', 'at=239')}")
+        await wait_for(page, "#past table.difference", "w-0")
+        (row,) = await page.locator("#past table.difference tbody tr").all()
+        (found,) = [
+            each for each in (await client.get("/diff?from=101&at=239")).json() if each["gained"] or each["lost"]
+        ]
+        numbers = [int(text) for text in await row.locator(".number").all_inner_texts()]
+        assert numbers == [found[field] for field in ("before", "after", "gained", "lost", "moved")]
+        assert numbers[2:] == [49, 20, 0]
+        await page.get_by_text("Stop comparing").click()
+        await page.locator("#past table.difference").wait_for(state="detached")
+    assert faults == []
+
+
+async def test_damage_and_hostile_names_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
+    faults: list[str] = []
+    async with serving(write_log(tmp_path, HOSTILE), [f"{HOSTILE}: damaged at byte 7"]) as (url, _):
+        page = await opened(browser, f"{url}/?at=200", faults)
+        await wait_for(page, "#past [role=alert]", f"{HOSTILE}: damaged at byte 7")
+        await page.locator("#past summary").click()
+        await wait_for(page, "#past details", f"{HOSTILE}: batch 60 is missing.")
+        await wait_for(page, "#workers tbody", HOSTILE)
+        assert "kvsight" in await page.title()
+        nameless: Any = await page.evaluate(
+            "() => [...document.querySelectorAll('#past button, #past input, #past select, #past [role=img]')]"
+            ".filter(e => !e.getAttribute('aria-label') && !e.innerText).map(e => e.outerHTML)"
+        )
+        assert json.dumps(nameless) == "[]"
+    assert faults == []
+
+
+async def test_a_moment_outside_the_log_is_named_and_left_by_a_step_to_a_mark(browser: Browser, tmp_path: Path) -> None:
+    async with serving(write_log(tmp_path)) as (url, client):
+        page = await opened(browser, f"{url}/?at=99999", [])
+        await wait_for(page, "#verdict", "at: 99999 is behind the end of the log, whose moments are 1 to 239")
+        await wait_for(page, "#past .legend", "1 fault")
+        await page.get_by_label("Next mark (page up)").click()
+        await wait_for(page, "#verdict", "2 of 2 workers live")
+        await check_equal(page, client, await moment_in(page))
