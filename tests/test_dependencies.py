@@ -107,6 +107,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert kinds <= {"css", "html", "js", "py", "svg", "typed"}
     modules = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert modules <= set(names)
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis/html/templates").iterdir()}
+    assert templates <= set(names)
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
 
 

@@ -52,8 +52,8 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
     if bad:
         first = min(bad, key=lambda each: _time(each.first_bad_batch))
         text = (
-            f"{len(bad)} of {_count(len(streams), 'stream')} had batches whose digest differs although none was lost: "
-            f"the events do not describe the cache. The first is {_placed(first, first.first_bad_batch)}"
+            f"{len(bad):,} of {_count(len(streams), 'stream')} had batches whose digest differs although none was "
+            f"lost: the events do not describe the cache. The first is {_placed(first, first.first_bad_batch)}"
         )
         yield Finding(kind="digest", weight=len(bad) / len(streams), text=text)
     gaps = [each for each in streams if each.gaps]
@@ -62,7 +62,7 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
         lost = sum(each.missing_batches for each in gaps)
         holes = _count(sum(each.gaps for each in gaps), "gap")
         text = (
-            f"{len(gaps)} of {_count(len(streams), 'stream')} lost batches: {holes}, "
+            f"{len(gaps):,} of {_count(len(streams), 'stream')} lost batches: {holes}, "
             f"{_count(lost, 'batch', 'batches')} missing. The first is before {_placed(first, first.first_gap)}"
         )
         yield Finding(kind="gap", weight=len(gaps) / len(streams), text=text)
@@ -70,7 +70,7 @@ def _of_the_streams(report: AuditReport) -> Iterator[Finding]:
     if late:
         earlier = _count(sum(each.earlier_batches for each in late), "batch", "batches")
         text = (
-            f"the log begins after the first batches of {len(late)} of {_count(len(streams), 'stream')}: {earlier} "
+            f"the log begins after the first batches of {len(late):,} of {_count(len(streams), 'stream')}: {earlier} "
             "before it; pages that were stored in them count as not held"
         )
         yield Finding(kind="before the log", weight=0.0, text=text)

@@ -35,7 +35,7 @@ MOST_GROUPS = 128
 """Points of a curve that shows what happens in a time."""
 _MOST_ROWS = 24
 _HEIGHT, _LANE_HEIGHT, _AXIS_HEIGHT = 250, 26, 92
-_LEFT, _RIGHT = 76, 16
+_LEFT, _RIGHT = 92, 16
 """Pixels beside the plots, so that their axes begin and end below each other."""
 _SCALES = ((2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 _CALENDAR_TIME = "%F %T"
@@ -129,7 +129,7 @@ def elapsed_axis(at_s: npt.NDArray[np.float64], last_s: float) -> Axis:
 
 def bands(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve]) -> Chart:
     """Areas on top of each other, the first one at the bottom."""
-    plot = _time_figure(axis, unit, "0,0.[0] a")
+    plot = _time_figure(axis, unit, "0,0.[00]")
     source, columns = _source(axis, curves)
     plot.varea_stack(columns, x="x", source=source, color=[each.colour for each in curves])
     edges = plot.vline_stack(columns, x="x", source=source, color=_PAPER, line_width=1)
@@ -140,7 +140,7 @@ def bands(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve])
 
 def lines(title: str, note: str, unit: str, axis: Axis, curves: Sequence[Curve], *, is_share: bool = False) -> Chart:
     """Curves over time. is_share: values are shares of 1, or NaN where there is no whole."""
-    plot = _time_figure(axis, unit, "0%" if is_share else "0,0.[0] a", highest=1 if is_share else None)
+    plot = _time_figure(axis, unit, "0%" if is_share else "0,0.[00]", highest=1 if is_share else None)
     source, columns = _source(axis, curves)
     drawn = [
         plot.line(

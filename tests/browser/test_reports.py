@@ -149,6 +149,12 @@ def test_a_report_fits_on_paper(browser: Browser, audited: tuple[str, dict[str, 
     assert width == pytest.approx(695, abs=1)
 
 
+def test_a_report_fits_a_telephone(browser: Browser, audited: tuple[str, dict[str, Any]]) -> None:
+    visit = Visit(browser, audited[0], viewport={"width": 360, "height": 740})
+    wait_for_plots(visit.page, AUDIT_PLOTS)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 360
+
+
 def test_names_from_outside_are_text(browser: Browser, tmp_path: Path) -> None:
     log = tmp_path / "log"
     streams = [Stream(name, model=name, tenant=name) for name in HOSTILE]
