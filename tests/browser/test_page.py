@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
-from playwright.async_api import Browser, Page
+from playwright.async_api import Browser, Locator, Page
 
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from kv_events.event_log import EventLogWriter
 from tests.support.browser.chromium import new_page
 from tests.support.browser.shown_fleet import shown_fleet
 from tests.support.log.hand_fed import HandFed
-from tests.support.log.records import Stream, removed
+from tests.support.log.planted_causes import VICTIM, planted
+from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 65))
@@ -30,13 +35,36 @@ NAMELESS = """
 """
 
 
+class AliveFed(HandFed):
+    """A consumer whose streams send heartbeats, so that a slow machine does not make them stale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[Stream] = []
+
+    async def hold(self, stream: Stream, *arguments: Any, **options: Any) -> list[int]:
+        """Store a prompt. The stream sends heartbeats from now on."""
+        if stream not in self.alive:
+            self.alive.append(stream)
+        return await super().hold(stream, *arguments, **options)
+
+    async def beat(self) -> None:
+        """Send heartbeats forever."""
+        while True:
+            await self.feed(*(stream.batch() for stream in self.alive))
+            await asyncio.sleep(1)
+
+
 @asynccontextmanager
-async def hand_fed(**settings: Any) -> AsyncIterator[tuple[str, HandFed]]:
+async def hand_fed(**settings: Any) -> AsyncIterator[tuple[str, AliveFed]]:
     """The URL of a service whose records a test writes."""
-    fed, given = HandFed(), ApiSettings(port=0, **settings)
+    fed, given = AliveFed(), ApiSettings(port=0, **settings)
     async with running_server(create_app(fed.consumer, given), given) as url:
         await fed.feed()
+        beating = asyncio.create_task(fed.beat())
         yield url, fed
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
 
 
 async def opened(browser: Browser, url: str, faults: list[str], **view: Any) -> Page:
@@ -99,15 +127,16 @@ async def test_the_page_follows_a_gap_a_resync_and_a_worker_that_leaves(browser:
         page = await opened(browser, url, faults)
         await wait_for_text(page, "#verdict", "2 of 2 workers live")
         broken.batch(removed(hashes[:1]))
-        await fed.feed(broken.batch(removed(hashes[1:2])), good.batch())
+        await fed.feed(broken.batch(removed(hashes[1:2])))
         await wait_for_text(page, "#verdict", "broken stale since")
         await wait_for_text(page, "#verdict", "1 batch lost")
         assert (await page.locator("#workers tbody tr .name").all_inner_texts())[0] == "broken"
         time = page.locator("#verdict time")
         assert str(await time.get_attribute("title")).endswith(" UTC")
-        await fed.feed(broken.resync(), good.batch())
+        await fed.feed(broken.resync())
         await wait_for_text(page, "#verdict", "2 of 2 workers live")
-        await fed.feed(broken.batch(degraded_reason="closed"), good.batch())
+        fed.alive.remove(broken)
+        await fed.feed(broken.batch(degraded_reason="closed"))
         await wait_for_text(page, "#verdict", "broken left at")
         await wait_for_text(page, "#workers", "left")
         assert faults == []
@@ -129,6 +158,8 @@ async def test_the_ask_box_shows_what_a_query_returns(browser: Browser) -> None:
             held = {name: found["longest_matched"] for name, found in (await query(client, body)).items()}
             assert [row.split()[0] for row in rows] == ["whole", "half"]
             assert all(f"{held[row.split()[0]]} tokens" in row for row in rows), rows
+        assert "all 16 whole pages" in rows[0]
+        assert "ends before page 9 of 16" in rows[1]
         bar = page.locator("#ask tbody tr").nth(1).locator(".tiers")
         assert await bar.get_attribute("aria-label") == "half: 16 tokens on GPU, 16 on CPU of 64"
         await wait_for_text(page, "#ask", "start it with --record FOLDER")
@@ -143,12 +174,84 @@ async def query(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, An
     return instances
 
 
+async def test_the_ask_box_tells_why_a_prefix_ends(browser: Browser, tmp_path: Path) -> None:
+    faults: list[str] = []
+    scene, _ = planted("evicted", 100)
+    with EventLogWriter(tmp_path) as writer:
+        for record in scene.records:
+            writer.append(record)
+    fed, settings = HandFed(), ApiSettings(port=0)
+    async with running_server(create_app(fed.consumer, settings, event_log=tmp_path), settings) as url:
+        await fed.feed(*scene.records)
+        page = await opened(browser, url, faults)
+        await wait_for_text(page, "#workers", VICTIM)
+        await page.get_by_label("A prompt").fill(json.dumps(scene.body))
+        await page.get_by_role("button", name="Ask", exact=True).click()
+        await wait_for_text(page, "#ask", VICTIM)
+        await async_wait_until(lambda: have_reasons(page), 60, "the reasons")
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            found = (await client.post("/explain", json=scene.body)).json()
+        shown = await text_of(page, "#ask")
+        assert found["workers"]
+        assert all(worker["findings"][0]["text"] in shown for worker in found["workers"]), (found, shown)
+        assert faults == []
+
+
+async def have_reasons(page: Page) -> bool:
+    return "Looking for the reasons" not in await text_of(page, "#ask")
+
+
+async def test_rows_stay_where_they_are_while_somebody_reads(browser: Browser) -> None:
+    faults: list[str] = []
+    streams = [Stream(f"worker-{number}") for number in range(40)]
+    async with hand_fed() as (url, fed):
+        for stream in streams:
+            await fed.hold(stream, TOKENS)
+        page = await opened(browser, url, faults)
+        names = page.locator("#workers tbody tr .name")
+        await wait_for_text(page, "#workers", "worker-39")
+        before = await names.all_inner_texts()
+        await page.mouse.wheel(0, 600)
+        await async_wait_until(lambda: page.evaluate("scrollY > 100"), 60)
+        fed.alive.remove(streams[30])
+        await fed.feed(streams[30].batch(degraded_reason="engine not heard"))
+        await wait_for_text(page, "#held", "Catch up")
+        assert await names.all_inner_texts() == before
+        await page.get_by_role("button", name="Catch up").click()
+        await async_wait_until(lambda: first_is(names, "worker-30"), 60, "the troubled worker first")
+        assert faults == []
+
+
+async def first_is(names: Locator, name: str) -> bool:
+    return (await names.all_inner_texts())[0] == name
+
+
+async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> None:
+    faults: list[str] = []
+    stream = Stream("one/a b", model="m")
+    async with hand_fed() as (url, fed):
+        await fed.hold(stream, TOKENS)
+        page = await opened(browser, f"{url}/?{urlencode({'worker': 'one/a b', 'model': 'm'})}", faults)
+        await wait_for_text(page, "#worker", "Waiting for the next batch.")
+        await wait_for_text(page, "#worker", "joined")
+
+        async def is_shown() -> bool:  # the page may not listen yet
+            await fed.feed(stream.batch(stored((0, [stream.seq + 1000, stream.seq + 2000]))))
+            return "2 pages" in await text_of(page, "#worker")
+
+        await async_wait_until(is_shown, 60, "a batch of two pages")
+        await page.get_by_role("button", name="Ask for a resync").click()
+        await wait_for_text(page, "#worker", "Asked 1 stream at")
+        await async_wait_until(lambda: fed.consumer.resyncs_requested, 60, "the request")
+        assert faults == []
+
+
 async def test_names_from_outside_are_text(browser: Browser) -> None:
     faults: list[str] = []
     async with hand_fed() as (url, fed):
         stream = Stream(HOSTILE, model=HOSTILE)
         await fed.hold(stream, TOKENS)
-        stream.seq += 1
+        fed.alive.clear()
         await fed.feed(stream.batch(degraded_reason=HOSTILE))
         page = await opened(browser, url, faults)
         await wait_for_text(page, "#workers", HOSTILE)

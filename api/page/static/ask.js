@@ -38,12 +38,20 @@ function instancesOf(answer) {
   return Object.values(answer).flatMap((workers) => Object.entries(workers));
 }
 
+/** The page at which a prefix ends, in words. */
+function endOf(held, asked, pageSize) {
+  if (!pageSize) return "";
+  const [whole, found] = [Math.floor(asked / pageSize), Math.floor(held / pageSize)];
+  return found >= whole ? `all ${counted(whole, "whole page")}` : `ends before page ${count(found + 1)} of ${count(whole)}`;
+}
+
 export class Ask {
   #text = h("textarea", { id: "ask-text", spellcheck: "false", placeholder: "1 2 3 …   or   {\"model_name\": \"…\", \"token_ids\": [1, 2, 3]}   or text" });
   #model = h("select", { id: "ask-model" });
   #send = h("button", { type: "submit", class: "main" }, "Ask");
   #answer = h("div", { "aria-live": "polite" });
-  #spaces = [];
+  #spaces = new Map();
+  #pageSizes = new Map();
   #abort = null;
 
   constructor(section) {
@@ -61,6 +69,7 @@ export class Ask {
 
   /** Offer the models of the fleet. */
   show(fleet) {
+    this.#pageSizes = new Map(fleet.workers.map((worker) => [worker.worker, worker.block_size]));
     const found = new Map(fleet.workers.map((worker) => [JSON.stringify([worker.model, worker.tenant]), worker]));
     const keys = [...found.keys()].sort();
     if (String(keys) === this.#model.dataset.keys) return;
@@ -80,7 +89,7 @@ export class Ask {
     const { signal } = this.#abort;
     this.#send.disabled = true;
     try {
-      const body = await bodyOf(this.#text.value, this.#spaces.get?.(this.#model.value), tokenize);
+      const body = await bodyOf(this.#text.value, this.#spaces.get(this.#model.value), tokenize);
       const answer = await postJson("query", body, signal);
       this.#showAnswer(body, answer, signal);
     } catch (error) {
@@ -106,15 +115,16 @@ export class Ask {
       reasons.set(worker, why);
       return h("tr", {}, h("td", { "data-label": "Worker", class: "wide" }, h("span", { class: "name" }, worker), h("span", { class: "sub" }, state, ` heard ${duration(held.age_ms / 1000)} ago`)),
         h("td", { "data-label": "Held", class: "number" }, counted(held.longest_matched, "token"),
+          h("span", { class: "sub" }, endOf(held.longest_matched, asked, this.#pageSizes.get(worker))),
           held.reusable === undefined ? null : h("span", { class: "sub" }, `${count(held.reusable)} reusable`)),
-        h("td", { "data-label": "By tier", class: "wide" }, bar, why));
+        h("td", { "data-label": "By tier", class: "wide share" }, bar, why));
     });
     const summary = h("p", {}, rows.length
       ? `${counted(rows.length, "worker")} ${rows.length === 1 ? "holds" : "hold"} a part of ${counted(asked, "token")}.`
       : `No worker holds the first page of these ${counted(asked, "token")}.`);
     const note = h("p", { class: "quiet", "aria-live": "polite" }, "Looking for the reasons …");
     this.#answer.replaceChildren(summary, rows.length ? legend() : "",
-      h("table", { class: "cards", hidden: !rows.length }, h("thead", {}, h("tr", {}, ["Worker", "Held", "By tier"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows)), note);
+      h("table", { class: "cards", hidden: !rows.length }, h("thead", {}, h("tr", {}, ["Worker", "Held", "By tier"].map((name, i) => h("th", { scope: "col", class: i === 1 ? "number" : null }, name)))), h("tbody", {}, rows)), note);
     this.#explain(body, reasons, note, signal);
   }
 

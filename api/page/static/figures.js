@@ -61,6 +61,8 @@ export function drawState(element, state, reason) {
   element.replaceChildren(h("span", { class: "symbol", "aria-hidden": "true" }, SYMBOLS[name] ?? "?"), name);
 }
 
+const NUM_INTERVALS = 60; // the service keeps so many; a curve grows from the right until there are as many
+
 /** A curve over time; `draw` shows numbers in it. */
 export class Curve {
   constructor(kind, label, size = "") {
@@ -73,10 +75,11 @@ export class Curve {
   }
 
   draw(numbers, most = Math.max(...numbers, 0)) {
-    const step = 100 / Math.max(1, numbers.length - 1);
-    const points = numbers.map((number, i) => `${(i * step).toFixed(1)},${(25 - (22 * number) / (most || 1)).toFixed(1)}`);
+    const step = 100 / (Math.max(NUM_INTERVALS, numbers.length) - 1);
+    const first = 100 - step * (numbers.length - 1);
+    const points = numbers.map((number, i) => `${(first + i * step).toFixed(1)},${(25 - (22 * number) / (most || 1)).toFixed(1)}`);
     this.line.setAttribute("points", points.join(" "));
-    this.area.setAttribute("points", points.length ? `0,25.5 ${points.join(" ")} 100,25.5` : "");
+    this.area.setAttribute("points", points.length ? `${first.toFixed(1)},25.5 ${points.join(" ")} 100,25.5` : "");
     setText(this.title, `${this.label}: now ${rate(numbers.at(-1) ?? 0)} per second, at most ${rate(most)} in the time shown`);
   }
 }

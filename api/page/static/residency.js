@@ -71,6 +71,7 @@ export class ResidencyMap {
     const columns = JSON.stringify(found.columns);
     if (columns === this.#columns) return;
     this.#columns = columns;
+    this.#table.style.setProperty("--columns", found.columns.length);
     const ranks = new Set(found.columns.map((column) => column.dp_rank)).size > 1;
     place(this.#head, [
       h("th", { scope: "col" }, "Prefix"),
