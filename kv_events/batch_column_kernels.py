@@ -20,9 +20,9 @@ NUM_BATCH_FIELDS = 8
 NAMES, NAMES_END, EPOCH, SEQ, TIME, FIRST_EVENT, END_EVENT, DIGEST = range(NUM_BATCH_FIELDS)
 """Columns of batches. NAMES, NAMES_END and DIGEST are positions in the data; TIME has the bits of a float64."""
 
-NUM_EVENT_FIELDS = 6
-IS_REMOVAL, MEDIUM, NUM_PAGES, PAGES, STARTS, NUM_CHAINS = range(NUM_EVENT_FIELDS)
-"""Columns of events. PAGES is a position in the words, STARTS the position of the bitmap `chain_starts` in the data."""
+NUM_EVENT_FIELDS = 7
+ROW, IS_REMOVAL, MEDIUM, NUM_PAGES, PAGES, STARTS, NUM_CHAINS = range(NUM_EVENT_FIELDS)
+"""Columns of events. ROW: of the record. PAGES: position in the words. STARTS: that of `chain_starts` in the data."""
 
 LEAST_EVENT_BYTES = 20
 """No encoded store or removal is shorter."""
@@ -177,7 +177,7 @@ def _read_names(data, at, stop, batch):
 
 
 @array_function
-def _read_batch(data, at, stop, batch, events, num_events, words, to):
+def _read_batch(data, row, at, stop, batch, events, num_events, words, to):
     """Read one batch. Returns (end of its events or -1, end of its words)."""
     failed = np.int64(-1), to
     kind, num_fields, at = read_head(data, at, stop)
@@ -211,6 +211,7 @@ def _read_batch(data, at, stop, batch, events, num_events, words, to):
         at, to = _read_event(data, at, stop, events[num_events], words, to)
         if at < 0:
             return failed
+        events[num_events, ROW] = row
         num_pages += events[num_events, NUM_PAGES]
         num_events += 1
     batch[END_EVENT] = num_events
@@ -226,9 +227,9 @@ def _read_batch(data, at, stop, batch, events, num_events, words, to):
     return (num_events, to) if at == stop else failed
 
 
-@array_kernel(types.int64, U8Input, I64Matrix, spread(BatchArrays))
+@array_kernel(types.UniTuple(types.int64, 2), U8Input, I64Matrix, spread(BatchArrays))
 def decode_batches(data, rows, arrays):
-    """Decode the batches of records. Returns the number of events.
+    """Decode the batches of records. Returns the numbers of events and of words.
 
     data, rows: as in `log_kernels.find_records`. arrays: one element for each record, at least one event for each
     LEAST_EVENT_BYTES of the data, and one word for each eight.
@@ -241,9 +242,9 @@ def decode_batches(data, rows, arrays):
         if rows[i, CHANNEL] != _EVENTS or stop - start > MAX_RECORD_BYTES or abs(rows[i, TIMESTAMP_MS]) > _EXACT_MS:
             continue
         end_event, end_word = _read_batch(
-            data, start, stop, arrays.batches[i], arrays.events, num_events, arrays.words, num_words
+            data, i, start, stop, arrays.batches[i], arrays.events, num_events, arrays.words, num_words
         )
         if end_event >= 0:
             arrays.plain[i] = 1
             num_events, num_words = end_event, end_word
-    return num_events
+    return num_events, num_words

@@ -52,5 +52,6 @@ def decode_chunk(chunk: RecordChunk, start: int, stop: int) -> BatchColumns:
         np.empty((len(chunk.data) // LEAST_EVENT_BYTES + 1, NUM_EVENT_FIELDS), np.int64),
         np.empty(len(chunk.data) // 8 + 1, np.uint64),
     )
-    decode_batches(np.frombuffer(chunk.data, np.uint8), rows, arrays)
-    return BatchColumns(chunk.data, rows, arrays)
+    num_events, num_words = decode_batches(np.frombuffer(chunk.data, np.uint8), rows, arrays)
+    used = arrays._replace(events=arrays.events[:num_events], words=arrays.words[:num_words])
+    return BatchColumns(chunk.data, rows, used)

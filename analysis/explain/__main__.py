@@ -20,7 +20,8 @@ from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.errors import KvsightError
-from kv_events.records import Channel, LogRecord
+from kv_events.log_scan import RecordChunk
+from kv_events.records import Channel
 from kvsight.schemas.explanations import Explanation
 
 _NICENESS = 10
@@ -53,16 +54,17 @@ def _explain(job: Job) -> Explanation:
     beginning = open_beginning(Path(job.folder), IndexerSettings())
     first_s, last_s = float("inf"), 0.0
 
-    def records() -> Iterator[tuple[int, LogRecord]]:
+    def chunks() -> Iterator[RecordChunk]:
         nonlocal first_s, last_s
-        for index, record in log.records(log.first_index):
-            if record.channel == Channel.EVENTS:
-                first_s, last_s = min(first_s, record.timestamp_ms / 1000), max(last_s, record.timestamp_ms / 1000)
-                yield index, record
+        for chunk in log.chunks(log.first_index):
+            times = chunk.timestamps_ms[chunk.channels == Channel.EVENTS]
+            if len(times):
+                first_s, last_s = min(first_s, int(times.min()) / 1000), max(last_s, int(times.max()) / 1000)
+            yield chunk
 
     try:
         until = None if job.at is None else Until(time_s=job.at)
-        found = explain(job.prompt(), records(), until, beginning.views)
+        found = explain(job.prompt(), chunks(), until, beginning.views)
     except NothingToExplainError as error:
         _check_moment(job.at, first_s, last_s, error)
         raise

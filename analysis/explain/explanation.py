@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 from analysis.explain import sentences
 from analysis.explain.asked_prompt import AskedPrompt
 from analysis.explain.causes import TIERS, Causes, best_elsewhere, found_elsewhere, position
-from analysis.explain.follower import Follower, StreamHistory
+from analysis.explain.follower import Follower, History, StreamHistory
 from indexer.replay import Replay
 from indexer.until import Until
 from kv_events.errors import KvsightError, shorten
-from kv_events.records import LogRecord
 from kv_events.streams import StreamId, split_group
 from kvsight.schemas.explanations import Evidence, Explanation, Finding, WorkerExplanation
 
@@ -24,13 +23,13 @@ class NothingToExplainError(KvsightError):
 
 def explain(
     prompt: AskedPrompt,
-    records: Iterable[tuple[int | None, LogRecord]],
+    records: History,
     until: Until | None = None,
     views: Replay | None = None,
 ) -> Explanation:
     """Explain why each worker holds no more of a prompt at a moment of a log.
 
-    records: all records of the log, each with its index; None for records of a topic. until: the moment; None: the end.
+    records: all records of the log. Chunks are followed faster than single records. until: the moment; None: the end.
     views: those before the first record, with the settings that the router had; they are changed. None: empty ones.
 
     Raises NothingToExplainError, and what `records` raises.

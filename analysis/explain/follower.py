@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,14 +14,22 @@ from analysis.explain.prompts import Column, HashRule, PromptHashes, Variant
 from analysis.explain.rule_finder import RuleFinder
 from analysis.explain.trails import Trail
 from indexer.replay import Replay
+from indexer.replay.chunks import ChunkApplier, PlainRun, rows_before
 from indexer.until import Until
 from indexer.views import View, ViewState
+from kv_events.batch_column_kernels import END_EVENT, EPOCH, FIRST_EVENT, IS_REMOVAL, NUM_PAGES, PAGES, ROW, SEQ
+from kv_events.batch_columns import BatchColumns
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages, decode_batch
 from kv_events.errors import RecordRejectedError
 from kv_events.hashing import U64Array
+from kv_events.log_kernels import OFFSET, PARTITION, TIMESTAMP_MS
+from kv_events.log_scan import RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
 from kv_events.streams import StreamId, split_group
+
+History: TypeAlias = Iterable[RecordChunk] | Iterable[tuple[int | None, LogRecord]]
+"""All records of a log, as chunks or each with its index; None for records of a topic."""
 
 
 class Batch(NamedTuple):
@@ -96,37 +105,80 @@ class Follower:
         self._keys: set[bytes] = set()
         self._index: int | None = None
         self._record = LogRecord(0, 0, 0, b"", b"")
+        self._applier = ChunkApplier(self.replay, self)
+        self._columns: BatchColumns | None = None
+        self._num_variants = 0
+        """Variants that were looked for in these columns."""
         for view in self.replay.namespaces.views:
             if split_group(view.stream.model)[1] is None:
                 self._begin_before_log(view)
 
-    def follow(self, records: Iterable[tuple[int | None, LogRecord]], until: Until | None = None) -> None:
-        """Read the records of a log, each with its index in an event log, and apply those before a moment."""
-        if until is None or until.offset is None:
-            self.replay.apply_all(self._noted(records), until)
-        else:  # an index in an event log, where the offsets of records are those of the topic that was recorded
-            indexed = (record._replace(offset=self._index or 0) for record in self._noted(records))
-            self.replay.apply_all(indexed, until)
+    def follow(self, records: History, until: Until | None = None) -> None:
+        """Read a log and apply its records before a moment."""
+        until = until or Until()
+        newest = 0.0
+        for each in records:
+            if isinstance(each, RecordChunk):
+                newest = max(newest, self._follow_chunk(each, until))
+            elif each[1].channel == Channel.EVENTS:
+                newest = max(newest, each[1].timestamp_ms / 1000)
+                self._follow_record(*each, until)
+        if until.time_s is not None and self.replay.applier.records:
+            self.replay.pass_time(min(until.time_s, newest))
+
+    def _follow_record(self, index: int | None, record: LogRecord, until: Until) -> None:
+        """Apply a record if it is before the moment."""
+        if until.takes(record if until.offset is None else record._replace(offset=index or 0)):
+            self.take_one(index, record, partial(self.replay.apply, record))
+        else:
+            self._note_first(index, record)
+
+    def _follow_chunk(self, chunk: RecordChunk, until: Until) -> float:
+        """Apply the records of a chunk that are before the moment. Returns the latest time of an event."""
+        is_event = chunk.channels == Channel.EVENTS
+        wanted = is_event & rows_before(chunk, until)
+        self._applier.apply(chunk, 0, len(wanted), wanted)
+        for row in np.flatnonzero(is_event & ~wanted).tolist():
+            self._note_first(chunk.first_index + row, chunk.record(row))
+        return int(chunk.timestamps_ms[is_event].max(initial=0)) / 1000
+
+    def hold_back(self, columns: BatchColumns) -> None:
+        """Let batches with pages of the prompt be applied one by one."""
+        self._columns, self._num_variants = columns, len(self.hashes.variants)
+        events = columns.arrays.events
+        for table in (self.hashes.sequence_table, self.hashes.block_table):
+            positions, _ = table.find(columns.arrays.words)
+            found = np.searchsorted(events[:, PAGES], positions, "right") - 1
+            columns.arrays.plain[events[found, ROW]] = 0
+
+    def take_plain(self, run: PlainRun) -> None:
+        """Note batches without pages of the prompt, after which their views are live, as before."""
+        for view, row in run.newest():
+            history = self.streams.get(view.stream)
+            if history is not None:
+                history.last = _batch_of(run, row)
+
+    def take_one(self, index: int | None, record: LogRecord, apply: Callable[[], None]) -> None:
+        """Note a record and apply it."""
+        self._note_first(index, record)
+        apply()
+        if len(self.hashes.variants) != self._num_variants and self._columns is not None:
+            self.hold_back(self._columns)
 
     def later_streams(self) -> dict[StreamId, tuple[Batch, int]]:
         """Return the streams whose first batch comes after the moment, see `first_records`."""
         return {stream: first for stream, first in self.first_records.items() if stream not in self.streams}
 
-    def _noted(self, records: Iterable[tuple[int | None, LogRecord]]) -> Iterator[LogRecord]:
-        for self._index, record in records:
-            if record.channel == Channel.EVENTS:
-                self._record = record
-                if record.key not in self._keys:
-                    self._note_first()
-                yield record
-
-    def _note_first(self) -> None:
-        """Note the first record of a stream. Most records after the moment need not be decoded for that."""
+    def _note_first(self, index: int | None, record: LogRecord) -> None:
+        """Note a record, which may be the first one of its stream. Most need not be decoded for that."""
+        self._index, self._record = index, record
+        if record.key in self._keys:
+            return
         try:
-            batch = decode_batch(self._record.payload)
+            batch = decode_batch(record.payload)
         except RecordRejectedError:
             return
-        self._keys.add(self._record.key)
+        self._keys.add(record.key)
         self.first_records.setdefault(batch.stream, (self._batch(batch), batch.block_size))
 
     def _note(self, view: View, batch: DecodedBatch) -> None:
@@ -248,6 +300,24 @@ class Follower:
         if not self.batches or self.batches[-1] is not batch:
             self.batches.append(batch)
         return len(self.batches) - 1
+
+
+def _batch_of(run: PlainRun, row: int) -> Batch:
+    """Return a batch of a run."""
+    arrays, record = run.columns.arrays, run.columns.rows[row].tolist()
+    batch = arrays.batches[row].tolist()
+    events = arrays.events[batch[FIRST_EVENT] : batch[END_EVENT]]
+    removed = int(events[events[:, IS_REMOVAL] == 1, NUM_PAGES].sum())
+    return Batch(
+        run.first_index + row,
+        record[PARTITION],
+        record[OFFSET],
+        record[TIMESTAMP_MS] / 1000,
+        batch[EPOCH],
+        batch[SEQ],
+        int(events[:, NUM_PAGES].sum()) - removed,
+        removed,
+    )
 
 
 def _note_position(history: StreamHistory, batch: DecodedBatch, at: Batch) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,13 @@ from indexer.kernels.batches import (
 )
 from indexer.namespaces import NamespaceKey
 from indexer.replay.replay import FORGET_EVERY_MS, Replay
+from indexer.until import Until
 from indexer.views import View, ViewState
 from kv_events.batch_columns import BatchColumns, decode_chunk
 from kv_events.bundles import I64Vector
 from kv_events.codec import batch_names, decode_batch
 from kv_events.digest import DIGEST_WORDS
+from kv_events.log_kernels import OFFSET, PARTITION
 from kv_events.log_scan import RecordChunk
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
@@ -34,22 +36,52 @@ _NO_SPACE = -1
 _MOST_NAMES = 65_536
 _MOST_PARTITIONS = 4096
 _MOST_SEQ = 2**62
-_NEVER = np.iinfo(np.int64).min
+_NEVER, _MOST_OFFSET = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 Mask = npt.NDArray[np.bool_]
+
+
+def rows_before(chunk: RecordChunk, until: Until) -> Mask:
+    """Return bool[n], the records of a chunk that `until` takes. Its offset is an index in the log."""
+    taken = chunk.until(0, len(chunk.rows), until.time_s)
+    if until.offset is not None:
+        taken[max(0, until.offset - chunk.first_index) :] = False
+    if until.positions is not None:
+        partitions, places = np.unique(chunk.rows[:, PARTITION], return_inverse=True)
+        limits = [min(until.positions.get(partition, 0), _MOST_OFFSET) for partition in partitions.tolist()]
+        taken &= chunk.rows[:, OFFSET] < np.array(limits, np.int64)[places]
+    return taken
+
+
+class PlainRun(NamedTuple):
+    """Plain batches that were applied. Their views were live before and after each of them."""
+
+    first_index: int
+    """Index of the record of row 0."""
+    columns: BatchColumns
+    rows: I64Vector
+    """The rows of the batches, ascending."""
+    numbers: I64Vector
+    """[n] a number of its stream, for each row of the columns."""
+    views: Mapping[int, View]
+    """By these numbers."""
+
+    def newest(self) -> Iterator[tuple[View, int]]:
+        """Yield each view and the row of its last batch."""
+        numbers, places = np.unique(self.numbers[self.rows[::-1]], return_index=True)
+        rows = self.rows[len(self.rows) - 1 - places]
+        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
+            yield self.views[number], row
 
 
 class Witness(Protocol):
     """Receives every record that is applied, in order."""
 
     def hold_back(self, columns: BatchColumns) -> None:
-        """Clear `columns.plain` of records that are to be applied one by one."""
+        """Clear `columns.arrays.plain` of records that are to be applied one by one, before any of them is applied."""
 
-    def take_plain(self, first_index: int, columns: BatchColumns, rows: I64Vector) -> None:
-        """Note plain batches that were applied. Their views were live before and after each of them.
-
-        first_index: index of the record of row 0. rows: ascending.
-        """
+    def take_plain(self, run: PlainRun) -> None:
+        """Note plain batches that were applied."""
 
     def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
         """Apply a record by a call of `apply`, during which `Applier.on_applied` receives the batch."""
@@ -59,7 +91,7 @@ class _NoWitness:
     def hold_back(self, columns: BatchColumns) -> None:
         pass
 
-    def take_plain(self, first_index: int, columns: BatchColumns, rows: I64Vector) -> None:
+    def take_plain(self, run: PlainRun) -> None:
         pass
 
     def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
@@ -104,7 +136,7 @@ class ChunkApplier:
             end, is_doubted = self._apply_plain(columns, wanted, numbers, at)
             plain = at + np.flatnonzero(wanted[at : end - is_doubted])
             if len(plain):
-                self._witness.take_plain(first_index, columns, plain)
+                self._witness.take_plain(PlainRun(first_index, columns, plain, numbers, self._views))
             at = end - is_doubted
             if at < len(wanted):
                 record, number = chunk.record(start + at), int(numbers[at])

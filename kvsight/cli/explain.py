@@ -21,6 +21,7 @@ from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from analysis.explain.asked_prompt import AskedPrompt
+    from analysis.explain.follower import History as Records
     from indexer.moments import Moment
     from kvsight.schemas.explanations import Explanation, Finding, WorkerExplanation
 
@@ -66,11 +67,10 @@ def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Expl
     from analysis.explain.explanation import NothingToExplainError
     from analysis.explain.explanation import explain as explain_records
 
-    span = LogSpan(history.name)
-    records = ((None if history.log is None else index, record) for index, record in history.records(span))
+    span = LogSpan(history.name) if history.log is None else history.log.span
     views = None if history.log is None else history.log.views_before()
     try:
-        found = explain_records(asked, records, moment.until, views)
+        found = explain_records(asked, _records(history, span), moment.until, views)
     except NothingToExplainError as error:
         raise UsageError(span.fault(moment) or f"{history.name}: {error}") from error
     fault = span.fault(moment)
@@ -78,6 +78,13 @@ def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Expl
         raise UsageError(fault)
     damage = [] if history.log is None else [*map(str, history.log.damage), *history.log.faults]
     return msgspec.structs.replace(found, damage=damage), span
+
+
+def _records(history: History, span: LogSpan) -> Records:
+    """Return the records to follow. A topic has no indices."""
+    if history.log is not None:
+        return history.log.chunks("replaying")
+    return ((None, record) for _, record in history.records(span))
 
 
 def _lines(found: Explanation, asked: AskedPrompt, width: int) -> Iterator[str]:

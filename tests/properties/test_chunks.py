@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.replay import Replay
-from indexer.replay.chunks import ChunkApplier
+from indexer.replay.chunks import ChunkApplier, PlainRun
 from indexer.settings import IndexerSettings
 from kv_events.batch_column_kernels import (
     DIGEST,
@@ -33,9 +33,9 @@ from kv_events.batch_column_kernels import (
     TIME,
 )
 from kv_events.batch_columns import BatchColumns, decode_chunk
-from kv_events.bundles import I64Vector
 from kv_events.codec import RemovedPages, Step, StoredPages, decode_batch
 from kv_events.event_log import EventLogWriter
+from kv_events.log_kernels import END, PAYLOAD
 from kv_events.log_scan import RecordChunk, scan_log
 from kv_events.records import Channel, LogRecord
 from kv_events.schema import SnapshotBegin, WireEvent
@@ -66,8 +66,13 @@ class Counting:
             if self._random.random() < self._share:
                 columns.arrays.plain[row] = 0
 
-    def take_plain(self, first_index: int, columns: BatchColumns, rows: I64Vector) -> None:
-        self.plain += (first_index + rows).tolist()
+    def take_plain(self, run: PlainRun) -> None:
+        self.plain += (run.first_index + run.rows).tolist()
+        newest = {run.columns.names()[row]: row for row in run.rows.tolist()}
+        assert {row: view.stream.worker for view, row in run.newest()} == {
+            row: decode_batch(run.columns.data[slice(*run.columns.rows[row, [PAYLOAD, END]])]).stream.worker
+            for row in newest.values()
+        }
 
     def take_one(self, index: int, record: LogRecord, apply: Callable[[], None]) -> None:
         self.single.append(index)
@@ -205,7 +210,7 @@ def test_a_plain_batch_has_the_columns_that_its_decoder_returns(seed: int) -> No
 def test_most_batches_of_a_sound_log_are_applied_as_chunks(tmp_path: Path) -> None:
     streams = [Stream(f"w-{number}") for number in range(3)]
     records = [
-        streams[i % 3].batch(stored((0, [100 * i + k for k in range(1, 9)]), tier=i % 4), *last_removed(i), now=i / 10)
+        streams[i % 3].batch(stored((0, [100 * i + k for k in range(1, 9)]), tier=i % 4), *last_removed(i), now=i / 100)
         for i in range(300)
     ]
     witness = Counting(Random(0), 0.0)

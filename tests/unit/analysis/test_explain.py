@@ -13,6 +13,8 @@ from api.asked_prompts import asked_prompt
 from indexer.replay import Replay, Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from indexer.until import Until
+from kv_events.event_log import EventLogWriter
+from kv_events.log_scan import scan_log
 from kv_events.streams import StreamId
 from kvsight.cli.prompts import decode_query
 from kvsight.schemas.explanations import CAUSES, Explanation, Finding, WorkerExplanation
@@ -165,3 +167,19 @@ def without_text(finding: Finding) -> Finding:
 
 def open_views(folder: Path) -> Replay:
     return open_beginning(folder, IndexerSettings()).views
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_log_read_as_chunks_gives_the_same_answer_as_its_records(name: str, tmp_path: Path) -> None:
+    for number in range(3):
+        scene, truth = planted(name, 100 + number)
+        with EventLogWriter(tmp_path / str(number)) as writer:
+            for record in scene.records:
+                writer.append(record)
+        chunks = list(scan_log(tmp_path / str(number), lambda error: pytest.fail(str(error))))
+        found = explain(prompt_of(scene), chunks, scene.until, Replay(IndexerSettings(**scene.settings)))
+        expected = explain(
+            prompt_of(scene), enumerate(scene.records), scene.until, Replay(IndexerSettings(**scene.settings))
+        )
+        assert found == expected
+        assert truth.cause in {worker.cause for worker in found.workers}
