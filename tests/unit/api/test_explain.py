@@ -21,6 +21,7 @@ from kvsight.prompts import Prompt
 from kvsight.schemas.explanations import Explanation
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
+from tests.support.log.late_log import write_late_log
 from tests.support.log.planted_causes import MODEL, VICTIM, Scene, check_truth, planted
 
 QUERY = {"model_name": MODEL, "token_ids": list(range(64))}
@@ -65,6 +66,16 @@ async def test_the_true_cause_is_answered(name: str, tmp_path: Path) -> None:
     found = msgspec.json.decode(answer.content, type=Explanation)
     (worker,) = found.workers
     check_truth(worker, truth)
+
+
+async def test_a_log_whose_oldest_files_are_deleted_is_explained_from_its_key_frame(tmp_path: Path) -> None:
+    scene, _ = planted("held", 103)
+    write_late_log(tmp_path, scene.records, len(scene.records) - 3)
+    async with service(tmp_path) as client:
+        answer = await client.post("/explain", json=body_of(scene))
+    assert answer.status_code == 200, answer.text
+    (worker,) = msgspec.json.decode(answer.content, type=Explanation).workers
+    assert (worker.cause, worker.state, worker.held["gpu"]) == ("held", "live", scene.num_pages)
 
 
 async def test_the_client_explains_while_queries_are_answered(tmp_path: Path) -> None:
