@@ -29,6 +29,7 @@ from api.register import RegisterRoutes
 from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
+from api.tokens import Tokens
 from api.workers import worker_routes
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
@@ -63,20 +64,22 @@ def create_app(
     """
     decisions = decisions or DecisionLog(None)
     scene = LiveScene(consumer, registrations)
+    tokens = Tokens.of(settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         engines = nullcontext() if registrations is None else registrations.running()
         recorded = nullcontext() if recording is None else recording.running()
-        async with recorded, consumer.running(), engines, decisions.running(), scene.watch.running(consumer):
+        followed = tokens.following(lane.heads.forget)
+        async with recorded, consumer.running(), engines, decisions.running(), scene.watch.running(consumer), followed:
             yield
 
-    app = Application(lifespan, needs_token=settings.api_token is not None)
+    app = Application(lifespan, needs_token=tokens.are_required)
     app.state.scene = scene
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     endpoints = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=not settings.answer_before_ready).endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
-    app.state.lane = HotLane(consumer, settings, metrics)
+    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics)
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
     metrics.registry.register(DecisionMetrics(decisions))
@@ -100,8 +103,8 @@ def create_app(
     app.include_router(site_routes())
     # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
-    if settings.api_token is not None:
-        app.add_middleware(BearerToken, token=settings.api_token.get_secret_value())
+    if tokens.are_required:
+        app.add_middleware(BearerToken, tokens=tokens)
     app.add_middleware(MeasureRequests, metrics=metrics)
     app.add_middleware(RequestLog)
     return app

@@ -1,38 +1,57 @@
-"""Authentication by bearer token."""
+"""Authentication by bearer token, and what each token permits."""
 
 from __future__ import annotations
 
-import hmac
+import math
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.docs_page import DOCS_PATHS
 from api.page.site import SITE_PATHS
 from api.problems import ProblemError
+from api.tokens import Tokens
 
 OPEN_PATHS = DOCS_PATHS | SITE_PATHS | {"/health", "/ready", "/metrics"}
 """Paths of probes, scrapers, the documentation and the files of the page. Their answers contain no secrets."""
 
+_READING_POSTS = frozenset({"/query", "/query_by_hash", "/query/batch", "/explain"})
+_SCOPES = {"/decisions": "decisions", "/register": "register", "/unregister": "register", "/dump": "dump"}
 
-def authorization(token: str) -> bytes:
-    """Return the header `Authorization` that a caller must send."""
-    return b"Bearer " + token.encode()
+
+def scope_of(method: str, path: str) -> str:
+    """Return the scope that a request needs. What is not known to read needs `admin`."""
+    if path in _SCOPES:
+        return _SCOPES[path]
+    if method in ("GET", "HEAD", "OPTIONS") or path in _READING_POSTS:
+        return "read"
+    return "resync" if path.startswith("/workers/") and path.endswith("/resync") else "admin"
 
 
 class BearerToken:
-    """Middleware that accepts requests with the token and requests for `OPEN_PATHS`."""
+    """Middleware that accepts requests whose token permits them, and requests for `OPEN_PATHS`."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
-        self._expected = authorization(token)
+        self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_known(scope):
-            problem = ProblemError(401, "unauthorized", "Authorization: expected a Bearer token that this server knows")
+        problem = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
+        if problem is None:
+            await self._app(scope, receive, send)
+        else:
             await problem.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> ProblemError | None:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        caller = self._tokens.caller(given)
+        if caller is None:
+            return ProblemError(401, "unauthorized", "Authorization: expected a Bearer token that this server knows")
+        needed = scope_of(scope["method"], scope["path"])
+        if needed not in caller.scopes:
+            return ProblemError(403, "forbidden", f"Authorization: the token lacks the scope {needed}")
+        if caller.limit is not None:
+            if wait_s := caller.limit.wait_s():
+                detail = "Authorization: more requests with this token than it permits in a second"
+                return ProblemError(429, "too-many-requests", detail, retry_after_s=math.ceil(wait_s))
+            caller.limit.note()
+        return None

@@ -38,6 +38,8 @@ TITLES = {
     "content-type": "The content type is not supported",
     "body-too-large": "The body is too large",
     "unauthorized": "A token is needed",
+    "forbidden": "The token does not permit this",
+    "too-many-requests": "Too many requests",
     "unavailable": "The service is not available",
     "no-log": "This service keeps no log",
     "no-tokenizer": "This service knows no tokenizer",

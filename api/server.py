@@ -34,8 +34,10 @@ _POLL_S = 0.01
 def listen(settings: ApiSettings) -> socket.socket:
     """Return a listening socket, before a server accepts its connections. The caller closes it.
 
-    Raises CannotListenError, or PortInUseError if that is the cause.
+    Raises CannotListenError, or PortInUseError if that is the cause, and InvalidValueError for files of TLS.
     """
+    if settings.tls is not None:
+        settings.tls.check_server()
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
@@ -45,10 +47,11 @@ def listen(settings: ApiSettings) -> socket.socket:
         raise CannotListenError(settings.host, settings.port, error.strerror or str(error)) from None
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, settings: ApiSettings) -> str:
     """Return the URL of the server of a socket."""
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | None = None) -> None:
@@ -73,7 +76,7 @@ async def running_server(
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event to wait for)
                 await asyncio.sleep(_POLL_S)
-            yield url_of(bound)
+            yield url_of(bound, settings)
         finally:
             server.should_exit = True
             await serving
@@ -96,6 +99,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=_GRACE_S,
+                **_tls_options(settings),
             )
         )
 
@@ -110,6 +114,14 @@ class _Server(uvicorn.Server):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         super().handle_exit(sig, frame)
+
+
+def _tls_options(settings: ApiSettings) -> dict[str, Any]:
+    """Return uvicorn's options for TLS."""
+    files = settings.tls
+    if files is None:
+        return {}
+    return {"ssl_certfile": files.cert, "ssl_keyfile": files.key, "ssl_keyfile_password": files.password()}
 
 
 class _EmbeddedServer(_Server):

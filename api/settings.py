@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from kv_events.errors import InvalidValueError
 from kv_events.quantities import BYTES, SECONDS, parse_quantity
 from kv_events.settings import KvsightSettings, argument
+from kv_events.tls import TlsFiles
 from kv_events.variables import variable
 
 _LEAST_RECORDED = 16 * 2**20
@@ -26,6 +28,14 @@ class ApiSettings(KvsightSettings):
     """Token that callers must send as `Authorization: Bearer`, except to `api.auth.OPEN_PATHS`. If None, no token is
     required.
     """
+    tls_cert_file: Path | None = None
+    """PEM file of the service's certificate and its chain. None: no TLS."""
+    tls_key_file: Path | None = None
+    """PEM file of its private key. None: the key is in the file of the certificate."""
+    tls_key_password_file: Path | None = None
+    """File with the password of that key."""
+    api_tokens_file: Path | None = None
+    """TOML file of tokens with scopes and limits, in addition to `api_token`. It is read again when it changes."""
     answer_before_ready: bool = True
     """Whether queries are answered before the service is ready. Views are then `syncing`. If false, queries receive a
     503 with Retry-After until it is ready.
@@ -52,6 +62,19 @@ class ApiSettings(KvsightSettings):
     """Maximum size of a request body. The default fits eight million packed tokens."""
     max_event_clients: int = argument(64, ge=0)
     """Maximum number of concurrent clients of `GET /events`."""
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Certificate and key of the service, or None."""
+        if self.tls_cert_file is None:
+            return None
+        return TlsFiles("tls", None, self.tls_cert_file, self.tls_key_file, self.tls_key_password_file)
+
+    @model_validator(mode="after")
+    def _a_key_has_a_certificate(self) -> Self:
+        if self.tls_cert_file is None and (self.tls_key_file or self.tls_key_password_file) is not None:
+            raise InvalidValueError(variable("tls_cert_file"), None, "a file with the certificate of the key")
+        return self
 
     @property
     def record_keep_s(self) -> float:

@@ -1,4 +1,4 @@
-"""TLS of clients: a context from files, and reasons of failures in words."""
+"""TLS: contexts from files, and reasons of failures in words."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _VERIFY_REASONS = {
 
 
 class TlsFiles(NamedTuple):
-    """Files of a TLS client, in PEM."""
+    """Files of one end of TLS, in PEM."""
 
     server: str
-    """First part of the settings' names, such as `kafka` for `kafka_ca_file`."""
+    """First part of the settings' names, such as `kafka` for `kafka_ca_file`; `tls` for the API."""
     ca: Path | None
     cert: Path | None
     key: Path | None
@@ -44,6 +44,11 @@ class TlsFiles(NamedTuple):
         if self.cert is not None:
             self._load_cert(context, self.cert)
         return context
+
+    def check_server(self) -> None:
+        """Check that a server can use certificate and key. Raises InvalidValueError naming the file."""
+        assert self.cert is not None
+        self._load_cert(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), self.cert)
 
     def password(self) -> str | None:
         """Return the password of the private key. Raises InvalidValueError."""

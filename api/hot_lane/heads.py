@@ -5,11 +5,12 @@ Clients send the same few heads again and again. httptools parses a head once; w
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Collection
 from typing import NamedTuple
 
 import httptools
+
+from api.tokens import RateLimit, Tokens
 
 MAX_BYTES = 2048
 """Requests with a longer head take the ordinary way."""
@@ -25,15 +26,17 @@ class Head(NamedTuple):
     content_type: str
     """Without parameters, in lower case."""
     content_length: int
+    limit: RateLimit | None = None
+    """Bound on the requests with this token."""
 
 
 class Heads:
     """The heads of POST requests to some paths."""
 
-    def __init__(self, paths: Collection[str], authorization: bytes | None, max_body_bytes: int) -> None:
-        """authorization: required value of that header, or None. max_body_bytes: largest accepted Content-Length."""
+    def __init__(self, paths: Collection[str], tokens: Tokens, max_body_bytes: int) -> None:
+        """tokens: those whose scope `read` is required. max_body_bytes: largest accepted Content-Length."""
         self._paths = {path.encode(): path for path in paths}
-        self._authorization = authorization
+        self._tokens = tokens
         self._max_body_bytes = max_body_bytes
         self.generation = 0
         """Changes whenever a head that was accepted must be found again."""
@@ -51,6 +54,11 @@ class Heads:
         found = self._kept[head] = self._accepted(_Parsed.of(head))
         return found
 
+    def forget(self) -> None:
+        """Find all heads again, because the tokens have changed."""
+        self._kept.clear()
+        self.generation += 1
+
     def _accepted(self, parsed: _Parsed | None) -> Head | None:
         if parsed is None or not parsed.is_simple_post or parsed.url not in self._paths:
             return None
@@ -61,11 +69,11 @@ class Heads:
         length = fields.get(b"content-length", b"")
         if not length.isdigit() or int(length) > self._max_body_bytes:
             return None
-        given = fields.get(b"authorization", b"")
-        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+        caller = self._tokens.caller(fields.get(b"authorization", b""))
+        if caller is None or "read" not in caller.scopes:
             return None
         content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        return Head(self._paths[parsed.url], content_type.decode("latin-1"), int(length))
+        return Head(self._paths[parsed.url], content_type.decode("latin-1"), int(length), caller.limit)
 
 
 class _Parsed:

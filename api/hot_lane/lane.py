@@ -11,7 +11,6 @@ import time
 
 from api.answer_writer import Plan, Times
 from api.answers import Answers
-from api.auth import authorization
 from api.decoding import codec_of, is_large
 from api.hot_lane.direct import IS_SUPPORTED, DirectConnections, Repeated
 from api.hot_lane.direct_kernels import MAX_REQUEST_BYTES
@@ -21,6 +20,7 @@ from api.metrics import HttpMetrics
 from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
+from api.tokens import Tokens
 from indexer.consumer import Consumer
 from kv_events.rate_limited_logger import RateLimitedLogger
 
@@ -33,11 +33,9 @@ _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashe
 class HotLane:
     """Answers usual queries of one application."""
 
-    def __init__(self, consumer: Consumer, settings: ApiSettings, metrics: HttpMetrics) -> None:
+    def __init__(self, consumer: Consumer, settings: ApiSettings, tokens: Tokens, metrics: HttpMetrics) -> None:
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
-        token = settings.api_token
-        expected = None if token is None else authorization(token.get_secret_value())
-        self.heads = Heads(fields, expected, min(settings.max_body_bytes, _MAX_BODY_BYTES))
+        self.heads = Heads(fields, tokens, min(settings.max_body_bytes, _MAX_BODY_BYTES))
         self._consumer = consumer
         self._answers = Answers()
         self._must_be_ready = not settings.answer_before_ready
@@ -54,6 +52,8 @@ class HotLane:
         """Return the JSON answer to the body data[start:], or None if the request must take the usual way."""
         if self._must_be_ready and not self._consumer.ready:
             return None
+        if head.limit is not None and head.limit.wait_s():
+            return None
         began = time.perf_counter()
         try:
             body = self._answer(head, data, start)
@@ -63,6 +63,8 @@ class HotLane:
             self._limited_logger.warning("a query takes the usual way: %r", error)
             return None
         if body is not None:
+            if head.limit is not None:
+                head.limit.note()
             self._metrics.queries.note(head.path, time.perf_counter() - began)
         return body
 
@@ -96,7 +98,7 @@ class HotLane:
 
     def repeated(self, head: Head, data: bytes, start: int) -> Repeated | None:
         """Return what is alike in requests like this one, which the lane has answered. None: they cannot be direct."""
-        if head.content_type != "application/json":
+        if head.content_type != "application/json" or head.limit is not None:
             return None
         envelope = self._envelopes[head.path].read(data, start)
         return None if envelope is None else Repeated.of(head.path, data, start, envelope, self.heads.generation)

@@ -27,6 +27,7 @@ from api.past.scene import PastScenes
 from api.problems import ProblemError
 from api.request_log import RequestLog
 from api.settings import ApiSettings
+from api.tokens import Tokens
 from api.workers import worker_routes
 from indexer.until import Until
 
@@ -60,13 +61,14 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
     """
     moments = Moments(folder, default)
     marks = MarkSearch(folder, moments.extent.first_index)
+    tokens = Tokens.of(settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with marks.running(moments.extent.next_index):
+        async with marks.running(moments.extent.next_index), tokens.following(lambda: None):
             yield
 
-    app = PastApplication(lifespan, needs_token=settings.api_token is not None)
+    app = PastApplication(lifespan, needs_token=tokens.are_required)
     served = PastViews()
     for path, endpoint in HotRoutes(served, settings.max_body_bytes).endpoints().items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
@@ -81,8 +83,8 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
     app.include_router(docs_routes())
     app.add_middleware(AtMoment, moments=moments)
     # the last middleware added is the outermost one: callers without the token can only read metrics
-    if settings.api_token is not None:
-        app.add_middleware(BearerToken, token=settings.api_token.get_secret_value())
+    if tokens.are_required:
+        app.add_middleware(BearerToken, tokens=tokens)
     app.add_middleware(RequestLog)
     return app
 

@@ -47,5 +47,5 @@ def serve_past(
         err.print(f"damaged: {line}", markup=False)
     if log.num_bytes > _LARGE_BYTES and not any(folder.glob("*.kvframe")):
         err.print(f"moments open faster after `kvsight log index {folder}`", markup=False)
-    err.print(f"the past of {folder} is served on {url_of(bound)} (docs at /docs)", markup=False)
+    err.print(f"the past of {folder} is served on {url_of(bound, settings)} (docs at /docs)", markup=False)
     run_server(app, settings, bound)

@@ -48,6 +48,17 @@ def serve(
     record_max_bytes: Annotated[
         str | None, typer.Option(help="Bound on the size of the log: 20GiB.", envvar="KVSIGHT_RECORD_MAX_BYTES")
     ] = None,
+    api_tokens_file: Annotated[
+        Path | None, typer.Option(help="TOML file of tokens with scopes.", envvar="KVSIGHT_API_TOKENS_FILE")
+    ] = None,
+    tls_cert_file: Annotated[
+        Path | None,
+        typer.Option("--tls-cert-file", "--tls-cert", help="Serve HTTPS.", envvar="KVSIGHT_TLS_CERT_FILE"),
+    ] = None,
+    tls_key_file: Annotated[
+        Path | None,
+        typer.Option("--tls-key-file", "--tls-key", help="Key, if in another file.", envvar="KVSIGHT_TLS_KEY_FILE"),
+    ] = None,
     *,
     connection: dict[str, Any],
 ) -> None:
@@ -75,7 +86,14 @@ def serve(
         snapshot_dir=snapshot_dir,
     )
     settings = ApiSettings.from_flags(
-        host=host, port=port, record=record, record_keep=record_keep, record_max_bytes=record_max_bytes
+        host=host,
+        port=port,
+        record=record,
+        record_keep=record_keep,
+        record_max_bytes=record_max_bytes,
+        api_tokens_file=api_tokens_file,
+        tls_cert_file=tls_cert_file,
+        tls_key_file=tls_key_file,
     )
     keep_freed_memory()
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
@@ -92,7 +110,7 @@ def serve(
         consumer, decisions = create_consumer(indexer, recording=recording), create_decision_log(indexer)
         app = create_app(consumer, settings, decisions=decisions, recording=recording, event_log=indexer.event_log_dir)
     bound = listen(settings)
-    err.print(f"kvsight listens on {url_of(bound)} (docs at /docs)")
+    err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
     if indexer.is_embedded:
         err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
     run_server(app, settings, bound)

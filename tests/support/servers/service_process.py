@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +32,16 @@ class ServiceProcess:
     """`with ServiceProcess(folder, KVSIGHT_KAFKA=...) as service:`. It keeps its port over restarts."""
 
     def __init__(self, folder: Path, **variables: object) -> None:
-        """folder: for its log lines. variables: its `KVSIGHT_*` environment."""
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        """folder: for its log lines. variables: its environment. With a `SSL_CERT_FILE`, it is asked over HTTPS."""
+        port, ca = free_port(), variables.get("SSL_CERT_FILE")
+        self.url = f"{'http' if ca is None else 'https'}://127.0.0.1:{port}"
         self.log = folder / f"service-{port}.log"
         self._port = port
         self._variables = {name: str(value) for name, value in variables.items()}
         self._process: PreparedProcess | None = None
-        self._http = httpx.Client(base_url=self.url, timeout=60)
+        self._http = httpx.Client(
+            base_url=self.url, verify=ca is None or ssl.create_default_context(cafile=str(ca)), timeout=60
+        )
 
     def start(self) -> None:
         """Start, and return once the service listens. It may not be ready yet."""

@@ -11,6 +11,7 @@ from api.app import create_app
 from api.hot_lane.heads import Heads
 from api.hot_lane.lane import HotLane
 from api.settings import ApiSettings
+from api.tokens import Tokens
 from kv_events.streams import StreamId
 from tests.support.log.hand_fed import HandFed
 
@@ -73,14 +74,14 @@ def test_errors_are_left_to_the_ordinary_way(model: str) -> None:
     ],
 )
 def test_unusual_heads_are_left_to_the_ordinary_way(unusual: bytes) -> None:
-    heads = Heads(["/query"], None, 2**20)
+    heads = Heads(["/query"], Tokens(None, None), 2**20)
     assert heads.find(head()) is not None
     assert heads.find(unusual) is None
     assert heads.find(unusual) is None  # from memory
 
 
 def test_the_bytes_of_a_head_decide_about_its_token() -> None:
-    heads = Heads(["/query"], b"Bearer right", 2**20)
+    heads = Heads(["/query"], Tokens("right", None), 2**20)
     assert heads.find(head(b"/query", 1, b"Authorization: Bearer right")) is not None
     for wrong in (b"Bearer wrong", b"bearer right", b"Bearer right2", b""):
         assert heads.find(head(b"/query", 1, b"Authorization: " + wrong)) is None

@@ -1,0 +1,204 @@
+"""Tokens of the API: their scopes, their limits, and a file of them that changes while the service runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import pytest
+
+from api.app import create_app
+from api.auth import OPEN_PATHS, scope_of
+from api.server import running_server
+from api.settings import ApiSettings
+from api.tokens import Scope
+from kv_events.errors import InvalidValueError
+from tests.support.http_checks import check_problem
+from tests.support.log.hand_fed import HandFed
+from tests.support.log.records import Stream
+from tests.support.waiting import async_wait_until
+
+TOKENS = list(range(1, 17))
+QUERY = {"model_name": "m", "token_ids": TOKENS}
+SCOPES: tuple[str, ...] = get_args(Scope)
+
+
+def secret(name: str) -> str:
+    """The token of a name."""
+    return f"{name}-0123456789abcdef"
+
+
+def as_(name: str) -> dict[str, str]:
+    """The headers of a caller with the token of a name."""
+    return {"authorization": f"Bearer {secret(name)}"}
+
+
+def table(name: str, *scopes: str, limit: float | None = None) -> str:
+    text = f'[{name}]\ntoken = "{secret(name)}"\nscopes = {list(scopes)}\n'
+    return text if limit is None else f"{text}requests_per_s = {limit}\n"
+
+
+@asynccontextmanager
+async def a_service(file: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a service with a file of tokens, which knows the worker `w`."""
+    api, fed = ApiSettings(port=0, api_tokens_file=file, **settings), HandFed()
+    async with running_server(create_app(fed.consumer, api), api) as url, httpx.AsyncClient(base_url=url) as client:
+        await fed.hold(Stream("w"), TOKENS)
+        yield client
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tokens.toml"
+
+
+REQUESTS: list[tuple[str, str, str, object]] = [
+    ("read", "POST", "/query", QUERY),
+    ("read", "POST", "/query/batch", {"queries": [QUERY]}),
+    ("read", "GET", "/workers", None),
+    ("read", "GET", "/workers/w/view", None),
+    ("read", "GET", "/fleet", None),
+    ("decisions", "POST", "/decisions", {}),
+    ("register", "POST", "/register", {}),
+    ("register", "POST", "/unregister", {}),
+    ("resync", "POST", "/workers/w/resync", None),
+    ("dump", "GET", "/dump", None),
+    ("admin", "POST", "/elsewhere", {}),
+]
+
+
+async def test_each_request_needs_its_scope(file: Path) -> None:
+    replace(file, "".join(table(scope, scope) for scope in SCOPES))
+    async with a_service(file, api_token="of-everything") as client:
+        for needed, method, path, body in REQUESTS:
+            for scope in SCOPES:
+                answer = await client.request(method, path, json=body, headers=as_(scope))
+                case = f"{method} {path} with the scope {scope}: {answer.status_code}"
+                if scope in (needed, "admin"):
+                    assert answer.status_code not in (401, 403), case
+                else:
+                    problem = check_problem(answer, 403)
+                    assert problem["detail"] == f"Authorization: the token lacks the scope {needed}", case
+            for headers in ({}, as_("unknown"), {"authorization": secret("read")}):
+                assert (await client.request(method, path, json=body, headers=headers)).status_code == 401
+            own = {"authorization": "Bearer of-everything"}
+            assert (await client.request(method, path, json=body, headers=own)).status_code not in (401, 403)
+        for path in ("/health", "/ready", "/metrics", "/docs"):
+            assert (await client.get(path)).is_success
+
+
+def test_every_route_that_changes_something_needs_more_than_reading() -> None:
+    paths = create_app(HandFed().consumer, ApiSettings()).openapi()["paths"]
+    assert {method for operations in paths.values() for method in operations} == {"get", "post"}
+    posts = {path for path, operations in paths.items() if "post" in operations}
+    reading = {path for path in posts if scope_of("POST", path) == "read"}
+    assert reading == {"/query", "/query_by_hash", "/query/batch", "/explain"}
+    assert {path: scope_of("POST", path) for path in posts - reading} == {
+        "/decisions": "decisions",
+        "/register": "register",
+        "/unregister": "register",
+        "/workers/{worker}/resync": "resync",
+    }
+    assert not posts & OPEN_PATHS
+
+
+async def test_tokens_change_while_the_service_runs(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replace(file, table("old", "read"))
+    async with a_service(file) as client:
+
+        async def status(name: str) -> int:
+            return (await client.post("/query", json=QUERY, headers=as_(name))).status_code
+
+        for _ in range(10):  # one connection whose requests repeat
+            assert await status("old") == 200
+        replace(file, table("old", "read") + table("new", "read"))
+        async with asyncio.timeout(60):
+            while await status("new") != 200:
+                assert await status("old") == 200
+        replace(file, table("new", "read"))
+        async with asyncio.timeout(60):
+            while await status("old") != 401:
+                assert await status("new") == 200
+        with caplog.at_level(logging.ERROR):
+            for wrong in ('[new]\ntoken = "secret-of-someone"\n', "secret-of-someone", ""):
+                caplog.clear()
+                replace(file, wrong)
+                await async_wait_until(lambda: "the tokens stay as they are" in caplog.text, 60, wrong)
+                assert "secret-of-someone" not in caplog.text
+                assert await status("new") == 200
+
+
+def replace(file: Path, text: str) -> None:
+    """Replace a file at once, as secrets of Kubernetes are."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a =\nb = 1", "TOML, wrong at line 1"),
+        ('token = "secret-of-someone"', "table 'token' with token, scopes"),
+        ('[a]\ntoken = "secret-of-someone"', "table 'a' with token, scopes"),
+        ('[a]\ntoken = "secret-of-someone"\nscopes = []', "scopes is wrong"),
+        ('[a]\ntoken = "secret-of-someone"\nscopes = ["secret-of-someone"]', "scopes[0] is wrong"),
+        ('[a]\ntoken = "secret-of-someone"\nscopes = ["read"]\nrequests_per_s = 0', "requests_per_s is wrong"),
+        ('[a]\ntoken = "secret-of-someone"\nscopes = ["read"]\nlimit = 1', "table 'a'"),
+        ('[a]\ntoken = "secret of someone"\nscopes = ["read"]', "16 .. 512 printable ASCII"),
+        ('[a]\ntoken = "short"\nscopes = ["read"]', "16 .. 512 printable ASCII"),
+        (table("a", "read") + table("a", "read").replace("[a]", "[b]"), "another token in table 'b'"),
+        ("\n".join(table(f"t{number}", "read") for number in range(257)), "at most 256 tokens, not 257"),
+        (None, "a file that can be read"),
+    ],
+)
+def test_a_bad_file_stops_the_start_and_shows_no_token(file: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InvalidValueError) as raised:
+        create_app(HandFed().consumer, ApiSettings(api_tokens_file=file))
+    assert str(raised.value).startswith("KVSIGHT_API_TOKENS_FILE: got ")
+    assert words in str(raised.value)
+    for token in ("secret", "someone", "0123456789abcdef"):
+        assert token not in str(raised.value)
+
+
+async def test_a_token_has_a_limit_in_either_lane(file: Path) -> None:
+    replace(file, table("limited", "read", limit=5) + table("free", "read"))
+    async with a_service(file) as client:
+        began, statuses = time.monotonic(), []
+        for number in range(40):
+            method, path, body = ("POST", "/query", QUERY) if number % 2 else ("GET", "/workers", None)
+            answer = await client.request(method, path, json=body, headers=as_("limited"))
+            statuses.append(answer.status_code)
+            if answer.status_code == 429:
+                assert check_problem(answer, 429)["type"] == "urn:kvsight:problem:too-many-requests"
+                assert answer.headers["retry-after"] == "1"
+            assert (await client.post("/query", json=QUERY, headers=as_("free"))).status_code == 200
+        seconds = time.monotonic() - began
+        assert set(statuses) <= {200, 429}
+        assert 5 <= statuses.count(200) <= 5 + 5 * seconds + 1
+        assert statuses[:5] == [200] * 5
+
+        async def is_permitted() -> bool:
+            return (await client.post("/query", json=QUERY, headers=as_("limited"))).is_success
+
+        await async_wait_until(is_permitted, 60, "room for a request")
+
+
+async def test_other_origins_get_no_permission_from_the_service(file: Path) -> None:
+    replace(file, table("a", "read"))
+    origin = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
+    async with a_service(file) as client:
+        for answer in (
+            await client.options("/query", headers=origin | as_("a")),
+            await client.post("/query", json=QUERY, headers=origin | as_("a")),
+            await client.get("/workers", headers=origin | as_("a")),
+        ):
+            assert not [name for name in answer.headers if name.startswith("access-control-")]
