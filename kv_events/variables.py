@@ -91,6 +91,7 @@ SETTINGS = frozenset(
         "record_keep",
         "record_max_bytes",
         "explain_timeout_s",
+        "tokenize_url",
         "url",
         # engine caches
         "debug_pools",

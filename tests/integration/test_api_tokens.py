@@ -98,7 +98,7 @@ def test_every_route_that_changes_something_needs_more_than_reading() -> None:
     assert {method for operations in paths.values() for method in operations} == {"get", "post"}
     posts = {path for path, operations in paths.items() if "post" in operations}
     reading = {path for path in posts if scope_of("POST", path) == "read"}
-    assert reading == {"/query", "/query_by_hash", "/query/batch", "/explain"}
+    assert reading == {"/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize"}
     assert {path: scope_of("POST", path) for path in posts - reading} == {
         "/decisions": "decisions",
         "/register": "register",

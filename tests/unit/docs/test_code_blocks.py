@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
+from api.tokens import Tokens
 from bridge.settings import parse_engine, read_engines
 from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
@@ -98,7 +99,7 @@ def test_data_blocks_parse() -> None:
 
 
 def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
-    listed = list(blocks("toml"))
+    listed = [block for block in blocks("toml") if "[[engines]]" in block.text]
     assert {Path(block.page).stem for block in listed} == {"vllm", "sglang", "mooncake"}
     for block in listed:
         file = tmp_path / "engines.toml"
@@ -107,6 +108,15 @@ def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
     bridged = (words for _, words in commands() if words[:2] == ["kvsight", "bridge"] and "--engine" in words)
     flags = [words[words.index("--engine") + 1] for words in bridged]
     assert [parse_engine(flag).worker for flag in flags] == ["engine-0"]
+
+
+def test_the_file_of_tokens_is_what_the_service_reads(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks("toml") if "[[engines]]" not in block.text)
+    file = tmp_path / "tokens.toml"
+    file.write_text(block.text)
+    caller = Tokens(None, file).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
+    assert caller is not None
+    assert caller.scopes == {"read", "decisions"}
 
 
 def test_event_settings_of_engines_are_json_with_keys_that_exist() -> None:
