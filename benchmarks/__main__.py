@@ -21,6 +21,7 @@ NAMES = (
     "bridge",
     "http",
     "hostile",
+    "page",
     "end_to_end",
     "simulation",
 )

@@ -35,6 +35,11 @@ NAMELESS = """
 """
 
 
+OVERLAP = """
+row => row.querySelector('.prefix').getBoundingClientRect().right - row.querySelector('td').getBoundingClientRect().left
+"""
+
+
 class AliveFed(HandFed):
     """A consumer whose streams send heartbeats, so that a slow machine does not make them stale."""
 
@@ -103,6 +108,7 @@ async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser:
         await wait_for_text(page, "#residency thead", "worker-2")
         residency = (await client.get("/residency")).json()
         row = page.locator("#residency tbody tr").first
+        assert await row.evaluate(OVERLAP) <= 0
         assert (await row.locator("code").inner_text()) == residency["rows"][0]["hash"][:8]
         assert f"{residency['rows'][0]['pages']:,} page" in await row.inner_text()
         await page.locator("#decisions").scroll_into_view_if_needed()

@@ -273,6 +273,8 @@ def test_the_demo_ends_by_itself_and_shows_policies_and_an_answer(free_port: int
     assert done.returncode == 0, done.stderr
     for word in ("kv-aware", "round-robin", "random", "/query", "worker-", "live", f"127.0.0.1:{free_port}"):
         assert word in done.stdout + done.stderr
+    addresses = [word for word in done.stdout.split() if word.startswith("http://")]
+    assert addresses[0] == f"http://127.0.0.1:{free_port}"  # the page
 
 
 def test_the_demo_of_a_tiered_fleet_shows_gpu_below_cpu_below_disk(free_port: int) -> None:

@@ -61,7 +61,7 @@ export function drawState(element, state, reason) {
   element.replaceChildren(h("span", { class: "symbol", "aria-hidden": "true" }, SYMBOLS[name] ?? "?"), name);
 }
 
-const NUM_INTERVALS = 60; // the service keeps so many; a curve grows from the right until there are as many
+const LEAST_INTERVALS = 24; // a curve grows from the right until there are as many
 
 /** A curve over time; `draw` shows numbers in it. */
 export class Curve {
@@ -75,7 +75,7 @@ export class Curve {
   }
 
   draw(numbers, most = Math.max(...numbers, 0)) {
-    const step = 100 / (Math.max(NUM_INTERVALS, numbers.length) - 1);
+    const step = 100 / (Math.max(LEAST_INTERVALS, numbers.length) - 1);
     const first = 100 - step * (numbers.length - 1);
     const points = numbers.map((number, i) => `${(first + i * step).toFixed(1)},${(25 - (22 * number) / (most || 1)).toFixed(1)}`);
     this.line.setAttribute("points", points.join(" "));

@@ -14,7 +14,7 @@ from tests.support.browser.chromium import Scheme, new_page, running_browser
 from tests.support.browser.shown_fleet import ShownFleet, shown_fleet
 
 _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
-_SERVE_S = 40.0
+_SERVE_S = 60.0
 _RATE = 6.0
 
 
