@@ -122,17 +122,18 @@ class Run:
 
 
 def record_moments(run: Run, num_moments: int, halfway: Callable[[], None]) -> list[Moment]:
-    """Take dumps at many moments. The service is killed and restarted halfway, after a call of `halfway`."""
+    """Take dumps at many moments. The service is killed and restarted halfway, before a call of `halfway`."""
     try:
         run.service.start()
         run.service.wait_until_ready()
         moments = []
         for number in range(num_moments):
             if number == num_moments // 2:
-                halfway()
                 run.service.kill()
                 run.step()
                 run.service.start()
+                run.service.wait_until_ready()
+                halfway()
             run.step()
             moments.append(run.dump())
         wait_until(partial(is_recorded, run.recording, moments[-1].positions), _DEADLINE_S, "the end of the recording")
