@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
@@ -20,6 +21,7 @@ from api.explain_requests import ExplainRequest
 from api.hot import HotEndpoint, json_response
 from api.problems import ProblemError
 from api.questions import BY_ANY, decode_question
+from indexer.until import Until
 from kv_events.errors import InvalidValueError
 
 logger = logging.getLogger(__name__)
@@ -34,8 +36,12 @@ _BUSY_RETRY_S = 5
 class ExplainRoute:
     """The route. A process of its own reads the log, one at a time and for a limited time."""
 
-    def __init__(self, folder: Path | None, timeout_s: float) -> None:
-        """folder: the event log with the records that this service applies. None: there is none."""
+    def __init__(self, folder: Path | None, timeout_s: float, present: Callable[[], Until] = Until) -> None:
+        """folder: the event log with the records that this service applies. None: there is none.
+
+        present: the moment of a request that names none in its body. `Until()`: the end of the log.
+        """
+        self._present = present
         self._folder = folder
         self._timeout_s = timeout_s
         self._is_busy = False
@@ -57,7 +63,7 @@ class ExplainRoute:
             raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "explaining", detail, retry_after_s=_BUSY_RETRY_S)
         self._is_busy = True
         try:
-            return await self._run(await _job(body, codec, self._folder, self._timeout_s))
+            return await self._run(await _job(body, codec, self._folder, self._timeout_s, self._present()))
         finally:
             self._is_busy = False
 
@@ -90,8 +96,8 @@ class ExplainRoute:
         return answer
 
 
-async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float) -> Job:
-    """Decode and check a request. Raises ProblemError."""
+async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float, present: Until) -> Job:
+    """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
     request = decode_as(ExplainRequest, body, codec)
     if is_large(body):
         question, numbers = await asyncio.to_thread(decode_question, body, codec, BY_ANY)
@@ -100,7 +106,8 @@ async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: f
     if len(numbers) > MAX_NUMBERS:
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
-    return Job.of(asked_prompt(question, numbers, request.worker), folder, request.at, timeout_s)
+    moment = present if request.at is None else Until(time_s=request.at)
+    return Job.of(asked_prompt(question, numbers, request.worker), folder, moment, timeout_s)
 
 
 def _refused(refusal: Refusal, job: Job) -> ProblemError:

@@ -47,6 +47,7 @@ ROOMS = {
         "docs_page",
         "documented",
         "dump",
+        "explain",
         "hot",
         "metrics",
         "openapi",

@@ -18,7 +18,6 @@ from analysis.explain.explanation import NothingToExplainError, explain
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
-from indexer.until import Until
 from kv_events.errors import KvsightError
 from kv_events.log_scan import RecordChunk
 from kv_events.records import Channel
@@ -63,8 +62,7 @@ def _explain(job: Job) -> Explanation:
             yield chunk
 
     try:
-        until = None if job.at is None else Until(time_s=job.at)
-        found = explain(job.prompt(), chunks(), until, beginning.views)
+        found = explain(job.prompt(), chunks(), job.moment(), beginning.views)
     except NothingToExplainError as error:
         _check_moment(job.at, first_s, last_s, error)
         raise

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from analysis.explain.asked_prompt import AskedPrompt
+from indexer.until import Until
 
 EXIT_REFUSED = 2
 """Exit code of a process that wrote a `Refusal`."""
@@ -31,12 +32,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None
     worker: str | None
     at: float | None
-    """The moment in seconds since 1970. None: the end of the log."""
+    """The moment in seconds since 1970. At most one of `at`, `index` and `positions` is given; none: the end of the
+    log."""
+    index: int | None
+    """The moment as an index in the log."""
+    positions: dict[int, int] | None
+    """The moment as Kafka positions."""
     timeout_s: float
     """Time after which the process ends by itself."""
 
     @classmethod
-    def of(cls, prompt: AskedPrompt, folder: Path, at: float | None, timeout_s: float) -> Self:
+    def of(cls, prompt: AskedPrompt, folder: Path, moment: Until, timeout_s: float) -> Self:
         """Return the job to explain a prompt."""
         return cls(
             folder=str(folder),
@@ -49,9 +55,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             is_bigram=prompt.is_bigram,
             block_size=prompt.block_size,
             worker=prompt.worker,
-            at=at,
+            at=moment.time_s,
+            index=moment.offset,
+            positions=None if moment.positions is None else dict(moment.positions),
             timeout_s=timeout_s,
         )
+
+    def moment(self) -> Until:
+        """Return the moment."""
+        return Until(self.index, self.positions, self.at)
 
     def prompt(self) -> AskedPrompt:
         """Return the prompt to explain."""

@@ -16,10 +16,11 @@ from api.auth import BearerToken
 from api.docs_page import docs_routes
 from api.documented import DocumentedApp
 from api.dump import dump_routes
+from api.explain import ExplainRoute
 from api.hot import HotRoutes
 from api.page.routes import page_routes
 from api.page.site import site_routes
-from api.past.at import AtMoment, PastViews, shows_moment
+from api.past.at import AtMoment, PastViews, present_moment, shows_moment
 from api.past.marks import MarkSearch
 from api.past.moments import Moments
 from api.past.routes import AT_TEXT, metrics_routes, past_routes
@@ -70,7 +71,9 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
 
     app = PastApplication(lifespan, needs_token=tokens.are_required)
     served = PastViews()
-    for path, endpoint in HotRoutes(served, settings.max_body_bytes).endpoints().items():
+    explain = ExplainRoute(folder, settings.explain_timeout_s, lambda: present_moment().moving.moment)
+    posts = {**HotRoutes(served, settings.max_body_bytes).endpoints(), **explain.endpoints()}
+    for path, endpoint in posts.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     for path in _WRITING:
         app.router.routes.append(Route(path, _refuse, methods=["POST"]))

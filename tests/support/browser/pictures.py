@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from playwright.async_api import Page
+from playwright.async_api import Browser, Page
 
+from api.past.app import create_past_app
+from api.server import running_server
 from api.settings import ApiSettings
+from indexer.until import Until
 from tests.support.browser.chromium import Scheme, new_page, running_browser
 from tests.support.browser.shown_fleet import ShownFleet, shown_fleet
 
 _FOLDER = Path(__file__).resolve().parents[3] / "docs" / "images"
+_RECORDING = _FOLDER.parents[1] / "examples" / "routing_anomaly"
 _SERVE_S = 60.0
 _RATE = 6.0
 
@@ -44,6 +48,19 @@ async def main(folder: Path) -> None:
         for picture, page in pages.items():
             await _settle(page)
             await page.screenshot(path=folder / f"{picture.name}.png")
+        await _show_past(browser, folder / "page-past.png")
+
+
+async def _show_past(browser: Browser, picture: Path) -> None:
+    """Write a picture of the page over the past of the example's recording, with what has changed since a moment."""
+    settings = ApiSettings(port=0)
+    async with running_server(create_past_app(_RECORDING, settings, Until(), []), settings) as url:
+        page = await new_page(browser, 1400, 900)
+        await page.goto(f"{url}/?at=400&from=250")
+        await page.locator("#past table.difference").wait_for()
+        await page.locator("#past .legend", has_text="resync", has_not_text="searching").wait_for()
+        await _settle(page)
+        await page.screenshot(path=picture)
 
 
 async def _serve(shown: ShownFleet) -> None:

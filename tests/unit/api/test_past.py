@@ -25,7 +25,7 @@ from kv_events.records import Channel, LogRecord
 from kvsight.cli.main import app as cli
 from tests.support import http_checks
 from tests.support.log.faulty_run import faulty_run
-from tests.support.log.records import Stream, stored
+from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
 NUM_RECORDS = 400
@@ -237,6 +237,21 @@ async def test_the_funnel_has_the_decisions_before_the_moment(tmp_path: Path) ->
     async with serving(tmp_path) as client:
         requests = [(await client.get(f"/funnel?at={at}")).json()["all"]["requests"] for at in (20, 10, 12, 1, 20)]
     assert requests == [10, 5, 6, 0, 10]
+
+
+async def test_an_explanation_is_that_of_the_moment(tmp_path: Path) -> None:
+    stream = Stream("w")
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(stream.batch(stored((0, [1, 2])), now=1000))
+        writer.append(stream.batch(removed([2]), now=1001))
+        writer.append(stream.batch(stored((1, [2])), now=1002))
+    asked = {"model_name": "m", "seq_hashes": [1, 2]}
+    async with serving(tmp_path) as client:
+        causes = [
+            (await client.post("/explain", params={"at": at}, json=asked)).json()["workers"][0]["cause"]
+            for at in ("1", "@1001", "2", "3")
+        ]
+    assert causes == ["held", "evicted", "evicted", "held"]
 
 
 async def test_marks_say_what_happened(tmp_path: Path) -> None:
