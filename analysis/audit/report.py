@@ -170,6 +170,17 @@ class Funnel(msgspec.Struct, kw_only=True):
     duplicates: int = 0
     """Decisions and outcomes that repeat the id of an earlier one."""
 
+    @property
+    def steps(self) -> dict[str, int]:
+        """Step, in words -> tokens."""
+        return {
+            "prompts": self.prompt_tokens,
+            "held in the fleet": self.held_in_fleet,
+            "held by the chosen worker": self.held_by_chosen,
+            "predicted": self.predicted,
+            "delivered": self.delivered,
+        }
+
 
 class AuditReport(msgspec.Struct, kw_only=True):
     """The whole audit."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from analysis.audit import series as facts
 from analysis.audit.kernels import COUNT_NAMES
-from analysis.audit.report import PAGE_COUNTS, AuditReport, Funnel, StreamReport
+from analysis.audit.report import PAGE_COUNTS, AuditReport, StreamReport
 from analysis.audit.series import AuditSeries
 from analysis.bins import Groups
 from analysis.html.page import write_page
@@ -44,7 +43,6 @@ TIERS = ("GPU", "CPU", "disk", "external")
 BEST, CHOSEN, AVERAGE = "always the candidate that holds most", "the routers' choice", "a candidate at random"
 """Policies: two that are thought of, and what happened."""
 _MOST_ROWS = 20
-_STEPS = ("prompts", "held in the fleet", "held by the chosen worker", "predicted", "delivered")
 _LANE_STYLES = {
     "stale": LaneStyle(ORANGE, "band"),
     "syncing": LaneStyle(SKY, "band"),
@@ -55,20 +53,9 @@ _LANE_STYLES = {
 }
 
 
-class Row(NamedTuple):
-    """A row of a table with a bar."""
-
-    name: str
-    value: float
-    whole: float
-    """Of which the bar is a part."""
-    kind: str = ""
-    """A class of the bar."""
-
-
 def write_audit_page(path: Path, report: AuditReport, series: AuditSeries) -> int:
     """Write a report. Returns the size in bytes. Raises OSError."""
-    curves = _Curves(report, series)
+    curves, requests = _Curves(report, series), series.requests.values.sum(axis=0)
     charts = {
         "shares": curves.shares(),
         "policies": curves.policies(),
@@ -84,36 +71,21 @@ def write_audit_page(path: Path, report: AuditReport, series: AuditSeries) -> in
         "audit.html",
         charts,
         report=report,
-        funnel_rows=[] if report.funnel is None else _funnel_rows(report.funnel),
-        policy_rows=_policy_rows(series),
+        policies=_policies(requests),
+        offered=requests[facts.OFFERED],
+        chosen=CHOSEN,
         worst=_worst(report.streams),
         page_rows=_page_rows(report),
         tiers=TIERS,
     )
 
 
-def _funnel_rows(funnel: Funnel) -> list[Row]:
-    tokens = (
-        funnel.prompt_tokens,
-        funnel.held_in_fleet,
-        funnel.held_by_chosen,
-        funnel.predicted,
-        funnel.delivered,
-    )
-    return [Row(step, amount, funnel.prompt_tokens) for step, amount in zip(_STEPS, tokens, strict=True)]
+def _policies(tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+    """What a policy would have found in the caches as they were, in tokens of requests that list their candidates.
 
-
-def _policy_rows(series: AuditSeries) -> list[Row]:
-    """What a policy would have found in the caches as they were, in requests that list their candidates."""
-    sums = series.requests.values.sum(axis=0)
-    offered = int(sums[facts.OFFERED])
-    if not offered:
-        return []
-    return [
-        Row(BEST, int(sums[facts.BEST]), offered, "beside"),
-        Row(CHOSEN, int(sums[facts.TAKEN]), offered),
-        Row(AVERAGE, int(sums[facts.MEAN]), offered, "beside"),
-    ]
+    tokens: [..., columns of `analysis.audit.series`].
+    """
+    return {BEST: tokens[..., facts.BEST], CHOSEN: tokens[..., facts.TAKEN], AVERAGE: tokens[..., facts.MEAN]}
 
 
 def _page_rows(report: AuditReport) -> list[tuple[str, list[int]]]:
@@ -165,16 +137,16 @@ class _Curves:
             return None
         tokens = self._groups.sums(self._series.requests)
         offered = tokens[:, facts.OFFERED]
-        best, chosen, average = (shares_of(tokens[:, each], offered) for each in (facts.BEST, facts.TAKEN, facts.MEAN))
+        found = {policy: shares_of(part, offered) for policy, part in _policies(tokens).items()}
         return lines(
             "Hit share by policy",
             f"Shares of the prompt tokens of requests that list their candidates. {self._group_width}",
             "share of prompt tokens",
             self._group_axis,
             [
-                Curve(BEST, best, GREY),
-                Curve(CHOSEN, chosen, BLUE),
-                Curve(AVERAGE, average, ORANGE, is_dashed=True),
+                Curve(BEST, found[BEST], GREY),
+                Curve(CHOSEN, found[CHOSEN], BLUE),
+                Curve(AVERAGE, found[AVERAGE], ORANGE, is_dashed=True),
             ],
             is_share=True,
         )

@@ -52,7 +52,7 @@ def _scripts(charts: list[Chart]) -> list[Markup]:
     drawing, places = components(tuple(chart.model for chart in charts), wrap_script=False)
     for chart, place in zip(charts, places, strict=True):
         chart.place = Markup(place)  # noqa: S704  (an empty element with an id)
-    library = Resources(mode="inline", components=["bokeh"]).js_raw
+    library = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
     ours = (Path(__file__).parent / "templates" / "plots.js").read_text()
     return [_script(text) for text in (*library, ours, drawing)]
 

@@ -90,8 +90,11 @@ class Chart:
     legend: list[Key]
     header: list[str]
     rows: list[list[str]]
-    """Of a table with some of the points; empty if the page has these values in another table."""
+    """Of a table with some of the points."""
     num_points: int
+    point_name: str = "points"
+    is_numeric: bool = True
+    """Whether all columns of the table but the first one are numbers."""
     place: str = ""
     """The element in which it is drawn, as HTML."""
 
@@ -194,7 +197,12 @@ def lanes(
                 "worker": [name(names[each.row]) for each in chosen],
             }
             _draw_lane_items(plot, kind, style, ColumnDataSource(columns))
-    return Chart(title, note, plot, legend, [], [], len(items))
+    header = ["time (UTC)", "until", "worker", "what"]
+    cells = [
+        [utc(each.begin_ms / 1000), utc(each.end_ms / 1000), name(names[each.row]), each.kind]
+        for each in sorted(items, key=lambda each: each.begin_ms)[:_MOST_ROWS]
+    ]
+    return Chart(title, note, plot, legend, header, cells, len(items), "marks, the first ones", is_numeric=False)
 
 
 def _draw_lane_items(plot: figure, kind: str, style: LaneStyle, source: ColumnDataSource) -> None:

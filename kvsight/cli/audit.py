@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 EXIT_DAMAGED = 1
 _MOST_ROWS = 10
 _LONGEST_NAME = 200
-_STEPS = ("held in the fleet", "held by the chosen worker", "predicted", "delivered")
 _MEDIA = ("gpu", "cpu", "disk", "external")
 
 
@@ -190,15 +189,9 @@ def _funnel_lines(funnel: Funnel, width: int) -> Iterator[str]:
     yield ""
     outcomes = f"{funnel.outcomes} with a known outcome"
     yield f"funnel of {count(funnel.requests, 'request')}, {outcomes}"
-    tokens = (
-        funnel.prompt_tokens,
-        funnel.held_in_fleet,
-        funnel.held_by_chosen,
-        funnel.predicted,
-        funnel.delivered,
-    )
+    tokens = funnel.steps.values()
     columns = [
-        Column("tokens of prompts", ["prompts", *_STEPS]),
+        Column("tokens of prompts", list(funnel.steps)),
         Column("tokens", [f"{number:,}" for number in tokens], is_number=True),
         Column("share", [_share(number, funnel.prompt_tokens) for number in tokens], is_number=True),
     ]

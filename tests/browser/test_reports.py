@@ -177,6 +177,10 @@ def test_names_from_outside_are_text(browser: Browser, tmp_path: Path) -> None:
     assert visit.page.evaluate("window.hacked") is None
     assert visit.requests == [address]
     assert visit.faults == []
+    faults = visit.page.locator("figure", has_text="Faults over time")
+    faults.locator("summary").click()
+    first = faults.locator("tbody tr").first.locator("td").all_inner_texts()
+    assert first == ["2023-11-14 22:13:31.000 UTC", "2023-11-14 22:13:31.000 UTC", HOSTILE[0], "gap"]
     legend = visit.page.locator("figure", has_text="Pages by worker").locator(".legend").inner_text()
     for name in (*HOSTILE[:-1], "right\\u202eleft\\x00"):
         assert name in legend
