@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import re
 import select
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from api.answer_layouts import texts
 from api.answer_writer import Plan, Times
@@ -33,14 +36,20 @@ from api.hot_lane.direct_kernels import (
 from api.hot_lane.envelopes import Envelope
 from api.questions import Question
 from kv_events.bundles import Resident, resident
+from kv_events.rate_limited_logger import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
 
 _MOST = 32
 """Connections that are served in one pass, before others have their turn."""
+_MOST_SECONDS = 1e-3
 _MOST_PATTERNS = 1024
-_HEAD_BYTES = 4096
+_LENGTH_BYTES = 128  # room for the end of a head, from the digits of its Content-Length on
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([1-9][0-9]*)\r\n", re.IGNORECASE)
-_START = b"HTTP/1.1 200 OK\r\n%bcontent-length: "
-_END = b"\r\ncontent-type: application/json\r\n\r\n"
+_HEAD_BEGIN = b"HTTP/1.1 200 OK\r\n%bcontent-length: "
+_HEAD_END = b"\r\ncontent-type: application/json\r\n\r\n"
+
+_IS_ANSWERED, _IS_RETURNED = (np.isin(np.arange(4), outcomes) for outcomes in ((ANSWERED, CUT), (RETURNED, CUT)))
 
 IS_SUPPORTED = hasattr(select, "epoll")
 """Only Linux has epoll."""
@@ -57,27 +66,27 @@ class Repeated(NamedTuple):
     """The head after these digits, and the body up to the numbers."""
     after: bytes
     """The body after the numbers."""
-    head_rest: int
+    head_bytes_between: int
     """Bytes of `between` that belong to the head."""
     generation: int
     """`Heads.generation` when the head was accepted."""
 
     @classmethod
-    def of(cls, path: str, data: bytes, start: int, envelope: Envelope, generation: int) -> Repeated | None:
+    def of(cls, path: str, data: bytes, body: int, envelope: Envelope, generation: int) -> Repeated | None:
         """Return what is alike in requests like this one, or None if a kernel cannot read them.
 
-        data: a request. start: where its body begins. generation: `Heads.generation`.
+        data: a request. body: index of its body. generation: `Heads.generation`.
         """
-        length = _LENGTH.search(data, 0, start)
+        length = _LENGTH.search(data, 0, body)
         if length is None or len(data) > MAX_REQUEST_BYTES or envelope.question.field != "token_ids":
             return None
         first, end = length.span(1)
-        between = data[end : start + envelope.num_before]
-        return cls(path, envelope.question, data[:first], between, envelope.after, start - end, generation)
+        between = data[end : body + envelope.num_before]
+        return cls(path, envelope.question, data[:first], between, envelope.after, body - end, generation)
 
     def pattern(self) -> Pattern:
         """Return the same for the kernel."""
-        return Pattern(texts((self.before, self.between, self.after)), np.array([self.head_rest]))
+        return Pattern(texts((self.before, self.between, self.after)), np.array([self.head_bytes_between]))
 
 
 class Owner(Protocol):
@@ -86,17 +95,25 @@ class Owner(Protocol):
     def response_headers(self) -> bytes:
         """Return the header lines of any answer."""
 
-    def note_answers(self, count: int) -> None:
-        """Count answers of direct connections of the server."""
-
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
 
 
 class _Member(NamedTuple):
     owner: Owner
     repeated: Repeated
     pattern: Resident
+
+
+class _Returned(NamedTuple):
+    """A connection that goes back to its owner. See `Owner.resume`."""
+
+    connection: int
+    data: bytes = b""
+    rest: bytes = b""
 
 
 class DirectConnections:
@@ -115,26 +132,50 @@ class DirectConnections:
         self._plan = plan
         self._times = times
         self._note = note
+        self._limited_logger = RateLimitedLogger(logger, "direct connections")
         self._members: dict[int, _Member] = {}  # by file descriptor
         self._patterns: dict[tuple[str, bytes, bytes, bytes], Resident] = {}
         self._answered_at = np.zeros(0)  # by file descriptor
         self._epoll: select.epoll | None = None
-        self._exchange = _exchange(0)
-        self._resident = resident(self._exchange)
-        self._headers = b""  # that are written in the head of answers
+        self._use(_empty_exchange())
+        self._headers: bytes | None = None  # that are written in the head of answers
         self._head_size = 0
 
     def join(self, connection: int, owner: Owner, repeated: Repeated) -> None:
-        """Serve a connection, whose transport does not read or write. connection: its file descriptor."""
+        """Serve a connection, whose transport must not read or write. Raises OSError.
+
+        connection: its file descriptor.
+        """
         loop = asyncio.get_running_loop()
         if self._epoll is None:
             self._epoll = select.epoll()
             loop.add_reader(self._epoll.fileno(), self._serve)
+        try:
+            self._epoll.register(connection, select.EPOLLIN)
+        except OSError:
+            self._close_if_unused()
+            raise
         if connection >= len(self._answered_at):
             self._answered_at = np.resize(self._answered_at, 2 * connection + 1)
-        self._members[connection] = _Member(owner, repeated, self._pattern_of(repeated))
         self._answered_at[connection] = loop.time()
-        self._epoll.register(connection, select.EPOLLIN)
+        self._members[connection] = _Member(owner, repeated, self._pattern_of(repeated))
+
+    def leave(self, connection: int, owner: Owner) -> None:
+        """Stop serving a connection. It may have been closed, and another one may have its file descriptor by now."""
+        member = self._members.get(connection)
+        if self._epoll is not None and member is not None and member.owner is owner:
+            with suppress(OSError):
+                self._epoll.unregister(connection)
+            del self._members[connection]
+            self._close_if_unused()
+
+    def end(self) -> None:
+        """Return all connections."""
+        self._return([_Returned(connection) for connection in self._members])
+
+    def answered_at(self, connection: int) -> float:
+        """Return the time of the last answer, by the clock of the loop."""
+        return float(self._answered_at[connection])
 
     def _pattern_of(self, repeated: Repeated) -> Resident:
         key = (repeated.path, repeated.before, repeated.between, repeated.after)
@@ -144,104 +185,103 @@ class DirectConnections:
             self._patterns[key] = resident(repeated.pattern())
         return self._patterns[key]
 
-    def leave(self, connection: int, owner: Owner) -> None:
-        """Stop serving a connection, which is open."""
-        if self._epoll is not None and self._is_member(connection, owner):
-            self._epoll.unregister(connection)
-        self.forget(connection, owner)
-
-    def _is_member(self, connection: int, owner: Owner) -> bool:
-        """Return whether a connection is direct. After it was closed, another one may have its file descriptor."""
-        member = self._members.get(connection)
-        return member is not None and member.owner is owner
-
-    def end(self) -> None:
-        """Return all connections."""
-        for connection in list(self._members):
-            self._return(connection)
-
-    def forget(self, connection: int, owner: Owner) -> None:
-        """Stop serving a connection, which has been closed."""
-        if self._is_member(connection, owner):
-            del self._members[connection]
-        if not self._members and self._epoll is not None:
+    def _close_if_unused(self) -> None:
+        if self._epoll is not None and not self._members:
             asyncio.get_running_loop().remove_reader(self._epoll.fileno())
             self._epoll.close()
             self._epoll = None
 
-    def answered_at(self, connection: int) -> float:
-        """Return the time of the last answer, by the clock of the loop."""
-        return float(self._answered_at[connection])
-
     def _serve(self) -> None:
+        """Serve the connections that have a request, one pattern after the other, until the time is over."""
         assert self._epoll is not None
+        give_up = time.perf_counter() + _MOST_SECONDS
         by_pattern: dict[int, list[int]] = {}
         for connection, _ in self._epoll.poll(0, _MOST):
             member = self._members.get(connection)
             if member is not None:
                 by_pattern.setdefault(id(member.pattern), []).append(connection)
         for connections in by_pattern.values():
-            self._serve_alike(connections)
+            try:
+                self._return(self._serve_alike(connections))
+            except Exception as error:  # noqa: BLE001  (other connections are served)
+                self._limited_logger.warning("direct connections are closed: %r", error)
+                self._abort(connections)
+            if time.perf_counter() > give_up:
+                return
 
-    def _serve_alike(self, connections: list[int]) -> None:
-        """Serve connections with the same pattern."""
+    def _serve_alike(self, connections: list[int]) -> list[_Returned]:
+        """Serve connections with the same pattern. Returns those that the kernel returns."""
         began, count = time.perf_counter(), len(connections)
         first = self._members[connections[0]]
         plan = self._plan(first.repeated)
         if plan is None:
-            for connection in connections:
-                self._return(connection)
-            return
+            return [_Returned(connection) for connection in connections]
         self._prepare(first.owner.response_headers(), plan.answer_bytes)
         exchange = self._exchange
         exchange.connections[:count] = connections
         answered = plan.serve(self._resident, first.pattern, count, self._head_size, self._times())
-        served = exchange.connections[:count]
+        served, returned = exchange.connections[:count], []
         if answered < count:
             outcomes = exchange.outcomes[:count]
-            for number in np.flatnonzero((outcomes == RETURNED) | (outcomes == CUT)).tolist():
-                begin, end = exchange.borders[number].tolist()
-                left = exchange.data[begin:end].tobytes()
-                is_cut = outcomes[number] == CUT
-                answered += is_cut
-                self._return(connections[number], *((b"", left) if is_cut else (left, b"")))
-            served = served[outcomes == ANSWERED]
-        if answered:
+            returned = [self._returned(number) for number in np.flatnonzero(_IS_RETURNED[outcomes]).tolist()]
+            served = served[_IS_ANSWERED[outcomes]]
+        if len(served):
             self._answered_at[served] = asyncio.get_running_loop().time()
-            first.owner.note_answers(int(answered))
-            self._note(first.repeated.path, (time.perf_counter() - began) / count, int(answered))
+            self._note(first.repeated.path, (time.perf_counter() - began) / len(served), len(served))
+        return returned
 
-    def _return(self, connection: int, data: bytes = b"", rest: bytes = b"") -> None:
-        owner = self._members[connection].owner
-        self.leave(connection, owner)
-        owner.resume(data, rest)
+    def _returned(self, number: int) -> _Returned:
+        exchange = self._exchange
+        begin, end = exchange.borders[number].tolist()
+        left, connection = exchange.data[begin:end].tobytes(), int(exchange.connections[number])
+        return _Returned(connection, rest=left) if exchange.outcomes[number] == CUT else _Returned(connection, left)
+
+    def _return(self, returned: list[_Returned]) -> None:
+        for connection, data, rest in returned:
+            owner = self._members[connection].owner
+            self.leave(connection, owner)
+            try:
+                owner.resume(data, rest)
+            except Exception as error:  # noqa: BLE001  (the others are returned)
+                self._limited_logger.warning("a direct connection is closed: %r", error)
+                owner.abort()
+
+    def _abort(self, connections: list[int]) -> None:
+        """Close connections of which something may be lost."""
+        for connection in connections:
+            member = self._members.get(connection)
+            if member is not None:
+                self.leave(connection, member.owner)
+                member.owner.abort()
 
     def _prepare(self, headers: bytes, answer_bytes: int) -> None:
         """Make room for answers, and write the fixed part of their head."""
         if len(self._exchange.data) < ROOM_BYTES + answer_bytes:
-            self._exchange = _exchange(2 * answer_bytes)
-            self._resident = resident(self._exchange)
-            self._headers = b""
+            self._use(self._exchange._replace(data=np.zeros(ROOM_BYTES + 2 * answer_bytes, np.uint8)))
         if headers is not self._headers:
-            start = _START % headers
-            self._exchange.head[: len(start)] = np.frombuffer(start, np.uint8)
-            self._headers, self._head_size = headers, len(start)
+            begin = _HEAD_BEGIN % headers
+            head = np.frombuffer(bytearray(begin + bytes(_LENGTH_BYTES)), np.uint8)
+            self._use(self._exchange._replace(head=head))
+            self._headers, self._head_size = headers, len(begin)
+
+    def _use(self, exchange: Exchange) -> None:
+        self._exchange, self._resident = exchange, resident(exchange)
 
 
-def _exchange(answer_bytes: int) -> Exchange:
+def _empty_exchange() -> Exchange:
     return Exchange(
         _functions(),
         np.zeros(_MOST, np.int32),
         np.zeros(_MOST, np.int32),
-        np.zeros(ROOM_BYTES + answer_bytes, np.uint8),
+        np.zeros(ROOM_BYTES, np.uint8),
         np.zeros((_MOST, 2), np.int64),
-        np.zeros(_HEAD_BYTES, np.uint8),
-        texts((_END,)),
+        np.zeros(_LENGTH_BYTES, np.uint8),
+        texts((_HEAD_END,)),
         np.zeros(4, np.uint64),
     )
 
 
-def _functions() -> np.typing.NDArray[np.uint64]:
+def _functions() -> npt.NDArray[np.uint64]:
     """Return the addresses of the C library's functions, see `direct_kernels.READ`."""
     library = ctypes.CDLL(None)
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (library.read, library.writev)]

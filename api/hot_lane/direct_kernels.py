@@ -46,7 +46,7 @@ class Pattern(NamedTuple):
 
     pieces: Texts
     """Three: before, between and after."""
-    head_rest: I64Vector
+    head_bytes_between: I64Vector
     """[1] bytes of `between` that belong to the head."""
 
 
@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
     outcomes: I32Vector
     """[n] see WAITING and following."""
     data: U8Vector
-    """Requests that are returned and rests of answers, one after the other."""
+    """Requests are read into it. Those that are returned stay there, and so do rests of answers."""
     borders: I64Matrix
     """[n, 2] begin and end in `data`."""
     head: U8Vector
@@ -73,7 +73,7 @@ class Exchange(NamedTuple):
 
 @array_function
 def _is_at(data, at, stop, texts, number):
-    """Return whether a piece of text is in `data` at this position, and ends before `stop`. It has `MARGIN`."""
+    """Return whether a piece of text is in `data` at this position, which is not negative, and ends before `stop`."""
     start, end = texts.ends[number], texts.ends[number + 1]
     length = end - start
     if at + length > stop:
@@ -101,14 +101,14 @@ def _start_of_numbers(pattern, data, start, stop):
     while at < stop and at < first + _MOST_DIGITS and _ZERO <= data[at] <= _NINE:
         length = 10 * length + np.int64(data[at] - _ZERO)
         at += 1
-    if not _is_at(data, at, stop, pieces, _BETWEEN) or at + pattern.head_rest[0] + length != stop:
+    if not _is_at(data, at, stop, pieces, _BETWEEN) or at + pattern.head_bytes_between[0] + length != stop:
         return np.int64(_FAILED)
     return at + pieces.ends[2] - pieces.ends[1]
 
 
 @array_helper
 def _write(exchange, connection, body, num_bytes, head_size):
-    """Send the head and `body[:num_bytes]`. Returns the number of bytes that were sent, 0 for errors."""
+    """Send head and `body[:num_bytes]`. Returns the number of bytes sent, 0 after an error, and that of the head."""
     at = put_number(exchange.head, head_size, num_bytes)
     at = put_piece(exchange.head, at, exchange.head_end, 0)
     parts = exchange.parts
@@ -176,7 +176,7 @@ def serve_ready(exchange, pattern, sizes, numbers, seeds, lookup, desk, roster, 
         exchange.borders[number, _BEGIN], exchange.borders[number, _END] = at, stop
         start = _start_of_numbers(pattern, data, at, stop)
         length = np.int64(_FAILED)
-        if start >= 0 and _is_at(data, stop - after, stop, pattern.pieces, _AFTER):
+        if start >= 0 and start + after <= stop and _is_at(data, stop - after, stop, pattern.pieces, _AFTER):
             length, end, _ = answer(
                 data[:stop],
                 start,

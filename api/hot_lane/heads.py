@@ -39,8 +39,13 @@ class Heads:
         self._tokens = tokens
         self._max_body_bytes = max_body_bytes
         self.generation = 0
-        """Changes whenever a head that was accepted must be found again."""
+        """Changes whenever heads are judged anew."""
         self._kept: dict[bytes, Head | None] = {}
+
+    def judge_anew(self) -> None:
+        """Forget all heads, because what is accepted has changed."""
+        self._kept.clear()
+        self.generation += 1
 
     def find(self, head: bytes) -> Head | None:
         """Return what a head says, or None if the request must be handled the usual way.

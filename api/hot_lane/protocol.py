@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api.hot_lane.direct import Repeated
@@ -38,6 +39,17 @@ _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
 _ANSWERS_AFTER_CUT = 1024  # large answers often do not fit into the socket's buffer
 _LARGE_ANSWER = 2**15  # a copy takes longer than another call
 _END_OF_HEAD = b"\r\n\r\n"
+
+
+class _Flow(FlowControl):
+    """Does not read while a connection holds requests that wait for their turn, so that it holds only a few."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        """Read again, unless requests are held. A hook of uvicorn."""
+        if not self.is_held:
+            super().resume_reading()
 
 
 class HotProtocol(HttpToolsProtocol):
@@ -75,7 +87,7 @@ class HotProtocol(HttpToolsProtocol):
             data = self._take_held()
         if not (self._is_free() and self._is_taken(data)):
             self._feed(data)
-        if (self._held or self._is_parsing) != (self._arrival is not None):
+        if (bool(self._held) or self._is_parsing) != (self._arrival is not None):
             self._set_arrival()
 
     def _feed(self, data: bytes) -> None:
@@ -105,12 +117,14 @@ class HotProtocol(HttpToolsProtocol):
         """Hold what a client sent after a request that is not answered yet."""
         self._rest += data
         self.flow.pause_reading()
+        self.flow.is_held = True
 
     def _go_on(self) -> None:
         """Read the next one of several requests that arrived at once."""
         if self._rest and not self.transport.is_closing():
             data = bytes(self._rest)
             self._rest.clear()
+            self.flow.is_held = False
             self.flow.resume_reading()
             self.data_received(data)
 
@@ -161,12 +175,13 @@ class HotProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport)
         if self._direct is not None and len(self.connections) > self._max_connections:
             self._direct.end()  # their requests are refused as well
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._direct is not None and self._direct_as is not None:
-            self._direct.forget(self._direct_as, self)
+            self._direct.leave(self._direct_as, self)
         if self._arrival is not None:
             self._set_arrival()
         super().connection_lost(exc)
@@ -214,13 +229,14 @@ class HotProtocol(HttpToolsProtocol):
         if self._direct is None or self._repeated is None or self._direct_as is not None or self._held or self._rest:
             return
         if self._is_free() and self.transport.get_write_buffer_size() == 0:
-            self.transport.pause_reading()
-            self._direct_as = self.transport.get_extra_info("socket").fileno()
-            self._direct.join(self._direct_as, self, self._repeated)
-
-    def note_answers(self, count: int) -> None:
-        """Count answers of direct connections of the server."""
-        self.server_state.total_requests += count
+            connection = self.transport.get_extra_info("socket").fileno()
+            try:
+                self._direct.join(connection, self, self._repeated)
+            except OSError:  # too many files are open
+                self._until_direct = _ANSWERS_AFTER_CUT
+            else:
+                self._direct_as = connection
+                self.transport.pause_reading()
 
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
@@ -232,6 +248,10 @@ class HotProtocol(HttpToolsProtocol):
             self.transport.write(rest)
         if data:
             self.data_received(data)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
 
     def _end_direct(self) -> None:
         """Take the connection back, if it is direct. It is open."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import random
 import re
+import select
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -603,6 +605,91 @@ def test_a_client_that_reads_late_gets_all_answers() -> None:
                 await other.ask(prompts()[0])  # so the server has read what was sent before
             for _ in range(500):
                 assert await line.answer() == expected
+
+    run(main())
+
+
+def test_a_client_that_pipelines_without_end_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[protocol.HotProtocol] = []
+    ordinary = protocol.HotProtocol.connection_made
+
+    def noted(server: protocol.HotProtocol, transport: asyncio.Transport) -> None:
+        servers.append(server)
+        ordinary(server, transport)
+
+    monkeypatch.setattr(protocol.HotProtocol, "connection_made", noted)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            hostile, other = await connect(), await connect()
+            text = (request(QUERY) * 10 + b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n") * 20_000
+            hostile.writer.write(text)
+            for _ in range(60):
+                for _ in range(10):
+                    assert (await hostile.answer())[0] == b"HTTP/1.1 200 OK"
+                await other.ask(request(QUERY))
+            assert max(len(server._rest) for server in servers) < 2**20 < len(text)
+            hostile.writer.transport.abort()
+
+    run(main())
+
+
+def test_a_connection_stays_ordinary_while_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(select, "epoll", fails)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line, single = await connect(), await connect()
+            for data in prompts() * 2:
+                assert await line.ask(data) == await single.ask(data)
+
+    run(main())
+
+
+def test_an_error_of_one_direct_connection_is_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = protocol.HotProtocol.resume
+
+    def fails_once(server: protocol.HotProtocol, data: bytes, rest: bytes) -> None:
+        if b"hostile" in data:
+            raise ValueError("hostile")
+        ordinary(server, data, rest)
+
+    monkeypatch.setattr(protocol.HotProtocol, "resume", fails_once)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            hostile, line, single = await connect(), await connect(), await connect()
+            for data in prompts()[:5]:
+                for each in (hostile, line):
+                    await each.ask(data)
+            other = request(body_of(token_ids=TOKENS, x=1))
+            hostile.writer.write(b"hostile")
+            line.writer.write(other)
+            assert await line.answer() == await single.ask(other)
+            if IS_SUPPORTED:
+                assert await hostile.is_at_end()
+
+    run(main())
+
+
+def test_heads_of_direct_connections_can_be_judged_anew() -> None:
+    async def main() -> None:
+        fed, api = HandFed(), ApiSettings(port=0)
+        app = create_app(fed.consumer, api)
+        async with running_server(app, api) as url:
+            await fed.hold(Stream("1"), TOKENS)
+            line = await Line.connect(url)
+            for data in prompts():
+                assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
+            heads = app.state.lane.heads
+            heads._authorization = b"Bearer other"
+            heads.judge_anew()
+            assert app.state.lane.heads.find(prompts()[0].partition(b"{")[0]) is None
+            assert (await line.ask(prompts()[0]))[0] == b"HTTP/1.1 200 OK"  # by the ordinary way, without a token
+            await line.close()
 
     run(main())
 

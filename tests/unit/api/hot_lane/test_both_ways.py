@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.decoding import codec_of
+from api.hot_lane.direct import IS_SUPPORTED
 from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question
 from indexer.settings import IndexerSettings
@@ -132,3 +137,21 @@ def test_a_decoder_error_is_that_of_the_ordinary_way() -> None:
     assert not check(text, BY_TOKENS)
     with pytest.raises(ProblemError, match=r"token_ids\[0\]"):
         decode_question(text, codec_of("application/json"), BY_TOKENS)
+
+
+def memory_after_a_guard(size: int) -> npt.NDArray[np.uint8]:
+    """Return memory before which no byte can be read. It is never released."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE + size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return np.frombuffer(memory, np.uint8, offset=mmap.PAGESIZE)
+
+
+@pytest.mark.skipif(not IS_SUPPORTED, reason="only Linux has direct connections")
+def test_a_request_that_is_shorter_than_the_end_of_the_one_before_is_returned() -> None:
+    both_ways.read_into(memory_after_a_guard(2**21))
+    long, short = (b'{"model_name":"m","token_ids":[1]}' + b" " * spaces for spaces in (3900, 0))
+    repeated = both_ways.repeated(long)
+    assert repeated is not None
+    assert both_ways.agree_directly(repeated, [long, short, long]) == [True, False, True]
