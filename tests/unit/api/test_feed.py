@@ -101,6 +101,8 @@ async def test_silence_and_the_end_of_a_view_are_reported_too() -> None:
         (StreamFilter(tenant="t"), ["b"]),
         (StreamFilter(model="m2"), ["b"]),
         (StreamFilter(worker="a", tenant="t"), []),
+        (StreamFilter(kind="batch"), ["a", "b"]),
+        (StreamFilter(kind="state", worker="a"), ["a"]),
     ],
 )
 async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: list[str]) -> None:
@@ -116,8 +118,9 @@ async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: 
         await fed.feed(Stream("a").batch(), Stream("b", model="m2", tenant="t").batch())
         assert {data["instance_id"] for _, data in await next_events(everything)} == {"a", "b"}
         feed.close()  # ends streams without events
-        chunks = [chunk async for chunk in stream]
-    assert sorted({data["instance_id"] for chunk in chunks for _, data in events_of(chunk)}) == names
+        events = [event for chunk in [chunk async for chunk in stream] for event in events_of(chunk)]
+    assert sorted({data["instance_id"] for _, data in events}) == names
+    assert {name for name, _ in events} <= {wanted.kind} if wanted.kind else {"batch", "state"}
 
 
 async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continue() -> None:
