@@ -120,7 +120,7 @@ async def test_only_what_was_asked_for_is_reported(wanted: StreamFilter, names: 
         feed.close()  # ends streams without events
         events = [event for chunk in [chunk async for chunk in stream] for event in events_of(chunk)]
     assert sorted({data["instance_id"] for _, data in events}) == names
-    assert {name for name, _ in events} <= {wanted.kind} if wanted.kind else {"batch", "state"}
+    assert {name for name, _ in events} <= ({wanted.kind} if wanted.kind else {"batch", "state"})
 
 
 async def test_a_slow_client_is_notified_and_disconnected_and_the_others_continue() -> None:
