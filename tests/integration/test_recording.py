@@ -213,6 +213,9 @@ def test_a_range_of_one_worker_is_copied_with_its_control_messages(topics: dict[
         one.store(2)
         one.close()
         two.close()
+    assert kvsight("record", tmp_path / "small", "--once", "--segment-bytes", 100, environment=topics).returncode == 0
+    assert len(list((tmp_path / "small").glob("*.kvframe"))) >= 2
+    assert lacks_key_frames(tmp_path / "small") == []
     flags = ["--from", f"@{middle / 1000 + 0.001}", "--worker", "one"]
     done = kvsight("record", tmp_path / "part", "--once", *flags, environment=topics)
     assert done.returncode == 0, done.stderr
