@@ -20,6 +20,7 @@ from indexer.replay import Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from kv_events.errors import KvsightError
 from kv_events.log_scan import RecordChunk
+from kv_events.log_tail import torn_tail
 from kv_events.records import Channel
 from kvsight.schemas.explanations import Explanation
 
@@ -52,10 +53,12 @@ def _explain(job: Job) -> Explanation:
     log = Timeline(Path(job.folder))
     beginning = open_beginning(Path(job.folder), IndexerSettings())
     first_s, last_s = float("inf"), 0.0
+    last: RecordChunk | None = None
 
     def chunks() -> Iterator[RecordChunk]:
-        nonlocal first_s, last_s
+        nonlocal first_s, last_s, last
         for chunk in log.chunks(log.first_index):
+            last = chunk
             times = chunk.timestamps_ms[chunk.channels == Channel.EVENTS]
             if len(times):
                 first_s, last_s = min(first_s, int(times.min()) / 1000), max(last_s, int(times.max()) / 1000)
@@ -67,7 +70,9 @@ def _explain(job: Job) -> Explanation:
         _check_moment(job.at, first_s, last_s, error)
         raise
     _check_moment(job.at, first_s, last_s)
-    return msgspec.structs.replace(found, damage=[*map(str, log.damage), *filter(None, [beginning.fault])])
+    tail = torn_tail(Path(job.folder), last, log.damage)
+    damage = [*log.damage, *filter(None, [beginning.fault, tail])]
+    return msgspec.structs.replace(found, damage=list(map(str, damage)))
 
 
 def _check_moment(at: float | None, first_s: float, last_s: float, cause: Exception | None = None) -> None:

@@ -49,7 +49,7 @@ def audit(
     check_html(html, "kvsight audit --html")
     source = LogInput(log)
     source.find_torn_tail()
-    known_damage = [source.torn_tail] if source.torn_tail else []
+    known_damage = [str(source.tail)] if source.tail else []
     compile_kernels("analysis.audit.audit")
     from analysis.audit.audit import audit_log
     from analysis.audit.series import AuditSeries

@@ -76,7 +76,7 @@ def _explain(asked: AskedPrompt, history: History, moment: Moment) -> tuple[Expl
     fault = span.fault(moment)
     if fault:
         raise UsageError(fault)
-    damage = [] if history.log is None else [*map(str, history.log.damage), *history.log.faults]
+    damage = [] if history.log is None else history.log.damage_lines
     return msgspec.structs.replace(found, damage=damage), span
 
 

@@ -15,9 +15,11 @@ import typer
 from kv_events.event_log import LOCK_NAME, EventLogWriter
 from kv_events.log_segment import list_segments
 from kv_events.records import LogRecord
-from kvsight.cli.console import UsageError, compile_kernels, err, progress_bar
+from kvsight.cli.console import UsageError, compile_kernels, err, print_json, progress_bar
 from kvsight.cli.log.reading import LogFolder, LogInput, exit_if_any_damaged
 from kvsight.cli.log.selection import From, OfChannel, OfModel, OfWorker, Range, Selection, To, channels_of
+from kvsight.cli.log.verify import damage_facts
+from kvsight.cli.options import AsJson
 from kvsight.cli.tables import count
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ def slice_log(
     worker: OfWorker = None,
     model: OfModel = None,
     channel: OfChannel = None,
+    as_json: AsJson = False,
 ) -> None:
     """Copy a part of a log into a new one.
 
@@ -57,10 +60,9 @@ def slice_log(
     if not selection.num_in_range and (first or last):
         _remove(new_log)
         source.fail_outside(str(selection.range))
-    err.print(f"{new_log}: {count(writer.next_index, 'record')}", markup=False)
     if begin is not None and begin > source.span.first_index and not (worker or model or channel):
         _keep_views(log, new_log, selection.range, begin)
-    source.exit_if_damaged()
+    _report(new_log, writer.next_index, [source], as_json)
 
 
 def _keep_views(log: Path, new_log: Path, copied: Range, begin: int) -> None:
@@ -78,6 +80,7 @@ def _keep_views(log: Path, new_log: Path, copied: Range, begin: int) -> None:
 
 def merge(
     logs: Annotated[list[Path], typer.Argument(help="Folders of event logs, and last that of the new log.")],
+    as_json: AsJson = False,
 ) -> None:
     """Merge logs into a new one, in the order of time.
 
@@ -96,7 +99,15 @@ def merge(
         for _, number, _, record in ordered:
             if recent.is_new(record, number):
                 writer.append(record)
-    err.print(f"{new_log}: {count(writer.next_index, 'record')}", markup=False)
+    _report(new_log, writer.next_index, sources, as_json)
+
+
+def _report(new_log: Path, num_records: int, sources: list[LogInput], as_json: bool) -> None:
+    """Print what a new log has. Ends with exit code 1 if parts of the others could not be read."""
+    if as_json:
+        print_json({"new_log": str(new_log), "records": num_records, **damage_facts(*sources)})
+    else:
+        err.print(f"{new_log}: {count(num_records, 'record')}", markup=False)
     exit_if_any_damaged(sources)
 
 

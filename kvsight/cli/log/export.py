@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvsight.cli.console import UsageError, compile_kernels, err
+from kvsight.cli.console import UsageError, compile_kernels, err, print_json
 from kvsight.cli.log.reading import LogFolder, LogInput
+from kvsight.cli.log.verify import damage_facts
 from kvsight.cli.moments import parse_moment
+from kvsight.cli.options import AsJson
 from kvsight.cli.replay import views_at
 from kvsight.cli.tables import count
 from kvsight.extras import require_analysis
@@ -19,6 +21,7 @@ def export(
     log: LogFolder,
     parquet: Annotated[Path, typer.Option(help="Folder for the Parquet files, new or empty.")],
     at: Annotated[str | None, typer.Option(help="The moment of the views. Default: the end of the log.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the events of a log, and its views at a moment, as Parquet files.
 
@@ -43,5 +46,8 @@ def export(
     parquet.mkdir(parents=True, exist_ok=True)
     num_events = write_events(parquet / "events.parquet", source.records("exporting"))
     num_pages = write_views(parquet / "views.parquet", views)
-    err.print(f"{parquet}: {count(num_events, 'row')} of events, {count(num_pages, 'page')} held", markup=False)
+    if as_json:
+        print_json({"folder": str(parquet), "event_rows": num_events, "pages_held": num_pages, **damage_facts(source)})
+    else:
+        err.print(f"{parquet}: {count(num_events, 'row')} of events, {count(num_pages, 'page')} held", markup=False)
     source.exit_if_damaged()

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsight.cli.console import compile_kernels, err, progress_bar, stop_signals
+from kvsight.cli.console import compile_kernels, err, print_json, progress_bar, stop_signals
 from kvsight.cli.log.reading import LogFolder, LogInput
+from kvsight.cli.log.verify import damage_facts
+from kvsight.cli.options import AsJson
 from kvsight.cli.tables import count
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ _FOLLOW_S = 1.0
 def index(
     log: LogFolder,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while the log grows, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the key frames and the time index of a log, so that any moment opens fast.
 
@@ -32,10 +35,14 @@ def index(
     indexer = index_all(log)
     if follow:
         asyncio.run(_follow(indexer))
-    err.print(f"{log}: {count(indexer.frames_written, 'key frame')} written, up to record {indexer.next_index}")
     faults = [*indexer.timeline.faults, *indexer.failures.values()]
     source.damage, source.faults = indexer.timeline.damage, faults
     source.find_torn_tail()
+    if as_json:
+        facts = {"key_frames_written": indexer.frames_written, "next_index": indexer.next_index}
+        print_json(facts | damage_facts(source))
+    else:
+        err.print(f"{log}: {count(indexer.frames_written, 'key frame')} written, up to record {indexer.next_index}")
     source.exit_if_damaged()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias
 
 import typer
 
-from kv_events.event_log import LOCK_NAME, EventLogCorruptedError, EventLogError
-from kv_events.log_segment import HEADER_BYTES, list_segments
+from kv_events.event_log import EventLogCorruptedError, EventLogError
+from kv_events.log_segment import list_segments
+from kv_events.log_tail import TornTail, torn_tail
 from kvsight.cli.console import UsageError, err, progress_bar
 from kvsight.cli.moments import LogSpan
-from kvsight.cli.tables import count
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -39,8 +38,8 @@ class LogInput:
 
     folder: Path
     damage: list[EventLogCorruptedError] = field(default_factory=list)
-    num_torn: int = 0
-    """Bytes of an append that was cut off at the end of the log. 0 while a writer has the log open."""
+    tail: TornTail | None = None
+    """The torn tail. None while a writer has the log open."""
     faults: list[str] = field(default_factory=list)
     """Other files that could not be used."""
     warnings: list[str] = field(default_factory=list)
@@ -52,7 +51,6 @@ class LogInput:
         if not list_segments(self.folder):
             raise EventLogError(f"{self.folder}: not an event log: it has no files *.kvlog")
         self.span = LogSpan(str(self.folder))
-        self._end = (list_segments(self.folder)[-1].path, 0, 0)  # of the last segment: bytes that are records
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +73,7 @@ class LogInput:
                 yield chunk
                 bar.update(task, completed=done // _MIB)
                 last = chunk
-        self._note_torn_tail(last, self.damage)
+        self.tail = torn_tail(self.folder, last, self.damage)
 
     def records(self, what: str, shared: Progress | None = None) -> Iterator[tuple[int, LogRecord]]:
         """Yield (index, record) of all sound records. See `chunks`."""
@@ -99,14 +97,7 @@ class LogInput:
         last, damage = None, list[EventLogCorruptedError]()
         for chunk in scan_segment(list_segments(self.folder)[-1], damage.append):
             last = chunk
-        self._note_torn_tail(last, damage)
-
-    @property
-    def torn_tail(self) -> str:
-        """Where the torn tail is; empty if there is none."""
-        path, end, index = self._end
-        tail = f"{path}: a torn tail of {count(self.num_torn, 'byte')} at byte {end}, record {index}"
-        return tail if self.num_torn else ""
+        self.tail = torn_tail(self.folder, last, damage)
 
     def exit_if_damaged(self) -> None:
         """Print warnings and what could not be read. Ends with exit code 1 unless everything was read."""
@@ -115,22 +106,12 @@ class LogInput:
     @property
     def damage_lines(self) -> list[str]:
         """What could not be read, one line each."""
-        return [*map(str, self.damage), *self.faults, *filter(None, [self.torn_tail])]
+        return [*map(str, self.damage), *self.faults, *([str(self.tail)] if self.tail else [])]
 
     def fail_outside(self, what: str) -> NoReturn:
         """End because a range has no record. Raises UsageError with the extent of the log."""
         indices = f", indices {self.span.first_index} to {self.span.next_index - 1}" if self.span.records else ""
         raise UsageError(f"{what} is outside the log: {self.span}{indices}")
-
-    def _note_torn_tail(self, last: RecordChunk | None, damage: list[EventLogCorruptedError]) -> None:
-        segment = list_segments(self.folder)[-1]
-        is_known = last is not None and last.segment.path == segment.path
-        end, index = (last.end, last.next_index) if last is not None and is_known else (0, segment.first_index)
-        end = max(end, HEADER_BYTES)
-        is_damage = any(error.segment == segment.path and error.position in (0, end) for error in damage)
-        num_left = segment.path.stat().st_size - end
-        if num_left > 0 and not is_damage and not _is_written(self.folder):
-            self.num_torn, self._end = num_left, (segment.path, end, index)
 
 
 def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
@@ -145,15 +126,3 @@ def exit_if_any_damaged(logs: Iterable[LogInput]) -> None:
         err.print(f"and {len(lines) - _MOST_SHOWN} more")
     if lines:
         raise typer.Exit(EXIT_DAMAGED)
-
-
-def _is_written(folder: Path) -> bool:
-    """Whether a writer has the log open."""
-    try:
-        with (folder / LOCK_NAME).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

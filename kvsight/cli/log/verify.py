@@ -51,8 +51,8 @@ def _facts(source: LogInput) -> dict[str, Any]:
     }
 
 
-def damage_facts(source: LogInput) -> dict[str, Any]:
-    """What could not be read, for `--json`."""
+def damage_facts(*sources: LogInput) -> dict[str, Any]:
+    """What could not be read of some logs, for `--json`."""
     return {
         "damage": [
             {
@@ -62,8 +62,9 @@ def damage_facts(source: LogInput) -> dict[str, Any]:
                 "detail": error.detail,
                 "next_record": None if error.resume is None else error.resume.record_index,
             }
+            for source in sources
             for error in source.damage
         ],
-        "torn_tail_bytes": source.num_torn,
-        "faults": source.faults,
+        "torn_tail_bytes": sum(source.tail.num_bytes for source in sources if source.tail is not None),
+        "faults": [fault for source in sources for fault in source.faults],
     }

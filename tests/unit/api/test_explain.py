@@ -148,6 +148,19 @@ async def test_parts_of_the_log_that_cannot_be_read_are_named(tmp_path: Path) ->
     assert damaged.records < sound.records
 
 
+async def test_a_torn_tail_is_damage_unless_a_writer_has_the_log_open(tmp_path: Path) -> None:
+    scene, _ = planted("held", 105)
+    segment = list_segments(write_log(tmp_path, scene))[-1].path
+    async with service(tmp_path) as client:
+        with segment.open("ab") as file:
+            file.write(bytes([200, 0, 0]))
+        torn = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
+        with EventLogWriter(tmp_path):
+            sound = msgspec.json.decode((await client.post("/explain", json=scene.body)).content, type=Explanation)
+    assert [f"{segment}: a torn tail of 3 bytes at byte " in each for each in torn.damage] == [True]
+    assert sound.damage == []
+
+
 async def test_a_token_is_needed_where_one_is_set(tmp_path: Path) -> None:
     scene, _ = planted("held", 105)
     async with service(write_log(tmp_path, scene), api_token="secret") as client:

@@ -14,7 +14,6 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import duckdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -361,21 +360,30 @@ def test_the_documented_queries_run_on_an_export(log: Path, tmp_path: Path) -> N
     text = (ROOT / "docs" / "debugging.md").read_text()
     queries = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
     assert len(queries) == 3
-    database = duckdb.connect()
-    results = [database.execute(query.replace("run.parquet", str(folder))).fetchall() for query in queries]
+    *results, events, held = queried(
+        *(query.replace("run.parquet", str(folder)) for query in queries),
+        f"select event, count(*) from '{folder}/events.parquet' group by all order by 1",
+        f"select worker, cpu, count(*) from '{folder}/views.parquet' group by all",
+    )
     assert all(results)
-    events = database.execute(
-        f"select event, count(*) from '{folder}/events.parquet' group by all order by 1"
-    ).fetchall()
-    assert events == [("cleared", 1), ("removed", 10), ("stored", 30)]
-    held = database.execute(f"select worker, cpu, count(*) from '{folder}/views.parquet' group by all").fetchall()
-    assert held == [("w-1", True, 20)]
+    assert events == [["cleared", 1], ["removed", 10], ["stored", 30]]
+    assert held == [["w-1", True, 20]]
+
+
+def queried(*queries: str) -> list[list[list[Any]]]:
+    """Return the rows of each query. A process of its own runs DuckDB, which prints warnings when its process ends."""
+    program = "import duckdb, json, sys; run = duckdb.connect().execute; "
+    program += "print(json.dumps([run(query).fetchall() for query in sys.argv[1:]], default=str))"
+    done = subprocess.run([sys.executable, "-c", program, *queries], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[list[list[Any]]] = json.loads(done.stdout)
+    return found
 
 
 def test_an_export_has_the_views_of_a_moment(log: Path, tmp_path: Path) -> None:
     assert kvsight("log", "export", log, "--parquet", tmp_path / "out", "--at", 10).exit_code == 0
     query = f"select sequence_hash from '{tmp_path}/out/views.parquet' order by 1"
-    pages = duckdb.connect().execute(query).fetchall()
+    (pages,) = queried(query)
     assert [page for (page,) in pages] == [101, 103, 105, 107, 108, 109]
     done = kvsight("log", "export", log, "--parquet", tmp_path / "out")
     assert "not an empty folder" in str(done.exception)
@@ -389,6 +397,28 @@ def test_a_replay_uses_the_sound_part_of_a_damaged_log_and_says_what_is_lost(log
     assert (done.exit_code, len(json.loads(done.stdout))) == (1, 2)
     assert f"damaged: {first}: a record's checksum is wrong at byte 24, record 0" in done.stderr
     assert "after 19 records" in done.stderr
+
+
+def test_commands_that_write_report_it_as_json(log: Path, tmp_path: Path) -> None:
+    commands: list[tuple[list[object], dict[str, object]]] = [
+        (["slice", log, tmp_path / "a", "--to", "5"], {"new_log": str(tmp_path / "a"), "records": 5}),
+        (["merge", tmp_path / "a", log, tmp_path / "b"], {"new_log": str(tmp_path / "b"), "records": 43}),
+        (
+            ["export", log, "--parquet", tmp_path / "c"],
+            {"folder": str(tmp_path / "c"), "event_rows": 41, "pages_held": 20},
+        ),
+    ]
+    sound = {"damage": [], "torn_tail_bytes": 0, "faults": []}
+    for words, expected in commands:
+        done = kvsight("log", *words, "--json")
+        assert (done.exit_code, json.loads(done.stdout)) == (0, expected | sound), done.stderr
+    found = json.loads(kvsight("log", "index", log, "--json").stdout)
+    num_frames = len(list(log.glob("*.kvframe")))
+    assert found == {"key_frames_written": num_frames, "next_index": 43} | sound
+    last = max(log.glob("*.kvlog"))
+    last.write_bytes(last.read_bytes() + bytes([200, 0, 0]))
+    done = kvsight("log", "merge", tmp_path / "a", log, tmp_path / "d", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["torn_tail_bytes"]) == (1, 3)
 
 
 @pytest.mark.parametrize("words", [["replay"], ["diff", "--from", "5"], ["log", "index"], ["log", "verify"]])
