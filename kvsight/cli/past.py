@@ -39,9 +39,13 @@ def serve_past(
     keep_freed_memory()
     compile_kernels("api.past.app")
     from api.past.app import create_past_app
+    from api.past.moments import OutsideTheLogError
     from api.server import listen, run_server, url_of
 
-    app = create_past_app(folder, settings, moment.until, log.damage_lines)
+    try:
+        app = create_past_app(folder, settings, moment.until, log.damage_lines)
+    except OutsideTheLogError as error:
+        raise UsageError(f"--at {error}") from None
     bound = listen(settings)
     for line in log.damage_lines:
         err.print(f"damaged: {line}", markup=False)
