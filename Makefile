@@ -72,6 +72,10 @@ fuzz: $(VENV)/.installed-dev ## hostile bytes for every decoder; MINUTES=10 (the
 docs: $(VENV)/.installed-dev ## the documentation site, in build/site; fails on a broken link
 	@output=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1) || { echo "$$output" >&2; exit 1; }
 
+.PHONY: audit
+audit: $(VENV)/.installed-dev ## known vulnerabilities of what is installed; passes where the list cannot be reached
+	@PYTHON=$(PYTHON) .ci/audit
+
 .PHONY: manifests
 manifests: $(VENV)/.installed-dev ## deploy/kubernetes/kvsight.yaml, from the Helm chart
 	@$(BIN)/python -m tests.support.helm_chart
