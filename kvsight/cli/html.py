@@ -33,4 +33,6 @@ def write_html(path: Path, write: Callable[[Path], int]) -> None:
         num_bytes = write(path)
     except OSError as error:
         raise UsageError(f"--html: {path}: {error.strerror}") from error
-    err.print(f"{path}: {num_bytes / 1e6:.1f} MB", markup=False)
+    from analysis.html.words import size
+
+    err.print(f"{path}: {size(num_bytes)}", markup=False)
