@@ -61,6 +61,7 @@ def test_explain_and_audit_agree_with_a_replay(late: Path) -> None:
     ] * 2
     assert report["pages"]["stored"] == [20, 0, 0, 0]
     assert report["orphans"] == 0
+    assert [(each["pages"], each["stores"], each["workers"]) for each in report["hottest"]] == [(20, 2, 2)]
 
 
 def test_without_the_key_frame_one_line_says_that_the_log_begins_late(late: Path) -> None:
