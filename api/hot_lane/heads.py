@@ -39,13 +39,8 @@ class Heads:
         self._tokens = tokens
         self._max_body_bytes = max_body_bytes
         self.generation = 0
-        """Changes whenever heads are judged anew."""
+        """Changes whenever `forget` is called."""
         self._kept: dict[bytes, Head | None] = {}
-
-    def judge_anew(self) -> None:
-        """Forget all heads, because what is accepted has changed."""
-        self._kept.clear()
-        self.generation += 1
 
     def find(self, head: bytes) -> Head | None:
         """Return what a head says, or None if the request must be handled the usual way.

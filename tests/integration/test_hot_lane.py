@@ -675,25 +675,6 @@ def test_an_error_of_one_direct_connection_is_none_of_the_others(monkeypatch: py
     run(main())
 
 
-def test_heads_of_direct_connections_can_be_judged_anew() -> None:
-    async def main() -> None:
-        fed, api = HandFed(), ApiSettings(port=0)
-        app = create_app(fed.consumer, api)
-        async with running_server(app, api) as url:
-            await fed.hold(Stream("1"), TOKENS)
-            line = await Line.connect(url)
-            for data in prompts():
-                assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
-            heads = app.state.lane.heads
-            heads._authorization = b"Bearer other"
-            heads.judge_anew()
-            assert app.state.lane.heads.find(prompts()[0].partition(b"{")[0]) is None
-            assert (await line.ask(prompts()[0]))[0] == b"HTTP/1.1 200 OK"  # by the ordinary way, without a token
-            await line.close()
-
-    run(main())
-
-
 def test_direct_connections_are_refused_as_others_when_there_are_too_many() -> None:
     async def main() -> None:
         async with a_service(max_connections=1) as connect:
