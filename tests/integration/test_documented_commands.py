@@ -43,6 +43,9 @@ NOT_HERE = {
     "export": "runs in tests/first_day, with the `kvsight serve` that follows",
     "kvsight serve": "the same",
     "kvsight serve --redis rediss://kvsight@redis.example:6380/0": "runs in test_redis_security.py",
+    "kvsight serve --kafka localhost:9092 --api-tokens-file /etc/kvsight/tokens.toml": "see test_secrets.py",
+    "kvsight serve --kafka localhost:9092 --tls-cert-file cert.pem --tls-key-file key.pem": "runs in test_api_tls.py",
+    "SSL_CERT_FILE=ca.pem": "the same",
     "kvsight hash": "runs in tests/unit/docs/test_code_blocks.py",
     "kvsight query --model my-model --text": "needs an engine's tokenizer; runs in test_terminal.py",
 }
