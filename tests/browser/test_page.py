@@ -298,6 +298,7 @@ async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:
         await page.locator("#decisions").scroll_into_view_if_needed()
         await wait_for_text(page, "#decisions", "POST /decisions")
         assert faults == []
+    await wait_for_text(page, "#verdict", "The service does not answer. Figures below are")
 
 
 async def test_the_page_is_readable_on_a_telephone_and_every_control_has_a_name(browser: Browser) -> None:

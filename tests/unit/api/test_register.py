@@ -59,6 +59,18 @@ async def test_the_running_peers_dialect_is_answered_as_the_peer_does() -> None:
         assert (await client.get("/workers")).json() == []
 
 
+async def test_an_engine_that_is_not_heard_yet_is_part_of_the_fleet() -> None:
+    async with embedded() as client:
+        await client.post("/register", json=PEER)
+
+        async def is_shown() -> bool:
+            fleet = (await client.get("/fleet")).json()
+            rows = [(each["worker"], each["state"]) for each in fleet["workers"]]
+            return rows == [("1", "stale")] and str(fleet["verdict"][0]).startswith("1 stale")
+
+        await async_wait_until(is_shown, 60, "the engine in the fleet")
+
+
 async def test_the_rfcs_dialect_is_answered_as_the_rfc_requires() -> None:
     async with embedded() as client:
         answer = await client.post("/register", json=RFC)
