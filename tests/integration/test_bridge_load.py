@@ -91,7 +91,8 @@ async def test_eight_engines_with_gaps_and_restarts_are_seen_as_they_are() -> No
             assert any(c["gaps"] > 0 for c in counters), counters
             seen = [c["restarts"] for c in counters]  # a short incarnation may not have been seen
             assert all(min(1, there) <= here <= there for here, there in zip(seen, NUM_RESTARTS, strict=True)), seen
-            assert all(c["losses"] == 0 and not c["bad_events"] and c["unknown_parents"] == 0 for c in counters), (
-                counters
-            )
+            assert not any(c["bad_events"] for c in counters), counters
+            kept = [c for c, restarts in zip(counters, NUM_RESTARTS, strict=True) if restarts == 0]
+            # What a slow bridge has not read is lost when an engine restarts.
+            assert all(c["losses"] == 0 and c["unknown_parents"] == 0 for c in kept), counters
             await async_wait_until(lambda: all(s.streams[0].pages_held > 0 for s in bridge.fleet.status()))

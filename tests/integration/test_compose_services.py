@@ -95,7 +95,7 @@ def shown_answer() -> Any:
 def test_the_documented_query_hits_the_engines_of_the_stack_differently(
     url: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    wait_until(lambda: states(url) == {"engine-0": "live", "engine-1": "live"}, 60, "two live engines")
+    wait_until(lambda: states(url) == {"engine-0": "live", "engine-1": "live"}, 150, "two live engines")
     lines = [line for line in compose.documented("Docker Compose") if "compose up" not in line]
     assert len(lines) == 4
     here = {**environment, "KVSIGHT_URL": url}

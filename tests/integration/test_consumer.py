@@ -246,7 +246,7 @@ async def test_dead_letters_are_kept_for_a_look(tmp_path: Path) -> None:
 
 
 async def test_queries_get_through_while_a_large_backlog_is_applied() -> None:
-    log, longest = MemoryLog(), 0.0
+    log, turns = MemoryLog(), 0
     for worker in range(8):
         stream = Stream(f"w{worker}")
         for batch in range(12):
@@ -254,13 +254,11 @@ async def test_queries_get_through_while_a_large_backlog_is_applied() -> None:
             put(log, stream.batch(stored((pages[0] - 1, pages))))
     consumer = new_consumer(log)
     async with consumer.running():
-        loop = asyncio.get_running_loop()
         while not consumer.ready:
-            before = loop.time()
             await asyncio.sleep(0)
-            longest = max(longest, loop.time() - before)
+            turns += 1
     assert consumer.applier.records == 96
-    assert longest < 0.25
+    assert turns > 8
 
 
 class BrokenSource(MemorySource):

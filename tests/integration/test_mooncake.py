@@ -73,7 +73,7 @@ def test_an_engine_of_another_process_wrote_it(mooncake_master):
             assert len(follow(rig)) == 4
     """)
     path = str(Path(__file__).parents[2])
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=180, env={**os.environ, "PYTHONPATH": path})
     with engine("hybrid", identity, settings) as reader:
         assert prefetch(reader) == len(PROMPT)
         reader.check()

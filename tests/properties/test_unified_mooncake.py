@@ -106,7 +106,7 @@ def test_a_master_killed_in_the_middle_costs_hits_and_nothing_else(own_mooncake_
     kinds, draw = MODELS[model], random.Random(model)
     machine = type("Machine", (MortalMasterMachine,), {"KINDS": kinds, "master": own_mooncake_master})()
     machine.begin(store="mooncake", engine=ThreadCopyEngine(), host_pages=16)
-    wait_until(lambda: run_some(machine, 50, draw) or machine.num_fetched > 20, 30, "pages from the store")
+    wait_until(lambda: run_some(machine, 50, draw) or machine.num_fetched > 20, 90, "pages from the store")
     machine.is_uncertain = True
     own_mooncake_master.kill()
     run_some(machine, 100, draw)
@@ -122,7 +122,7 @@ def test_a_master_killed_in_the_middle_costs_hits_and_nothing_else(own_mooncake_
     assert machine.replay.pages[EXTERNAL] == {}
     own_mooncake_master.restart()
     wait_until(
-        lambda: run_some(machine, 50, draw) or machine.num_fetched > before + 20, 30, "pages from the store again"
+        lambda: run_some(machine, 50, draw) or machine.num_fetched > before + 20, 90, "pages from the store again"
     )
     machine.settle()
     machine.teardown()

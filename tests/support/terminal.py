@@ -47,7 +47,7 @@ def on_terminal(*arguments: object) -> Shown:
         while part := os.read(leader, 65_536):
             output += part
     os.close(leader)
-    return Shown(process.wait(timeout=60), output.decode().replace("\r\n", "\n"))
+    return Shown(process.wait(timeout=180), output.decode().replace("\r\n", "\n"))
 
 
 def piped(*arguments: object, stdin: str = "") -> Shown:

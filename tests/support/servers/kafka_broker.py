@@ -88,7 +88,7 @@ class KafkaBroker:
         self.kill()
         self._process = ChildProcess([*self._java, "kafka.Kafka", self._settings], self._log)
         for port in self._ports:
-            self._process.wait_for_port(port, deadline_s=60.0)
+            self._process.wait_for_port(port, deadline_s=180.0)
 
     def kill(self) -> None:
         """Send SIGKILL, without a shutdown."""
@@ -112,14 +112,14 @@ class KafkaBroker:
             str(self._settings),
             *(argument for user in users for argument in ("--add-scram", user)),
         ]
-        done = subprocess.run([*self._java, *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*self._java, *arguments], capture_output=True, text=True, timeout=180)
         if done.returncode != 0:
             raise RuntimeError(f"formatting Kafka's storage failed:\n{done.stdout}{done.stderr}")
 
 
 def run_kafka_tool(name: str, *arguments: str) -> None:
     """Run one of Kafka's own tools, such as `kafka.admin.ConfigCommand`. Takes about 2 s."""
-    done = subprocess.run([*_kafka_command(), name, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*_kafka_command(), name, *arguments], capture_output=True, text=True, timeout=180)
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed:\n{done.stdout}{done.stderr}")
 
