@@ -32,10 +32,10 @@ import asyncio, sys
 import numpy as np
 from kvsight import (
     AsyncClient, BatchApplied, BatchPosition, Client, ClientDropped, Decision, DecisionsAccepted, Evidence,
-    Explanation, FeedEvent, Finding, InvalidValueError, KvsightConnectionError, KvsightError, KvsightHttpError,
-    Listener, Outcome, PeerAnswer, PeerInstance, Prompt, RadixView, RetryPolicy, StateChanged, StorageMedium,
-    UnexpectedAnswerError, ViewPage, Worker, WorkerChoice, WorkerExplanation, best_worker, rank_workers,
-    sequence_hashes,
+    Explanation, FeedEvent, Finding, Fleet, FleetRank, FleetWorker, InvalidValueError, KvsightConnectionError,
+    KvsightError, KvsightHttpError, Listener, Outcome, PeerAnswer, PeerInstance, Prompt, RadixView, RetryPolicy,
+    StateChange, StateChanged, StorageMedium, UnexpectedAnswerError, ViewPage, Worker, WorkerChoice,
+    WorkerExplanation, best_worker, rank_workers, sequence_hashes,
 )
 
 url, tokens = sys.argv[1], list(range(1, 17))
@@ -62,6 +62,10 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     view = client.view("one")
     assert isinstance(view, RadixView) and all(isinstance(page, ViewPage) for page in view.pages), view
     assert len(view.pages) == 4
+    fleet = client.fleet()
+    assert isinstance(fleet, Fleet) and isinstance(fleet.workers[0], FleetWorker), fleet
+    assert all(isinstance(rank, FleetRank) for rank in fleet.workers[0].ranks), fleet
+    assert all(isinstance(change, StateChange) for change in fleet.workers[0].changes), fleet
     assert client.health() and client.ready() and client.dump()
     event = next(client.events())
     assert isinstance(event, StateChanged) and event.state in ("live", "stale"), event  # stale on a slow machine
