@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.synchronize import Event
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +29,7 @@ from benchmarks.bench_http import Caller, filled_consumer, server_process
 from benchmarks.report import Figure, figure, main
 
 _PAGES = 20
-_INTERVALS_S = {"/fleet": 1.0, "/residency?limit=300": 2.0, "/funnel": 3.0}
+_INTERVALS_S = {"/fleet": 2.0, "/residency?limit=300": 5.0, "/funnel": 10.0}
 """Path -> seconds between two requests of a page."""
 _ROUNDS, _ROUND_S, _WARM = 12, 2.0, 200
 
@@ -44,8 +44,20 @@ async def _ask_forever(url: str, start: Event, stop: Event) -> None:
     random = np.random.default_rng(1)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(_PAGES):
+            tasks.create_task(_follow(url, stop))
             for path, interval_s in _INTERVALS_S.items():
                 tasks.create_task(_ask(url, path, interval_s, float(random.random()) * interval_s, start, stop))
+
+
+async def _follow(url: str, stop: Event) -> None:
+    """Listen to changes of states, as each page does."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(b"GET /events?kind=state HTTP/1.1\r\nhost: bench\r\n\r\n")
+    while not stop.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(reader.read(2**16), 1.0)
+    writer.close()
 
 
 async def _ask(url: str, path: str, interval_s: float, first_s: float, start: Event, stop: Event) -> None:

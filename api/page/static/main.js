@@ -1,6 +1,6 @@
 // Start here. Each section has a class that shows one answer; polls bring the answers.
 
-import { getJson, hasToken } from "./api.js";
+import { events, getJson, hasToken } from "./api.js";
 import { Ask } from "./ask.js";
 import { Decisions } from "./decisions.js";
 import { Poll } from "./poll.js";
@@ -13,6 +13,7 @@ import { Workers } from "./workers.js";
 
 const section = (id) => document.getElementById(id);
 const OUTSIDE_THE_LOG = "urn:kvsight:problem:outside-the-log";
+const RECONNECT_MS = 5000;
 const LISTS = ["workers", "residency", "ask", "decisions"].map(section);
 
 const verdict = new VerdictLine();
@@ -23,6 +24,7 @@ const decisions = new Decisions(section("decisions"));
 const worker = new WorkerView(section("worker"));
 let past = null;
 let isRefused = false;
+let isFollowing = false; // whether the page is told about changes of states
 let shown = Promise.resolve(); // when everything that was asked for is on the screen
 
 async function refreshFleet() {
@@ -31,6 +33,20 @@ async function refreshFleet() {
   workers.show(fleet);
   ask.show(fleet);
   if (fleet.is_past) await showPast();
+  else followStates();
+}
+
+/** Ask for the fleet as soon as a view changes its state. The polls go on, so that nothing depends on it. */
+async function followStates() {
+  if (isFollowing) return;
+  isFollowing = true;
+  try {
+    await events({ kind: "state" }, { state: () => polls.fleet.soon() });
+  } catch {
+    // the poll of the fleet reports a service that is away
+  } finally {
+    setTimeout(() => { isFollowing = false; }, RECONNECT_MS);
+  }
 }
 
 async function showPast() {
@@ -57,9 +73,9 @@ function guarded(ask) {
 }
 
 const polls = {
-  fleet: new Poll(guarded(refreshFleet), 1000),
-  map: new Poll(guarded(() => map.refresh()), 2000, section("residency")),
-  decisions: new Poll(guarded(() => decisions.refresh()), 3000, section("decisions")),
+  fleet: new Poll(guarded(refreshFleet), 2000),
+  map: new Poll(guarded(() => map.refresh()), 5000, section("residency")),
+  decisions: new Poll(guarded(() => decisions.refresh()), 10000, section("decisions")),
   worker: new Poll(guarded(() => worker.refresh()), 1000, section("worker")),
 };
 

@@ -1,5 +1,6 @@
 // Asks again and again, only while the page is visible and, if an element is given, only while that is on the screen.
 
+const SOON_MS = 200;
 const seen = new WeakMap();
 const observer = new IntersectionObserver((entries) => {
   for (const entry of entries) seen.get(entry.target)?.(entry.isIntersecting);
@@ -15,6 +16,7 @@ export class Poll {
     this.isLive = true; // false: asks only when it is told to
     this.isLate = false; // whether it was told to while it was busy
     this.timer = 0;
+    this.soonTimer = 0;
     if (element) {
       seen.set(element, (isOnScreen) => {
         const comes = isOnScreen && !this.isOnScreen;
@@ -25,6 +27,11 @@ export class Poll {
     }
     document.addEventListener("visibilitychange", () => document.hidden || this.now());
     this.now();
+  }
+
+  /** Ask in a moment, once for several calls. */
+  soon() {
+    this.soonTimer ||= setTimeout(() => { this.soonTimer = 0; this.now(); }, SOON_MS);
   }
 
   /** Ask now. */
