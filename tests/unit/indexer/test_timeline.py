@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from indexer.replay import LogIndexer, Timeline
+from indexer.replay import LogIndexer, MovingViews, Timeline
 from indexer.settings import IndexerSettings
 from indexer.until import Until
+from indexer.views import ViewState
 from kv_events.codec import StoredPages
 from kv_events.event_log import EventLogError, EventLogWriter
 from kv_events.log_retention import LogRetention
@@ -74,6 +75,21 @@ def test_an_indexer_continues_where_another_one_ended(log: Path) -> None:
     indexer.advance()
     assert indexer.next_index == NUM_RECORDS + 30
     assert len(frames(log)) == len(before) + indexer.frames_written > len(before)
+
+
+@pytest.mark.parametrize("years", [50, 200_000_000])
+def test_a_pause_of_any_length_is_opened_at_once(tmp_path: Path, years: int) -> None:
+    stream, other = Stream("w-0"), Stream("w-1")
+    end = 1000.0 + years * 365 * 86_400
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(stream.batch(stored((0, [1])), now=1000.0))
+        writer.append(other.batch(stored((0, [2])), now=end))
+    middle = Until(time_s=end / 2)
+    moving = MovingViews(Timeline(tmp_path, SETTINGS), Until(offset=1))
+    assert moving.move(middle)
+    for views in (Timeline(tmp_path, SETTINGS).at(middle), moving.views):
+        assert (views.now, views.freshness.log_read_at) == (end / 2, end / 2)
+        assert [views.freshness.state(view) for view in views.namespaces.views] == [ViewState.EXPIRED]
 
 
 def test_a_damaged_key_frame_is_named_and_an_earlier_one_is_used(log: Path) -> None:
