@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -28,14 +29,15 @@ def scope_of(method: str, path: str) -> str:
 
 
 class BearerToken:
-    """Middleware that accepts requests whose token permits them, and requests for `OPEN_PATHS`."""
+    """Middleware that accepts requests whose token permits them, and all requests for `open_paths`."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
         self._tokens = tokens
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
+        problem = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in self._open_paths else None
         if problem is None:
             await self._app(scope, receive, send)
         else:

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 Handler = Callable[[Body, Codec], Awaitable[Response]]
 
 
-class _ClientDisconnectedError(Exception):
+class ClientDisconnectedError(Exception):
     """The caller disconnected before the whole body arrived."""
 
 
@@ -137,7 +137,7 @@ class HotEndpoint:
             response = await self._handler(body, codec)
         except ProblemError as problem:
             response = problem.response()
-        except _ClientDisconnectedError:
+        except ClientDisconnectedError:
             return
         await response(scope, receive, send)
 
@@ -148,14 +148,17 @@ def json_response(body: bytes, status: int = HTTPStatus.OK) -> Response:
 
 
 async def read_body(receive: Receive, content_length: str | None, limit: int) -> Body:
-    """Read the whole body, at most `limit` bytes, whatever length was announced. Raises ProblemError (413)."""
+    """Read the whole body, at most `limit` bytes, whatever length was announced.
+
+    Raises ProblemError (413), and ClientDisconnectedError if the client leaves before.
+    """
     if content_length is not None and content_length.isdecimal() and int(content_length) > limit:
         raise _too_large(limit)
     body = bytearray()  # grows in place; to join many parts of a large body would hold up other callers
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _ClientDisconnectedError
+            raise ClientDisconnectedError
         chunk = message.get("body", b"")
         if len(body) + len(chunk) > limit:
             raise _too_large(limit)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.auth import BearerToken
+from api.auth import OPEN_PATHS, BearerToken
 from api.docs_page import docs_routes
 from api.documented import DocumentedApp
 from api.dump import dump_routes
@@ -34,6 +34,8 @@ from indexer.until import Until
 
 _WRITING = ("/register", "/unregister", "/decisions", "/workers/{worker:path}/resync")
 """Paths of the live service that change something."""
+_OPEN_PATHS = OPEN_PATHS - {"/metrics"}
+"""Paths without a token. The metrics are those of a moment, which has to be opened."""
 
 
 class PastApplication(DocumentedApp):
@@ -46,6 +48,7 @@ class PastApplication(DocumentedApp):
         document = super().openapi()
         for path in _WRITING:
             document["paths"].pop(path, None)
+        document["paths"]["/metrics"]["get"].pop("security", None)
         at = {"name": "at", "in": "query", "schema": {"type": "string"}, "description": AT_TEXT}
         for path, operations in document["paths"].items():
             for operation in operations.values() if shows_moment(path) else ():
@@ -84,10 +87,10 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
     app.include_router(page_routes(PastScenes(folder, moments, marks).open))
     app.include_router(site_routes())
     app.include_router(docs_routes())
-    app.add_middleware(AtMoment, moments=moments)
-    # the last middleware added is the outermost one: callers without the token can only read metrics
+    app.add_middleware(AtMoment, moments=moments, max_body_bytes=settings.max_body_bytes)
+    # the last middleware added is the outermost one: callers without the token open no moments
     if tokens.are_required:
-        app.add_middleware(BearerToken, tokens=tokens)
+        app.add_middleware(BearerToken, tokens=tokens, open_paths=_OPEN_PATHS)
     app.add_middleware(RequestLog)
     return app
 

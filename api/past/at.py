@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from contextvars import ContextVar
 from urllib.parse import parse_qsl
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.hot import ClientDisconnectedError, read_body
+from api.hot_lane.protocol import ARRIVAL_S
 from api.past.moments import Moments, OpenMoment
 from api.problems import ProblemError
 from indexer.freshness import Freshness
@@ -35,11 +39,15 @@ def shows_moment(path: str) -> bool:
 
 
 class AtMoment:
-    """Middleware that answers some paths as of a moment, which stays in memory until the answer is sent."""
+    """Middleware that answers some paths as of a moment, which stays in memory until the answer is sent.
 
-    def __init__(self, app: ASGIApp, moments: Moments) -> None:
+    Bodies are read before, so that clients that send them slowly hold no moment.
+    """
+
+    def __init__(self, app: ASGIApp, moments: Moments, max_body_bytes: int) -> None:
         self._app = app
         self._moments = moments
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not (scope["type"] == "http" and shows_moment(scope["path"])):
@@ -47,11 +55,30 @@ class AtMoment:
             return
         try:
             moment = await self._moments.parse(asked_moment(scope))
+            if scope["method"] == "POST":
+                receive = await _received(scope, receive, self._max_body_bytes)
             async with self._moments.opened(moment) as opened:
                 _present.set(opened)
                 await self._app(scope, receive, send)
         except ProblemError as problem:
             await problem.response()(scope, receive, send)
+        except ClientDisconnectedError:
+            return
+
+
+async def _received(scope: Scope, receive: Receive, limit: int) -> Receive:
+    """Read the body of a request. Returns what gives it again. Raises ProblemError and ClientDisconnectedError."""
+    try:
+        async with asyncio.timeout(ARRIVAL_S):
+            body = await read_body(receive, Headers(scope=scope).get("content-length"), limit)
+    except TimeoutError:
+        raise ProblemError(408, "", f"request: not complete after {ARRIVAL_S:.0f} s") from None
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_again
 
 
 def asked_moment(scope: Scope) -> str | None:

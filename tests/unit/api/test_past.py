@@ -345,4 +345,37 @@ async def test_many_requests_for_many_moments_are_all_answered(log: Path) -> Non
 async def test_the_token_is_asked_for(log: Path) -> None:
     async with serving(log, api_token="s3cret") as client:
         check_problem(await client.get("/workers?at=10"), 401, "unauthorized")
-        assert (await client.get("/workers?at=10", headers={"Authorization": "Bearer s3cret"})).status_code == 200
+        check_problem(await client.get("/metrics?at=10"), 401, "unauthorized")
+        for path in ("/workers?at=10", "/metrics?at=10"):
+            assert (await client.get(path, headers={"Authorization": "Bearer s3cret"})).status_code == 200
+        document = (await client.get("/openapi.json")).json()
+        assert "security" not in document["paths"]["/metrics"]["get"]
+
+
+async def test_bodies_that_arrive_slowly_hold_no_moment(log: Path) -> None:
+    asked = json.dumps({"model_name": "m", "seq_hashes": [1, 2, 3]}).encode()
+    begun, is_over = asyncio.Semaphore(0), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield asked[:1]
+        begun.release()
+        await is_over.wait()
+        yield asked[1:]
+
+    headers = {"Content-Type": "application/json"}
+    async with serving(log, max_body_bytes=1024) as client:
+        moments = range(200, 360, 20)
+        slow = [
+            asyncio.create_task(client.post(f"/query_by_hash?at={at}", content=slowly(), headers=headers))
+            for at in moments
+        ]
+        async with asyncio.timeout(120):
+            for _ in slow:
+                await begun.acquire()
+        assert (await client.get("/workers?at=5")).status_code == 200
+        is_over.set()
+        for at, answer in zip(moments, await asyncio.gather(*slow), strict=True):
+            at_once = await client.post(f"/query_by_hash?at={at}", content=asked, headers=headers)
+            assert (answer.status_code, answer.json()) == (200, at_once.json()), at
+        large = await client.post("/query?at=5", content=b" " * 1025, headers=headers)
+        check_problem(large, 413, "body-too-large", "body")
