@@ -11,9 +11,7 @@ import typer
 from kvsight.cli.console import UsageError, err
 from kvsight.extras import require_analysis
 
-HtmlReport = Annotated[
-    Path | None, typer.Option("--html", help="Write a report with plots here. It is one file, and needs no network.")
-]
+HtmlReport = Annotated[Path | None, typer.Option("--html", help="Write a report with plots to one file.")]
 
 
 def check_html(path: Path | None, needed_by: str) -> None:

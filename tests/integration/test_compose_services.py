@@ -59,7 +59,8 @@ def url(kafka_bootstrap: str, redis_server: RedisServer, environment: dict[str, 
     running = []
     try:
         for name in SERVICES:
-            words = [addresses.get(word, word) for word in compose.command(name)]
+            own = addresses | {"9100": str(free_port())}  # of metrics: each container has its own address
+            words = [own.get(word, word) for word in compose.command(name)]
             service = {key: str(value) for key, value in compose.SERVICES[name].get("environment", {}).items()}
             running.append(ChildProcess([*KVSIGHT, *words[1:]], tmp_path / f"{name}.log", {**environment, **service}))
         running[0].wait_for_port(port, deadline_s=100)
@@ -78,7 +79,7 @@ def run(line: str, environment: dict[str, str], folder: Path) -> str:
         ["/bin/bash", "-euo", "pipefail", "-c", line],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         cwd=folder,
         env={**os.environ, **environment},
     )
