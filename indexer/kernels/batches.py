@@ -29,12 +29,14 @@ from kv_events.log_kernels import OFFSET, PARTITION, TIMESTAMP_MS
 from kv_events.page_table import CAPACITY
 from kv_events.page_table_kernels import num_entries
 
-NUM_STREAM_FIELDS = 12
-SPACE, NUMBER, LAST_EPOCH, NEXT_SEQ, HEARD_MS, LATEST_MS, BATCHES, STORED, REMOVED, KNOWN, UNKNOWN, REFUSED = range(
-    NUM_STREAM_FIELDS
-)
+NUM_STREAM_FIELDS = 13
+(
+    SPACE, NUMBER, LAST_EPOCH, NEXT_SEQ, HEARD_MS, LATEST_MS, AGREED_MS,
+    BATCHES, STORED, REMOVED, KNOWN, UNKNOWN, REFUSED,
+) = range(NUM_STREAM_FIELDS)  # fmt: skip
 """Columns of streams. SPACE: row of the index in `Tracked.spaces`, or -1 if no batch of the stream can be applied here.
-HEARD_MS: time of the last record applied; LATEST_MS: the latest time. BATCHES to REFUSED are counted from 0."""
+HEARD_MS: time of the last record applied; LATEST_MS: the latest time; AGREED_MS: HEARD_MS when the digests were equal
+for the last time. BATCHES to REFUSED are counted from 0."""
 
 NUM_CLOCK_FIELDS = 4
 NOW, LOG_READ_AT, RESUMED_AT, LONGEST_PAUSE = range(NUM_CLOCK_FIELDS)
@@ -161,4 +163,5 @@ def apply_batches(data, rows, arrays, wanted, numbers, tracked, start, stop, mos
         stream[REFUSED] += refused
         if refused > 0 or not _equals_stated(digest, data, arrays.batches[i, DIGEST]):
             return i + 1, num_touched, DOUBTED
+        stream[AGREED_MS] = stream[HEARD_MS]
     return stop, num_touched, HANDED_BACK

@@ -197,16 +197,16 @@ class ChunkApplier:
         touched = tracked.touched[:num_touched]
         for number, facts in zip(touched.tolist(), tracked.streams[touched].tolist(), strict=True):
             self._update(self._views[number], number, facts)
-            if reason != DOUBTED or number != numbers[end - 1]:
-                self._views[number].agreed_at = self._views[number].heard_at
         tracked.streams[touched, BATCHES:] = 0
         return end, reason == DOUBTED
 
     def _update(self, view: View, number: int, facts: list[int]) -> None:
         """Write what the kernel has done to a view."""
-        _, _, _, next_seq, heard_ms, latest_ms, batches, stored, removed, known, unknown, refused = facts
+        _, _, _, next_seq, heard_ms, latest_ms, agreed_ms, batches, stored, removed, known, unknown, refused = facts
         view.position = view.position._replace(next_seq=next_seq)
         view.heard_at, view.heard_tick = heard_ms / 1000, max(view.heard_tick, latest_ms / 1000)
+        if agreed_ms != _NEVER:
+            view.agreed_at = agreed_ms / 1000
         view.index.digest(view.number)[:] = self._tracked.digests[number]
         view.count_refused(refused)
         counters = view.counters
@@ -246,7 +246,7 @@ class ChunkApplier:
         self._views[number] = view
         space = self._space(NamespaceKey(stream.model, stream.tenant, block_size), view.index)
         tracked = self._tracked
-        tracked.streams[number] = space, view.number, view.epoch, view.next_seq, 0, _NEVER, 0, 0, 0, 0, 0, 0
+        tracked.streams[number] = space, view.number, view.epoch, view.next_seq, 0, _NEVER, _NEVER, 0, 0, 0, 0, 0, 0
         tracked.digests[number] = view.index.digest(view.number)
 
     def _space(self, key: NamespaceKey, index: OverlapIndex) -> int:

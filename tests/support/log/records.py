@@ -77,7 +77,7 @@ class Stream:
         """Return the next record."""
         for event in events:
             self._track(event)
-        now = time.time() if now is None else now
+        now = time.time() if now is None else float(now)  # an integer is encoded otherwise, and no batch is plain
         payload = encode_batch(
             self.id,
             self.block_size,

@@ -34,6 +34,7 @@ def _view_facts(replay: Replay, view: View) -> dict[str, Any]:
         "state": (view.state, replay.freshness.state(view), view.reason, replay.freshness.reason(view)),
         "position": view.position,
         "heard": (view.heard_at, view.heard_tick),
+        "agreed": (view.agreed_at, view.missing_batches),
         "counters": asdict(view.counters),
         "pages": held_pages(view),
         "digest": view.index.digest(view.number).tolist(),

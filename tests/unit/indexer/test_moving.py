@@ -6,11 +6,13 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from indexer.replay import LogIndexer, MovingViews, Timeline
 from indexer.settings import IndexerSettings
 from indexer.until import Until
+from kv_events.batch_columns import decode_chunk
 from kv_events.event_log import EventLogWriter
 from tests.support.log.faulty_run import faulty_run
 from tests.support.log.records import Stream, stored
@@ -36,6 +38,7 @@ def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cos
     span = timeline.span_s
     assert span is not None
     moving = MovingViews(timeline, Until(offset=1))
+    assert num_plain(timeline) > 250
     for _ in range(150):
         near = moving.views.now + random.choice((0.0, 0.2, 3.0, 40.0))
         moment = random.choice(
@@ -58,16 +61,26 @@ def test_views_after_any_moves_are_those_of_the_moment(tmp_path: Path, frame_cos
     assert ways["opened"] > 5, ways
 
 
+def num_plain(timeline: Timeline) -> int:
+    """Return the number of batches that can be applied by the kernel."""
+    return sum(
+        int(np.count_nonzero(decode_chunk(chunk, 0, len(chunk.rows)).arrays.plain)) for chunk in timeline.chunks(0)
+    )
+
+
 def test_a_live_view_agreed_with_its_publisher_at_its_newest_batch(tmp_path: Path) -> None:
     stream = Stream("w")
     with EventLogWriter(tmp_path) as writer:
         for i in range(20):
-            writer.append(stream.batch(stored((0, [i + 1])), now=1000 + i))
-        writer.append(stream.batch(stored((0, [30])), digest=bytes(64), now=1020))
-    moving = MovingViews(Timeline(tmp_path, SETTINGS), Until(offset=5))
-    for offset, agreed_at in ((5, 1004.0), (15, 1014.0), (20, 1019.0), (21, 1019.0)):
+            writer.append(stream.batch(stored((0, [i + 1])), now=1000.5 + i))
+        writer.append(stream.batch(stored((0, [30])), digest=bytes(64), now=1020.5))
+    timeline = Timeline(tmp_path, SETTINGS)
+    assert num_plain(timeline) == 21
+    moving = MovingViews(timeline, Until(offset=5))
+    for offset, agreed_at in ((5, 1004.5), (15, 1014.5), (18, 1017.5), (21, 1019.5)):
         assert moving.move(Until(offset=offset))
-        assert [view.agreed_at for view in moving.views.namespaces.views] == [agreed_at]
+        for views in (moving.views, timeline.at(Until(offset=offset))):
+            assert [view.agreed_at for view in views.namespaces.views] == [agreed_at]
 
 
 def test_views_do_not_move_back_or_far_beyond_key_frames(tmp_path: Path) -> None:
