@@ -232,6 +232,58 @@ async def first_is(names: Locator, name: str) -> bool:
     return (await names.all_inner_texts())[0] == name
 
 
+MAP = """
+() => ({
+  heads: [...document.querySelectorAll('#residency thead th')].slice(1).map(e => e.innerText.replace('▲ ', '')),
+  rows: [...document.querySelectorAll('#residency tbody tr')].map(row => ({
+    isGone: row.classList.contains('gone'),
+    labels: [...row.querySelectorAll('.tiers')].map(e => e.getAttribute('aria-label')),
+    parts: row.querySelectorAll('.tiers span').length,
+  })),
+})
+"""
+
+
+async def test_cells_of_the_map_stay_under_their_workers_while_somebody_reads(browser: Browser) -> None:
+    faults: list[str] = []
+    leaving = Stream("m-2")
+    async with hand_fed() as (url, fed):
+        await fed.hold(Stream("m-1"), TOKENS)
+        await fed.hold(leaving, TOKENS)
+        others = await fed.hold(leaving, list(range(500, 540)))
+        page = await opened(browser, url, faults, height=500)
+        await page.locator("#residency").scroll_into_view_if_needed()
+        await wait_for_text(page, "#residency thead", "m-2")
+        await page.mouse.wheel(0, 900)
+        await async_wait_until(lambda: page.evaluate("scrollY >= 60"), 60, "a page that is scrolled")
+        await fed.feed(leaving.batch(removed(others)))
+        await fed.hold(Stream("a-0"), [*TOKENS[:4], *range(900, 960)])  # its column is the first one
+        shown: dict[str, Any] = {}
+
+        async def is_gone() -> bool:
+            nonlocal shown
+            shown = await page.evaluate(MAP)
+            return shown["heads"] == ["a-0", "m-1", "m-2"] and any(row["isGone"] for row in shown["rows"])
+
+        await async_wait_until(is_gone, 60, "a row without its prefix")
+        assert [[label.partition(":")[0] for label in row["labels"]] for row in shown["rows"]] == [shown["heads"]] * 2
+        assert [row["parts"] for row in shown["rows"] if row["isGone"]] == [0]
+        assert faults == []
+
+
+async def test_a_service_that_hangs_is_not_green(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed() as (url, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        page = await opened(browser, url, faults)
+        await wait_for_text(page, "#verdict", "1 of 1 workers live")
+        await page.route("**/fleet*", lambda _: None)  # which is never answered
+        await wait_for_text(page, "#verdict", "The service does not answer. Figures below are")
+        await page.unroute("**/fleet*")
+        await wait_for_text(page, "#verdict", "1 of 1 workers live")
+        assert faults == []
+
+
 async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> None:
     faults: list[str] = []
     stream = Stream("one/a b", model="m")

@@ -3,6 +3,8 @@
 import { get } from "./state.js";
 
 const TOKEN = "kvsight-token";
+const ANSWER_MS = 10000;
+const PAST_ANSWER_MS = 120000; // a moment of a long log is computed first
 
 /** A request that was refused, with the problem document of the service. */
 export class Refused extends Error {
@@ -35,8 +37,9 @@ async function checked(answer) {
   throw new Refused(answer.status, await answer.json().catch(() => ({})));
 }
 
-/** GET a path. params: name -> value; empty ones are left out. Throws Refused, or TypeError if the service is away. */
-export async function getJson(path, params = {}, signal = undefined) {
+/** GET a path. params: name -> value; empty ones are left out. Throws Refused, or another error if the service is away or hangs. */
+export async function getJson(path, params = {}) {
+  const signal = AbortSignal.timeout(get("at") === null ? ANSWER_MS : PAST_ANSWER_MS);
   return (await checked(await fetch(address(path, params), { headers: headers(), signal }))).json();
 }
 

@@ -5,7 +5,7 @@ import { Ask } from "./ask.js";
 import { Decisions } from "./decisions.js";
 import { Poll } from "./poll.js";
 import { ResidencyMap } from "./residency.js";
-import { onChange, set } from "./state.js";
+import { get, onChange, set } from "./state.js";
 import { askForToken } from "./token.js";
 import { VerdictLine } from "./verdict.js";
 import { WorkerView } from "./worker.js";
@@ -14,6 +14,7 @@ import { Workers } from "./workers.js";
 const section = (id) => document.getElementById(id);
 const OUTSIDE_THE_LOG = "urn:kvsight:problem:outside-the-log";
 const RECONNECT_MS = 5000;
+const SLOW_MS = 5000;
 const LISTS = ["workers", "residency", "ask", "decisions"].map(section);
 
 const verdict = new VerdictLine();
@@ -28,7 +29,8 @@ let isFollowing = false; // whether the page is told about changes of states
 let shown = Promise.resolve(); // when everything that was asked for is on the screen
 
 async function refreshFleet() {
-  const fleet = await getJson("fleet", { contains: workers.contains });
+  const slow = setTimeout(() => get("at") ?? verdict.fail(new Error("slow")), SLOW_MS);
+  const fleet = await getJson("fleet", { contains: workers.contains }).finally(() => clearTimeout(slow));
   verdict.show(fleet);
   workers.show(fleet);
   ask.show(fleet);

@@ -87,24 +87,32 @@ export class ResidencyMap {
     const element = h("tr", {}, label);
     let cells = [];
     let shown = "";
+    const fit = (columns) => {
+      if (cells.length === columns.length) return;
+      cells = columns.map(() => tierBar());
+      place(element, [label, ...cells.map((cell) => h("td", { class: "cell" }, cell))]);
+    };
     const update = (row) => {
       const { columns, block_size } = this.#answer;
-      const now = JSON.stringify([row, columns.length]);
+      const now = JSON.stringify([row, columns.map((column) => column.worker)]);
       if (now === shown) return;
       shown = now;
       label.title = `sequence hash ${row.hash}`;
       label.replaceChildren(h("div", { class: "prefix" }, h("code", {}, row.hash.slice(0, 8)), h("span", {}, counted(row.pages, "page")),
         h("span", { class: "quiet" }, `${count(row.pages * block_size)} tokens`), h("span", { class: "quiet" }, counted(row.holders, "holder"))));
-      if (cells.length !== columns.length) {
-        cells = columns.map(() => tierBar());
-        place(element, [label, ...cells.map((cell) => h("td", { class: "cell" }, cell))]);
-      }
+      fit(columns);
       const held = new Map(row.cells.map(([column, ...cumulative]) => [column, cumulative]));
       columns.forEach((column, i) => {
         const parts = alone(held.get(i) ?? [0, 0, 0, 0]);
         drawTiers(cells[i], parts, row.pages, `${column.worker}: ${tierWords(parts)} of ${count(row.pages)}`);
       });
     };
-    return { element, update };
+    const empty = () => { // the columns may be those of other workers now
+      const { columns } = this.#answer;
+      shown = "";
+      fit(columns);
+      columns.forEach((column, i) => drawTiers(cells[i], [0, 0, 0, 0], 1, `${column.worker}: not known now`));
+    };
+    return { element, update, empty };
   }
 }

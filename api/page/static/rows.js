@@ -4,7 +4,7 @@ import { place } from "./dom.js";
 import { hold } from "./hold.js";
 
 export class Rows {
-  /** parent: the <tbody>. key: item -> text. make: item -> {element, update(item)}. */
+  /** parent: the <tbody>. key: item -> text. make: item -> {element, update(item)}, or with empty(), which is called for a row that is gone. */
   constructor(parent, key, make) {
     this.parent = parent;
     this.key = key;
@@ -23,6 +23,7 @@ export class Rows {
         const item = wanted.get(key);
         row.element.classList.toggle("gone", item === undefined);
         if (item !== undefined) row.update(item);
+        else row.empty?.();
       }
       const keys = [...this.rows.keys()];
       this.pending([...wanted.keys()].some((key, i) => keys[i] !== key) || keys.length !== wanted.size);
