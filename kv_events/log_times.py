@@ -9,6 +9,7 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -231,3 +232,23 @@ def replace_file(path: Path, data: bytes) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def delete_unfinished(folder: Path, suffix: str) -> None:
+    """Delete what processes that have ended left of `replace_file`. suffix: of the files."""
+    # the number of this process may be that of one that ended, as in a container
+    for path in folder.glob(f"*{suffix}.*"):
+        owner = path.name.rpartition(".")[2]
+        if owner.isdecimal() and (int(owner) == os.getpid() or not _is_running(int(owner))):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it belongs to another user
+        return True
+    return True

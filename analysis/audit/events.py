@@ -90,7 +90,10 @@ class EventAudit:
             view.counters = ViewCounters()
             stream = self._add(view, self.replay.namespaces.block_size(view.stream))
             stream.epoch, stream.seq, stream.report.epochs = view.epoch, view.next_seq - 1, 1
-            stream.is_partial = view.state is ViewState.STALE
+            lacks_batches = self.replay.lacks_beginning and view.state is not ViewState.LIVE
+            stream.is_partial = lacks_batches or view.state is ViewState.STALE
+            if lacks_batches:
+                stream.report.earlier_batches = view.next_seq
             if view.marks is not None:
                 stream.mark = 1
                 began = bounded(view.resync_began)

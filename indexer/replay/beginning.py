@@ -19,7 +19,7 @@ class Beginning(NamedTuple):
     fault: str = ""
     """Why the key frame could not be used; empty if there is none, or if it is used."""
     warning: str = ""
-    """That the views are unknown, because older records were deleted and there is no key frame; empty if not."""
+    """That the views are incomplete, because older records were deleted without a key frame that has all of them."""
 
 
 def open_beginning(folder: Path, settings: IndexerSettings, *, is_bounded: bool = True) -> Beginning:
@@ -33,15 +33,17 @@ def open_beginning(folder: Path, settings: IndexerSettings, *, is_bounded: bool 
     fault = ""
     if path.exists():
         try:
-            return Beginning(load_frame(read_head(path, settings if is_bounded else None), settings))
+            views = load_frame(read_head(path, settings if is_bounded else None), settings)
+            return Beginning(views, warning=begins_late(folder, first) if views.lacks_beginning else "")
         except (KeyFrameError, OtherSettingsError) as error:
             fault = str(error)
     return Beginning(Replay(settings), fault, begins_late(folder, first) if first else "")
 
 
 def begins_late(folder: Path, first_index: int) -> str:
-    """Return the sentence about a log whose oldest records were deleted, and that has no key frame at its beginning."""
+    """Return the sentence about a log whose oldest records were deleted, without a key frame that has all of them."""
+    cause = f"the records before {first_index} are deleted" if first_index else "it is a slice of a log that does"
     return (
-        f"{folder} begins late: the records before {first_index} are deleted, and there is no key frame at its "
-        "beginning. What a worker held then is unknown until it resends everything"
+        f"{folder} begins late: {cause}, and no key frame has everything that workers held then. "
+        "What a worker held is unknown until it resends everything"
     )

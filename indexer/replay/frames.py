@@ -53,6 +53,8 @@ class FrameHead(msgspec.Struct, frozen=True, array_like=True):
     num_records: int
     rejected: dict[str, int]
     """Reason -> records that could not be applied."""
+    lacks_beginning: bool = False
+    """See `Replay`."""
 
 
 class Frame(NamedTuple):
@@ -89,6 +91,7 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
         replay.freshness.resumed_at,
         replay.applier.records,
         dict(replay.applier.dead_letters.counts),
+        replay.lacks_beginning,
     )
     copying = take(replay.namespaces, replay.positions, replay.now, is_exact=True)
     while True:
@@ -139,6 +142,7 @@ def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
     replay.applier.records, replay.applier.dead_letters.counts = head.num_records, Counter(head.rejected)
     replay.now, replay.positions = snapshot.taken_at, dict(head.positions)
     replay.freshness.log_read_at, replay.freshness.resumed_at = head.log_read_at, head.resumed_at
+    replay.lacks_beginning = head.lacks_beginning
     return replay
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from indexer.replay.frames import checksum, save_frame
+from indexer.replay.frames import FRAME_SUFFIX, checksum, save_frame
 from indexer.replay.timeline import Timeline
 from indexer.settings import IndexerSettings
 from indexer.until import Until
+from kv_events.log_times import TIMES_SUFFIX, delete_unfinished
 from kv_events.records import LogRecord
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class LogIndexer:
         frame_cost: changes of pages between two key frames of a file; a record counts as 128 of them.
         """
         self._folder = folder
+        for suffix in (FRAME_SUFFIX, TIMES_SUFFIX):
+            delete_unfinished(folder, suffix)
         self._frame_cost = frame_cost
         self.timeline = Timeline(folder, settings)
         """The log. Its `damage` and `faults` name what could not be used."""
@@ -80,6 +83,7 @@ class LogIndexer:
         self._segment = self._next_index  # no key frame is due for files that begin here or before
         self._cost = 0
         self._newest: tuple[int, LogRecord] | None = None  # the last record that was applied
+        self._began_at: float | None = None  # time of the first record that was applied
 
     def _next_segment(self) -> int | None:
         return self.timeline.segment_after(self._segment)
@@ -91,6 +95,8 @@ class LogIndexer:
 
     def _apply(self, index: int, record: LogRecord) -> None:
         self._views.apply(record)
+        if self._began_at is None:
+            self._began_at = self._views.now
         self._newest, self._next_index = (index, record), index + 1
         self._cost += _RECORD_COST + len(record.payload) // _PAGE_BYTES
         if self._cost > self._frame_cost and self._cost > _HELD_COST * self._num_held():
@@ -99,8 +105,15 @@ class LogIndexer:
     def _num_held(self) -> int:
         return sum(namespace.index.num_pages for namespace in self._views.namespaces)
 
+    def _knows_all(self) -> bool:
+        """Return whether every worker was heard since the beginning, unless it is silent, and its view was live."""
+        views, ttl_s = self._views, self._views.settings.worker_ttl_s
+        was_heard = self._began_at is not None and views.now - self._began_at > ttl_s
+        return was_heard and all(view.agreed_at for view in views.namespaces.views)
+
     def _write_frame(self) -> None:
         self._cost = 0
+        self._views.lacks_beginning = self._views.lacks_beginning and not self._knows_all()
         index, record = self._newest or (-1, None)
         last = checksum(record) if record is not None and index == self._next_index - 1 else 0  # 0: it is damaged
         if self._write("key frame", lambda: save_frame(self._folder, self._views, self._next_index, last)):

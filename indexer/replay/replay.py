@@ -37,6 +37,8 @@ class Replay:
         """Whether workers that are silent for too long are dropped, as a service does."""
         self.num_forgotten = 0
         """Views that were dropped."""
+        self.lacks_beginning = False
+        """Whether the views were begun without what precedes the log, so that what workers held then is unknown."""
 
     @property
     def namespaces(self) -> Namespaces:

@@ -109,7 +109,7 @@ class Timeline:
     @property
     def warnings(self) -> list[str]:
         """One of the key frames that were passed over so far because they were made with other settings, or that views
-        were opened without what precedes the log, because there is no key frame.
+        were opened without what precedes the log, because no key frame has it.
         """
         if self._lacks_beginning:
             return [] if self._other_settings else [begins_late(self._folder, self.first_index)]
@@ -301,15 +301,18 @@ class Timeline:
                 frame = read_head(path, self._settings)
                 if self._is_before(frame, moment, stop):
                     self._check_record(frame)
-                    return load_frame(frame, self._settings), frame.head.next_index
+                    views = load_frame(frame, self._settings)
+                    self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
+                    return views, frame.head.next_index
             except KeyFrameError as error:
                 self._frame_faults[path] = str(error)
             except OtherSettingsError as error:
                 self._other_settings[path] = str(error)
         first = self._times.first_index
-        is_late = first > 0 or self._folder / f"{first:020d}{FRAME_SUFFIX}" in self._other_settings
-        self._lacks_beginning = self._lacks_beginning or is_late
-        return Replay(self._settings), self._times.first_index
+        views = Replay(self._settings)
+        views.lacks_beginning = first > 0 or self._folder / f"{first:020d}{FRAME_SUFFIX}" in self._other_settings
+        self._lacks_beginning = self._lacks_beginning or views.lacks_beginning
+        return views, first
 
     def num_frames(self, start: int, stop: int) -> int:
         """Return the number of key frames behind an index, up to and including another one."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from indexer.replay import LogIndexer, MovingViews, Timeline
+from analysis.audit.audit import audit_log
+from indexer.replay import LogIndexer, MovingViews, Timeline, open_beginning
 from indexer.settings import IndexerSettings
 from indexer.until import Until
 from indexer.views import ViewState
@@ -208,6 +211,64 @@ def test_an_indexer_that_is_overtaken_by_deletions_goes_on_at_the_oldest_record(
     indexer.advance()
     assert indexer.next_index == NUM_RECORDS
     assert num_pages(Timeline(log, SETTINGS)) == NUM_RECORDS - int(second.stem)
+
+
+def write_more(folder: Path, stream: Stream, first: int, number: int) -> None:
+    """Write batches, one a second. Batch i stores page i + 1."""
+    with EventLogWriter(folder, segment_bytes=1500) as writer:
+        for i in range(first, first + number):
+            writer.append(stream.batch(stored((0, [i + 1])), now=1000.5 + i))
+
+
+def delete_before(folder: Path, index: int) -> None:
+    """Delete the oldest files, as retention does."""
+    for path in folder.glob("*.kv*"):
+        if int(path.name.partition(".")[0]) < index:
+            path.unlink()
+
+
+def test_key_frames_of_views_without_a_beginning_say_so(tmp_path: Path) -> None:
+    """After the settings change, the key frames of a log that begins late are of no use, and new ones lack the same."""
+    write_more(tmp_path, Stream("w"), 0, 40)
+    LogIndexer(tmp_path, SETTINGS).advance()
+    segments = [int(path.stem) for path in sorted(tmp_path.glob("*.kvlog"))]
+    delete_before(tmp_path, segments[2])
+    changed = IndexerSettings(max_pages=2000)
+    LogIndexer(tmp_path, changed).advance()
+    delete_before(tmp_path, segments[4])
+    timeline, beginning = Timeline(tmp_path, changed), open_beginning(tmp_path, changed)
+    assert [view.state for view in timeline.at().namespaces.views] == [ViewState.STALE]
+    assert [f"the records before {segments[4]} are deleted" in warning for warning in timeline.warnings] == [True]
+    assert (beginning.fault, [beginning.warning]) == ("", timeline.warnings)
+    (stream,) = audit_log(tmp_path).streams
+    assert (stream.earlier_batches, stream.first_bad_batch, stream.not_live_s) == (segments[4], None, 0)
+
+
+def test_key_frames_are_whole_again_after_every_worker_agreed(tmp_path: Path) -> None:
+    stream = Stream("w")
+    write_more(tmp_path, stream, 0, 20)
+    delete_before(tmp_path, int(sorted(tmp_path.glob("*.kvlog"))[1].stem))
+    indexer = LogIndexer(tmp_path, SETTINGS)
+    indexer.advance()
+    timeline = Timeline(tmp_path, SETTINGS)
+    assert [view.state for view in timeline.at().namespaces.views] == [ViewState.STALE]
+    assert len(timeline.warnings) == 1
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(stream.resync(now=1030.0))
+    write_more(tmp_path, stream, 30, 40)
+    indexer.advance()
+    timeline = Timeline(tmp_path, SETTINGS)
+    assert [view.state for view in timeline.at().namespaces.views] == [ViewState.LIVE]
+    assert timeline.warnings == []
+
+
+def test_what_a_killed_indexer_left_is_deleted(log: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    for name in (f"{0:020d}.kvframe.{ended.pid}", f"{0:020d}.kvtimes.{ended.pid}", f"{0:020d}.kvframe.{os.getppid()}"):
+        (log / name).write_bytes(b"unfinished")
+    index_log(log)
+    assert [path.name for path in log.glob("*.kv*.*")] == [f"{0:020d}.kvframe.{os.getppid()}"]
 
 
 def test_a_worker_that_is_silent_for_long_is_dropped_as_in_a_service(tmp_path: Path) -> None:
