@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
 from indexer.until import Until
@@ -39,6 +39,17 @@ def parse_moment(at: str | None, field: str = "at") -> Moment:
         return Moment(at, Until(time_s=time.timestamp()), is_naive=time.tzinfo is None)
     except (ValueError, OverflowError):
         raise InvalidValueError(field, at, MOMENT_FORMS) from None
+
+
+def utc_text(seconds: float) -> str:
+    """Return a time in UTC, as a moment is written. seconds: since 1970.
+
+    Times in a log come from other machines, and may be none that a calendar has.
+    """
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):
+        return f"@{seconds:g}"
 
 
 def _positions(text: str) -> dict[int, int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 
 from analysis.audit.funnel import NEW, NO_OUTCOME, NO_PAGE
 from analysis.audit.report import AuditReport, Finding, Place, StreamReport
+from indexer.moments import utc_text
 
 _LEAST_WEIGHT = 0.001
 _NO_FAULTS = (NEW, NO_PAGE, NO_OUTCOME)
@@ -120,11 +120,7 @@ def _of_the_funnel(report: AuditReport) -> Iterator[Finding]:
 
 def _placed(stream: StreamReport, place: Place | None) -> str:
     assert place is not None
-    try:
-        at = datetime.fromtimestamp(place.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    except (ValueError, OverflowError, OSError):  # no calendar has this time
-        at = f"@{place.time:g}"
-    return f"record {place.index}, {stream.stream}, seq {place.seq}, {at}"
+    return f"record {place.index}, {stream.stream}, seq {place.seq}, {utc_text(place.time)}"
 
 
 def _time(place: Place | None) -> float:

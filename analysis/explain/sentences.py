@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 from analysis.explain.follower import Batch, Gap
+from indexer.moments import utc_text
 
 _FIELDS = {
     "model": "model",
@@ -18,14 +18,9 @@ _FIELDS = {
 }
 
 
-def time_text(seconds: float) -> str:
-    """Return a time in UTC, as `--at` accepts it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 def at(batch: Batch) -> str:
     """Return when and where a batch is in the log."""
-    return f"at {time_text(batch.time_s)} ({where(batch)})"
+    return f"at {utc_text(batch.time_s)} ({where(batch)})"
 
 
 def when(batch: Batch) -> str:
@@ -101,7 +96,7 @@ def lost(page: int, gap: Gap, num_gaps: int, resync: Batch | None) -> str:
     several = gap.first_seq != gap.last_seq
     numbers = f"batches {gap.first_seq} to {gap.last_seq}" if several else f"batch {gap.first_seq}"
     start = "" if gap.before is None else f"{where(gap.before)} and "
-    between = f"between {start}{where(gap.after)}, {time_text(gap.after.time_s)}"
+    between = f"between {start}{where(gap.after)}, {utc_text(gap.after.time_s)}"
     more = f" ({num_gaps} gaps since the view was last right)" if num_gaps > 1 else ""
     return f"Page {page + 1} may have been stored in {numbers}, lost: {between}{more}. {_since(resync)}."
 
@@ -122,7 +117,7 @@ def stale(page: int, state: str, reason: str, doubted: Batch, resync: Batch | No
     """The view is not right."""
     if resync is not None:
         return f"A resync began {when(resync)} and has not ended, so page {page + 1} may still come."
-    since = "from before the log begins" if doubted.is_before_log else time_text(doubted.time_s)
+    since = "from before the log begins" if doubted.is_before_log else utc_text(doubted.time_s)
     begins = f"The view is {state} ({reason}) since {since} ({where(doubted)})"
     return f"{begins}: page {page + 1} may be missing only in the view."
 

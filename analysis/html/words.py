@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
+
+from indexer.moments import utc_text
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _LONGEST_NAME = 32
@@ -45,12 +46,12 @@ def count(many: int, noun: str, plural: str = "") -> str:
     return f"{many:,} {noun if many == 1 else plural or noun + 's'}"
 
 
-def utc(seconds: float, digits: str = "milliseconds") -> str:
-    """A time in UTC. Times in a log come from other machines, and may be none that a calendar has."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(" ", digits).removesuffix("+00:00") + " UTC"
-    except (ValueError, OverflowError, OSError):
-        return f"@{seconds:g}"
+def utc(seconds: float, digits: int = 3) -> str:
+    """A time in UTC, to be read. digits: of the fraction of the second, 3 or 0."""
+    text = utc_text(seconds)
+    if text.startswith("@"):
+        return text
+    return text.removesuffix("Z").replace("T", " ")[: None if digits else -4] + " UTC"
 
 
 def duration(seconds: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -13,7 +12,7 @@ from api.daemon_threads import run_in_daemon_thread
 from api.page.funnel import FunnelWindow
 from api.page.watch import Rates
 from api.problems import ProblemError
-from indexer.moments import parse_moment
+from indexer.moments import parse_moment, utc_text
 from indexer.replay import MovingViews, Replay, Timeline
 from indexer.settings import IndexerSettings
 from indexer.until import Until
@@ -129,7 +128,9 @@ class Moments:
         if span is None:
             return "outside the log, which is empty"
         if moment.time_s is not None and not span[0] <= moment.time_s <= span[1]:
-            return f"{_side(moment.time_s < span[0])}, which has records from {_utc(span[0])} to {_utc(span[1])}"
+            return (
+                f"{_side(moment.time_s < span[0])}, which has records from {utc_text(span[0])} to {utc_text(span[1])}"
+            )
         if moment.offset is not None and not first < moment.offset <= end:
             return f"{_side(moment.offset <= first)}, whose moments are {first + 1} to {end}"
         for partition, offset in (moment.positions or {}).items():
@@ -262,7 +263,3 @@ def _key(moment: Until) -> Key:
 
 def _side(is_before: bool) -> str:
     return "before the start of the log" if is_before else "behind the end of the log"
-
-
-def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

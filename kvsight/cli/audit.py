@@ -103,11 +103,11 @@ def _lines(report: AuditReport, examples: Path | None, width: int) -> Iterator[s
 
 
 def _span_lines(report: AuditReport) -> Iterator[str]:
-    first, last = _shown_time(report.first_time), _shown_time(report.last_time)
+    first, last = local_time(report.first_time), local_time(report.last_time)
     size = f"{count(report.records, 'record')}, {report.bytes:,} bytes"
     yield f"{report.log}: {size} of {count(len(report.streams), 'stream')}, {first} to {last}"
     rates = report.rates
-    peak = f"at most {rates.peak_pages_per_s:,} in one second, {_shown_time(rates.peak_time)}"
+    peak = f"at most {rates.peak_pages_per_s:,} in one second, {local_time(rates.peak_time)}"
     yield f"{rates.pages_per_s:,.0f} pages/s stored and removed, {peak}; {rates.records_per_s:,.1f} records/s"
     yield from (f"damage: {text}" for text in report.damage)
 
@@ -164,7 +164,7 @@ def _resync_lines(report: AuditReport, width: int) -> Iterator[str]:
         Column("pages", [str(each.pages) for each in shown], is_number=True),
         Column("bytes", [str(each.bytes) for each in shown], is_number=True, rank=2),
         Column("took", [duration(int(each.seconds * 1000)) for each in shown], is_number=True, rank=1),
-        Column("time", [_shown_time(each.time) for each in shown], rank=3),
+        Column("time", [local_time(each.time) for each in shown], rank=3),
         Column("end", ["complete" if each.is_complete else "cut off" for each in shown], rank=1),
     ]
     yield from table_lines(columns, width)
@@ -237,11 +237,3 @@ def _share(number: int, whole: int) -> str:
 
 def _of(shown: int, known: int) -> str:
     return f", {shown} of {known}" if shown < known else ""
-
-
-def _shown_time(seconds: float) -> str:
-    """Times in a log come from other machines, and may be none that a calendar has."""
-    try:
-        return local_time(seconds)
-    except (ValueError, OverflowError, OSError):
-        return f"@{seconds:g}"

@@ -125,7 +125,8 @@ def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
 
 
 def _time(finding: Finding) -> str:
-    return local_time(finding.evidence[-1].batch.time)[5:23] if finding.evidence else ""
+    shown = local_time(finding.evidence[-1].batch.time) if finding.evidence else ""
+    return shown if shown.startswith("@") else shown[5:23]
 
 
 def _record(finding: Finding) -> str:

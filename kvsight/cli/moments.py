@@ -27,8 +27,14 @@ def parse_moment(at: str | None, flag: str = "--at") -> Moment:
 
 
 def local_time(seconds: float) -> str:
-    """A time in the local zone, with the zone's offset. seconds: since 1970."""
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="milliseconds")
+    """A time in the local zone, with the zone's offset. seconds: since 1970.
+
+    Times in a log come from other machines, and may be none that a calendar has.
+    """
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return f"@{seconds:g}"
 
 
 @dataclass

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from kv_events.errors import InvalidValueError
+from kvsight.cli.moments import local_time
 from kvsight.cli.streams import MEDIA
 from kvsight.cli.tables import printable
 from kvsight.schemas.events import ClientDropped, FeedEvent, StateChanged
@@ -48,7 +48,8 @@ class TailEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def line(self) -> str:
         """The event for people."""
-        when = datetime.fromtimestamp(self.time_ms / 1000).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        shown = local_time(self.time_ms / 1000)
+        when = shown if shown.startswith("@") else shown[11:23]
         return f"{when}  {printable(self._subject())}{printable(self._text())}"
 
     def _subject(self) -> str:
