@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kv_events.errors import InvalidValueError
 from kv_events.event_log import EventLogWriter
-from kv_events.log_segment import companions, list_segments
+from kv_events.log_segment import companions, list_segments, size_of
 
 _PARTS = 8
 """A bound on the age is kept in at least this many segments, so that not too much is deleted at once."""
@@ -50,7 +50,7 @@ class LogRetention:
         *old, newest = list_segments(self._folder)
         # the newest one may grow to its full size
         total = self._writer.segment_bytes + sum(segment.path.stat().st_size for segment in old)
-        total += sum(path.stat().st_size for _, path in companions(self._folder))
+        total += sum(size_of(path) for _, path in companions(self._folder))
         deleted: list[DeletedSegment] = []
         for segment in old:
             facts = segment.path.stat()
@@ -68,8 +68,8 @@ class LogRetention:
         num_bytes = 0
         for index, path in companions(self._folder):
             if index < first_index:
-                num_bytes += path.stat().st_size
-                path.unlink()
+                num_bytes += size_of(path)
+                path.unlink(missing_ok=True)
         return num_bytes
 
     def _close_old_segment(self, now: float) -> None:

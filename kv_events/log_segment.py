@@ -90,6 +90,14 @@ def list_segments(folder: Path) -> list[Segment]:
     return [Segment(segment_path(folder, first), first, next_) for first, next_ in zip(firsts, after, strict=False)]
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a file that its writer may delete or rename at any moment; then 0."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def companions(folder: Path) -> list[tuple[int, Path]]:
     """Return (index, path) of the files beside the segments, such as key frames. Their names begin with an index."""
     found = [(path.name[:_NAME_DIGITS], path) for path in folder.glob(f"{'[0-9]' * _NAME_DIGITS}.*")]

@@ -54,3 +54,13 @@ def test_bounds_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
             LogRetention(tmp_path, writer, max_bytes=SEGMENT, max_age_s=None)
         with pytest.raises(InvalidValueError, match="max_age"):
             LogRetention(tmp_path, writer, max_bytes=None, max_age_s=0)
+
+
+def test_a_file_that_is_gone_before_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
+    with EventLogWriter(tmp_path, segment_bytes=SEGMENT) as writer:
+        retention = LogRetention(tmp_path, writer, max_bytes=3 * SEGMENT, max_age_s=None)
+        write(writer, 100)
+        unfinished = tmp_path / f"{0:020d}.kvframe.7"
+        unfinished.symlink_to(tmp_path / "renamed")  # it is listed, and there is no file
+        assert retention.enforce()
+    assert not unfinished.is_symlink()
