@@ -78,7 +78,9 @@ class ExplainRoute:
 
     def _explained(self, job: Job) -> bytes:
         """Return the explanation as JSON. Raises ProblemError."""
-        with Popen(_COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE) as self._process:  # noqa: S603  our own module
+        with Popen(  # noqa: S603  our own module
+            _COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        ) as self._process:
             try:
                 answer, errors = self._process.communicate(msgspec.msgpack.encode(job), job.timeout_s)
             except TimeoutExpired:

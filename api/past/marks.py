@@ -82,7 +82,7 @@ class MarkSearch:
     async def _search(self) -> None:
         command = (*MARKS_COMMAND, str(self._folder), str(self.next_index))
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_LONGEST_LINE
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_LONGEST_LINE, start_new_session=True
         )
         assert process.stdout is not None
         try:

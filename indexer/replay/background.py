@@ -46,8 +46,9 @@ async def indexing(folder: Path, settings: IndexerSettings | None = None) -> Asy
 async def _index(folder: Path, settings: str) -> None:
     """Run the process and log what it says. Raises _EndedError when it has ended."""
     process = await asyncio.create_subprocess_exec(
-        *_COMMAND, str(folder), settings, stdin=PIPE, stdout=DEVNULL, stderr=PIPE
-    )
+        *_COMMAND, str(folder), settings, stdin=PIPE, stdout=DEVNULL, stderr=PIPE,
+        start_new_session=True,  # Ctrl-C in a terminal is for this process, whose end ends the other one
+    )  # fmt: skip
     assert process.stdin is not None
     assert process.stderr is not None
     try:

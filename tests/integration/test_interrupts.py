@@ -52,7 +52,7 @@ def test_an_interrupt_ends_a_command_that_waits_for_a_broker(command: str) -> No
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with started([*command.split(), "--kafka", address], dict(os.environ)) as process:
             connection, _ = silent.accept()  # and never answer
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
             output, _ = process.communicate(timeout=60)
             connection.close()
     assert process.returncode == 130, output
@@ -67,20 +67,21 @@ def interrupted(words: list[str], environment: dict[str, str], delay_s: float) -
         wait_until(lambda: ignores_interrupts(process.pid), what="the start")
         wait_until(lambda: not ignores_interrupts(process.pid), what="the handler")
         time.sleep(delay_s)  # the moment is what this is about
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=100)
     return process.returncode, output
 
 
 @contextmanager
 def started(words: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Start a command. It ignores interrupts until it handles them."""
+    """Start a command in a process group of its own. It ignores interrupts until it handles them."""
     process = subprocess.Popen(
         [*_IGNORING, sys.executable, "-m", "kvsight", *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
     with process:
         try:
