@@ -17,7 +17,7 @@ from api.app import create_app
 from api.server import running_server
 from api.settings import ApiSettings
 from kv_events.event_log import EventLogWriter
-from tests.support.browser.chromium import new_page
+from tests.support.browser.chromium import DEADLINE_S, new_page
 from tests.support.browser.shown_fleet import shown_fleet
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.planted_causes import VICTIM, planted
@@ -89,7 +89,7 @@ async def wait_for_text(page: Page, selector: str, text: str) -> None:
     async def is_shown() -> bool:
         return text in await page.locator(selector).inner_text()
 
-    await async_wait_until(is_shown, 60, f"{text!r} in {selector}")
+    await async_wait_until(is_shown, DEADLINE_S, f"{text!r} in {selector}")
 
 
 async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser: Browser) -> None:
@@ -194,8 +194,8 @@ async def test_the_ask_box_tells_why_a_prefix_ends(browser: Browser, tmp_path: P
         await page.get_by_label("A prompt").fill(json.dumps(scene.body))
         await page.get_by_role("button", name="Ask", exact=True).click()
         await wait_for_text(page, "#ask", VICTIM)
-        await async_wait_until(lambda: have_reasons(page), 60, "the reasons")
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        await async_wait_until(lambda: have_reasons(page), DEADLINE_S, "the reasons")
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
             found = (await client.post("/explain", json=scene.body)).json()
         shown = await text_of(page, "#ask")
         assert found["workers"]
@@ -218,13 +218,13 @@ async def test_rows_stay_where_they_are_while_somebody_reads(browser: Browser) -
         await wait_for_text(page, "#workers", "worker-39")
         before = await names.all_inner_texts()
         await page.mouse.wheel(0, 600)
-        await async_wait_until(lambda: page.evaluate("scrollY > 100"), 60)
+        await async_wait_until(lambda: page.evaluate("scrollY > 100"), DEADLINE_S)
         fed.alive.remove(streams[30])
         await fed.feed(streams[30].batch(degraded_reason="engine not heard"))
         await wait_for_text(page, "#held", "Catch up")
         assert await names.all_inner_texts() == before
         await page.get_by_role("button", name="Catch up").click()
-        await async_wait_until(lambda: first_is(names, "worker-30"), 60, "the troubled worker first")
+        await async_wait_until(lambda: first_is(names, "worker-30"), DEADLINE_S, "the troubled worker first")
         assert faults == []
 
 
@@ -297,10 +297,10 @@ async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> 
             await fed.feed(stream.batch(stored((0, [stream.seq + 1000, stream.seq + 2000]))))
             return "2 pages" in await text_of(page, "#worker")
 
-        await async_wait_until(is_shown, 60, "a batch of two pages")
+        await async_wait_until(is_shown, DEADLINE_S, "a batch of two pages")
         await page.get_by_role("button", name="Ask for a resync").click()
         await wait_for_text(page, "#worker", "Asked 1 stream at")
-        await async_wait_until(lambda: fed.consumer.resyncs_requested, 60, "the request")
+        await async_wait_until(lambda: fed.consumer.resyncs_requested, DEADLINE_S, "the request")
         assert faults == []
 
 

@@ -16,7 +16,7 @@ from api.server import running_server
 from api.settings import ApiSettings
 from indexer.until import Until
 from kv_events.event_log import EventLogWriter
-from tests.support.browser.chromium import new_page
+from tests.support.browser.chromium import DEADLINE_S, new_page
 from tests.support.log.records import Stream, removed, stored
 from tests.support.waiting import async_wait_until
 
@@ -42,7 +42,7 @@ async def serving(folder: Path, damage: list[str] | None = None) -> AsyncIterato
     """The address of the page over a log, and a client of its API."""
     settings = ApiSettings(port=0)
     app = create_past_app(folder, settings, Until(), damage or [])
-    async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with running_server(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
         yield url, client
 
 
@@ -58,7 +58,7 @@ async def wait_for(page: Page, selector: str, text: str) -> None:
     async def is_shown() -> bool:
         return text in await page.locator(selector).inner_text()
 
-    await async_wait_until(is_shown, 60, f"{text!r} in {selector}")
+    await async_wait_until(is_shown, DEADLINE_S, f"{text!r} in {selector}")
 
 
 async def shown_workers(page: Page) -> dict[str, tuple[str, str]]:
@@ -99,7 +99,7 @@ async def check_equal(page: Page, client: httpx.AsyncClient, at: str) -> None:
         return shown == expected
 
     try:
-        await async_wait_until(is_equal, 60)
+        await async_wait_until(is_equal, DEADLINE_S)
     except AssertionError:
         assert shown == expected
         raise
@@ -154,7 +154,7 @@ async def test_a_played_log_moves_on_until_it_is_paused(browser: Browser, tmp_pa
         async def is_at_end() -> bool:
             return await moment_in(page) == f"@{(await client.get('/span')).json()['last_time']}".removesuffix(".0")
 
-        await async_wait_until(is_at_end, 60)
+        await async_wait_until(is_at_end, DEADLINE_S)
         await page.get_by_label("Play (space)").wait_for()  # it has paused by itself
         await check_equal(page, client, "239")
         assert faults == []  # before the server ends, which the page would note

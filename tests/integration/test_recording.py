@@ -16,6 +16,7 @@ from aiokafka import AIOKafkaProducer
 
 from kv_events.codec import StoredPages, decode_batch
 from kv_events.event_log import EventLogReader
+from kv_events.log_segment import size_of
 from kv_events.records import Channel, LogRecord
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import PublishingProcess
@@ -172,7 +173,7 @@ def test_a_recording_beside_a_service_keeps_its_bound_and_opens_at_its_first_rec
         first, log = EventLogReader(folder).first_index, service.log.read_text()
         assert first > 0, log
         assert (folder / f"{first:020d}.kvframe").exists(), log
-        assert sum(path.stat().st_size for path in folder.iterdir()) < 17 * 2**20
+        assert sum(map(size_of, folder.iterdir())) < 17 * 2**20
         service.terminate()
     replayed = json.loads(kvsight("replay", folder, "--json").stdout)
     assert [(view["worker"], view["state"], view["GPU"]) for view in replayed] == [("w", "live", 100)]

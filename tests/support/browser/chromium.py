@@ -12,6 +12,9 @@ from playwright.async_api import Browser, Page, async_playwright
 
 Scheme = Literal["light", "dark"]
 
+DEADLINE_S = 60
+"""Of every wait for a page. A browser starts slowly on a busy machine."""
+
 FLAGS = (
     "--no-sandbox",  # tests may run as root
     "--disable-gpu",
@@ -44,5 +47,5 @@ async def new_page(browser: Browser, width: int = 1280, height: int = 900, schem
     context = await browser.new_context(
         viewport={"width": width, "height": height}, color_scheme=scheme, timezone_id="Asia/Tokyo", locale="en-US"
     )
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(DEADLINE_S * 1000)
     return await context.new_page()

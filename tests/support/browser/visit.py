@@ -8,9 +8,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.support.browser.chromium import FLAGS, chromium_path
-
-DEADLINE_MS = 30_000
+from tests.support.browser.chromium import DEADLINE_S, FLAGS, chromium_path
 
 
 @contextmanager
@@ -28,7 +26,7 @@ class Visit:
     def __init__(self, browser: Browser, url: str, **context: Any) -> None:
         """context: arguments of `Browser.new_context`, such as `color_scheme`."""
         self.page: Page = browser.new_context(**context).new_page()
-        self.page.set_default_timeout(DEADLINE_MS)
+        self.page.set_default_timeout(DEADLINE_S * 1000)
         self.requests: list[str] = []
         """Addresses of everything that was requested, the page itself included."""
         self.faults: list[str] = []

@@ -144,7 +144,7 @@ def test_cat_filters(log: Path, filters: list[str], indices: list[int]) -> None:
 @pytest.mark.parametrize("command", ["info", "cat", "verify", "index"])
 def test_a_folder_that_is_no_log_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvsight", "log", command, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "kvsight", "log", command, str(tmp_path)], capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"kvsight: {tmp_path}: not an event log: it has no files *.kvlog\n"
@@ -325,7 +325,7 @@ def test_a_full_disk_leaves_the_source_and_what_was_copied(log: Path, tmp_path: 
         [sys.executable, "-m", "kvsight", "log", "slice", str(log), str(copy)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         preexec_fn=limit,
     )
     assert done.returncode == 2
@@ -345,7 +345,7 @@ def test_key_frames_that_do_not_fit_are_named_and_the_log_stays(log: Path) -> No
         [sys.executable, "-m", "kvsight", "log", "index", str(log)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         preexec_fn=limit,
     )
     assert (done.returncode, "damaged: [Errno 27] File too large" in done.stderr) == (1, True), done.stderr
