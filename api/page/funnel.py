@@ -45,12 +45,13 @@ class FunnelWindow:
 
     def report(self, now: float) -> Funnel:
         """Return the funnel of the hour before `now`, in seconds since 1970."""
+        recent = [each for each in self._recent if each.time > now - WINDOW_S]
         return Funnel(
             time=now,
             window_s=WINDOW_S,
             all=_sum(self._all, now),
             finished=_sum(self._finished, now),
-            decisions=sorted(self._recent, key=lambda each: -each.time),
+            decisions=sorted(recent, key=lambda each: -each.time),
         )
 
     def _decide(self, decision: Decision) -> None:

@@ -36,5 +36,5 @@ class LiveScene:
             is_resync_requested=consumer.is_resync_requested,
             engines={} if self._registrations is None else self._registrations.status(),
             watch=self.watch,
-            funnel=self.funnel,
+            funnel=self.funnel.report,
         )

@@ -74,6 +74,6 @@ def page_routes(open_scene: OpenScene) -> APIRouter:
     async def funnel(at: At = None) -> Response:
         """Return the decisions that routers reported in the last hour, and what the engines reused."""
         scene = await open_scene(at)
-        return json_response(_encoder.encode(scene.funnel.report(scene.views.now())))
+        return json_response(_encoder.encode(scene.funnel(scene.views.now())))
 
     return router

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from api.page.funnel import FunnelWindow
 from api.page.watch import FleetWatch
 from api.served_views import ServedViews
 from api.worker_list import Engines
 from indexer.views import View
+from kvsight.schemas.page import Funnel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class Scene:
     engines: Engines
     """Registered engines, which have no view until they are heard."""
     watch: FleetWatch
-    funnel: FunnelWindow
+    funnel: Callable[[float], Funnel]
+    """Returns the funnel of the hour before a time, in seconds since 1970."""
 
 
 OpenScene: TypeAlias = Callable[[str | None], Awaitable[Scene]]

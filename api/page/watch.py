@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,23 @@ _SLICE_VIEWS = 256
 _SLICE_S = 0.00025
 
 Rates = npt.NDArray[np.float64]
-"""[NUM_INTERVALS, 2] pages stored and removed per second, oldest interval first."""
+"""[intervals, 2] pages stored and removed per second, oldest interval first."""
+
+
+class CountedRates(NamedTuple):
+    """The rates before a moment, which are counted from a log."""
+
+    num_intervals: int
+    """At most `NUM_INTERVALS`."""
+    by_stream: dict[StreamId, Rates]
+    """Streams with events."""
 
 
 @dataclass(slots=True)
 class _History:
     rates: Rates = field(default_factory=lambda: np.zeros((NUM_INTERVALS, 2)))  # a ring
-    counts: tuple[int, int] = (0, 0)
+    counts: tuple[int, int] | None = None
+    """Pages stored and removed up to the last sample. None: not sampled yet."""
     peak_pages: int = 0
     changes: deque[tuple[float, WorkerChange]] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
 
@@ -49,12 +59,12 @@ class FleetWatch:
 
     @classmethod
     def of_past(
-        cls, rates: Mapping[StreamId, Rates], changes: Mapping[StreamId, Iterable[tuple[float, WorkerChange]]]
+        cls, rates: CountedRates, changes: Mapping[StreamId, Iterable[tuple[float, WorkerChange]]]
     ) -> FleetWatch:
         """Return the history as of a moment of the past. changes: oldest first, each with its time."""
         watch = cls()
-        watch._num_samples = NUM_INTERVALS
-        for stream, each in rates.items():
+        watch._num_samples = rates.num_intervals
+        for stream, each in rates.by_stream.items():
             watch._history(stream).rates = each
         for stream, several in changes.items():
             for at, change in several:
@@ -82,16 +92,18 @@ class FleetWatch:
         self._history(change.stream).changes.appendleft((at, change))
 
     def sample(self, views: list[View], now: float) -> Iterator[None]:
-        """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds since 1970."""
+        """Take the rates since the last sample, in slices. Call it every `INTERVAL_S`. now: seconds of any clock.
+
+        A stream that is new has the rate 0: it is not known when its pages were stored.
+        """
         elapsed_s = max(0.001, now - self._sampled_at)
         row = self._num_samples % NUM_INTERVALS
-        is_first = self._num_samples == 0
         before = set(self._histories)
         for number, view in enumerate(views):
             history, counters = self._history(view.stream), view.counters
             counts = counters.pages_stored, counters.pages_removed
-            grown = [max(0, new - old) for new, old in zip(counts, history.counts, strict=True)]
-            history.rates[row] = 0.0 if is_first else [count / elapsed_s for count in grown]
+            grown = [max(0, new - old) for new, old in zip(counts, history.counts or counts, strict=True)]
+            history.rates[row] = [count / elapsed_s for count in grown]
             history.counts = counts
             history.peak_pages = max(history.peak_pages, sum(view.num_pages))
             if number % _SLICE_VIEWS == _SLICE_VIEWS - 1:
@@ -127,5 +139,6 @@ class FleetWatch:
     async def _sample_forever(self, consumer: Consumer) -> None:
         slices = Slices(_SLICE_S)
         while True:
-            await slices.run(self.sample(consumer.namespaces.views, time.time()))
+            if not consumer.why_not_ready():  # before, counts grow by what a snapshot or the log has from earlier
+                await slices.run(self.sample(consumer.namespaces.views, time.monotonic()))
             await asyncio.sleep(INTERVAL_S)

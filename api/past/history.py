@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
 from api.page.funnel import WINDOW_S, FunnelWindow
-from api.page.watch import INTERVAL_S, NUM_INTERVALS, Rates
+from api.page.watch import INTERVAL_S, NUM_INTERVALS, CountedRates
 from indexer.replay import Timeline
 from indexer.until import Until
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
@@ -19,15 +20,13 @@ from kv_events.errors import RecordRejectedError
 from kv_events.log_segment import list_segments
 from kv_events.records import Channel, LogRecord
 from kv_events.streams import StreamId
+from kvsight.schemas.page import Funnel
 
 _MOST_RECORDS: Final = 10_000
 """Records whose pages are counted for one moment, the newest ones. They take about 0.2 s."""
 _MOST_INTERVALS: Final = 2000
-_MOST_DECISIONS: Final = 20_000
-"""Decisions and outcomes in a funnel, the newest ones."""
-
-Growth: TypeAlias = Mapping[StreamId, tuple[int, int]]
-"""Pages stored and removed by the batches of an interval."""
+_MOST_AHEAD: Final = 20_000
+_MS: Final = 0.001
 
 
 class RateHistory:
@@ -36,38 +35,52 @@ class RateHistory:
     def __init__(self) -> None:
         self._intervals: OrderedDict[int, dict[StreamId, tuple[int, int]]] = OrderedDict()
 
-    def rates(self, timeline: Timeline, now: float) -> dict[StreamId, Rates]:
-        """Return the rates of each stream in the intervals before a time. Raises OSError.
+    def rates(self, timeline: Timeline, now: float) -> CountedRates:
+        """Return the rates in the intervals before a time. Raises OSError.
 
-        Rates of intervals that are too full to be counted are zero.
+        There are fewer intervals where the log begins, and where it has too many records for all of them.
         """
         end = int(now // INTERVAL_S)
-        wanted = range(end - NUM_INTERVALS, end)
+        wanted = range(_first_counted(timeline, end), end)
         missing = [number for number in wanted if number not in self._intervals]
         if missing:
             self._count(timeline, missing[0], missing[-1] + 1)
-        found: dict[StreamId, Rates] = {}
+        found = CountedRates(len(wanted), {})
         for row, number in enumerate(wanted):
-            for stream, pages in self._intervals.get(number, {}).items():
-                found.setdefault(stream, np.zeros((NUM_INTERVALS, 2)))[row] = np.array(pages) / INTERVAL_S
+            for stream, pages in self._intervals[number].items():
+                rates = found.by_stream.setdefault(stream, np.zeros((len(wanted), 2)))
+                rates[row] = np.array(pages) / INTERVAL_S
         while len(self._intervals) > _MOST_INTERVALS:
             self._intervals.popitem(last=False)
         return found
 
     def _count(self, timeline: Timeline, first: int, end: int) -> None:
         """Count the intervals [first, end)."""
-        stop = timeline.end_of(Until(time_s=end * INTERVAL_S))
-        start = timeline.first_after(first * INTERVAL_S)
         counted: dict[int, dict[StreamId, tuple[int, int]]] = {number: {} for number in range(first, end)}
-        is_cut = stop - start > _MOST_RECORDS
-        for _, record in timeline.records(max(start, stop - _MOST_RECORDS), stop):
+        for _, record in timeline.records(_start_of(timeline, first), _start_after(timeline, end)):
             number = int(record.timestamp_ms / 1000 // INTERVAL_S)
-            if is_cut:  # the interval of the first record is not whole
-                first, is_cut = number + 1, False
-                counted = {number: {} for number in range(first, end)}
             if number in counted and record.channel == Channel.EVENTS:
                 _add(counted[number], record)
         self._intervals.update(counted)
+
+
+def _first_counted(timeline: Timeline, end: int) -> int:
+    """Return the first interval that is counted for a moment in interval `end`. It depends on the log only."""
+    if timeline.span_s is None:
+        return end
+    first = max(end - NUM_INTERVALS, int(timeline.span_s[0] // INTERVAL_S))
+    stop = _start_after(timeline, end)
+    return next((each for each in range(first, end) if stop - _start_of(timeline, each) <= _MOST_RECORDS), end)
+
+
+def _start_of(timeline: Timeline, interval: int) -> int:
+    """Return an index with no record of the interval or a later one before it."""
+    return timeline.first_after(interval * INTERVAL_S - _MS)
+
+
+def _start_after(timeline: Timeline, end: int) -> int:
+    """Return an index with no record of the intervals before `end` from it on."""
+    return timeline.end_of(Until(time_s=end * INTERVAL_S - _MS))
 
 
 def _add(interval: dict[StreamId, tuple[int, int]], record: LogRecord) -> None:
@@ -82,25 +95,40 @@ def _add(interval: dict[StreamId, tuple[int, int]], record: LogRecord) -> None:
 
 
 class DecisionHistory:
-    """Keeps the decisions that were read last. For one thread at a time."""
+    """Sums the decisions before a moment, and goes on from there at a later one. For one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._inside = _Decisions()
         self._folder_beside = folder / DECISIONS_FOLDER  # of a service that follows an event log
-        self._beside = _Decisions()
         self._timeline_beside: Timeline | None = None
+        self._window = FunnelWindow()
+        self._read: list[int] = []  # index up to which each log has been read
+        self._ahead: deque[DecisionRecord] = deque(maxlen=_MOST_AHEAD)  # read already, of later moments
 
-    def funnel(self, timeline: Timeline, index: int, now: float) -> FunnelWindow:
+    def funnel(self, timeline: Timeline, index: int, now: float) -> Funnel:
         """Return the funnel of a moment. index: after its newest record. now: its time. Raises OSError."""
-        funnel = FunnelWindow()
-        for record in self._inside.read(timeline, timeline.first_after(now - WINDOW_S), index):
-            funnel.take(record)
+        logs = [(timeline, timeline.first_after(now - WINDOW_S), index, math.inf)]
         if (beside := self._open_beside()) is not None:
-            stop = beside.end_of(Until(time_s=now))
-            for record in self._beside.read(beside, beside.first_after(now - WINDOW_S), stop):
-                if record.timestamp <= now:
-                    funnel.take(record)
-        return funnel
+            logs.append((beside, beside.first_after(now - WINDOW_S), beside.end_of(Until(time_s=now)), now))
+        if len(self._read) != len(logs) or not all(
+            start <= read <= stop for read, (_, start, stop, _) in zip(self._read, logs, strict=True)
+        ):
+            self._window = FunnelWindow()
+            self._read = [start for _, start, _, _ in logs]
+            self._ahead.clear()
+        read, self._read = self._read, []  # begin anew if a log cannot be read
+        for _ in range(len(self._ahead)):
+            self._take(self._ahead.popleft(), now)
+        for number, (log, _, stop, latest) in enumerate(logs):
+            for record in _decisions(log, read[number], stop):
+                self._take(record, latest)
+        self._read = [stop for _, _, stop, _ in logs]
+        return self._window.report(now)
+
+    def _take(self, record: DecisionRecord, latest: float) -> None:
+        if record.timestamp <= latest:
+            self._window.take(record)
+        else:
+            self._ahead.append(record)
 
     def _open_beside(self) -> Timeline | None:
         if self._timeline_beside is not None:
@@ -110,24 +138,9 @@ class DecisionHistory:
         return self._timeline_beside
 
 
-class _Decisions:
-    """The newest decisions of a part of one log."""
-
-    def __init__(self) -> None:
-        self._start = self._stop = 0
-        self._read: deque[tuple[int, DecisionRecord]] = deque(maxlen=_MOST_DECISIONS)
-
-    def read(self, timeline: Timeline, start: int, stop: int) -> Iterator[DecisionRecord]:
-        """Yield the decisions with indices in [start, stop), at most the newest 20,000. Raises OSError."""
-        if not self._start <= start <= stop or not start <= self._stop:
-            self._read.clear()
-            self._start = self._stop = start
-        for index, record in timeline.records_of(Channel.DECISIONS, self._stop, stop):
-            try:
-                self._read.append((index, decode_decision(record.payload)))
-            except RecordRejectedError:
-                continue
-        self._stop = max(self._stop, stop)
-        if len(self._read) == _MOST_DECISIONS:  # the first ones are gone
-            self._start = self._read[0][0]
-        return (decision for index, decision in list(self._read) if start <= index < stop)
+def _decisions(timeline: Timeline, start: int, stop: int) -> Iterator[DecisionRecord]:
+    for _, record in timeline.records_of(Channel.DECISIONS, start, stop):
+        try:
+            yield decode_decision(record.payload)
+        except RecordRejectedError:
+            continue

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from api.daemon_threads import run_in_daemon_thread
-from api.page.funnel import FunnelWindow
-from api.page.watch import Rates
+from api.page.watch import CountedRates
 from api.problems import ProblemError
 from indexer.moments import parse_moment, utc_text
 from indexer.replay import MovingViews, Replay, Timeline
@@ -18,7 +17,7 @@ from indexer.settings import IndexerSettings
 from indexer.until import Until
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.records import LogRecord
-from kv_events.streams import StreamId
+from kvsight.schemas.page import Funnel
 
 _MOST_KEPT: Final = 4
 """Moments in memory, including those that are being opened."""
@@ -55,8 +54,8 @@ Key = tuple[int | None, tuple[tuple[int, int], ...] | None, float | None]
 class History(NamedTuple):
     """What preceded a moment."""
 
-    rates: dict[StreamId, Rates]
-    funnel: FunnelWindow
+    rates: CountedRates
+    funnel: Funnel
 
 
 class OpenMoment:

@@ -32,14 +32,15 @@ class PastScenes:
                 self._rates.rates(timeline, now), self._decisions.funnel(timeline, index, now)
             )
 
-        if opened.history is None:
-            opened.history = await self._moments.work(history)
+        found = opened.history
+        if found is None:
+            found = opened.history = await self._moments.work(history)
         return Scene(
             key=f"{opened.at} {self._moments.extent.next_index} {self._marks.next_index}",
             is_past=True,
             views=PastViews(),
             is_resync_requested=lambda _view: False,
             engines={},
-            watch=FleetWatch.of_past(opened.history.rates, self._marks.changes_before(index)),
-            funnel=opened.history.funnel,
+            watch=FleetWatch.of_past(found.rates, self._marks.changes_before(index)),
+            funnel=lambda _now: found.funnel,
         )

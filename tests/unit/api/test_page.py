@@ -9,6 +9,7 @@ from urllib.parse import urljoin
 import msgspec
 import pytest
 
+from api.page.watch import FleetWatch
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError
 from kvsight.schemas.page import Fleet, Funnel, Residency
@@ -98,6 +99,20 @@ async def test_a_worker_that_lost_batches_comes_first_and_is_named(serving: Any)
     first = fleet.workers[0]
     assert (first.worker, first.state, first.reason, first.missing_batches) == ("b", "stale", "gap", 2)
     assert first.changes[0].event == "is stale"
+
+
+async def test_pages_of_a_stream_that_is_new_are_no_rate(serving: Any) -> None:
+    watch, stream = FleetWatch(), Stream("one")
+    async with serving() as (_, fed):
+        list(watch.sample([], 1000.0))
+        await fed.hold(stream, TOKENS)
+        list(watch.sample(fed.consumer.namespaces.views, 1005.0))
+        assert watch.rates(stream.id).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+        hashes = await fed.hold(stream, list(range(500, 540)))
+        list(watch.sample(fed.consumer.namespaces.views, 1010.0))
+        await fed.feed(stream.batch(removed(hashes[-5:])))
+        list(watch.sample(fed.consumer.namespaces.views, 1015.0))
+    assert watch.rates(stream.id).tolist()[2:] == [[2.0, 0.0], [0.0, 1.0]]
 
 
 async def test_viewers_select_workers_by_a_part_of_their_name(serving: Any) -> None:

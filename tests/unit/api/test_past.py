@@ -218,7 +218,7 @@ async def test_the_page_gets_the_workers_their_rates_and_their_changes_of_the_mo
         early = (await client.get("/fleet?at=@1004.5")).json()
     w, x = sorted(fleet["workers"], key=lambda worker: str(worker["worker"]))
     assert (fleet["time"], fleet["is_past"], fleet["states"]) == (1059.0, True, {"live": 1, "expired": 1})
-    assert (w["state"], w["pages"]["GPU"], w["stored"][-11:]) == ("live", 60, [1.0] * 11)
+    assert (w["state"], w["pages"]["GPU"], w["stored"]) == ("live", 60, [1.0] * 11)
     assert (x["state"], x["since"], [change["event"] for change in x["changes"]]) == (
         "expired",
         x["changes"][0]["time"],
@@ -237,6 +237,43 @@ async def test_the_funnel_has_the_decisions_before_the_moment(tmp_path: Path) ->
     async with serving(tmp_path) as client:
         requests = [(await client.get(f"/funnel?at={at}")).json()["all"]["requests"] for at in (20, 10, 12, 1, 20)]
     assert requests == [10, 5, 6, 0, 10]
+
+
+async def test_curves_have_only_intervals_that_were_counted(tmp_path: Path) -> None:
+    streams = [Stream(f"w-{number}") for number in range(10)]
+    with EventLogWriter(tmp_path) as writer:
+        for i in range(1200):  # 200 records a second
+            for stream in streams:
+                writer.append(stream.batch(stored((0, [i + 1])), now=1000 + i / 20))
+
+    async def curve(client: httpx.AsyncClient, at: str) -> list[float]:
+        (worker,) = (await client.get("/fleet", params={"at": at, "worker": "w-3"})).json()["workers"]
+        return list(worker["stored"])
+
+    async with serving(tmp_path) as client:
+        curves = [await curve(client, at) for at in ("@1059.9", "@1020", "@1055", "@1030", "@1059.95", "12000")]
+    assert curves[1:4:2] == [[20.0] * 4, [20.0] * 6]
+    assert 7 <= len(curves[0]) <= 10  # of 11: the others would have more than 10,000 records
+    assert set(curves[0]) == {20.0}
+    assert curves[0] == curves[-2] == curves[-1]
+    async with serving(tmp_path) as client:
+        assert await curve(client, "@1055") == curves[2]
+
+
+async def test_the_funnel_has_all_decisions_of_its_hour(tmp_path: Path) -> None:
+    stream = Stream("w")
+    with EventLogWriter(tmp_path) as writer:
+        writer.append(stream.batch(now=999))
+        for i in range(25_000):
+            at = 1000 + i / 10
+            decision = Decision(VERSION, f"r{i}", at, "m", "default", 0, 4, b"", "w", None, 4, [])
+            writer.append(LogRecord(0, i, int(at * 1000), b"r", encode_decision(decision), Channel.DECISIONS))
+            if i % 1000 == 999:
+                writer.append(stream.batch(now=at))
+    async with serving(tmp_path) as client:
+        found = [(await client.get(f"/funnel?at={at}")).json() for at in (1002, 22_023, 24_025, 25_026, 22_023)]
+    assert [each["all"]["requests"] for each in found] == [1000, 22_000, 24_000, 25_000, 22_000]
+    assert found[1] == found[-1]
 
 
 async def test_an_explanation_is_that_of_the_moment(tmp_path: Path) -> None:
