@@ -289,6 +289,7 @@ async def test_one_worker_shows_its_batches_as_they_arrive(browser: Browser) -> 
     stream = Stream("one/a b", model="m")
     async with hand_fed() as (url, fed):
         await fed.hold(stream, TOKENS)
+        fed.alive.clear()  # a heartbeat is a batch, too
         page = await opened(browser, f"{url}/?{urlencode({'worker': 'one/a b', 'model': 'm'})}", faults)
         await wait_for_text(page, "#worker", "Waiting for the next batch.")
         await wait_for_text(page, "#worker", "joined")
@@ -339,6 +340,51 @@ async def test_the_page_asks_for_the_token_and_keeps_it_in_the_tab(browser: Brow
         await wait_for_text(page, "#verdict", "1 of 1 workers live")
         assert await page.evaluate("localStorage.length + document.cookie.length") == 0
         assert all("401" in fault for fault in faults), faults
+
+
+async def test_a_token_that_cannot_read_is_asked_for_again(browser: Browser, tmp_path: Path) -> None:
+    tokens = {scope: f"token-of-{scope}-0123456789" for scope in ("decisions", "read")}
+    file = tmp_path / "tokens.toml"
+    file.write_text("".join(f'[{scope}]\ntoken = "{each}"\nscopes = ["{scope}"]\n' for scope, each in tokens.items()))
+    async with hand_fed(api_tokens_file=file) as (url, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        page = await opened(browser, url, [])
+        await page.locator("#token-field").fill(tokens["decisions"])
+        await page.keyboard.press("Enter")
+        await wait_for_text(page, "#token [role=alert]", "it lacks the scope read")
+        await page.reload()
+        await wait_for_text(page, "#token [role=alert]", "it lacks the scope read")
+        await page.locator("#token-field").fill(tokens["read"])
+        await page.keyboard.press("Enter")
+        await wait_for_text(page, "#verdict", "1 of 1 workers live")
+
+
+async def test_a_filter_without_a_match_leaves_the_models_of_the_ask_box(browser: Browser) -> None:
+    async with hand_fed() as (url, fed):
+        await fed.hold(Stream("one"), TOKENS)
+        page = await opened(browser, url, [])
+        await wait_for_text(page, "#workers", "one")
+        await page.get_by_label("Show workers whose names contain").fill("zzz")
+        await wait_for_text(page, "#workers", "No worker's name contains")
+        await page.get_by_label("A prompt").fill(" ".join(map(str, TOKENS)))
+        await page.get_by_role("button", name="Ask", exact=True).click()
+        await wait_for_text(page, "#ask", "1 worker holds a part of 64 tokens.")
+
+
+async def test_pages_without_a_prefix_that_is_shown_are_not_denied(browser: Browser) -> None:
+    sharing, private, orphan = [Stream("a"), Stream("b")], Stream("private"), Stream("orphan", model="o")
+    shared = [stored((0, range(10 * k + 1, 10 * k + 6))) for k in range(400)]
+    async with hand_fed() as (url, fed):
+        fed.alive += [*sharing, private, orphan]
+        await fed.feed(*(each.batch(*shared) for each in sharing))
+        await fed.feed(private.batch(stored((0, range(10**6, 10**6 + 7)))), orphan.batch(stored((77, [78, 79, 80]))))
+        page = await opened(browser, f"{url}/?{urlencode({'worker': 'private', 'model': 'm'})}", [])
+        await wait_for_text(page, "#worker", "It holds 7 pages, but none of the prefixes that the map shows")
+        await page.goto(f"{url}/?model=o")
+        await page.locator("#residency").scroll_into_view_if_needed()
+        await wait_for_text(
+            page, "#residency", "3 pages of this model are held, but none from the beginning of a prompt"
+        )
 
 
 async def test_an_empty_fleet_says_what_to_do_next(browser: Browser) -> None:

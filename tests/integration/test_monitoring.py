@@ -138,7 +138,7 @@ async def test_every_panel_shows_something(targets: dict[str, str], tmp_path: Pa
     port = free_port()
     configuration = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     assert {job["job_name"] for job in configuration["scrape_configs"]} == targets.keys()
-    configuration["global"] = {"scrape_interval": "200ms", "evaluation_interval": "1s"}
+    configuration["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     configuration["rule_files"] = [str(RULES)]
     configuration["scrape_configs"] = [
         {"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in targets.items()

@@ -14,7 +14,6 @@ import pytest
 
 from kv_events.event_log import EventLogWriter
 from tests.support.log.records import Stream, stored
-from tests.support.servers.child_process import free_port
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.terminal import COLUMNS, ENVIRONMENT, Screen, Shown, command, on_terminal, piped
 from tests.support.waiting import wait_until
@@ -101,7 +100,7 @@ def test_ctrl_c_ends_a_screen_without_a_word(service: ServiceProcess) -> None:
 
 
 def test_a_service_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = "http://127.0.0.1:9"  # the port of a service that nothing runs
     shown = on_terminal("top", "--once", "--url", url)
     assert shown.code == 2
     assert shown.output.startswith(f"kvsight: {url}/fleet: ")

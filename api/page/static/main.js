@@ -13,6 +13,8 @@ import { Workers } from "./workers.js";
 
 const section = (id) => document.getElementById(id);
 const OUTSIDE_THE_LOG = "urn:kvsight:problem:outside-the-log";
+const LACKS_READ = "This token does not permit reading: it lacks the scope read.";
+const UNKNOWN = "The service does not know this token.";
 const RECONNECT_MS = 5000;
 const SLOW_MS = 5000;
 const LISTS = ["workers", "residency", "ask", "decisions"].map(section);
@@ -30,10 +32,11 @@ let shown = Promise.resolve(); // when everything that was asked for is on the s
 
 async function refreshFleet() {
   const slow = setTimeout(() => get("at") ?? verdict.fail(new Error("slow")), SLOW_MS);
-  const fleet = await getJson("fleet", { contains: workers.contains }).finally(() => clearTimeout(slow));
+  const { contains } = workers;
+  const fleet = await getJson("fleet", { contains }).finally(() => clearTimeout(slow));
   verdict.show(fleet);
   workers.show(fleet);
-  ask.show(fleet);
+  if (!contains) ask.show(fleet);
   if (fleet.is_past) await showPast();
   else followStates();
 }
@@ -64,9 +67,9 @@ function guarded(ask) {
     try {
       await ask();
     } catch (error) {
-      if (error.status === 401) {
+      if (error.status === 401 || error.status === 403) {
         isRefused = true;
-        askForToken(() => { isRefused = false; refresh(); }, hasToken());
+        askForToken(() => { isRefused = false; refresh(); }, error.status === 403 ? LACKS_READ : hasToken() ? UNKNOWN : "");
       }
       if (error.problem?.type === OUTSIDE_THE_LOG) await showPast();
       verdict.fail(error);

@@ -11,6 +11,15 @@ const MAX_CELLS = 5000;
 
 const named = (space) => `${space.tenant === "default" ? "" : `${space.tenant} / `}${space.model}, ${space.block_size} tokens a page`;
 
+/** Why a map has no rows. */
+function whyEmpty(found) {
+  const isPast = get("at") !== null;
+  const space = found.namespaces.find((each) => ["model", "tenant", "block_size"].every((name) => each[name] === found[name]));
+  if (space === undefined) return isPast ? "Nothing was held at this moment." : "Nothing is held yet. The map fills as workers report their pages.";
+  if (space.pages) return `${counted(space.pages, "page")} of this model ${space.pages === 1 ? "is" : "are"} held, but none from the beginning of a prompt on.`;
+  return isPast ? "No worker held a page of this model at this moment." : "No worker holds a page of this model yet. Send requests to its engines.";
+}
+
 export class ResidencyMap {
   #count = h("p");
   #choice = h("select", { "aria-label": "Model" });
@@ -48,9 +57,7 @@ export class ResidencyMap {
     const isEmpty = !found.rows.length;
     this.#table.hidden = isEmpty;
     this.#empty.hidden = !isEmpty;
-    setText(this.#empty, found.namespaces.length
-      ? "No worker holds a page of this model yet. Send requests to its engines."
-      : "Nothing is held yet. The map fills as workers report their pages.");
+    setText(this.#empty, whyEmpty(found));
     const columns = found.num_columns > found.columns.length ? ` The ${found.columns.length} workers that hold most are shown.` : "";
     setText(this.#count, isEmpty ? "" : `${counted(found.rows.length, "prefix", "prefixes")}, those shared most first. Each cell: how much of the prefix a worker holds.${columns}`);
     this.rows.show(found.rows);

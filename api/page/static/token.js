@@ -3,8 +3,8 @@
 import { setToken } from "./api.js";
 import { h } from "./dom.js";
 
-/** Show the question. again: called with the token in place. isWrong: whether a token was refused. */
-export function askForToken(again, isWrong) {
+/** Show the question. again: called with the token in place. refusal: why a token was refused; empty if there was none. */
+export function askForToken(again, refusal) {
   const section = document.getElementById("token");
   if (!section.hidden) return;
   const field = h("input", { type: "password", id: "token-field", autocomplete: "current-password", required: true, "aria-describedby": "token-about" });
@@ -17,7 +17,7 @@ export function askForToken(again, isWrong) {
   } },
   h("h2", { id: "token-title" }, "API token"),
   h("p", { id: "token-about" }, "This service answers with a token only (KVSIGHT_API_TOKEN). It is kept in this tab, until the tab is closed."),
-  isWrong ? h("p", { class: "problem", role: "alert" }, "The service does not know this token.") : null,
+  refusal ? h("p", { class: "problem", role: "alert" }, refusal) : null,
   h("p", {}, h("label", {}, "Token", field), " ", h("button", { type: "submit", class: "main" }, "Show the fleet")));
   section.replaceChildren(form);
   section.hidden = false;

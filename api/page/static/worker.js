@@ -9,6 +9,12 @@ import { drawWhy } from "./workers.js";
 
 const MAX_BATCHES = 50;
 
+/** Why no prefix of a worker is shown. */
+function noPrefix(worker) {
+  const pages = TIERS.reduce((sum, tier) => sum + (worker.pages[tier.medium] ?? 0), 0);
+  return pages ? `It holds ${counted(pages, "page")}, but none of the prefixes that the map shows, those shared most.` : "It holds no page.";
+}
+
 export class WorkerView {
   #section;
   #shown = "";
@@ -133,7 +139,7 @@ export class WorkerView {
         h("td", { "data-label": "Pages" }, count(row.pages)), h("td", { "data-label": "Held here" }, counted(best[3], "page")),
         h("td", { "data-label": "By tier", class: "wide" }, bar), h("td", { "data-label": "Holders" }, count(row.holders)));
     });
-    this.#parts.prefixes.replaceChildren(...(rows.length ? rows : [h("tr", {}, h("td", { colspan: 5, class: "quiet wide" }, "It holds no page yet."))]));
+    this.#parts.prefixes.replaceChildren(...(rows.length ? rows : [h("tr", {}, h("td", { colspan: 5, class: "quiet wide" }, noPrefix(worker)))]));
   }
 
   async #follow(chosen) {

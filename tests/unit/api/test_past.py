@@ -324,7 +324,7 @@ async def all_marks(client: httpx.AsyncClient) -> Any:
         assert span["marks_failure"] == ""
         return bool(span["marks_until"] == span["next_index"])
 
-    await async_wait_until(is_searched, 60)
+    await async_wait_until(is_searched, 200, "the whole log searched")
     return span
 
 
