@@ -107,7 +107,8 @@ class Site(NamedTuple):
 
             wait_until(has_printed, deadline_s=100, what=f"{shown} of {line}")
             assert process.running, f"{line}\n{output.read_text()}"
-            process.send(signal.SIGINT)
+            # A background shell ignores SIGINT, and curl, unlike kvsight, inherits that.
+            process.send(signal.SIGTERM if line.startswith("curl") else signal.SIGINT)
             wait_until(lambda: not process.running, deadline_s=60, what=f"the end of {line}")
             assert "Traceback" not in output.read_text()
         finally:
