@@ -27,11 +27,13 @@ class Column(NamedTuple):
         """Terminal cells."""
         return max(map(cell_len, (self.title, *map(printable, self.cells))))
 
-    def line(self, text: str) -> str:
-        """A cell, padded to the width of the column."""
-        shown = printable(text)
-        padding = " " * (self.width - cell_len(shown))
-        return padding + shown if self.is_number else shown + padding
+    def lines(self) -> Iterator[str]:
+        """Yield the title and the cells, padded to the width of the column."""
+        width = self.width
+        for text in (self.title, *self.cells):
+            shown = printable(text)
+            padding = " " * (width - cell_len(shown))
+            yield padding + shown if self.is_number else shown + padding
 
 
 def table_lines(columns: Sequence[Column], width: int) -> Iterator[str]:
@@ -42,8 +44,8 @@ def table_lines(columns: Sequence[Column], width: int) -> Iterator[str]:
     shown = list(columns)
     while sum(column.width + 2 for column in shown) - 2 > width and (rank := max(column.rank for column in shown)):
         shown.remove(next(column for column in reversed(shown) if column.rank == rank))
-    for row in zip(*([column.title, *column.cells] for column in shown), strict=True):
-        yield "  ".join(column.line(cell) for column, cell in zip(shown, row, strict=True)).rstrip()
+    for row in zip(*(column.lines() for column in shown), strict=True):
+        yield "  ".join(row).rstrip()
 
 
 def printable(text: str) -> str:

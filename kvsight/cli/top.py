@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from http import HTTPStatus
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from kvsight.schemas.page import Fleet, FleetWorker
 
 _TIMEOUT_S = 10.0
+_PASSING = {HTTPStatus.TOO_MANY_REQUESTS, *range(500, 600)}
+"""Statuses of a service that answers later."""
 _MOST_WORKERS = 1000
 _STYLES = {"live": "", "syncing": "cyan", "stale": "yellow", "expired": "red"}
 """State of a worker -> colour of its line."""
@@ -95,7 +98,7 @@ def _watch(client: Client, contains: str, show: Callable[[Shown], None], pauses_
         try:
             fleet, since, outage = client.fleet(contains, limit=_MOST_WORKERS), 0.0, ""
         except (KvsightConnectionError, KvsightHttpError) as error:
-            if isinstance(error, KvsightHttpError) and error.status < 500:
+            if isinstance(error, KvsightHttpError) and error.status not in _PASSING:
                 raise
             since = since or time.time()
             outage = f"no answer since {_clock(since)}: {error}; trying again"

@@ -135,12 +135,15 @@ class Past {
     this.#wanted = time;
     if (this.#isMoving) return;
     this.#isMoving = true;
-    while (this.#wanted !== null) {
-      const wanted = this.#wanted;
-      this.#wanted = null;
-      await this.#go(this.#at(wanted), false);
+    try {
+      while (this.#wanted !== null) {
+        const wanted = this.#wanted;
+        this.#wanted = null;
+        await this.#go(this.#at(wanted), false);
+      }
+    } finally {
+      this.#isMoving = false;
     }
-    this.#isMoving = false;
   }
 
   #at(time) {
@@ -165,14 +168,17 @@ class Past {
     let time = this.#moment.time;
     if (time >= this.#span.last_time) time = this.#span.first_time;
     let before = performance.now();
-    while (this.#isPlaying && time < this.#span.last_time) {
-      await wait(TICK_MS);
-      const now = performance.now();
-      time += (Number(this.#parts.speed.value) * (now - before)) / 1000;
-      before = now;
-      if (this.#isPlaying) await this.#go(this.#at(time), false);
+    try {
+      while (this.#isPlaying && time < this.#span.last_time) {
+        await wait(TICK_MS);
+        const now = performance.now();
+        time += (Number(this.#parts.speed.value) * (now - before)) / 1000;
+        before = now;
+        if (this.#isPlaying) await this.#go(this.#at(time), false);
+      }
+    } finally {
+      this.#pause();
     }
-    this.#pause();
     await this.#refresh();
   }
 
