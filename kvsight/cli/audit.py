@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_DAMAGED = 1
 _MOST_ROWS = 10
+_MOST_DAMAGE = 20
 _LONGEST_NAME = 200
 _MEDIA = ("gpu", "cpu", "disk", "external")
 
@@ -109,7 +110,9 @@ def _span_lines(report: AuditReport) -> Iterator[str]:
     rates = report.rates
     peak = f"at most {rates.peak_pages_per_s:,} in one second, {local_time(rates.peak_time)}"
     yield f"{rates.pages_per_s:,.0f} pages/s stored and removed, {peak}; {rates.records_per_s:,.1f} records/s"
-    yield from (f"damage: {text}" for text in report.damage)
+    yield from (f"damage: {text}" for text in report.damage[:_MOST_DAMAGE])
+    if len(report.damage) > _MOST_DAMAGE:
+        yield f"and {len(report.damage) - _MOST_DAMAGE} more"
 
 
 def _stream_lines(report: AuditReport, width: int) -> Iterator[str]:
