@@ -49,6 +49,7 @@ ROOMS = {
         "dump",
         "explain",
         "hot",
+        "hot_lane.protocol",
         "metrics",
         "openapi",
         "page",
