@@ -46,6 +46,7 @@ NOT_HERE = {
     "kvsight serve --kafka localhost:9092 --api-tokens-file /etc/kvsight/tokens.toml": "see test_secrets.py",
     "kvsight serve --kafka localhost:9092 --tls-cert-file cert.pem --tls-key-file key.pem": "runs in test_api_tls.py",
     "SSL_CERT_FILE=ca.pem": "the same",
+    "kvsight replay recording --serve": "runs in test_replay_server.py",
     "kvsight hash": "runs in tests/unit/docs/test_code_blocks.py",
     "kvsight query --model my-model --text": "needs an engine's tokenizer; runs in test_terminal.py",
 }
