@@ -73,7 +73,7 @@ def test_a_master_that_is_not_there_is_reported_at_once_with_its_address():
     began = time.monotonic()
     with pytest.raises(StorageUnreachableError, match=rf"no Mooncake master listens on {address}"):
         MooncakeStorage.connect(own_identity(), MooncakeSettings.ignoring_environment(mooncake_master=address))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
 
 
 def test_a_master_that_takes_no_connection_is_reported_after_the_time_limit():

@@ -87,8 +87,9 @@ class PreparedProcess:
         return self._code
 
     def send(self, number: int) -> None:
-        """Send a signal to the whole session."""
-        os.killpg(self.pid, number)
+        """Send a signal to the whole session. Does nothing if it has just ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL and wait for the end. Idempotent."""

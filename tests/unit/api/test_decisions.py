@@ -233,4 +233,4 @@ async def test_a_large_body_is_checked_and_encoded_without_holding_the_loop() ->
             answer = await service.client.post("/decisions", content=body, headers=headers)
             assert answer.json() == {"accepted": 150, "dropped": 0}
 
-        await check_turns(post, lambda turns: max(turns) < 0.02)
+        await check_turns(post, lambda turns: max(turns) < sum(turns) / 3)
