@@ -51,9 +51,6 @@ _HEAD_END = b"\r\ncontent-type: application/json\r\n\r\n"
 
 _IS_ANSWERED, _IS_RETURNED = (np.isin(np.arange(4), outcomes) for outcomes in ((ANSWERED, CUT), (RETURNED, CUT)))
 
-IS_SUPPORTED = hasattr(select, "epoll")
-"""Only Linux has epoll."""
-
 
 class Repeated(NamedTuple):
     """What is alike in all requests of a direct connection."""

@@ -12,7 +12,7 @@ import time
 from api.answer_writer import Plan, Times
 from api.answers import Answers
 from api.decoding import codec_of, is_large
-from api.hot_lane.direct import IS_SUPPORTED, DirectConnections, Repeated
+from api.hot_lane.direct import DirectConnections, Repeated
 from api.hot_lane.direct_kernels import MAX_REQUEST_BYTES
 from api.hot_lane.envelopes import Envelope, Envelopes
 from api.hot_lane.heads import Head, Heads
@@ -45,7 +45,7 @@ class HotLane:
         self._encoded_headers = b""
         self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
         self._fields = fields
-        can_be_direct = IS_SUPPORTED and settings.max_body_bytes >= MAX_REQUEST_BYTES
+        can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES
         self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:

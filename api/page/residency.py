@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     tenant: str | None
     block_size: int | None
     worker: str | None
-    """Only prefixes of which this worker holds something."""
+    """Its streams have columns even where there are too many."""
 
 
 class ResidencyAnswer(NamedTuple):
@@ -37,12 +37,18 @@ class ResidencyAnswer(NamedTuple):
 
     residency: Residency
     """Without rows."""
-    encoded: list[msgspec.Raw]
-    """The rows as JSON."""
+    rows: list[tuple[msgspec.Raw, frozenset[str]]]
+    """Each row as JSON, and the workers that hold some of it."""
 
-    def select(self, limit: int) -> bytes:
-        """Return `Residency` as JSON, with at most `limit` rows."""
-        return _encoder.encode({**msgspec.structs.asdict(self.residency), "rows": self.encoded[:limit]})
+    @property
+    def shows_all(self) -> bool:
+        """Whether every stream has a column."""
+        return len(self.residency.columns) == self.residency.num_columns
+
+    def select(self, limit: int, worker: str | None) -> bytes:
+        """Return `Residency` as JSON, with at most `limit` rows, of which a worker holds something if it is named."""
+        rows = [row for row, holders in self.rows if worker is None or worker in holders]
+        return _encoder.encode({**msgspec.structs.asdict(self.residency), "rows": rows[:limit]})
 
 
 def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, ResidencyAnswer]:
@@ -84,8 +90,8 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
     rows = []
     for prefix in (yield from namespace.index.shared_prefixes(MAX_ROWS)):
         row = _row(namespace, columns, prefix)
-        if row.cells and (wanted.worker is None or _holds(row, views, wanted.worker)):
-            rows.append(msgspec.Raw(_encoder.encode(row)))
+        if row.cells:
+            rows.append((msgspec.Raw(_encoder.encode(row)), _holders(row, views)))
         yield
     found = Residency(
         time=scene.views.now(),
@@ -138,5 +144,5 @@ def _row(namespace: Namespace, columns: dict[int, int], prefix: U64Array) -> Res
     )
 
 
-def _holds(row: ResidencyRow, views: list[View], worker: str) -> bool:
-    return any(views[column].stream.worker == worker and pages for column, *_, pages in row.cells)
+def _holders(row: ResidencyRow, views: list[View]) -> frozenset[str]:
+    return frozenset(views[column].stream.worker for column, *_, pages in row.cells if pages)

@@ -67,8 +67,11 @@ def page_routes(open_scene: OpenScene) -> APIRouter:
         """
         scene = await open_scene(at)
         wanted = Wanted(model, tenant, block_size, worker)
-        found = await shared.get("residency", (scene.key, wanted), lambda: describe_residency(scene, wanted))
-        return json_response(found.select(limit))
+        of_all = wanted._replace(worker=None)
+        found = await shared.get("residency", (scene.key, of_all), lambda: describe_residency(scene, of_all))
+        if worker is not None and not found.shows_all:
+            found = await shared.get("residency", (scene.key, wanted), lambda: describe_residency(scene, wanted))
+        return json_response(found.select(limit, worker))
 
     @router.get("/funnel", response_class=Response, responses={**answers(Funnel, "The funnel"), **_BAD_PARAMETER})
     async def funnel(at: At = None) -> Response:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 _MIN_AGE_S: Final = 0.9
 """Answers are used for so long, a little less than the second at which pages ask."""
 _AGE_PER_COST: Final = 100
-"""An answer that takes long is used for so many times as long: each kind costs a hundredth of a core at most."""
+"""An answer that takes long is used for so many times as long: each costs a hundredth of a core at most."""
 _MAX_AGE_S: Final = 60.0
 _SLICE_S: Final = 0.00025
 _MAX_KEPT: Final = 16

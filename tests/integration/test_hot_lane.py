@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from api.app import create_app
 from api.hot_lane import protocol
-from api.hot_lane.direct import IS_SUPPORTED
 from api.hot_lane.heads import Head
 from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import MAX_HEAD_BYTES
@@ -515,8 +514,7 @@ def test_requests_that_repeat_do_not_reach_the_protocol(monkeypatch: pytest.Monk
             for data in prompts():
                 expected = await single.ask(data.replace(b"/query", b"/query?"))
                 assert {await line.ask(data) for line in lines} == {expected}
-            if IS_SUPPORTED:
-                assert len(taken) == 2 * len(lines)
+            assert len(taken) == 2 * len(lines)
             for line in lines:
                 line.writer.write(prompts()[0])
             assert {await line.answer() for line in lines} == {await single.ask(prompts()[0])}
@@ -670,8 +668,7 @@ def test_an_error_of_one_direct_connection_is_none_of_the_others(monkeypatch: py
             hostile.writer.write(b"hostile")
             line.writer.write(other)
             assert await line.answer() == await single.ask(other)
-            if IS_SUPPORTED:
-                assert await hostile.is_at_end()
+            assert await hostile.is_at_end()
 
     run(main())
 

@@ -145,6 +145,23 @@ async def test_the_map_shows_shared_prefixes_and_how_much_each_worker_holds(serv
     assert sorted(longest.cells) == [(0, 4, 4, 4, 4), (1, 2, 2, 2, 2), (2, 1, 2, 2, 2)]
 
 
+@pytest.mark.parametrize("num_others", [1, 200])
+async def test_the_map_of_a_worker_shows_the_prefixes_that_it_holds(serving: Any, num_others: int) -> None:
+    async with serving() as (client, fed):
+        for number in range(num_others):
+            await fed.hold(Stream(f"other-{number}"), TOKENS)
+        hashes = await fed.hold(Stream("one"), range(200, 208))
+        await fed.feed()
+        found, none = [
+            msgspec.json.decode((await client.get("/residency", params={"worker": worker})).content, type=Residency)
+            for worker in ("one", "nobody")
+        ]
+    assert found.num_columns == num_others + 1
+    assert "one" in [column.worker for column in found.columns]
+    assert [row.hash for row in found.rows] == [f"{hashes[-1]:016x}"]
+    assert none.rows == []
+
+
 async def test_the_map_of_an_unknown_model_is_a_problem(serving: Any) -> None:
     async with serving() as (client, _):
         document = check_problem(await client.get("/residency", params={"model": "none"}), 404)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.decoding import codec_of
-from api.hot_lane.direct import IS_SUPPORTED
 from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question
 from indexer.settings import IndexerSettings
@@ -148,7 +147,6 @@ def memory_after_a_guard(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8, offset=mmap.PAGESIZE)
 
 
-@pytest.mark.skipif(not IS_SUPPORTED, reason="only Linux has direct connections")
 def test_a_request_that_is_shorter_than_the_end_of_the_one_before_is_returned() -> None:
     both_ways.read_into(memory_after_a_guard(2**21))
     long, short = (b'{"model_name":"m","token_ids":[1]}' + b" " * spaces for spaces in (3900, 0))
