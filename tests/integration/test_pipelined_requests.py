@@ -1,0 +1,127 @@
+"""Requests that a client sends before it has the answers to those before, and in any pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.hot_lane import protocol
+from tests.support.effort import num_examples
+from tests.support.servers.lines import (
+    QUERY,
+    TOKENS,
+    a_service,
+    body_of,
+    every_kind,
+    prompts,
+    request,
+    run,
+)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            short = body_of(token_ids=TOKENS[:4])
+            health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+            line.writer.write(request(QUERY) + request(short) + health + request(QUERY)[:50])
+            answers = [await line.answer() for _ in range(3)]
+            answers.append(await line.ask(request(QUERY)[50:]))
+            single = await connect()
+            expected = [await single.ask(data) for data in (request(QUERY), request(short), health, request(QUERY))]
+            assert answers == expected
+
+    run(main())
+
+
+def test_many_pipelined_requests_of_every_kind_are_answered_in_order() -> None:
+    kinds = every_kind()
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line, single = await connect(), await connect()
+            expected = [await single.ask(data) for data in kinds]
+            for times in (1, 10):
+                line.writer.write(b"".join(kinds * times))
+                assert [await line.answer() for _ in kinds * times] == expected * times
+            line.writer.write(kinds[0] + kinds[4] + b"garbage")
+            assert [await line.answer() for _ in range(2)] == [expected[0], expected[4]]
+            assert (await line.answer())[0] == b"HTTP/1.1 400 Bad Request"
+            assert await line.is_at_end()
+
+    run(main())
+
+
+@settings(max_examples=num_examples(40))
+@given(st.integers(0, 2**32))
+def test_requests_of_every_kind_may_arrive_in_any_pieces(seed: int) -> None:
+    choices = random.Random(seed)
+    kinds = every_kind()
+    usual = prompts()
+
+    async def main() -> None:
+        async with a_service() as connect:
+            line, single = await connect(), await connect()
+            expected = {data: await single.ask(data) for data in kinds + usual}
+            asked: list[bytes] = []
+            for _ in range(40):
+                source = usual if choices.random() < 0.7 else kinds
+                burst = choices.choices(source, k=choices.choice([1, 1, 1, 5]))
+                asked += burst
+                text = b"".join(burst)
+                cuts = sorted(choices.choices(range(len(text)), k=choices.choice([0, 0, 1, 4])))
+                for start, end in itertools.pairwise([0, *cuts, len(text)]):
+                    line.writer.write(text[start:end])
+                    await single.ask(usual[0])  # so the server has read what was sent before
+                while len(asked) > choices.choice([0, 0, 5]):
+                    assert await line.answer() == expected[asked.pop(0)]
+            for data in asked:
+                assert await line.answer() == expected[data]
+
+    run(main())
+
+
+def test_a_client_that_pipelines_does_not_hold_up_others() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            hostile, ordinary = await connect(), await connect()
+            health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+            hostile.writer.write(health * 1000)
+            await hostile.answer()
+            for _ in range(100):
+                await ordinary.ask(request(QUERY))
+            expected = await ordinary.ask(health)
+            assert [await hostile.answer() for _ in range(50)] == [expected] * 50
+
+    run(main())
+
+
+def test_a_client_that_pipelines_without_end_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[protocol.HotProtocol] = []
+    ordinary = protocol.HotProtocol.connection_made
+
+    def noted(server: protocol.HotProtocol, transport: asyncio.Transport) -> None:
+        servers.append(server)
+        ordinary(server, transport)
+
+    monkeypatch.setattr(protocol.HotProtocol, "connection_made", noted)
+
+    async def main() -> None:
+        async with a_service() as connect:
+            hostile, other = await connect(), await connect()
+            text = (request(QUERY) * 10 + b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n") * 20_000
+            hostile.writer.write(text)
+            for _ in range(60):
+                for _ in range(10):
+                    assert (await hostile.answer())[0] == b"HTTP/1.1 200 OK"
+                await other.ask(request(QUERY))
+            assert max(len(server._rest) for server in servers) < 2**20 < len(text)
+            hostile.writer.transport.abort()
+
+    run(main())
