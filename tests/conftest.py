@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from hypothesis import settings
 from tests.support.effort import SOAK, register_profiles
 from tests.support.servers.child_process import PartMissingError
 from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.linked_kafka import LinkedKafka
 from tests.support.servers.mooncake_master import MooncakeAccess, MooncakeMaster
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.secure_kafka import SecureKafka
@@ -27,6 +29,7 @@ _TRACE = _ROOT.parent / "shared" / "traces" / "mooncake_conversation_trace.jsonl
 _MARK_OF_FIXTURE = {
     "kafka_bootstrap": "kafka",
     "kafka_broker": "kafka",
+    "linked_kafka": "kafka",
     "secure_kafka": "kafka",
     "mooncake_master": "mooncake",
     "own_mooncake_master": "mooncake",
@@ -137,6 +140,15 @@ def kafka_broker(_own_kafka: KafkaBroker) -> KafkaBroker:
     if not _own_kafka.running:
         _own_kafka.restart()
     return _own_kafka
+
+
+@pytest.fixture(scope="module")
+def linked_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedKafka]:
+    """A running broker of this module's own with two links, ENGINES and SERVICES, which a test may cut and heal."""
+    broker = _present(lambda: LinkedKafka(tmp_path_factory.mktemp("linked-kafka"), ["ENGINES", "SERVICES"]))
+    with closing(broker):
+        broker.restart()
+        yield broker
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from redis.asyncio import Redis
@@ -34,15 +36,13 @@ class RedisStore:
     async def save(self, image: bytes) -> None:
         name = uuid.uuid4().hex
         chunks = [image[i : i + _CHUNK_BYTES] for i in range(0, len(image), _CHUNK_BYTES)] or [b""]
-        try:
+        with self._translated_errors():
             for number, chunk in enumerate(chunks):
                 await self._redis.set(self._chunk(name, number), chunk, ex=_EXPIRE_S)
             await self._point_to(name, len(chunks))
-        except RedisError as error:
-            raise _error(self._redis, error) from error
 
     async def load(self) -> bytes | None:
-        try:
+        with self._translated_errors():
             for _ in range(_LOAD_TRIES):
                 current = await self._current()
                 if current is None:
@@ -50,32 +50,35 @@ class RedisStore:
                 chunks = await self._redis.mget([self._chunk(current[0], number) for number in range(current[1])])
                 if all(chunk is not None for chunk in chunks):
                     return b"".join(chunk for chunk in chunks if isinstance(chunk, bytes))
-        except RedisError as error:
-            raise _error(self._redis, error) from error
         raise SnapshotStoreError("Redis: chunks of the newest snapshot are missing")
 
     async def has_snapshot(self) -> bool:
         """Return whether there is a snapshot, without loading it. Raises SnapshotStoreError."""
-        try:
+        with self._translated_errors():
             return await self._current() is not None
-        except RedisError as error:
-            raise _error(self._redis, error) from error
 
     async def time(self) -> float | None:
         """Return the server's time in seconds since 1970, or None if this user may not ask for it.
 
         Raises SnapshotStoreError.
         """
-        try:
-            seconds, microseconds = await self._redis.time()
-        except NoPermissionError:
-            return None
-        except RedisError as error:
-            raise _error(self._redis, error) from error
+        with self._translated_errors():
+            try:
+                seconds, microseconds = await self._redis.time()
+            except NoPermissionError:
+                return None
         return float(seconds + microseconds / 1e6)
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        """Raise SnapshotStoreError for an error of the server or of the connection to it."""
+        try:
+            yield
+        except (RedisError, RuntimeError) as error:  # uvloop's, for a write to a connection that was reset
+            raise _error(self._redis, error) from error
 
     async def _point_to(self, name: str, num_chunks: int) -> None:
         """Change the pointer. The previous chunks are kept for a while, because other processes may be reading them."""
@@ -113,7 +116,7 @@ def _client(settings: RedisSettings) -> Redis:
     return Redis.from_url(settings.redis, **options)
 
 
-def _error(client: Redis, error: RedisError) -> SnapshotStoreError:
+def _error(client: Redis, error: RedisError | RuntimeError) -> SnapshotStoreError:
     """Say in one line, without secrets, which server fails and why."""
     known = client.connection_pool.connection_kwargs
     where = f"{known['host']}:{known.get('port', 6379)}" if "host" in known else str(known.get("path", ""))
@@ -125,6 +128,8 @@ def _error(client: Redis, error: RedisError) -> SnapshotStoreError:
             reason = f"it requires a login; set {variable('redis_password_file')}"
         case NoPermissionError():
             reason = f"a right is missing: {error}"
+        case RuntimeError():
+            reason = "connection lost"
         case _:
             reason = connection_reason(error.__cause__ or error.__context__) or str(error)
     return SnapshotStoreError(f"Redis at {where}: {reason}")

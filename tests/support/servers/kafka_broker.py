@@ -28,7 +28,7 @@ process.roles=broker,controller
 node.id=1
 controller.quorum.bootstrap.servers=127.0.0.1:{controller_port}
 listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}{listeners}
-advertised.listeners=PLAINTEXT://127.0.0.1:{port}{listeners}
+advertised.listeners=PLAINTEXT://127.0.0.1:{port}{advertised}
 controller.listener.names=CONTROLLER
 log.dirs={folder}/data
 offsets.topic.num.partitions=1
@@ -49,15 +49,21 @@ class KafkaBroker:
     """A broker that a test may kill and restart. It keeps its data in `folder`, and its ports."""
 
     def __init__(
-        self, folder: Path, *, listeners: Mapping[str, int] | None = None, more: str = "", users: Sequence[str] = ()
+        self,
+        folder: Path,
+        *,
+        listeners: Mapping[str, int] | None = None,
+        advertised: Mapping[str, int] | None = None,
+        more: str = "",
+        users: Sequence[str] = (),
     ) -> None:
         """Format the storage. `restart()` starts the broker. Raises PartMissingError.
 
-        listeners: names and ports of further ones. more: further lines of settings. users: for SCRAM, as the arguments
-        of `--add-scram`.
+        listeners: names and ports of further ones. advertised: the ports that clients of these are sent to, if they
+        differ. more: further lines of settings. users: for SCRAM, as the arguments of `--add-scram`.
         """
         self._port = free_port()
-        further = listeners or {}
+        further = dict(listeners or {})
         self._ports = [self._port, *further.values()]
         self._log = folder / "broker.log"
         self._java = _kafka_command()
@@ -66,7 +72,8 @@ class KafkaBroker:
             port=self._port,
             controller_port=free_port(),
             folder=folder,
-            listeners="".join(f",{name}://127.0.0.1:{port}" for name, port in further.items()),
+            listeners=_addresses(further),
+            advertised=_addresses({**further, **(advertised or {})}),
             more=more,
         )
         self._settings.write_text(text)
@@ -115,6 +122,10 @@ class KafkaBroker:
         done = subprocess.run([*self._java, *arguments], capture_output=True, text=True, timeout=180)
         if done.returncode != 0:
             raise RuntimeError(f"formatting Kafka's storage failed:\n{done.stdout}{done.stderr}")
+
+
+def _addresses(ports: Mapping[str, int]) -> str:
+    return "".join(f",{name}://127.0.0.1:{port}" for name, port in ports.items())
 
 
 def run_kafka_tool(name: str, *arguments: str) -> None:
