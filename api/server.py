@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from api.app import Application
+from api.bounded_protocol import BoundedProtocol
 from api.errors import CannotListenError, PortInUseError
 from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import HotProtocol
@@ -87,7 +88,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, settings: ApiSettings) -> None:
         self._app = app
-        http: Any = "httptools"
+        http: Any = BoundedProtocol
         if isinstance(app, Application):
             lane: HotLane = app.state.lane
             http = partial(HotProtocol, lane=lane, max_connections=settings.max_connections)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextvars import ContextVar
 from urllib.parse import parse_qsl
@@ -11,7 +10,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.hot import ClientDisconnectedError, read_body
-from api.hot_lane.protocol import ARRIVAL_S
 from api.past.moments import Moments, OpenMoment
 from api.problems import ProblemError
 from indexer.freshness import Freshness
@@ -68,11 +66,7 @@ class AtMoment:
 
 async def _received(scope: Scope, receive: Receive, limit: int) -> Receive:
     """Read the body of a request. Returns what gives it again. Raises ProblemError and ClientDisconnectedError."""
-    try:
-        async with asyncio.timeout(ARRIVAL_S):
-            body = await read_body(receive, Headers(scope=scope).get("content-length"), limit)
-    except TimeoutError:
-        raise ProblemError(408, "", f"request: not complete after {ARRIVAL_S:.0f} s") from None
+    body = await read_body(receive, Headers(scope=scope).get("content-length"), limit)
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -7,12 +7,16 @@ import json
 from contextlib import AsyncExitStack
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from api import bounded_protocol
 from api.app import create_app
-from api.hot_lane import protocol
+from api.bounded_protocol import MAX_HEAD_BYTES
 from api.hot_lane.heads import Head
 from api.hot_lane.lane import HotLane
-from api.hot_lane.protocol import MAX_HEAD_BYTES
 from api.server import running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
@@ -28,6 +32,7 @@ from tests.support.servers.lines import (
 )
 
 TOKEN = "a-token"
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large"
 BODIES = [
     QUERY,
     body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.25, 0.1]),
@@ -97,7 +102,7 @@ def test_a_head_without_end_is_refused() -> None:
             await other.ask(request(QUERY))  # so the server has read what was sent before
             line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
             status, _, body = await line.answer()
-            assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+            assert status == TOO_LARGE
             assert json.loads(body)["detail"] == f"headers: more than {MAX_HEAD_BYTES} bytes"
             assert await line.is_at_end()
             assert (await other.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
@@ -132,8 +137,30 @@ def test_trailers_without_end_are_refused() -> None:
     run(main())
 
 
+def test_another_application_has_the_same_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 0.5)
+
+    async def echo(asked: Request) -> Response:
+        return Response(await asked.body(), media_type="text/plain")
+
+    async def main() -> None:
+        app = Starlette(routes=[Route("/query", echo, methods=["POST"])])
+        async with running_server(app, ApiSettings(port=0)) as url:
+            late, endless, ahead = [await Line.connect(url) for _ in range(3)]
+            ahead.writer.write(request(b"one") + request(b"two"))
+            assert [(await ahead.answer())[2] for _ in range(2)] == [b"one", b"two"]
+            late.writer.write(request(QUERY)[:-1])
+            assert (await late.answer())[0] == b"HTTP/1.1 408 Request Timeout"
+            head = b"POST /query HTTP/1.1\r\nX: %b\r\n" % (b"y" * 2 * MAX_HEAD_BYTES)
+            assert (await endless.ask(head))[0] == TOO_LARGE
+            for line in (late, endless, ahead):
+                await line.close()
+
+    run(main())
+
+
 def test_the_second_request_of_a_connection_is_refused_as_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "ARRIVAL_S", 0.5)
+    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 0.5)
 
     async def main() -> None:
         async with a_service() as connect:
@@ -146,7 +173,7 @@ def test_the_second_request_of_a_connection_is_refused_as_the_first_one(monkeypa
 
 
 def test_requests_that_arrive_in_time_are_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "ARRIVAL_S", 1.0)
+    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 1.0)
 
     async def main() -> None:
         async with a_service() as connect:
@@ -166,7 +193,7 @@ def test_requests_that_arrive_in_time_are_never_given_up(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("path", ["/query", "/query?"])
 def test_a_request_that_does_not_arrive_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "ARRIVAL_S", 0.5)
+    monkeypatch.setattr(bounded_protocol, "ARRIVAL_S", 0.5)
 
     async def main() -> None:
         async with a_service() as connect:

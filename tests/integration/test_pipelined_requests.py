@@ -121,7 +121,7 @@ def test_a_client_that_pipelines_without_end_is_not_read_on(monkeypatch: pytest.
                 for _ in range(10):
                     assert (await hostile.answer())[0] == b"HTTP/1.1 200 OK"
                 await other.ask(request(QUERY))
-            assert max(len(server._rest) for server in servers) < 2**20 < len(text)
+            assert max(len(server.rest) for server in servers) < 2**20 < len(text)
             hostile.writer.transport.abort()
 
     run(main())

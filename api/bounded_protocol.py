@@ -1,0 +1,195 @@
+"""An HTTP protocol that bounds what a client may make the server hold, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from api.problems import ProblemError
+
+MAX_HEAD_BYTES = 2**14
+"""Bound on the head of a request."""
+ARRIVAL_S = 60.0
+"""Time in which a request must have arrived completely."""
+
+_SLICE_BYTES = 2**10
+"""Data that httptools reads at once, apart from bodies: about ten requests."""
+_PIPELINE_PAUSE_S = 0.02
+"""Pause between two requests of the ordinary way of which the client sent the second before the answer to the first.
+
+A client that pipelines without end thus takes a fiftieth of the time of the event loop.
+"""
+HEAD = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\ncontent-type: application/%b\r\n\r\n"
+"""Head of an answer: status, other headers, length of the body, kind of the body."""
+
+
+class _Flow(FlowControl):
+    """Does not read while a connection holds requests that wait for their turn, so that it holds only a few."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        """Read again, unless requests are held. A hook of uvicorn."""
+        if not self.is_held:
+            super().resume_reading()
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Bounds heads and trailers, the time in which a request arrives, and what a client pipelines."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_parsing = False  # httptools has begun a request that has not arrived completely
+        self.rest = bytearray()  # what arrived after a request that is not answered yet
+        self.began_at = 0.0  # first byte of the request that arrives, by the clock of the loop
+        self._is_in_head = False  # of a request that httptools reads
+        self._body_bytes = 0  # that are missing of it, as far as they are announced
+        self._head_bytes = 0
+        self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
+        self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
+
+    def data_received(self, data: bytes) -> None:
+        if self.rest:
+            self.hold_rest(data)
+            return
+        self.take(data)
+        if self.is_arriving() != (self._arrival is not None):
+            self._set_arrival()
+
+    def take(self, data: bytes) -> None:
+        """Handle data that does not wait for an answer to an earlier request."""
+        self.feed(data)
+
+    def is_arriving(self) -> bool:
+        """Return whether a request has arrived in part."""
+        return self.is_parsing
+
+    def feed(self, data: bytes) -> None:
+        """Pass data to httptools in slices, until a request waits for the answer to another one.
+
+        httptools would read all requests at once, and bounds neither the number nor the size of headers.
+        """
+        at = 0
+        while at < len(data) and not self.transport.is_closing():
+            if at > 0 and self._is_client_ahead():
+                self.hold_rest(data[at:])
+                return
+            piece = data[at : at + max(_SLICE_BYTES, self._body_bytes)]
+            at += len(piece)
+            if self._is_in_head:
+                self._head_bytes += len(piece)
+            super().data_received(piece)
+            if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
+
+    def _is_client_ahead(self) -> bool:
+        """Return whether a request has arrived completely and is not answered yet."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return bool(self.pipeline) or not (self.is_parsing or is_answered)
+
+    def hold_rest(self, data: bytes) -> None:
+        """Hold what a client sent after a request that is not answered yet."""
+        self.rest += data
+        self.flow.pause_reading()
+        self.flow.is_held = True
+
+    def go_on(self) -> None:
+        """Read the next one of several requests that arrived at once."""
+        if self.rest and not self.transport.is_closing():
+            data = bytes(self.rest)
+            self.rest.clear()
+            self.flow.is_held = False
+            self.flow.resume_reading()
+            self.data_received(data)
+
+    def on_response_complete(self) -> None:
+        """Let other connections have their turn if the client did not wait for this answer."""
+        if self.rest or self.pipeline:
+            self.loop.call_later(_PIPELINE_PAUSE_S, self._next_of_pipeline)
+        else:
+            super().on_response_complete()
+
+    def _next_of_pipeline(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline:  # the next request may have arrived in part
+            self.go_on()
+
+    def _set_arrival(self) -> None:
+        """Set a limit to the arrival of a request, or cancel it after the request has arrived."""
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(ARRIVAL_S, self._give_up)
+        else:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _give_up(self) -> None:
+        left_s = self.began_at + ARRIVAL_S - self.loop.time()
+        if left_s > 0:  # a later request arrives by now
+            self._arrival = self.loop.call_later(left_s, self._give_up)
+            return
+        self._refuse(ProblemError(408, "", f"request: not complete after {ARRIVAL_S:.0f} s"))
+
+    def _refuse(self, problem: ProblemError) -> None:
+        """Answer a request that has not arrived completely, if its answer is the next one. Close the connection."""
+        if not self.is_next_answer_open():
+            self.transport.close()
+            return
+        body, status = msgspec.json.encode(problem.document()), HTTPStatus(problem.status)
+        start = b"%d %b\r\nconnection: close" % (status, status.phrase.encode())
+        self.transport.write(HEAD % (start, self.response_headers(), len(body), b"problem+json") + body)
+        self.transport.close()
+
+    def is_next_answer_open(self) -> bool:
+        """Return whether the next answer is that to the request that is arriving, and has not begun."""
+        if self.cycle is None:
+            return True
+        if self.cycle is self._before:
+            return bool(self.cycle.response_complete)
+        return not self.pipeline and not self.cycle.response_started
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._arrival is not None:
+            self._set_arrival()
+        super().connection_lost(exc)
+
+    def response_headers(self) -> bytes:
+        """Return the header lines of any answer."""
+        return b"".join(b"%b: %b\r\n" % header for header in self.server_state.default_headers)
+
+    def on_message_begin(self) -> None:
+        self.is_parsing = self._is_in_head = True
+        self._head_bytes = 0
+        self.began_at, self._before = self.loop.time(), self.cycle
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._body_bytes = self._announced_bytes()
+        super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """Count what follows as headers: trailers follow the last chunk."""
+        self._is_in_head, self._head_bytes = True, 0
+
+    def _announced_bytes(self) -> int:
+        """Return the Content-Length of the request that httptools reads, 0 if there is none."""
+        return next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+
+    def on_body(self, body: bytes) -> None:
+        self._is_in_head = False
+        self._body_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.is_parsing = self._is_in_head = False
+        self._body_bytes = 0
+        super().on_message_complete()
