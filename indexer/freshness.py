@@ -8,7 +8,7 @@ from collections.abc import Callable
 from indexer.views import View, ViewState
 from kv_events.streams import HEARTBEAT_S
 
-_LATE_S = 2 * HEARTBEAT_S + 0.5
+LATE_S = 2 * HEARTBEAT_S + 0.5
 """Silence after which two heartbeats are missing."""
 
 NO_HEARTBEAT = "no heartbeat"
@@ -74,7 +74,7 @@ class Freshness:
 
     def late_before(self) -> float:
         """Return the time such that views which were heard last before it miss two heartbeats."""
-        at = (self.log_read_at if self._clock is None else self._clock()) - _LATE_S
+        at = (self.log_read_at if self._clock is None else self._clock()) - LATE_S
         return at if self._began_at < at else -math.inf
 
     def bounds(self) -> tuple[float, float, float]:

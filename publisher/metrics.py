@@ -38,6 +38,7 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
     delivered = _counter("delivered_pages", "Page changes that the sink has confirmed")
     dropped = _counter("dropped_pages", "Page changes dropped because the queue was full")
     resyncs = _counter("resyncs", "Resyncs sent, including the first one")
+    resent = _counter("resync_pages", "Pages sent in resyncs, once for each tier")
     records = _counter("rejected_records", "Records that the sink refused")
     requests = _counter("skipped_requests", "Messages of the control topic that are no requests")
     events = _counter("rejected_events", "Events dropped because they are invalid", "reason")
@@ -49,11 +50,12 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
         delivered.add_metric(labels, stats.queue.delivered)
         dropped.add_metric(labels, stats.queue.dropped)
         resyncs.add_metric(labels, stats.resyncs)
+        resent.add_metric(labels, stats.resync_pages)
         records.add_metric(labels, stats.rejected_records)
         requests.add_metric(labels, stats.skipped_requests)
         for reason, number in stats.rejected_events.items():
             events.add_metric([*labels, reason], number)
-    yield from (held, queued, reach, delivered, dropped, resyncs, records, requests, events)
+    yield from (held, queued, reach, delivered, dropped, resyncs, resent, records, requests, events)
 
 
 def serve_metrics(port: int, collector: Collector) -> Callable[[], None]:

@@ -48,6 +48,8 @@ class PublisherStats(NamedTuple):
     """Records created in this epoch."""
     resyncs: int
     """Resyncs started in this epoch, including the first one."""
+    resync_pages: int
+    """Pages sent in them, once for each tier."""
     is_resyncing: bool
     """Whether the last resync is not sent completely yet."""
     rejected_records: int
@@ -162,6 +164,7 @@ class EventPublisher:
             rejected_events=self._tracker.rejected(),
             next_seq=self._builder.seq,
             resyncs=self._builder.num_resyncs,
+            resync_pages=self._builder.num_resync_pages,
             is_resyncing=self._builder.is_resyncing,
             rejected_records=self._drain.num_rejected,
             skipped_requests=self._drain.num_skipped_requests,

@@ -59,6 +59,8 @@ class RecordBuilder:
         self.seq = 0
         """Number of the next record."""
         self.num_resyncs = 0
+        self.num_resync_pages = 0
+        """Pages sent in resyncs, once for each tier."""
         self.is_resyncing = False
         """Whether the last resync is not sent completely yet. The queue no longer holds changes from before it."""
         self.degraded_reason = ""
@@ -203,6 +205,7 @@ class RecordBuilder:
         part = resync.changes.part(start, start + self._limits.pages)
         part = part.part(0, self._limits.fitting(part))
         resync.position += len(part.kinds)
+        self.num_resync_pages += len(part.kinds)
         events = pack(part)
         if start == 0:
             events.insert(0, encode_event(SnapshotBegin(resync.reason)))

@@ -19,12 +19,12 @@ def divergent_pages(worker: SimulatedWorker, view: View | None) -> dict[StorageM
     viewed = _viewed(view)
     found = {}
     for medium in MEDIA:
-        held, num_nameless = _held(worker, medium)
+        held, num_nameless = held_pages(worker, medium)
         found[medium] = len(np.setxor1d(held, viewed[medium])) + num_nameless
     return found
 
 
-def _held(worker: SimulatedWorker, medium: StorageMedium) -> tuple[U64Array, int]:
+def held_pages(worker: SimulatedWorker, medium: StorageMedium) -> tuple[U64Array, int]:
     """Return the pages that the worker holds, and the number of pages that it holds and has not published."""
     if medium is StorageMedium.DISK and worker.tiers is not None:
         return worker.tiers.on_disk()

@@ -107,6 +107,11 @@ class KafkaBroker:
         assert self._process is not None
         self._process.send(signal.SIGSTOP)
 
+    def resume(self) -> None:
+        """Send SIGCONT."""
+        assert self._process is not None
+        self._process.send(signal.SIGCONT)
+
     def _format_storage(self, users: Sequence[str]) -> None:
         cluster = str(uuid.uuid4())
         arguments = [

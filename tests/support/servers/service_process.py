@@ -45,10 +45,18 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Start, and return once the service listens. It may not be ready yet."""
+        self.launch()
+        self.wait_until_it_listens()
+
+    def launch(self) -> None:
+        """Start, without waiting."""
         arguments = ["serve", "--port", self._port]
         with self.log.open("ab") as output, Path(os.devnull).open() as nothing:
             streams = nothing.fileno(), output.fileno(), output.fileno()
             self._process = PreparedProcess("kvsight", arguments, os.environ | self._variables, streams)
+
+    def wait_until_it_listens(self) -> None:
+        """Return once the service listens."""
         wait_until(self._answers, deadline_s=120, what="kvsight serve to listen")
 
     @property

@@ -1,0 +1,249 @@
+"""The real parts of a chaos run: a broker, a Redis, engines, services, and a process that asks the services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import msgspec
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from aiokafka.structs import TopicPartition
+
+from kv_events.streams import DEFAULT_TENANT
+from tests.chaos.asker import Asked, AskerOptions
+from tests.chaos.engine import Engine, pinned_prompt
+from tests.support.prepared_python import PreparedProcess
+from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.waiting import wait_until
+
+PARTITIONS = 3
+SNAPSHOT_INTERVAL_S = 1.0
+_SMALL_QUEUE_PAGES = 20_000
+_T = TypeVar("_T")
+
+
+class Away(NamedTuple):
+    """A time in which a service could not answer, because its process was dead or stopped."""
+
+    began: float
+    ended: float
+    """inf while it lasts."""
+
+
+class Service(ServiceProcess):
+    """A `kvsight serve` process that knows when it could not answer."""
+
+    def __init__(self, name: str, folder: Path, **variables: object) -> None:
+        folder.mkdir()
+        self.name = name
+        self.folder = folder
+        self.away: list[Away] = []
+        """Until it was ready again: as a startup probe on `/ready` would have it."""
+        self._is_paused = False
+        super().__init__(folder, **variables)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Its settings. A change counts from the next start on."""
+        return self._variables
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its process is dead, stopped, or was started and has not been ready yet."""
+        return bool(self.away) and self.away[-1].ended == float("inf")
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it was started and has not been ready yet."""
+        return self.is_away and not self._is_paused and self._running
+
+    def launch(self) -> None:
+        """Start, without waiting."""
+        self._leave()
+        super().launch()
+
+    def kill(self) -> None:
+        """Send SIGKILL. Idempotent."""
+        if self._running:
+            self._leave()
+        super().kill()
+
+    def pause(self) -> None:
+        """Send SIGSTOP."""
+        self._leave()
+        self._is_paused = True
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Send SIGCONT."""
+        self._signal(signal.SIGCONT)
+        self._is_paused = False
+        self.note_ready()
+
+    def wait_for_snapshot(self) -> None:
+        """Return when the service has written the next snapshot."""
+        before = self._num_snapshots()
+        wait_until(lambda: self._num_snapshots() > before, 60, "the next snapshot")
+
+    def note_ready(self) -> None:
+        """Its process answers queries from now on."""
+        if self.is_away:
+            self.away[-1] = self.away[-1]._replace(ended=time.monotonic())
+
+    def _num_snapshots(self) -> float:
+        found = re.search(r"^kvsight_snapshots_written_total (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    def _leave(self) -> None:
+        if not self.is_away:
+            self.away.append(Away(time.monotonic(), float("inf")))
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send(number)
+
+
+class Rig:
+    """`with Rig(folder) as rig:`. All views are right at its beginning.
+
+    Engines: caches of different kinds and two tenants. All but the last one have queues that an outage of some seconds
+    overflows. Services: the first one keeps its snapshots in a folder, the others in Redis.
+    """
+
+    def __init__(self, folder: Path, *, num_services: int = 2) -> None:
+        self.folder = folder
+        self.broker = KafkaBroker(_made(folder / "kafka"))
+        self.redis = RedisServer(_made(folder / "redis"))
+        self.topics = own_topics(self.broker.bootstrap, KVSIGHT_TOPIC_PARTITIONS=PARTITIONS)
+        self.engines = [
+            self.new_engine("small-queue", queue_pages=_SMALL_QUEUE_PAGES),
+            self.new_engine("hybrid", cache="himamba", tenant="other", queue_pages=_SMALL_QUEUE_PAGES),
+            self.new_engine("large-queue", cache="radix", device_pages=1024),
+        ]
+        self.services = [self.new_service(f"service-{number}", has_redis=number > 0) for number in range(num_services)]
+        self.answers = folder / "answers"
+        self._asker: PreparedProcess | None = None
+
+    @property
+    def events_topic(self) -> str:
+        return str(self.topics["KVSIGHT_EVENTS_TOPIC"])
+
+    @property
+    def control_topic(self) -> str:
+        return str(self.topics["KVSIGHT_CONTROL_TOPIC"])
+
+    def new_engine(self, name: str, *, tenant: str = DEFAULT_TENANT, **options: Any) -> Engine:
+        """Return an engine that is not started. options: fields of `EngineOptions`."""
+        return Engine(name, self.folder, self.topics, tenant, **options)
+
+    def new_service(self, name: str, *, has_redis: bool) -> Service:
+        """Return a service that is not started."""
+        folder = self.folder / name
+        kept = {"KVSIGHT_REDIS": self.redis.url} if has_redis else {"KVSIGHT_SNAPSHOT_DIR": folder / "snapshots"}
+        return Service(name, folder, **self.topics, **kept, KVSIGHT_SNAPSHOT_INTERVAL_S=SNAPSHOT_INTERVAL_S)
+
+    # --- what strangers and operators may do -----------------------------------------------------------------------
+
+    def produce(self, topic: str, records: list[tuple[bytes | None, bytes | None]]) -> None:
+        """Write records to a topic, as a stranger may: key and payload."""
+
+        async def send() -> None:
+            async with AIOKafkaProducer(bootstrap_servers=self.broker.bootstrap) as producer:
+                for key, payload in records:
+                    await producer.send_and_wait(topic, payload, key)
+
+        _run(send())
+
+    def cut_log(self) -> None:
+        """Delete all records of the events topic, as its retention may."""
+
+        async def cut(admin: AIOKafkaAdminClient) -> None:
+            places = [TopicPartition(self.events_topic, number) for number in range(PARTITIONS)]
+            await admin.delete_records({place: RecordsToDelete(before_offset=-1) for place in places})
+
+        self.with_admin(cut)
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic. Publishers create it again."""
+
+        async def delete(admin: AIOKafkaAdminClient) -> None:
+            await admin.delete_topics([topic])
+
+        self.with_admin(delete)
+
+    def with_admin(self, act: Callable[[AIOKafkaAdminClient], Coroutine[Any, Any, _T]]) -> _T:
+        """Do something with an administrator's rights."""
+
+        async def run() -> _T:
+            admin = AIOKafkaAdminClient(bootstrap_servers=self.broker.bootstrap)
+            await admin.start()
+            try:
+                return await act(admin)
+            finally:
+                await admin.close()
+
+        return _run(run())
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            self.broker.restart()
+            self.redis.restart()
+            for engine in self.engines:
+                engine.start()
+            for service in self.services:
+                service.launch()
+            for service in self.services:
+                service.wait_until_it_listens()
+                service.wait_until_ready()
+                service.note_ready()
+            self._ask()
+            stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _ask(self) -> None:
+        prompts = [Asked(e.name, e.stream.model, e.stream.tenant, pinned_prompt(e.name)) for e in self.engines]
+        options = AskerOptions([service.port for service in self.services], prompts, str(self.answers))
+        with (self.folder / "asker.log").open("ab") as output, Path(os.devnull).open() as nothing:
+            streams = nothing.fileno(), output.fileno(), output.fileno()
+            argument = msgspec.json.encode(options).decode()
+            self._asker = PreparedProcess("tests.chaos.asker", [argument], os.environ, streams)
+
+    def _end(self) -> None:
+        if self._asker is not None:
+            self._asker.kill()
+        kills: list[Callable[[], None]] = [part.kill for part in self.engines]
+        for kill in (*kills, *(part.kill for part in self.services), self.redis.kill, self.broker.kill):
+            kill()
+
+
+def _run(work: Coroutine[Any, Any, _T]) -> _T:
+    return asyncio.run(work)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder

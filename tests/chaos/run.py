@@ -1,0 +1,225 @@
+"""A chaos run: faults drawn from a seed, singly and overlapping, and what they cost."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from tests.chaos.answers import Answers, joined, live_dips, read_answers
+from tests.chaos.compare import compare
+from tests.chaos.engine import PINNED_TOKENS
+from tests.chaos.faults.fault import FAULTS, Fault
+from tests.chaos.rig import Rig
+from tests.chaos.watch import Watch
+
+_OVERLAP = 0.3
+"""Share of the injections with two faults at once."""
+_QUIET_S = 2.0
+"""Time without a fault after each one."""
+_STABLE_S = 1.0
+"""Time for which all views must stay right."""
+_PATIENCE = 4
+"""A run waits so many times the bound of a fault, to see whether the views become right at all."""
+_TAIL_LINES = 15
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What happened at one injection."""
+
+    number: int
+    faults: list[str]
+    within_s: float
+    converged_s: float | None
+    """Seconds from the end of the fault until all views were right. None: they did not become so."""
+    resent_pages: int
+    """Pages that the publishers sent again in resyncs."""
+    queries: int
+    worst_s: float
+    """Longest time to an answer of a service that could answer."""
+    p99_s: float
+    errors: int
+    """5xx and failed connections of services that could answer."""
+    refused: int
+    """Questions to a service that was dead, stopped or starting."""
+    divergent_pages: int
+    lies: int
+    """Views that were `live` and had been wrong for longer than two heartbeats, and answers from a live view with fewer
+    tokens than the engine holds."""
+    longest_wrong_s: float
+    """Longest time for which a live view had been wrong."""
+    load: float
+    """Load of the machine, over a minute."""
+    details: list[str]
+    """What is needed to find the cause of a failure."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.is_true and self.converged_s is not None and self.converged_s <= self.within_s
+
+    @property
+    def is_true(self) -> bool:
+        """Whether all views became right, no view lied, and no query failed."""
+        return self.converged_s is not None and not (self.divergent_pages or self.errors or self.lies)
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """A whole run."""
+
+    seed: int
+    minutes: float
+    quiet_p99_s: float
+    faulty_p99_s: float
+    queries: int
+    outcomes: list[Outcome]
+
+    @property
+    def is_true(self) -> bool:
+        return all(each.is_true for each in self.outcomes)
+
+    @property
+    def is_right(self) -> bool:
+        return all(each.is_right for each in self.outcomes)
+
+
+def run(
+    folder: Path,
+    seed: int,
+    minutes: float,
+    names: Sequence[str],
+    show: Callable[[Outcome], None],
+    most: int | None = None,
+) -> Report:
+    """Run faults until the time is over. names: those to draw from. most: at most so many injections.
+
+    show: called after each injection.
+    """
+    with Rig(folder, num_services=1 + seed % 3) as rig, Watch(rig) as watch:
+        return _Run(rig, watch, seed, [FAULTS[name] for name in names]).go(minutes, show, most)
+
+
+class _Run:
+    def __init__(self, rig: Rig, watch: Watch, seed: int, faults: Sequence[Fault]) -> None:
+        self._rig, self._watch, self._seed = rig, watch, seed
+        self._deck = _deck(Random(seed), faults)
+        self._quiet: list[Answers] = []
+        self._faulty: list[Answers] = []
+
+    def go(self, minutes: float, show: Callable[[Outcome], None], most: int | None) -> Report:
+        end, outcomes = time.monotonic() + 60 * minutes, list[Outcome]()
+        began = time.monotonic()
+        assert self._converged_at(began, 60) is not None, self._watch.newest()
+        self._be_quiet(5 * _QUIET_S)
+        while time.monotonic() < end and (most is None or len(outcomes) < most):
+            outcome = self._injection(len(outcomes), next(self._deck))
+            outcomes.append(outcome)
+            show(outcome)
+            self._be_quiet(_QUIET_S)
+        return Report(
+            seed=self._seed,
+            minutes=(time.monotonic() - began) / 60,
+            quiet_p99_s=joined(self._quiet).percentile_s(99),
+            faulty_p99_s=joined(self._faulty).percentile_s(99),
+            queries=sum(len(each.rows) for each in (*self._quiet, *self._faulty)),
+            outcomes=outcomes,
+        )
+
+    def _injection(self, number: int, faults: Sequence[Fault]) -> Outcome:
+        within_s = max(each.within_s for each in faults)
+        resent = self._resent()
+        began = time.monotonic()
+        self._inject(faults, Random(f"{self._seed}/{number}"))
+        healed = time.monotonic()
+        right_at = self._converged_at(healed, _PATIENCE * within_s)
+        faulty_until = time.monotonic()
+        differences = compare(self._rig, within_s)
+        answers = read_answers(self._rig.answers, self._rig.services, began, faulty_until)
+        self._faulty.append(answers)
+        wrong = self._watch.wrong_since(began)
+        lies = [each for each in wrong if each.is_lie]
+        outcome = Outcome(
+            number=number,
+            faults=[each.name for each in faults],
+            within_s=within_s,
+            converged_s=None if right_at is None else max(0.0, right_at - healed),
+            resent_pages=_sent_again(resent, self._resent()),
+            queries=len(answers.rows),
+            worst_s=answers.worst_s,
+            p99_s=answers.percentile_s(99),
+            errors=answers.num_errors,
+            refused=answers.num_refused,
+            divergent_pages=sum(each.pages for each in differences),
+            lies=len({(each.service, each.engine) for each in lies}) + live_dips(answers, PINNED_TOKENS),
+            longest_wrong_s=max((each.wrong_s for each in wrong), default=0.0),
+            load=os.getloadavg()[0],
+            details=[],
+        )
+        if not outcome.is_right or differences:
+            bad = answers.rows[(answers.rows["status"] >= 500) | (answers.rows["status"] == 0)]
+            outcome.details = [
+                *map(str, self._watch.newest()),
+                *map(str, differences),
+                *(f"lie: {each}" for each in lies[:10]),
+                *(f"failed: {row} ({row['at'] - began:.2f} s after the fault began)" for row in bad[:10]),
+                *self._tails(),
+            ]
+        return outcome
+
+    def _inject(self, faults: Sequence[Fault], random: Random) -> None:
+        courses = [each.course(self._rig, random) for each in faults]
+        hold_s = max(each.hold_s for each in faults)
+        for course in courses:
+            next(course)
+            time.sleep(random.uniform(0, 0.5) if len(courses) > 1 else 0)
+        time.sleep(hold_s)
+        random.shuffle(courses)
+        for course in courses:
+            for _ in course:
+                raise AssertionError("a fault yields once")
+
+    def _converged_at(self, since: float, patience_s: float) -> float | None:
+        """Return when all views became right and stayed so."""
+        give_up = time.monotonic() + patience_s
+        while time.monotonic() < give_up:
+            right = self._watch.right_since
+            if right is not None and time.monotonic() - max(right, since) >= _STABLE_S:
+                return right
+            time.sleep(0.05)
+        return None
+
+    def _be_quiet(self, seconds: float) -> None:
+        since = time.monotonic()
+        time.sleep(seconds)
+        self._quiet.append(read_answers(self._rig.answers, self._rig.services, since, time.monotonic()))
+
+    def _resent(self) -> dict[tuple[str, int], int]:
+        stats = {engine.name: engine.stats() for engine in self._rig.engines}
+        return {(name, each.epoch): each.resync_pages for name, each in stats.items()}
+
+    def _tails(self) -> Iterator[str]:
+        for log in (*(each.log for each in self._rig.services), *(each.log for each in self._rig.engines)):
+            yield f"--- {log}"
+            if log.exists():
+                yield from log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+
+
+def _sent_again(before: dict[tuple[str, int], int], after: dict[tuple[str, int], int]) -> int:
+    return sum(pages - before.get(incarnation, 0) for incarnation, pages in after.items())
+
+
+def _deck(random: Random, faults: Sequence[Fault]) -> Iterator[list[Fault]]:
+    """Yield faults to inject: all of them in random order, again and again, some of them two at a time."""
+    for _ in count():
+        left = random.sample(list(faults), len(faults))
+        while left:
+            drawn = [left.pop()]
+            others = [each for each in left if not each.touches & drawn[0].touches]
+            if others and random.random() < _OVERLAP:
+                drawn.append(random.choice(others))
+                left.remove(drawn[1])
+            yield drawn

@@ -1,0 +1,27 @@
+"""A short chaos run with fixed seeds. `make chaos` runs for as long as you like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tests.chaos.faults
+from tests.chaos.faults.fault import FAULTS
+from tests.chaos.report import plain_table
+from tests.chaos.run import Outcome, run
+
+assert tests.chaos.faults  # fills the table
+_INJECTIONS = 4
+_MINUTES = 0.5
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_view_equals_its_cache_after_any_fault(seed: int, tmp_path: Path) -> None:
+    told: list[Outcome] = []
+    names = [name for name, fault in FAULTS.items() if fault.hold_s <= 3 and "burst" not in name]
+    report = run(tmp_path, seed, _MINUTES, names, told.append, _INJECTIONS)
+    assert told, "no fault was injected"
+    assert report.is_true, "\n".join([plain_table([report]), *(line for each in told for line in each.details)])

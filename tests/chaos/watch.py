@@ -1,0 +1,141 @@
+"""Watches all views of all services, and compares them with the histories of the engines' caches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import httpx
+import numpy as np
+
+from indexer.freshness import LATE_S
+from tests.chaos.engine import Engine
+from tests.chaos.rig import Rig, Service
+
+_EVERY_S = 0.2
+_TIMEOUT_S = 5.0
+FRESH_S = 1.0
+"""A view whose cache was as it shows within this time is right: its newest record may be on the way."""
+LIE_S = LATE_S + 2 * _EVERY_S
+"""A view that is `live` and has been wrong for longer is a lie: two heartbeats are missing by then."""
+
+
+class Sighting(NamedTuple):
+    """What a service said about a view."""
+
+    at: float
+    """Time of the monotonic clock."""
+    service: str
+    engine: str
+    state: str
+    reason: str
+    wrong_s: float
+    """Seconds since the cache was as the view shows. If it never was: since the view was first seen so."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.state == "live" and self.wrong_s < FRESH_S
+
+    @property
+    def is_lie(self) -> bool:
+        return self.state == "live" and self.wrong_s > LIE_S
+
+
+def listener_of(workers: list[dict[str, Any]], engine: Engine) -> dict[str, Any] | None:
+    """Return the stream of an engine from an answer of `GET /workers`."""
+    stream = engine.stream
+    for worker in workers:
+        if (worker["model_name"], worker["routing_group"], worker["instance_id"]) == stream[:3]:
+            return worker["listeners"].get(str(stream.dp_rank))  # type: ignore[no-any-return]
+    return None
+
+
+class Watch:
+    """One thread for each service. `with Watch(rig) as watch:`."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._lock = threading.Lock()  # guards the three below
+        self._newest: dict[tuple[str, str], Sighting] = {}
+        self._right_since: dict[str, float | None] = {}
+        self._wrong: list[Sighting] = []  # of live views
+        self._unknown_since: dict[tuple[str, str], float] = {}
+        self._is_ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def right_since(self) -> float | None:
+        """Time since which all views of all services have been right in every look. None: some are not."""
+        with self._lock:
+            since = [self._right_since.get(service.name) for service in self._rig.services]
+        known = [each for each in since if each is not None]
+        return max(known) if len(known) == len(since) else None
+
+    def newest(self) -> list[Sighting]:
+        """Return the last sighting of each view."""
+        with self._lock:
+            return list(self._newest.values())
+
+    def wrong_since(self, at: float) -> list[Sighting]:
+        """Return the sightings of live views that were not right, from a time on."""
+        with self._lock:
+            return [each for each in self._wrong if each.at >= at]
+
+    def _run(self, service: Service) -> None:
+        with httpx.Client(base_url=service.url, timeout=_TIMEOUT_S) as client:
+            while not self._is_ended.wait(_EVERY_S):
+                at = time.monotonic()
+                try:
+                    if service.is_starting and client.get("/ready").is_success:
+                        service.note_ready()
+                    workers = client.get("/workers").json()
+                except (httpx.TransportError, ValueError):
+                    workers = None
+                self._note(service, at, workers)
+
+    def _note(self, service: Service, at: float, workers: list[dict[str, Any]] | None) -> None:
+        if workers is None:
+            seen = [Sighting(at, service.name, engine.name, "no answer", "", 0.0) for engine in self._rig.engines]
+        else:
+            seen = [self._sighting(service, engine, at, listener_of(workers, engine)) for engine in self._rig.engines]
+        is_right = all(each.is_right for each in seen) and not service.is_away
+        with self._lock:
+            self._newest |= {(each.service, each.engine): each for each in seen}
+            since = self._right_since.get(service.name)
+            self._right_since[service.name] = (at if since is None else since) if is_right else None
+            self._wrong += [each for each in seen if each.state == "live" and each.wrong_s >= FRESH_S]
+
+    def _sighting(self, service: Service, engine: Engine, at: float, listener: dict[str, Any] | None) -> Sighting:
+        if listener is None:
+            return Sighting(at, service.name, engine.name, "unknown", "", 0.0)
+        shown = np.frombuffer(bytes.fromhex(listener["digest"]), "<u8")
+        wrong_s = self._wrong_s(service, engine, at, shown) if engine.running else 0.0
+        state = listener["state"] if engine.running else "dead engine"
+        return Sighting(at, service.name, engine.name, state, listener["stale_reason"], wrong_s)
+
+    def _wrong_s(self, service: Service, engine: Engine, at: float, shown: Any) -> float:
+        rows, place = engine.rows(), (service.name, engine.name)
+        (same,) = np.nonzero((rows["digest"] == shown).all(axis=1))
+        if not len(same):
+            return at - self._unknown_since.setdefault(place, at)
+        with suppress(KeyError):
+            del self._unknown_since[place]
+        last = int(same[-1])
+        return 0.0 if last == len(rows) - 1 else max(0.0, at - float(rows["at"][last + 1]))
+
+    def __enter__(self) -> Self:
+        for service in self._rig.services:
+            thread = threading.Thread(target=self._run, args=(service,), name=f"watch:{service.name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_ended.set()
+        for thread in self._threads:
+            thread.join()
