@@ -51,7 +51,7 @@ class SavedRegistrations:
         writer = _decoded(await self._store.load()).writer
         if writer not in ("", self._own_name, self._writer_before):
             raise OtherWriterError
-        await self._store.save(msgspec.json.encode({"engines": list(engines), "writer": self._own_name}))
+        await self._store.save([msgspec.json.encode({"engines": list(engines), "writer": self._own_name})])
 
     async def close(self) -> None:
         """Close connections."""

@@ -26,6 +26,7 @@ SLICE_PAGES = 2048
 """Maximum number of pages per kernel call. A call takes well under a millisecond, so queries wait only briefly."""
 
 _SCAN_ENTRIES = 65_536
+_COPY_ENTRIES = 16_384
 _SURVEY_ENTRIES = 4096
 _LONGEST_TRAIL = 2**17
 _STORES_STOP_AT = 7 / 8  # of the holder sets; the rest is reserved for removals, which may need new sets, too
@@ -56,7 +57,7 @@ class StreamPages(NamedTuple):
 
 
 class IndexImage(NamedTuple):
-    """The whole content of an index, as copies. Columns of pages are lists of parts."""
+    """The whole content of an index, as copies. Columns are lists of parts."""
 
     hashes: list[U64Array]
     """[n] sequence hashes."""
@@ -64,8 +65,10 @@ class IndexImage(NamedTuple):
     """[n]"""
     holders: list[npt.NDArray[np.uint32]]
     """[n] row of `sets`."""
-    sets: U64Array
-    """[s, 4 * width] distinct holder sets, as a sequence of planes; see `kernels.holder_sets`."""
+    sets: list[U64Array]
+    """[s, words_per_set] distinct holder sets, as a sequence of planes; see `kernels.holder_sets`."""
+    words_per_set: int
+    """4 * width."""
     digests: dict[int, Digest]
     """By stream number."""
 
@@ -296,23 +299,24 @@ class OverlapIndex:
     def image(self) -> Generator[None, None, IndexImage]:
         """Copy everything for a snapshot, in slices. The index must not change before the end."""
         sets = self._pages.sets
-        used = page_table.high_water(sets.table)  # the rest is reserved only; reading it would take 15 ms
-        ids = np.flatnonzero(sets.users[:used])
-        row_of_id = np.zeros(used, np.uint32)
-        row_of_id[ids] = np.arange(len(ids))
-        yield
-        rows = np.empty((len(ids), sets.words.shape[1]), np.uint64)
+        used = page_table.high_water(sets.table)
+        row_of_id = zeros(used, np.uint32)
         digests = {s: digest.copy() for s, digest in enumerate(self._digests) if digest is not None}
-        image = IndexImage([], [], [], rows, digests)
-        for start in range(0, len(ids), step := holder_sets.slice_rows(rows)):
-            rows[start : start + step] = sets.words[ids[start : start + step]]
+        image = IndexImage([], [], [], [], sets.words.shape[1], digests)
+        num_rows = 0
+        for start in range(0, used, step := holder_sets.slice_rows(sets.words)):
+            ids = start + np.flatnonzero(sets.users[start : start + step])
+            row_of_id[ids] = np.arange(num_rows, num_rows + len(ids))
+            image.sets.append(sets.words[ids])
+            num_rows += len(ids)
             yield
-        for start, stop in self._entry_ranges(_SCAN_ENTRIES):
+        for start, stop in self._entry_ranges(_COPY_ENTRIES):
             live = start + np.flatnonzero(self._pages.holders[start:stop])
             image.hashes.append(self._pages.table.keys[live])
             image.parents.append(self._pages.parents[live])
             image.holders.append(row_of_id[self._pages.holders[live]])
             yield
+        yield from give_back(row_of_id)
         return image
 
     def live_entries(self) -> npt.NDArray[np.int64]:
@@ -321,7 +325,7 @@ class OverlapIndex:
 
     def restore(self, image: IndexImage) -> None:
         """Load an image into this new, empty index. Raises InvalidValueError if the image is inconsistent."""
-        num_sets, words_per_set = image.sets.shape
+        num_sets, words_per_set = sum(map(len, image.sets)), image.words_per_set
         if max(image.digests, default=0) >= self._max_streams or not words_per_set or words_per_set % NUM_MEDIA:
             raise InvalidValueError("image", words_per_set, f"at most {self._max_streams} streams")
         for _ in self._widen(words_per_set // NUM_MEDIA):
@@ -333,8 +337,11 @@ class OverlapIndex:
                 raise InvalidValueError("image", len(hashes), "columns of equal length")
             if len(holders) and int(holders.max()) >= num_sets:
                 raise InvalidValueError("image.holders", int(holders.max()), f"less than {num_sets}")
-        if not apply.restore_sets(self._resident, image.sets, ids):
-            raise InvalidValueError("image.sets", num_sets, "distinct sets, within the bounds of this index")
+        at = 0
+        for sets in image.sets:
+            if not apply.restore_sets(self._resident, sets, ids[at : at + len(sets)]):
+                raise InvalidValueError("image.sets", num_sets, "distinct sets, within the bounds of this index")
+            at += len(sets)
         for columns in zip(image.hashes, image.parents, image.holders, strict=True):
             if not apply.restore_pages(self._resident, *columns, ids):
                 raise InvalidValueError(
@@ -344,7 +351,9 @@ class OverlapIndex:
 
     def _check_streams(self, image: IndexImage) -> None:
         """Check that every holder has a digest. Raises InvalidValueError."""
-        held = np.bitwise_or.reduce(image.sets.reshape(-1, self._width), axis=0)
+        held = np.zeros(self._width, np.uint64)
+        for sets in image.sets:
+            held |= np.bitwise_or.reduce(sets.reshape(-1, self._width), axis=0)
         bits = np.unpackbits(held.astype("<u8").view(np.uint8), bitorder="little")
         strangers = set(np.flatnonzero(bits).tolist()) - image.digests.keys()
         if strangers:

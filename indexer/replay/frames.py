@@ -103,7 +103,7 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
     packed = _encoder.encode(head)
     lengths = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
     path = folder / f"{next_index:020d}{FRAME_SUFFIX}"
-    replace_file(path, b"".join((_MAGIC, lengths, packed, image)))
+    replace_file(path, b"".join((_MAGIC, lengths, packed, *image)))
     return path
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from collections.abc import Iterable
+from typing import ClassVar, Protocol, TypeAlias
 
 from kv_events.errors import KvsightError
+
+Piece: TypeAlias = bytes | bytearray | memoryview
+"""Consecutive bytes of an image. A memoryview has items of one byte."""
 
 
 class SnapshotStoreError(KvsightError):
@@ -20,8 +24,11 @@ class SnapshotDamagedError(KvsightError):
 class SnapshotStore(Protocol):
     """Stores the newest image of all views, or of the registered engines. Belongs to one event loop."""
 
-    async def save(self, image: bytes) -> None:
-        """Replace the snapshot. A reader sees either the old one or this one, complete. Raises SnapshotStoreError."""
+    async def save(self, pieces: Iterable[Piece]) -> None:
+        """Replace the snapshot. A reader sees either the old one or this one, complete. Raises SnapshotStoreError.
+
+        pieces: the image. They are taken one by one, and none is kept after it is written.
+        """
 
     async def load(self) -> bytes | None:
         """Return the newest snapshot, or None if there is none. Raises SnapshotStoreError."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from indexer.snapshots.base import SnapshotStoreError
+from indexer.snapshots.base import Piece, SnapshotStoreError
 
 SNAPSHOT_NAME = "views.kvsnap"
 
@@ -18,9 +20,9 @@ class FolderStore:
         self._folder = folder
         self._name = name
 
-    async def save(self, image: bytes) -> None:
+    async def save(self, pieces: Iterable[Piece]) -> None:
         try:
-            await asyncio.to_thread(self._write, image)
+            await asyncio.to_thread(self._write, pieces)
         except OSError as error:
             raise SnapshotStoreError(f"snapshot folder {self._folder}: {error}") from error
 
@@ -35,11 +37,17 @@ class FolderStore:
     async def close(self) -> None:
         """Nothing is open between two calls."""
 
-    def _write(self, image: bytes) -> None:
+    def _write(self, pieces: Iterable[Piece]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f"{self._name}.{os.getpid()}"
-        with unfinished.open("wb") as file:
-            file.write(image)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self._folder / self._name)
+        try:
+            with unfinished.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(self._folder / self._name)
+        except OSError:
+            with suppress(OSError):  # for example of a read-only disk
+                unfinished.unlink(missing_ok=True)
+            raise

@@ -7,18 +7,20 @@ declared by `_Image`. Columns are little-endian arrays as bytes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from indexer.index import IndexImage
-from indexer.namespaces import NamespaceKey, Namespaces
+from indexer.namespaces import Namespace, Namespaces
 from indexer.position import Position
 from indexer.settings import IndexerSettings
-from indexer.snapshots.base import SnapshotDamagedError
+from indexer.snapshots.base import Piece, SnapshotDamagedError
 from indexer.views import RESYNC_CUT_OFF, View, ViewCounters, ViewState
 from kv_events.digest import DIGEST_WORDS, digest_bytes
 from kv_events.errors import KvsightError
@@ -62,10 +64,10 @@ class _NamespaceImage(msgspec.Struct, frozen=True, array_like=True):
     tenant: str
     block_size: int
     views: list[_ViewImage]
-    hashes: bytes
-    parents: bytes
-    holders: bytes
-    sets: bytes
+    hashes: memoryview
+    parents: memoryview
+    holders: memoryview
+    sets: memoryview
     words_per_set: int
 
 
@@ -85,29 +87,28 @@ class Snapshot(NamedTuple):
     """Seconds since 1970."""
 
 
-class SnapshotParts(NamedTuple):
-    """Everything that goes into a snapshot, copied out of the live views; `pack` may run on any thread."""
+class SnapshotParts:
+    """A snapshot in pieces of at most some hundred kilobytes, copied out of the live views.
 
-    taken_at: float
-    positions: dict[int, int]
-    namespaces: list[tuple[NamespaceKey, list[_ViewImage], IndexImage]]
+    To join them, or to free all of them at once, would hold the interpreter for many milliseconds.
+    """
 
-    def pack(self) -> bytes:
-        """Return the bytes of the snapshot."""
-        namespaces = [
-            _NamespaceImage(
-                *key,
-                views,
-                b"".join(part.tobytes() for part in index.hashes),
-                b"".join(part.tobytes() for part in index.parents),
-                b"".join(part.tobytes() for part in index.holders),
-                index.sets.tobytes(),
-                index.sets.shape[1],
-            )
-            for key, views, index in self.namespaces
-        ]
-        body = _encoder.encode(_Image(self.taken_at, self.positions, namespaces))
-        return b"".join((_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body))
+    def __init__(self, pieces: deque[Piece]) -> None:
+        """pieces: what follows the header."""
+        self._pieces = pieces
+
+    def pack(self) -> Iterator[Piece]:
+        """Return the pieces of the snapshot, once. Each is forgotten when it is taken. May run on any thread."""
+        checksum = 0
+        for piece in self._pieces:
+            checksum = zlib.crc32(piece, checksum)
+        self._pieces.appendleft(_MAGIC + checksum.to_bytes(4, "little"))
+        return _taken(self._pieces)
+
+
+def _taken(pieces: deque[Piece]) -> Iterator[Piece]:
+    while pieces:
+        yield pieces.popleft()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -122,11 +123,34 @@ def take(
     Start between two records and apply no record before the end. A view during a resync is saved as stale, unless
     is_exact: the views are then restored with everything on which the next records depend.
     """
-    images = []
+    pieces: deque[Piece] = deque([_array(len(_Image.__struct_fields__))])
+    pieces += [_encoder.encode(now), _encoder.encode(dict(positions)), _array(namespaces.num_namespaces)]
     for namespace in namespaces:
-        index = yield from namespace.index.image()
-        images.append((namespace.key, [_view_image(view, is_exact) for view in namespace.views.values()], index))
-    return SnapshotParts(now, dict(positions), images)
+        yield from _copy_namespace(namespace, pieces, is_exact)
+    return SnapshotParts(pieces)
+
+
+def _copy_namespace(namespace: Namespace, pieces: deque[Piece], is_exact: bool) -> Iterator[None]:
+    """Append the encoded `_NamespaceImage`."""
+    index = yield from namespace.index.image()
+    begin = bytearray(_array(len(_NamespaceImage.__struct_fields__)))
+    for part in namespace.key:
+        begin += _encoder.encode(part)
+    begin += _array(len(namespace.views))
+    for view in namespace.views.values():
+        begin += _encoder.encode(_view_image(view, is_exact))
+        yield
+    pieces.append(begin)
+    columns: tuple[list[npt.NDArray[Any]], ...] = (index.hashes, index.parents, index.holders, index.sets)
+    for column in columns:
+        pieces.append(b"\xc6" + sum(part.nbytes for part in column).to_bytes(4, "big"))  # bin 32 of msgpack
+        pieces += [part.reshape(-1).view(np.uint8).data for part in column]
+    pieces.append(_encoder.encode(index.words_per_set))
+
+
+def _array(length: int) -> bytes:
+    """Return the beginning of an array of msgpack."""
+    return b"\xdd" + length.to_bytes(4, "big")
 
 
 def unpack(data: bytes, settings: IndexerSettings) -> Snapshot:
@@ -188,14 +212,16 @@ def _exact_image(view: View) -> _ExactImage:
 
 def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
     digests = {v.number: np.frombuffer(v.digest, "<u8", DIGEST_WORDS).copy() for v in part.views}
-    sets = np.frombuffer(part.sets, "<u8").reshape(-1, max(part.words_per_set, NUM_MEDIA))
+    words_per_set = max(part.words_per_set, NUM_MEDIA)
+    sets = np.frombuffer(part.sets, "<u8").reshape(-1, words_per_set)
     namespace = namespaces.add_namespace(part.model, part.tenant, part.block_size)
     namespace.index.restore(
         IndexImage(
             [np.frombuffer(part.hashes, "<u8")],
             [np.frombuffer(part.parents, "<u8")],
             [np.frombuffer(part.holders, "<u4")],
-            sets,
+            [sets],
+            words_per_set,
             digests,
         )
     )

@@ -34,7 +34,7 @@ class SnapshotKeeper:
             return None
         try:
             data = await self._store.load()
-            return None if data is None else unpack(data, self._settings)
+            return None if data is None else await asyncio.to_thread(unpack, data, self._settings)
         except (SnapshotStoreError, SnapshotDamagedError) as error:
             logger.warning("no snapshot loaded, reading the log from its beginning: %s", error)
             return None

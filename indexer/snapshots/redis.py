@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,12 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from indexer.settings import RedisSettings
-from indexer.snapshots.base import SnapshotStoreError
+from indexer.snapshots.base import Piece, SnapshotStoreError
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.tls import TlsFiles, connection_reason
 from kv_events.variables import variable
 
-_CHUNK_BYTES = 16 * 2**20  # far below the limit of 512 MB for one value
+_CHUNK_BYTES = 2**20  # the event loop copies and sends a chunk in a fraction of a millisecond
 _TIMEOUT_S = 10.0
 _GRACE_S = 60
 _LOAD_TRIES = 3  # a pointer may change while its chunks are read
@@ -33,13 +33,13 @@ class RedisStore:
         self._redis = _client(settings)
         self._prefix = prefix
 
-    async def save(self, image: bytes) -> None:
-        name = uuid.uuid4().hex
-        chunks = [image[i : i + _CHUNK_BYTES] for i in range(0, len(image), _CHUNK_BYTES)] or [b""]
+    async def save(self, pieces: Iterable[Piece]) -> None:
+        name, num_chunks = uuid.uuid4().hex, 0
         with self._translated_errors():
-            for number, chunk in enumerate(chunks):
-                await self._redis.set(self._chunk(name, number), chunk, ex=_EXPIRE_S)
-            await self._point_to(name, len(chunks))
+            for chunk in _chunks(pieces):
+                await self._redis.set(self._chunk(name, num_chunks), chunk, ex=_EXPIRE_S)
+                num_chunks += 1
+            await self._point_to(name, num_chunks)
 
     async def load(self) -> bytes | None:
         with self._translated_errors():
@@ -47,8 +47,9 @@ class RedisStore:
                 current = await self._current()
                 if current is None:
                     return None
-                chunks = await self._redis.mget([self._chunk(current[0], number) for number in range(current[1])])
-                if all(chunk is not None for chunk in chunks):
+                name, num_chunks = current
+                chunks = [await self._redis.get(self._chunk(name, number)) for number in range(num_chunks)]
+                if None not in chunks:
                     return b"".join(chunk for chunk in chunks if isinstance(chunk, bytes))
         raise SnapshotStoreError("Redis: chunks of the newest snapshot are missing")
 
@@ -89,14 +90,29 @@ class RedisStore:
             *_, pointer = await pipe.execute()
         old = _parsed(pointer)
         if old is not None:
-            for number in range(old[1]):
-                await self._redis.expire(self._chunk(old[0], number), _GRACE_S)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for number in range(old[1]):
+                    pipe.expire(self._chunk(old[0], number), _GRACE_S)
+                await pipe.execute()
 
     async def _current(self) -> tuple[str, int] | None:
         return _parsed(await self._redis.get(f"{self._prefix}:current"))
 
     def _chunk(self, name: str, number: int) -> str:
         return f"{self._prefix}:{name}:{number}"
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[bytes]:
+    """Join pieces, or parts of them, to chunks of `_CHUNK_BYTES`; the last one is shorter."""
+    chunk = bytearray()
+    for piece in pieces:
+        for start in range(0, len(piece), _CHUNK_BYTES):
+            chunk += piece[start : start + _CHUNK_BYTES]
+            if len(chunk) >= _CHUNK_BYTES:
+                yield bytes(chunk[:_CHUNK_BYTES])
+                del chunk[:_CHUNK_BYTES]
+    if chunk:
+        yield bytes(chunk)
 
 
 def _client(settings: RedisSettings) -> Redis:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from api.register import engine_of_peer, engine_of_rfc
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from api.saved_registrations import SavedRegistrations
 from indexer.decisions.log import DecisionLog
+from indexer.snapshots.base import Piece
 from kv_events.decisions import VERSION, Candidate, Decision, Outcome, decode_decision, encode_decision
 from kv_events.errors import RecordRejectedError
 from tests.fuzz.log_inputs import SMALL
@@ -98,8 +99,8 @@ class _OneImage:
     def __init__(self, image: bytes) -> None:
         self._image = image
 
-    async def save(self, image: bytes) -> None:
-        self._image = image
+    async def save(self, pieces: Iterable[Piece]) -> None:
+        self._image = b"".join(pieces)
 
     async def load(self) -> bytes:
         return self._image

@@ -121,7 +121,7 @@ def _snapshot() -> bytes:
         try:
             next(copying)
         except StopIteration as end:
-            data: bytes = end.value.pack()
+            data: bytes = b"".join(end.value.pack())
             return data
 
 

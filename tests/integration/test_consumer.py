@@ -46,7 +46,7 @@ def taken(namespaces: Namespaces, positions: dict[int, int], now: float) -> byte
         try:
             next(copying)
         except StopIteration as end:
-            return bytes(end.value.pack())
+            return b"".join(end.value.pack())
 
 
 async def caught_up(consumer: Consumer, log: MemoryLog) -> None:

@@ -21,7 +21,7 @@ from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import async_wait_until
 
 PASSWORD = "a-secret-of-the-tests"
-RIGHTS = "~kvsight:* +get +mget +set +expire +persist +multi +exec"
+RIGHTS = "~kvsight:* +get +set +expire +persist +multi +exec"
 """The rights in docs/operations.md."""
 
 
@@ -58,7 +58,7 @@ async def refusal(**settings: Any) -> str:
     """Return the one line that saving fails with."""
     store = RedisStore(RedisSettings(**settings))
     with pytest.raises(SnapshotStoreError) as caught:
-        await store.save(b"x")
+        await store.save([b"x"])
     await store.close()
     assert PASSWORD not in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -78,7 +78,7 @@ async def test_a_user_with_few_rights_saves_and_loads_over_tls(redis: SecureRedi
     for settings in (redis.settings(), with_file, redis.settings(**mutual)):
         store = RedisStore(RedisSettings(**settings))
         for image in (b"one", b"two"):
-            await store.save(image)
+            await store.save([image])
             assert await store.load() == image
         await store.close()
 

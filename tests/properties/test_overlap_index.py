@@ -313,7 +313,7 @@ def test_an_image_whose_pages_are_held_by_an_unknown_stream_is_refused(holder: i
         assert index.add_stream() == stream
     index.store(0, stored_pages([1, 2], 0), 0, 2)
     image = image_of(index)
-    sets = image.sets.copy()
+    sets = np.concatenate(image.sets)
     width = sets.shape[1] // NUM_MEDIA
     if holder >= 64 * width:
         image.digests[holder] = empty_digest()
@@ -321,7 +321,7 @@ def test_an_image_whose_pages_are_held_by_an_unknown_stream_is_refused(holder: i
         del image.digests[64]
     sets[-1, min(holder // 64, width - 1)] |= np.uint64(1 << holder % 64)
     with pytest.raises(InvalidValueError, match=r"image\.(sets|digests)"):
-        OverlapIndex(max_pages=1000).restore(image._replace(sets=sets))
+        OverlapIndex(max_pages=1000).restore(image._replace(sets=[sets]))
 
 
 def test_an_image_that_does_not_fit_is_refused() -> None:

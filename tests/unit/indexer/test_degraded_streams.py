@@ -127,6 +127,6 @@ def test_degraded_reasons_outlive_the_indexer(reader: Reader) -> None:
         while True:
             next(copying)
     except StopIteration as end:
-        reader.applier.namespaces = unpack(end.value.pack(), SETTINGS).namespaces
+        reader.applier.namespaces = unpack(b"".join(end.value.pack()), SETTINGS).namespaces
     assert reader.shown(stream) == (ViewState.STALE, BATCHES_LOST)
     assert not reader.asks_for_resyncs()

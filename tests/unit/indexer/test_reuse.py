@@ -203,7 +203,7 @@ def test_a_snapshot_brings_groups_back(views: Views) -> None:
         try:
             next(taking)
         except StopIteration as end:
-            views.namespaces = image.unpack(end.value.pack(), SETTINGS).namespaces
+            views.namespaces = image.unpack(b"".join(end.value.pack()), SETTINGS).namespaces
             break
     views.freshness = Freshness(10.0, 100.0)
     namespace: Namespace
