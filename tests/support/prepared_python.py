@@ -30,6 +30,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.stepped_clock import read_at_exec
+
 _MODULES = (
     "aiokafka.admin",
     "api.app",
@@ -67,7 +69,7 @@ class PreparedProcess:
         assert len(request) <= _MAX_REQUEST_BYTES
         self._events, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            socket.send_fds(_prepared(), [request], [*streams, theirs.fileno()])
+            socket.send_fds(_prepared(read_at_exec(environment)), [request], [*streams, theirs.fileno()])
         self.pid = int(self._events.recv(16))
         self._code: int | None = None
 
@@ -119,11 +121,15 @@ def run_module(
 
 
 @lru_cache
-def _prepared() -> socket.socket:
-    """Start the prepared process of this test process. Returns the socket for requests."""
+def _prepared(variables: tuple[tuple[str, str], ...]) -> socket.socket:
+    """Start a prepared process of this test process. Returns the socket for requests.
+
+    variables: those of its environment that a fork would be too late for.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", __name__, str(theirs.fileno())]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
+    environment |= dict(variables)
     process = subprocess.Popen(command, cwd=_ROOT, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
 
