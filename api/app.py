@@ -26,6 +26,7 @@ from api.page.site import site_routes
 from api.page.tokenize import TokenizeRoute
 from api.recording import RecordingMetrics
 from api.register import RegisterRoutes
+from api.replicas.replica import Replica
 from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
@@ -55,12 +56,14 @@ def create_app(
     decisions: DecisionLog | None = None,
     recording: RecordingThread | None = None,
     event_log: Path | None = None,
+    replica: Replica | None = None,
 ) -> Application:
     """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
 
     registrations: engines that this process reads itself. None if it reads none; registrations are then refused.
     decisions: what keeps the decisions of routers. None: they are dropped. recording: what records the log, or None.
     event_log: folder of the event log that the consumer reads, for explanations. None: they come from the recording.
+    replica: this process, if it is one of several. The lifespan then starts once it may accept connections.
     """
     decisions = decisions or DecisionLog(None)
     scene = LiveScene(consumer, registrations)
@@ -72,6 +75,8 @@ def create_app(
         recorded = nullcontext() if recording is None else recording.running()
         followed = tokens.following(lane.heads.forget)
         async with recorded, consumer.running(), engines, decisions.running(), scene.watch.running(consumer), followed:
+            if replica is not None:
+                await replica.join(consumer.why_not_ready)
             yield
 
     app = Application(lifespan, needs_token=tokens.are_required)

@@ -7,7 +7,7 @@ import errno
 import gc
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import FrameType
@@ -25,6 +25,7 @@ from api.errors import CannotListenError, PortInUseError
 from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import HotProtocol
 from api.problems import ProblemError
+from api.replicas.replica import Replica, headers_of
 from api.settings import ApiSettings
 
 _BACKLOG = 2048
@@ -48,6 +49,32 @@ def listen(settings: ApiSettings) -> socket.socket:
         raise CannotListenError(settings.host, settings.port, error.strerror or str(error)) from None
 
 
+def reserve(settings: ApiSettings) -> socket.socket:
+    """Return a socket that keeps an address for `share` and does not listen. The caller closes it.
+
+    Raises what `listen` raises. Sockets that share a port do not notice that another service has it, so it is tried
+    without sharing first.
+    """
+    with listen(settings) as free:
+        family, address = free.family, free.getsockname()
+    return _sharing(family, address)
+
+
+def share(reserved: socket.socket) -> socket.socket:
+    """Return another socket of the same address. Once it listens, it gets its part of the connections."""
+    return _sharing(reserved.family, reserved.getsockname())
+
+
+def _sharing(family: int, address: Any) -> socket.socket:
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family == socket.AF_INET6:
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as socket.create_server does
+    bound.bind(address)
+    return bound
+
+
 def url_of(bound: socket.socket, settings: ApiSettings) -> str:
     """Return the URL of the server of a socket."""
     host, port = bound.getsockname()[:2]
@@ -55,15 +82,18 @@ def url_of(bound: socket.socket, settings: ApiSettings) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def run_server(app: Starlette, settings: ApiSettings, bound: socket.socket | None = None) -> None:
+def run_server(
+    app: Starlette, settings: ApiSettings, bound: socket.socket | None = None, replica: Replica | None = None
+) -> None:
     """Serve until SIGINT or SIGTERM. Requests in progress get five seconds to finish, then the lifespan ends.
 
-    bound: result of `listen`, which is closed at the end. None: created here. Raises the errors of `listen` before the
-    application starts.
+    bound: result of `listen` or `share`, which is closed at the end. None: created here. replica: this process, if it
+    is one of several. Raises the errors of `listen` before the application starts.
     """
     gc.freeze()  # modules and kernels live as long as the process, so the collector can skip them
     with bound or listen(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_Server(app, settings).serve([bound]))
+        server = _Server(app, settings) if replica is None else _ReplicaServer(app, settings, replica)
+        runner.run(server.serve([bound]))
 
 
 @asynccontextmanager
@@ -86,7 +116,8 @@ async def running_server(
 class _Server(uvicorn.Server):
     """Serves one application. Ends its streams before it waits for the connections to end."""
 
-    def __init__(self, app: Starlette, settings: ApiSettings) -> None:
+    def __init__(self, app: Starlette, settings: ApiSettings, headers: Sequence[tuple[str, str]] = ()) -> None:
+        """headers: of all answers."""
         self._app = app
         http: Any = BoundedProtocol
         if isinstance(app, Application):
@@ -96,6 +127,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 _ConnectionLimit(app, settings.max_connections, lambda: self.server_state),
                 http=http,
+                headers=list(headers),
                 lifespan="on",
                 access_log=False,
                 log_config=None,
@@ -115,6 +147,18 @@ class _Server(uvicorn.Server):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         super().handle_exit(sig, frame)
+
+
+class _ReplicaServer(_Server):
+    """The server of one of several processes. Their supervisor decides when it ends at once."""
+
+    def __init__(self, app: Starlette, settings: ApiSettings, replica: Replica) -> None:
+        super().__init__(app, settings, headers_of(replica))
+        self._replica = replica
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End. Further signals change nothing: a service manager may send one to every process, as the parent does."""
+        self.should_exit = self._replica.is_ending = True
 
 
 def _tls_options(settings: ApiSettings) -> dict[str, Any]:

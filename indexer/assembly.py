@@ -29,18 +29,24 @@ from kv_events.variables import variable
 
 
 def create_consumer(
-    settings: IndexerSettings, log: MemoryLog | None = None, recording: RecordingThread | None = None
+    settings: IndexerSettings,
+    log: MemoryLog | None = None,
+    recording: RecordingThread | None = None,
+    *,
+    is_follower: bool = False,
 ) -> Consumer:
     """Create a consumer that is not running yet. log: the log to read in embedded mode. recording: gets dead letters.
+
+    is_follower: another process reads the same log and does what must happen once. See `Consumer`.
 
     A log in memory ends with its process and its writers start from scratch, so views of it are not saved. Clients are
     imported only if the settings need them.
     """
-    applier = Applier(Namespaces(settings), DeadLetters(settings.dead_letter_dir))
+    applier = Applier(Namespaces(settings), DeadLetters(None if is_follower else settings.dead_letter_dir))
     if recording is not None:
         applier.dead_letters.on_put.append(recording.recorder.offer)
     store = None if settings.is_embedded else create_store(settings)
-    return Consumer(_create_source(settings, log), applier, settings, store)
+    return Consumer(_create_source(settings, log), applier, settings, store, is_follower=is_follower)
 
 
 def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | None:

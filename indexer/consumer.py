@@ -49,8 +49,12 @@ class Consumer:
         settings: IndexerSettings,
         store: SnapshotStore | None = None,
         clock: Callable[[], float] = time.time,
+        *,
+        is_follower: bool = False,
     ) -> None:
-        """clock: seconds since 1970."""
+        """clock: seconds since 1970. is_follower: another process does the same. This one writes no snapshots, and asks
+        for a resync only if none comes that the other one has asked for.
+        """
         now = time.monotonic()
         self.applier = applier
         """Counts of records and dead letters."""
@@ -62,10 +66,10 @@ class Consumer:
         self._reader = SourceReader(source, on_read=lambda: self.freshness.note_log_read(time.monotonic()))
         self._clock = clock
         self._slices = Slices()
-        self._planner = ResyncPlanner(settings, self.freshness)
+        self._planner = ResyncPlanner(settings, self.freshness, is_follower=is_follower)
         self._requester = ResyncRequester(self._planner, self._reader)
         self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
-        self._snapshots = SnapshotKeeper(store, settings, now)
+        self._snapshots = SnapshotKeeper(store, settings, now, is_reader=is_follower)
         self._probe_interval = Interval(_PROBE_S)
         self._probing: asyncio.Task[None] | None = None
         self._stopping = False

@@ -83,8 +83,12 @@ class ResyncPlanner:
     request in five goes to a stream whose publisher has not answered before.
     """
 
-    def __init__(self, settings: IndexerSettings, freshness: Freshness, seed: int | None = None) -> None:
+    def __init__(
+        self, settings: IndexerSettings, freshness: Freshness, seed: int | None = None, *, is_follower: bool = False
+    ) -> None:
+        """is_follower: another process reads the same log and asks first. A resync repairs the views of both."""
         self._settings = settings
+        self._patience_s = settings.resync_retry_s if is_follower else 0.0
         self._freshness = freshness
         self._random = random.Random(seed)  # noqa: S311  (jitter, not secrets)
         self._pending: dict[_Audience, _Pending] = {}
@@ -151,7 +155,7 @@ class ResyncPlanner:
 
     def _first(self, now: float) -> _Pending:
         # the heartbeat after a gap may already prove that only heartbeats were lost
-        return _Pending(now + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
+        return _Pending(now + self._patience_s + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
 
     def _is_repairable(self, view: View) -> bool:
         """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""

@@ -77,6 +77,7 @@ SETTINGS = frozenset(
         # HTTP, and its clients
         "host",
         "port",
+        "processes",
         "api_token",
         "api_tokens_file",
         "tls_cert_file",

@@ -75,6 +75,15 @@ def configure_logs(level: Level, form: Format = Format.TEXT) -> None:
         logging.getLogger(name).setLevel(threshold)
 
 
+def name_process(number: int) -> None:
+    """Let each line name the process that writes it, one of several of a service."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            handler.formatter.static_fields = {"process": number}
+        else:
+            handler.setFormatter(logging.Formatter(_TEXT.replace("%(name)s", f"[{number}] %(name)s")))
+
+
 def _parameter(field: str, default: Level | Format, text: str) -> inspect.Parameter:
     option = typer.Option(help=text, envvar=variable(field), show_envvar=False, case_sensitive=False)
     annotation = Annotated[type(default), option]  # type: ignore[valid-type]

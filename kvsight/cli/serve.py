@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kv_events.errors import InvalidValueError
+from kv_events.variables import variable
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.connection_flags import with_kafka_and_redis_flags
 from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
-from kvsight.cli.logs import with_log_flags
+from kvsight.cli.logs import name_process, with_log_flags
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.app import Application
+    from api.replicas.replica import Replica
     from api.settings import ApiSettings
     from indexer.recording.thread import RecordingThread
     from indexer.settings import IndexerSettings
@@ -25,6 +30,10 @@ if TYPE_CHECKING:
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Processes that share the port, each with an index.", envvar="KVSIGHT_PROCESSES"),
+    ] = None,
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
     ] = None,
@@ -88,6 +97,7 @@ def serve(
     settings = ApiSettings.from_flags(
         host=host,
         port=port,
+        processes=processes,
         record=record,
         record_keep=record_keep,
         record_max_bytes=record_max_bytes,
@@ -95,20 +105,15 @@ def serve(
         tls_cert_file=tls_cert_file,
         tls_key_file=tls_key_file,
     )
+    _check_processes(settings.processes, indexer)
     keep_freed_memory()
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
-    from api.app import create_app
+    if settings.processes > 1:
+        _serve_in_several(indexer, settings)
+        return
     from api.server import listen, run_server, url_of
-    from indexer.assembly import create_consumer, create_decision_log, create_recording
 
-    recording = None
-    if settings.record is not None:
-        recording = create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
-    if indexer.is_embedded:
-        app = _embedded(indexer, settings, recording)
-    else:
-        consumer, decisions = create_consumer(indexer, recording=recording), create_decision_log(indexer)
-        app = create_app(consumer, settings, decisions=decisions, recording=recording, event_log=indexer.event_log_dir)
+    app = _embedded(indexer, settings) if indexer.is_embedded else _application(indexer, settings)
     bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
     if indexer.is_embedded:
@@ -116,7 +121,64 @@ def serve(
     run_server(app, settings, bound)
 
 
-def _embedded(indexer: IndexerSettings, settings: ApiSettings, recording: RecordingThread | None) -> Application:
+def _check_processes(processes: int, indexer: IndexerSettings) -> None:
+    """Check that the service can have several processes. Raises InvalidValueError."""
+    if processes == 1:
+        return
+    if sys.platform != "linux":
+        raise InvalidValueError(variable("processes"), processes, "1: only Linux spreads connections over processes")
+    if indexer.kafka is None:
+        expected = f"1 without Kafka (--kafka, {variable('kafka')}), from which each process reads everything"
+        raise InvalidValueError(variable("processes"), processes, expected)
+
+
+def _serve_in_several(indexer: IndexerSettings, settings: ApiSettings) -> None:
+    """Serve with several processes. Everything that they need is imported here, once for all of them."""
+    from api.replicas.replica import Replica, SharedState
+    from api.replicas.supervisor import Supervisor
+    from api.server import reserve, run_server, share, url_of
+
+    with reserve(settings) as reserved:
+
+        def run(replica: Replica) -> None:
+            name_process(replica.number)
+            run_server(_application(indexer, settings, replica), settings, share(reserved), replica)
+
+        def note_listening() -> None:
+            where = url_of(reserved, settings)
+            err.print(f"kvsight listens on {where} with {settings.processes} processes (docs at /docs)")
+
+        shared = SharedState(settings.processes, Path(mkdtemp(prefix="kvsight-")))
+        _application(indexer, settings, Replica(1, shared))  # a mistake shows before the fork, and all is imported
+        Supervisor(shared, run, note_listening).run()
+
+
+def _application(indexer: IndexerSettings, settings: ApiSettings, replica: Replica | None = None) -> Application:
+    """The application that reads a log. replica: this process, if it is one of several."""
+    from api.app import create_app
+    from indexer.assembly import create_consumer, create_decision_log
+
+    leads = replica is None or replica.leads
+    recording = _recording(indexer, settings) if leads else None
+    return create_app(
+        create_consumer(indexer, recording=recording, is_follower=not leads),
+        settings,
+        decisions=create_decision_log(indexer),
+        recording=recording,
+        event_log=indexer.event_log_dir,
+        replica=replica,
+    )
+
+
+def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThread | None:
+    from indexer.assembly import create_recording
+
+    if settings.record is None:
+        return None
+    return create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
+
+
+def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     """The application that reads engines itself: their events pass through a log in memory.
 
     The kernels that read engines are loaded while the service answers already.
@@ -131,6 +193,7 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings, recording: Record
     from indexer.assembly import create_consumer, create_decision_log, create_store
     from kv_events.memory_log import MemoryLog
 
+    recording = _recording(indexer, settings)
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations")

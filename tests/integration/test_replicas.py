@@ -1,0 +1,188 @@
+"""`kvsight serve --processes N`: real processes behind one port, with a real broker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.commands import kvsight
+from tests.support.engines.publishing_process import MODEL, PublishingProcess
+from tests.support.processes import children_of
+from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.waiting import wait_until
+
+COUNT = 3
+HASHES = list(range(1, 20))
+HEADER = "x-kvsight-process"
+
+
+class Replicas(ServiceProcess):
+    """A service with several processes."""
+
+    def __init__(self, folder: Path, count: int = COUNT, **variables: object) -> None:
+        super().__init__(folder, KVSIGHT_PROCESSES=count, **variables)
+        self.count = count
+
+    def from_each(self, path: str, method: str = "GET", **request: Any) -> dict[int, httpx.Response]:
+        """Return the answer of each process. Each request uses a connection of its own."""
+        found: dict[int, httpx.Response] = {}
+
+        def have_answered() -> bool:
+            with suppress(httpx.TransportError):  # of a process that is killed just then
+                answer = httpx.request(method, self.url + path, timeout=30, **request)
+                found[int(answer.headers[HEADER])] = answer
+            return len(found) == self.count
+
+        wait_until(have_answered, 60, f"an answer of each process, not only of {found}\n{self.log.read_text()}")
+        return found
+
+    def wait_until_all_are_ready(self) -> None:
+        def are_ready() -> bool:
+            return all(answer.status_code == 200 for answer in self.from_each("/ready").values())
+
+        wait_until(are_ready, 60, "each process to be ready")
+
+    def pids(self) -> list[int]:
+        """Return the process ids, those that started first first."""
+        return sorted(children_of(self.pid))
+
+    def agrees(self, path: str, expected: Callable[[httpx.Response], bool]) -> None:
+        """Return once the answer of each process is as expected."""
+        wait_until(lambda: all(map(expected, self.from_each(path).values())), 60, f"{path} of each process")
+
+
+@pytest.fixture(scope="module")
+def topics(kafka_bootstrap: str) -> dict[str, Any]:
+    return own_topics(kafka_bootstrap)
+
+
+@pytest.fixture(scope="module")
+def engine(topics: dict[str, Any]) -> Iterator[PublishingProcess]:
+    with PublishingProcess("w0", **topics) as engine:
+        engine.store(*HASHES)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def service(
+    topics: dict[str, Any], engine: PublishingProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Replicas]:
+    assert engine.held
+    with Replicas(tmp_path_factory.mktemp("service"), **topics) as service:
+        service.wait_until_all_are_ready()
+        yield service
+
+
+def holds_all(answer: httpx.Response) -> bool:
+    return answer.is_success and answer.json()["instances"].get("w0", {}).get("gpu") == 4 * len(HASHES)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_each_process_answers_the_same(service: Replicas) -> None:
+    question = {"model_name": MODEL, "seq_hashes": HASHES}
+
+    def answers() -> dict[int, httpx.Response]:
+        return service.from_each("/query_by_hash", method="POST", json=question)
+
+    wait_until(lambda: all(map(holds_all, answers().values())), 60, "each process to know all pages")
+    views = service.from_each("/workers/w0/view")
+    assert {len(answer.json()["pages"]) for answer in views.values()} == {len(HASHES)}
+
+
+def test_a_killed_process_is_replaced_and_no_request_is_lost_meanwhile(service: Replicas) -> None:
+    killed = service.pids()[1]
+    os.kill(killed, signal.SIGKILL)
+
+    def is_replaced() -> bool:
+        # a connection that waits in the queue of the killed process is reset; each one after that succeeds
+        with suppress(httpx.ReadError, httpx.RemoteProtocolError):
+            assert httpx.get(service.url + "/ready", timeout=30).status_code == 200
+        return len(service.pids()) == COUNT and killed not in service.pids()
+
+    wait_until(is_replaced, 60, "the replacement")
+    service.agrees("/ready", lambda answer: answer.status_code == 200)
+    service.agrees("/workers/w0/view", lambda answer: answer.is_success and len(answer.json()["pages"]) == len(HASHES))
+    assert f"(pid {killed}) ended by signal 9" in service.log.read_text()
+
+
+def test_one_process_writes_the_snapshots_and_all_load_them(
+    topics: dict[str, Any], engine: PublishingProcess, tmp_path: Path
+) -> None:
+    snapshots = {**topics, "KVSIGHT_SNAPSHOT_DIR": tmp_path / "snapshots", "KVSIGHT_SNAPSHOT_INTERVAL_S": 0.2}
+    with Replicas(tmp_path, 2, **snapshots) as service:
+        service.wait_until_all_are_ready()
+        wait_until(lambda: "kvsight_snapshots_written_total 0.0" not in service.get("/metrics").text, 60, "a snapshot")
+        service.terminate()
+        assert "[1] indexer.snapshots" not in service.log.read_text()
+        service.start()
+        service.wait_until_all_are_ready()
+        wait_until(lambda: len(service.pages("w0")) == len(engine.held), 60, "the pages")
+        log = service.log.read_text()
+        assert "[0] indexer.consumer: snapshot of 1 views loaded" in log
+        assert "[1] indexer.consumer: snapshot of 1 views loaded" in log
+
+
+def test_one_signal_ends_all_processes(topics: dict[str, Any], tmp_path: Path) -> None:
+    with Replicas(tmp_path, 2, **topics) as service:
+        service.wait_until_all_are_ready()
+        pids = service.pids()
+        os.kill(service.pid, signal.SIGTERM)
+        wait_until(lambda: all(map(is_gone, pids)), 60, "the end")
+        log = service.log.read_text()
+    assert "starts again" not in log, log
+    assert "Traceback" not in log, log
+
+
+def test_a_second_signal_ends_processes_that_hang(topics: dict[str, Any], tmp_path: Path) -> None:
+    with Replicas(tmp_path, 2, **topics) as service:
+        service.wait_until_all_are_ready()
+        pids = service.pids()
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(service.pid, signal.SIGTERM)
+        wait_until(lambda: is_gone(pids[1]), 60, "the end of the one that runs")
+        assert not is_gone(pids[0])
+        os.kill(service.pid, signal.SIGTERM)
+        wait_until(lambda: is_gone(pids[0]), 60, "the end of the one that hangs")
+
+
+def test_processes_do_not_outlive_a_killed_parent(topics: dict[str, Any], tmp_path: Path) -> None:
+    with Replicas(tmp_path, 2, **topics) as service:
+        service.wait_until_all_are_ready()
+        pids = service.pids()
+        os.kill(service.pid, signal.SIGKILL)
+        wait_until(lambda: all(map(is_gone, pids)), 60, "the end")
+
+
+def test_a_port_in_use_is_not_shared_with_another_service(service: Replicas, topics: dict[str, Any]) -> None:
+    port = service.url.rpartition(":")[2]
+    refused = kvsight("serve", "--processes", 2, "--port", port, environment=topics)
+    assert (refused.returncode, "in use" in refused.stderr) == (2, True), refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--processes", "0"], "--processes: got 0, expected an integer in 1 .. 256"),
+        (["--processes", "10000"], "--processes: got 10000, expected an integer in 1 .. 256"),
+        (["--processes", "2"], "--processes: got 2, expected 1 without Kafka"),
+        (["--processes", "2", "--event-log-dir", "/tmp"], "--processes: got 2, expected 1 without Kafka"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: list[str], part: str) -> None:
+    refused = kvsight("serve", *words)
+    assert refused.returncode == 2, refused.stderr
+    assert part in refused.stderr
