@@ -59,6 +59,7 @@ ROOMS = {
         "tokens",
         "workers",
     },
+    "api.replicas": set(),
     "bridge.decoding": set(),
     "bridge.naming": {"decoding", "counters"},
     "bridge.plugins": {"decoding", "naming", "counters", "settings"},

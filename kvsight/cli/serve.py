@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 @with_log_flags
 @with_kafka_and_redis_flags
 def serve(
+    *,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
     processes: Annotated[
@@ -68,7 +69,6 @@ def serve(
         Path | None,
         typer.Option("--tls-key-file", "--tls-key", help="Key, if in another file.", envvar="KVSIGHT_TLS_KEY_FILE"),
     ] = None,
-    *,
     connection: dict[str, Any],
 ) -> None:
     """Run the indexer and its HTTP API.
