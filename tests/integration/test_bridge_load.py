@@ -89,8 +89,9 @@ async def test_eight_engines_with_gaps_and_restarts_are_seen_as_they_are() -> No
             # A slow bridge may have read an engine's drops in one replay, before it saw a gap of that engine.
             assert all(c["replays"] > 0 for c in counters), counters
             assert any(c["gaps"] > 0 for c in counters), counters
-            seen = [c["restarts"] for c in counters]  # a short incarnation may not have been seen
-            assert all(min(1, there) <= here <= there for here, there in zip(seen, NUM_RESTARTS, strict=True)), seen
+            seen = [c["restarts"] for c in counters]  # a slow bridge may not have seen an incarnation
+            assert any(seen), seen
+            assert all(here <= there for here, there in zip(seen, NUM_RESTARTS, strict=True)), seen
             assert not any(c["bad_events"] for c in counters), counters
             kept = [c for c, restarts in zip(counters, NUM_RESTARTS, strict=True) if restarts == 0]
             # What a slow bridge has not read is lost when an engine restarts.

@@ -155,7 +155,7 @@ async def test_a_sink_stops_when_a_reader_left_its_answer_unread() -> None:
 async def test_a_reader_that_is_stuck_is_abandoned_and_may_ask_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("publisher.sinks.zmq_replay._STUCK_S", 0.2)
+    monkeypatch.setattr("publisher.sinks.zmq_replay._STUCK_S", 2.0)
     async with sink_with(num_batches=60) as (_, readers):
         reader = readers.open()
         await ask(reader, 0)
