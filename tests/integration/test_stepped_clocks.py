@@ -41,6 +41,10 @@ def seconds_ahead(service: ServiceProcess, reference: float) -> float:
     return parsedate_to_datetime(service.get("/health").headers["date"]).timestamp() - reference
 
 
+def wait_until_stepped(service: ServiceProcess, began: float, ahead_s: float) -> None:
+    wait_until(lambda: abs(seconds_ahead(service, began) - ahead_s) < HOUR_S / 2, 60, "the clock to be stepped")
+
+
 def is_right(service: ServiceProcess, engine: PublishingProcess) -> bool:
     return service.listener("w").get("state") == "live" and service.pages("w") == engine.held
 
@@ -62,7 +66,7 @@ def test_a_running_service_whose_clock_is_stepped_stays_right(
         began = parsedate_to_datetime(service.get("/health").headers["date"]).timestamp()
         for number, ahead_s in enumerate(steps):
             clock.set(ahead_s)
-            wait_until(lambda: abs(seconds_ahead(service, began) - ahead_s) < HOUR_S / 2, 60, "the clock to be stepped")
+            wait_until_stepped(service, began, ahead_s)
             assert service.query(MODEL, [1, 2, 3]).json()["instances"]["w"]["longest_matched"] == 12
             engine.store(10 + number)
             wait_until(lambda: is_right(service, engine), 60, f"the view after the step; {states(service)}")
