@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -31,10 +32,12 @@ from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
 from api.tokens import Tokens
+from api.traced_requests import TraceRequests
 from api.workers import worker_routes
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from indexer.recording.thread import RecordingThread
+from kv_events.tracing import open_spans
 
 if TYPE_CHECKING:
     from api.registrations import Registrations
@@ -68,6 +71,7 @@ def create_app(
     decisions = decisions or DecisionLog(None)
     scene = LiveScene(consumer, registrations)
     tokens = Tokens.of(settings)
+    spans = open_spans()
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -78,6 +82,8 @@ def create_app(
             if replica is not None:
                 await replica.join(consumer.why_not_ready)
             yield
+        if spans is not None:
+            await asyncio.to_thread(spans.end)
 
     app = Application(lifespan, needs_token=tokens.are_required)
     app.state.scene = scene
@@ -108,6 +114,8 @@ def create_app(
     app.include_router(site_routes())
     # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
+    if spans is not None:
+        app.add_middleware(TraceRequests, spans=spans, paths=endpoints)
     if tokens.are_required:
         app.add_middleware(BearerToken, tokens=tokens)
     app.add_middleware(MeasureRequests, metrics=metrics)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 from indexer.applier import Applier
 from indexer.forgetting import Forgetting
@@ -28,11 +28,15 @@ from kv_events.outages import Outage
 from kv_events.records import LogRecord
 from kv_events.streams import StreamId
 from kv_events.supervised import keep_running
+from kv_events.tracing import open_spans
 
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 1.0
 _STOP_S = 5.0
+_UNTRACED = nullcontext()
+_MAX_KEY = 1024
+"""Characters of a record's key in a span. Any program may write to the topic."""
 
 
 class Consumer:
@@ -66,6 +70,7 @@ class Consumer:
         self._reader = SourceReader(source, on_read=lambda: self.freshness.note_log_read(time.monotonic()))
         self._clock = clock
         self._slices = Slices()
+        self._spans = open_spans()
         self._planner = ResyncPlanner(settings, self.freshness, is_follower=is_follower)
         self._requester = ResyncRequester(self._planner, self._reader)
         self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
@@ -228,9 +233,22 @@ class Consumer:
         now = self._clock()
         # while catching up, a record counts as received when it was written
         late_s = 0.0 if self.ready else max(0.0, now - record.timestamp_ms / 1000)
-        await self._slices.run(self.applier.apply(record, now - late_s, time.monotonic() - late_s))
+        with self._traced(record):
+            await self._slices.run(self.applier.apply(record, now - late_s, time.monotonic() - late_s))
         self.progress.advance(record)
         await self._slices.breathe()
+
+    def _traced(self, record: LogRecord) -> AbstractContextManager[object]:
+        """Continue the trace of a record's publisher. A restart reads old records again: they are not traced again."""
+        if not record.headers or self._spans is None or not self.ready or not self._spans.is_context(record.headers):
+            return _UNTRACED
+        attributes: dict[str, str | int] = {
+            "kvsight.stream": record.key.decode(errors="replace")[:_MAX_KEY],
+            "messaging.destination.partition.id": str(record.partition),
+            "messaging.kafka.offset": record.offset,
+            "messaging.message.body.size": len(record.payload),
+        }
+        return self._spans.span("apply", "consumer", attributes, record.headers)
 
     async def _between_records(self, now: float) -> None:
         await self._forgetting.drop_demanded(self.progress)

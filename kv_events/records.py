@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from kv_events.tracing import Headers
+
 
 class Channel(IntEnum):
     """What a record of an event log contains, and the topic that it comes from. A Kafka topic has one channel only.
@@ -40,6 +42,8 @@ class LogRecord(NamedTuple):
     payload: bytes
     channel: int = Channel.EVENTS
     """A `Channel`, or the number of one that this version does not know."""
+    headers: Headers = ()
+    """Context of a trace, if a source carries it and the process sends traces."""
 
     @property
     def memory_bytes(self) -> int:

@@ -6,13 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kv_events.backoff import Backoff
 from kv_events.supervised import keep_running
+from kv_events.tracing import open_spans
 from publisher.change_tracker import ChangeTracker
 from publisher.record_builder import RecordBuilder
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, Sink, SinkRejectedError, SinkUnavailableError
+from publisher.traced_records import traced_records
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Drain:
         self._tracker = tracker
         self._builder = builder
         self._sink = sink
+        self._spans = open_spans()
         self._max_records = settings.inflight_batches
         self._poll_s = min(_POLL_S, settings.linger_ms / 1000)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -193,7 +197,8 @@ class Drain:
     async def _send(self, records: list[OutRecord]) -> None:
         self.in_flight = records
         try:
-            await self._until_available(lambda: self._sink.send(records))
+            with self._traced(records) as sent:
+                await self._until_available(lambda: self._sink.send(sent))
         except SinkRejectedError as error:
             self.num_rejected += len(records)
             logger.error("publisher %s: %d records refused for good: %s", self._worker, len(records), error)  # noqa: TRY400
@@ -203,6 +208,11 @@ class Drain:
             self.failure = None
         self.in_flight = ()
         await asyncio.sleep(0)  # a sink that never waits must not block the loop
+
+    def _traced(self, records: Sequence[OutRecord]) -> AbstractContextManager[Sequence[OutRecord]]:
+        if self._spans is None:
+            return nullcontext(records)
+        return traced_records(self._spans, records, self._builder.epoch, self._builder.seq - len(records))
 
     async def _until_available(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Repeat an attempt with growing pauses until the sink is available. An attempt may also wait for the sink."""

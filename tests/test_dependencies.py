@@ -10,7 +10,7 @@ import sys
 import tomllib
 import venv
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import files, packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 PACKAGES = ("kv_events", "engine_cache", "publisher", "bridge", "indexer", "analysis", "api", "simulation", "kvsight")
 EXTRAS_OF = {
     "engine_cache": ("engine", "mooncake"),
+    "kv_events": ("otel",),
     "publisher": ("serve",),
     "bridge": ("serve",),
     "indexer": ("serve",),
@@ -31,8 +32,10 @@ EXTRAS_OF = {
     "kvsight": ("serve",),
 }
 """The extras that some modules of a package import: in `publisher`, `bridge` and `kvsight` only for metrics."""
-FOUND_BY_NAME = {"cramjam"}
-"""Declared, and loaded by aiokafka."""
+FOUND_BY_NAME = {"cramjam", "opentelemetry-exporter-otlp-proto-http"}
+"""Declared, and loaded by aiokafka or as an entry point."""
+DISTRIBUTIONS = packages_distributions()
+"""Those that bring a top package."""
 FRAGILE = {"aiokafka": "0.15", "llvmlite": "0.51", "numba": "0.69"}
 """Private parts of these are used, so an unknown minor version is not accepted."""
 
@@ -49,12 +52,21 @@ def imported(package: str) -> set[str]:
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
+                names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                names.add(node.module.partition(".")[0])
-    by_module = packages_distributions()
-    foreign = names - set(sys.stdlib_module_names) - set(PACKAGES)
-    return {by_module[name][0].lower().replace("_", "-") for name in foreign if name in by_module}
+                names.add(node.module)
+    ours = set(sys.stdlib_module_names) | set(PACKAGES)
+    foreign = {name for name in names if name.partition(".")[0] not in ours}
+    return {found.lower().replace("_", "-") for name in foreign if (found := distribution_of(name)) is not None}
+
+
+def distribution_of(module: str) -> str | None:
+    """The distribution that holds a module, or None if it is not installed. Several may share a top package."""
+    found = DISTRIBUTIONS.get(module.partition(".")[0], [])
+    if len(set(found)) <= 1:
+        return found[0] if found else None
+    places = {f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/__init__.py"}
+    return next((name for name in found if places & {str(file) for file in files(name) or ()}), None)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -65,12 +77,12 @@ def test_a_package_imports_only_what_its_install_brings(package: str) -> None:
 
 def test_nothing_is_declared_that_no_package_imports() -> None:
     everything = set().union(*map(imported, PACKAGES))
-    extras = ("serve", "engine", "mooncake", "compression")
+    extras = ("serve", "engine", "mooncake", "compression", "otel")
     assert declared(*extras) - everything == FOUND_BY_NAME
 
 
 def test_every_dependency_has_an_upper_bound() -> None:
-    extras = ("serve", "engine", "mooncake", "compression")
+    extras = ("serve", "engine", "mooncake", "compression", "otel")
     lines = [*PROJECT["dependencies"], *(line for e in extras for line in PROJECT["optional-dependencies"][e])]
     foreign = [line for line in lines if not line.startswith("kvsight[")]
     assert [line for line in foreign if not re.search(r",<\d", line)] == []

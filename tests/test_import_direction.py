@@ -40,6 +40,7 @@ ROOMS = {
         "questions",
         "settings",
         "tokens",
+        "traced_requests",
     },
     "api.page": {"decoding", "hot", "served_views", "openapi", "problems", "registrations", "worker_list"},
     "api.past": {

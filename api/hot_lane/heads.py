@@ -11,6 +11,7 @@ from typing import NamedTuple
 import httptools
 
 from api.tokens import RateLimit, Tokens
+from kv_events.tracing import Headers, trace_headers
 
 MAX_BYTES = 2048
 """Requests with a longer head take the ordinary way."""
@@ -28,16 +29,21 @@ class Head(NamedTuple):
     content_length: int
     limit: RateLimit | None = None
     """Bound on the requests with this token."""
+    trace: Headers = ()
+    """Context of the caller's trace, if the process sends traces."""
 
 
 class Heads:
     """The heads of POST requests to some paths."""
 
-    def __init__(self, paths: Collection[str], tokens: Tokens, max_body_bytes: int) -> None:
+    def __init__(
+        self, paths: Collection[str], tokens: Tokens, max_body_bytes: int, *, with_traces: bool = False
+    ) -> None:
         """tokens: those whose scope `read` is required. max_body_bytes: largest accepted Content-Length."""
         self._paths = {path.encode(): path for path in paths}
         self._tokens = tokens
         self._max_body_bytes = max_body_bytes
+        self._with_traces = with_traces
         self.generation = 0
         """Changes whenever `forget` is called."""
         self._kept: dict[bytes, Head | None] = {}
@@ -73,7 +79,8 @@ class Heads:
         if caller is None or "read" not in caller.scopes:
             return None
         content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        return Head(self._paths[parsed.url], content_type.decode("latin-1"), int(length), caller.limit)
+        trace = trace_headers((name.decode("latin-1"), value) for name, value in headers) if self._with_traces else ()
+        return Head(self._paths[parsed.url], content_type.decode("latin-1"), int(length), caller.limit, trace)
 
 
 class _Parsed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from http import HTTPStatus
 
 from api.answer_writer import Plan, Times
 from api.answers import Answers
@@ -21,8 +22,10 @@ from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
 from api.tokens import Tokens
+from api.traced_requests import end_request, start_request
 from indexer.consumer import Consumer
 from kv_events.rate_limited_logger import RateLimitedLogger
+from kv_events.tracing import open_spans
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,9 @@ class HotLane:
 
     def __init__(self, consumer: Consumer, settings: ApiSettings, tokens: Tokens, metrics: HttpMetrics) -> None:
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
-        self.heads = Heads(fields, tokens, min(settings.max_body_bytes, _MAX_BODY_BYTES))
+        self._spans = open_spans()
+        max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
+        self.heads = Heads(fields, tokens, max_body_bytes, with_traces=with_traces)
         self._consumer = consumer
         self._answers = Answers()
         self._must_be_ready = not settings.answer_before_ready
@@ -45,7 +50,8 @@ class HotLane:
         self._encoded_headers = b""
         self._envelopes = {path: Envelopes(names) for path, names in fields.items()}
         self._fields = fields
-        can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES
+        # each request may be sampled, which the kernels of direct connections cannot decide
+        can_be_direct = settings.max_body_bytes >= MAX_REQUEST_BYTES and not with_traces
         self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
@@ -55,6 +61,8 @@ class HotLane:
         if head.limit is not None and head.limit.wait_s():
             return None
         began = time.perf_counter()
+        # a span that never ends, because the request takes the usual way, is not sent
+        span = None if self._spans is None else start_request(self._spans, head.path, head.trace)
         try:
             body = self._answer(head, data, start)
         except ProblemError:
@@ -66,6 +74,8 @@ class HotLane:
             if head.limit is not None:
                 head.limit.note()
             self._metrics.queries.note(head.path, time.perf_counter() - began)
+            if span is not None:
+                end_request(span, HTTPStatus.OK)
         return body
 
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:

@@ -25,6 +25,7 @@ from kv_events.kafka_settings import KafkaSettings
 from kv_events.kafka_topics import inspect_topics, retention_mismatches
 from kv_events.records import LogRecord
 from kv_events.schema import ResyncRequest
+from kv_events.tracing import Headers, open_spans, trace_headers
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class KafkaSource:
         self._found: set[TopicPartition] = set()  # the topic's partitions, as of the newest look
         self._times_ms: dict[int, int] = {}  # partition -> time of its newest record
         self._clients = AsyncExitStack()
+        self._sends_traces = open_spans() is not None
 
     async def start(self, positions: Mapping[int, int]) -> Mapping[int, int]:
         self._assigned, self._found, self._next_offsets = set(), set(), {}
@@ -100,7 +102,7 @@ class KafkaSource:
                 raise self._replaced()
             self._next_offsets[tp.partition] = records[-1].offset + 1
         return [
-            LogRecord(r.partition, r.offset, self._time_ms(r), r.key or b"", r.value or b"")
+            LogRecord(r.partition, r.offset, self._time_ms(r), r.key or b"", r.value or b"", headers=self._headers(r))
             for records in fetched.values()
             for r in records
         ]
@@ -116,6 +118,9 @@ class KafkaSource:
         if record.timestamp >= 0:
             self._times_ms[record.partition] = record.timestamp
         return self._times_ms.get(record.partition, 0)
+
+    def _headers(self, record: Any) -> Headers:
+        return trace_headers(record.headers) if record.headers and self._sends_traces else ()
 
     async def ends(self) -> Mapping[int, int]:
         try:

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 from kv_events.errors import KvsightError
 from kv_events.outages import Outage
 from kv_events.schema import ResyncRequest
+from kv_events.tracing import Headers
 
 
 class SinkError(KvsightError):
@@ -33,6 +34,8 @@ class OutRecord(NamedTuple):
     timestamp_ms: int
     """Milliseconds since 1970."""
     num_pages: int
+    headers: Headers = ()
+    """Context of a trace, for sinks that can carry it."""
 
 
 @runtime_checkable

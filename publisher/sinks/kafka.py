@@ -164,6 +164,7 @@ class KafkaSink:
             value=record.payload,
             key=record.key,
             timestamp_ms=self._times.of(record),
+            headers=list(record.headers),
         )
         return future
 

@@ -1,0 +1,151 @@
+"""The spans of a process, by OpenTelemetry. Needs the extra `otel`; see `kv_events.tracing.open_spans`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import Literal, Self
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    get_tracer_provider,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kv_events.errors import InvalidValueError
+from kv_events.tracing import Headers
+
+__all__ = ["Span", "Spans"]
+
+Kind = Literal["producer", "consumer", "server"]
+
+_KINDS: dict[Kind, SpanKind] = {
+    "producer": SpanKind.PRODUCER,
+    "consumer": SpanKind.CONSUMER,
+    "server": SpanKind.SERVER,
+}
+_EXPORTERS = "opentelemetry_traces_exporter"
+_PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+_END_S = 2.0
+_ROOT = Context()
+
+
+class Spans:
+    """Creates spans, and reads and writes their W3C context. Thread-safe."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._propagator = TraceContextTextMapPropagator()
+        self._ending, self._ended = threading.Event(), threading.Event()
+        self._ended.set()  # until there is a provider to end
+
+    @classmethod
+    def of_environment(cls) -> Self:
+        """Use the tracer provider of the program, if it has set one, or else one that the variables `OTEL_*` describe.
+
+        The latter is not made that of the program: kvsight may be a guest in it. Raises InvalidValueError.
+        """
+        provider = get_tracer_provider()
+        if isinstance(provider, TracerProvider):
+            return cls(provider.get_tracer("kvsight"))
+        exporters = _exporters()
+        own = TracerProvider(shutdown_on_exit=False)
+        for exporter in exporters:
+            own.add_span_processor(BatchSpanProcessor(exporter))
+        spans = cls(own.get_tracer("kvsight"))
+        spans._end_with_process(own)
+        return spans
+
+    def start(self, name: str, kind: Kind, attributes: Mapping[str, str | int], headers: Headers = ()) -> Span:
+        """Start a span, as the child of the one whose context is in `headers`. Headers that are no context are ignored.
+
+        The sampler of the process decides whether the span records anything.
+        """
+        return self._tracer.start_span(name, self._parent(headers), _KINDS[kind], attributes)
+
+    @contextmanager
+    def span(self, name: str, kind: Kind, attributes: Mapping[str, str | int], headers: Headers = ()) -> Iterator[Span]:
+        """Run a block in a span. See `start`."""
+        span = self.start(name, kind, attributes, headers)
+        try:
+            yield span
+        except Exception as error:
+            self.fail(span, repr(error))
+            raise
+        finally:
+            span.end()
+
+    def headers(self, span: Span) -> Headers:
+        """Return the headers that carry the context of a span, or () if the span is not sampled."""
+        if not span.get_span_context().trace_flags.sampled:
+            return ()
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, set_span_in_context(span, _ROOT))
+        return tuple((name, value.encode()) for name, value in carrier.items())
+
+    def is_context(self, headers: Headers) -> bool:
+        """Return whether headers carry the context of a span."""
+        return get_current_span(self._parent(headers)).get_span_context().is_valid
+
+    def fail(self, span: Span, description: str) -> None:
+        """Mark a span as failed."""
+        span.set_status(Status(StatusCode.ERROR, description))
+
+    def end(self) -> None:
+        """Send the spans that wait, for at most two seconds. Spans that end later are dropped."""
+        if not self._ending.is_set():
+            self._ending.set()
+            self._ended.wait(_END_S)
+
+    def _parent(self, headers: Headers) -> Context:
+        if not headers:
+            return _ROOT
+        carrier = {name: value.decode("ascii", "replace") for name, value in headers}
+        return self._propagator.extract(carrier, _ROOT)
+
+    def _end_with_process(self, provider: TracerProvider) -> None:
+        """Prepare the end. The thread exists from the beginning, because no new one can be started at exit.
+
+        The provider alone would hold up the exit for up to 30 s while the collector is unavailable.
+        """
+        self._ended.clear()
+
+        def end() -> None:
+            self._ending.wait()
+            provider.shutdown()
+            self._ended.set()
+
+        threading.Thread(target=end, name="traces-end", daemon=True).start()
+        atexit.register(self.end)
+
+
+def _exporters() -> list[SpanExporter]:
+    """Create the exporters that `OTEL_TRACES_EXPORTER` names, `otlp` by default."""
+    named = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    return [_exporter(name.strip()) for name in named.split(",")]
+
+
+def _exporter(name: str) -> SpanExporter:
+    variable, value = "OTEL_TRACES_EXPORTER", name
+    if name == "otlp":
+        variable = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+        value = os.environ.get(variable) or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+        name = _PROTOCOLS.get(value, value)
+    found = {point.name: point for point in entry_points(group=_EXPORTERS)}
+    if name not in found:
+        raise InvalidValueError(variable, value, f"an installed exporter: {', '.join(sorted(found))}")
+    create: type[SpanExporter] = found[name].load()
+    return create()
