@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import Literal, Self
+from typing import Literal
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
@@ -46,35 +46,21 @@ _ROOT = Context()
 class Spans:
     """Creates spans, and reads and writes their W3C context. Thread-safe."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self) -> None:
+        """Raises InvalidValueError for an exporter that is not installed."""
+        self._exporters = _exporters()
         self._propagator = TraceContextTextMapPropagator()
+        self._opening = threading.Lock()
+        self._tracer: Tracer | None = None  # until the first span: a process may be forked before
         self._ending, self._ended = threading.Event(), threading.Event()
-        self._ended.set()  # until there is a provider to end
-
-    @classmethod
-    def of_environment(cls) -> Self:
-        """Use the tracer provider of the program, if it has set one, or else one that the variables `OTEL_*` describe.
-
-        The latter is not made that of the program: kvsight may be a guest in it. Raises InvalidValueError.
-        """
-        provider = get_tracer_provider()
-        if isinstance(provider, TracerProvider):
-            return cls(provider.get_tracer("kvsight"))
-        exporters = _exporters()
-        own = TracerProvider(shutdown_on_exit=False)
-        for exporter in exporters:
-            own.add_span_processor(BatchSpanProcessor(exporter))
-        spans = cls(own.get_tracer("kvsight"))
-        spans._end_with_process(own)
-        return spans
 
     def start(self, name: str, kind: Kind, attributes: Mapping[str, str | int], headers: Headers = ()) -> Span:
         """Start a span, as the child of the one whose context is in `headers`. Headers that are no context are ignored.
 
         The sampler of the process decides whether the span records anything.
         """
-        return self._tracer.start_span(name, self._parent(headers), _KINDS[kind], attributes)
+        tracer = self._tracer or self._open()
+        return tracer.start_span(name, self._parent(headers), _KINDS[kind], attributes)
 
     @contextmanager
     def span(self, name: str, kind: Kind, attributes: Mapping[str, str | int], headers: Headers = ()) -> Iterator[Span]:
@@ -108,7 +94,8 @@ class Spans:
         """Send the spans that wait, for at most two seconds. Spans that end later are dropped."""
         if not self._ending.is_set():
             self._ending.set()
-            self._ended.wait(_END_S)
+            if self._tracer is not None:
+                self._ended.wait(_END_S)
 
     def _parent(self, headers: Headers) -> Context:
         if not headers:
@@ -116,12 +103,30 @@ class Spans:
         carrier = {name: value.decode("ascii", "replace") for name, value in headers}
         return self._propagator.extract(carrier, _ROOT)
 
-    def _end_with_process(self, provider: TracerProvider) -> None:
-        """Prepare the end. The thread exists from the beginning, because no new one can be started at exit.
+    def _open(self) -> Tracer:
+        """Use the tracer provider of the program, if it has set one, or else one that the variables `OTEL_*` describe.
 
-        The provider alone would hold up the exit for up to 30 s while the collector is unavailable.
+        The latter is not made that of the program: kvsight may be a guest in it.
         """
-        self._ended.clear()
+        with self._opening:
+            if self._tracer is None:
+                provider = get_tracer_provider()
+                if isinstance(provider, TracerProvider):
+                    self._ended.set()  # the program ends it
+                else:
+                    provider = self._create_provider()
+                self._tracer = provider.get_tracer("kvsight")
+            return self._tracer
+
+    def _create_provider(self) -> TracerProvider:
+        """Create a provider that ends with the process.
+
+        By itself, it would hold up the exit for up to 30 s while the collector is unavailable. The thread that ends it
+        exists from the beginning, because no new one can be started at exit.
+        """
+        provider = TracerProvider(shutdown_on_exit=False)
+        for exporter in self._exporters:
+            provider.add_span_processor(BatchSpanProcessor(exporter()))
 
         def end() -> None:
             self._ending.wait()
@@ -130,15 +135,16 @@ class Spans:
 
         threading.Thread(target=end, name="traces-end", daemon=True).start()
         atexit.register(self.end)
+        return provider
 
 
-def _exporters() -> list[SpanExporter]:
-    """Create the exporters that `OTEL_TRACES_EXPORTER` names, `otlp` by default."""
+def _exporters() -> list[type[SpanExporter]]:
+    """Return the exporters that `OTEL_TRACES_EXPORTER` names, `otlp` by default."""
     named = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
     return [_exporter(name.strip()) for name in named.split(",")]
 
 
-def _exporter(name: str) -> SpanExporter:
+def _exporter(name: str) -> type[SpanExporter]:
     variable, value = "OTEL_TRACES_EXPORTER", name
     if name == "otlp":
         variable = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
@@ -147,5 +153,5 @@ def _exporter(name: str) -> SpanExporter:
     found = {point.name: point for point in entry_points(group=_EXPORTERS)}
     if name not in found:
         raise InvalidValueError(variable, value, f"an installed exporter: {', '.join(sorted(found))}")
-    create: type[SpanExporter] = found[name].load()
-    return create()
+    exporter: type[SpanExporter] = found[name].load()
+    return exporter
