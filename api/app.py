@@ -27,7 +27,9 @@ from api.page.site import site_routes
 from api.page.tokenize import TokenizeRoute
 from api.recording import RecordingMetrics
 from api.register import RegisterRoutes
+from api.replicas.decisions import DecisionReader
 from api.replicas.replica import Replica
+from api.replicas.side import ReplicaSide
 from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
@@ -37,6 +39,8 @@ from api.workers import worker_routes
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from indexer.recording.thread import RecordingThread
+from indexer.sources.base import Source
+from kv_events.decisions import DecisionRecord
 from kv_events.tracing import open_spans
 
 if TYPE_CHECKING:
@@ -60,6 +64,7 @@ def create_app(
     recording: RecordingThread | None = None,
     event_log: Path | None = None,
     replica: Replica | None = None,
+    decision_source: Source | None = None,
 ) -> Application:
     """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
 
@@ -67,20 +72,23 @@ def create_app(
     decisions: what keeps the decisions of routers. None: they are dropped. recording: what records the log, or None.
     event_log: folder of the event log that the consumer reads, for explanations. None: they come from the recording.
     replica: this process, if it is one of several. The lifespan then starts once it may accept connections.
+    decision_source: where the page finds the decisions of all processes. None: it shows those that this one receives.
     """
     decisions = decisions or DecisionLog(None)
     scene = LiveScene(consumer, registrations)
     tokens = Tokens.of(settings)
     spans = open_spans()
+    reader = None if decision_source is None else DecisionReader(decision_source, scene.funnel.take)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         engines = nullcontext() if registrations is None else registrations.running()
         recorded = nullcontext() if recording is None else recording.running()
         followed = tokens.following(lane.heads.forget)
-        async with recorded, consumer.running(), engines, decisions.running(), scene.watch.running(consumer), followed:
-            if replica is not None:
-                await replica.join(consumer.why_not_ready)
+        decided = nullcontext() if reader is None else reader.running()
+        joined = nullcontext() if side is None else side.running(consumer.why_not_ready)
+        watched = scene.watch.running(consumer)
+        async with recorded, consumer.running(), engines, decisions.running(), watched, followed, decided, joined:
             yield
         if spans is not None:
             await asyncio.to_thread(spans.end)
@@ -94,26 +102,30 @@ def create_app(
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
     metrics.registry.register(DecisionMetrics(decisions))
+    page = page_routes(scene.open)
+    side = None if replica is None else ReplicaSide(replica, metrics, page)
     if recording is not None:
         metrics.registry.register(RecordingMetrics(recording.recorder))
     rare = (
         RegisterRoutes(registrations),
-        DecisionRoute(consumer, decisions, scene.funnel.take),
+        DecisionRoute(consumer, decisions, scene.funnel.take if decision_source is None else _leave_to_the_source),
         TokenizeRoute(settings.tokenize_url),
         ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
     )
     others = {path: endpoint for routes in rare for path, endpoint in routes.endpoints().items()}
     for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    app.include_router(service_routes(consumer, metrics, registrations, recording))
+    app.include_router(service_routes(consumer, metrics if side is None else side.metrics, registrations, recording))
     app.include_router(worker_routes(consumer, registrations, consumer.demand_resync))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
     app.include_router(docs_routes())
-    app.include_router(page_routes(scene.open))
+    app.include_router(page)
     app.include_router(site_routes())
     # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
+    if side is not None:
+        side.share_page(app)
     if spans is not None:
         app.add_middleware(TraceRequests, spans=spans, paths=endpoints)
     if tokens.are_required:
@@ -121,3 +133,7 @@ def create_app(
     app.add_middleware(MeasureRequests, metrics=metrics)
     app.add_middleware(RequestLog)
     return app
+
+
+def _leave_to_the_source(_record: DecisionRecord) -> None:
+    """Do nothing: the record comes back from the topic."""

@@ -19,13 +19,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.feed import EventFeed
 from api.served_views import ServedViews
-from api.worker_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
+from api.worker_metrics import COUNTER_NAMES, WORKER_COUNTERS, CounterGrowth, WorkerMetrics
 from indexer.consumer import Consumer
 from indexer.views import ViewState
 from kv_events.schema import MEDIA
 
 _BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
 _SLICE_SAMPLES = 500
+_STREAM_COUNTERS = {
+    name: "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}" for name in COUNTER_NAMES
+}
+LOG_COUNTERS = frozenset(
+    {
+        *("kvsight_records", "kvsight_records_rejected"),
+        *_STREAM_COUNTERS.values(),
+        *(f"kvsight_worker_{name}" for name in WORKER_COUNTERS),
+    }
+)
+"""Counters of the log, which are the same in each service that reads it."""
 
 
 class HttpMetrics:
@@ -173,8 +184,7 @@ class ViewMetrics(Collector):
         growth = self._growth.take(views)
         self._totals += growth.sum(axis=0)
         self._workers.update(views, growth, self._served.freshness)
-        for name, total in zip(COUNTER_NAMES, self._totals.tolist(), strict=True):
-            metric = "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}"
+        for (name, metric), total in zip(_STREAM_COUNTERS.items(), self._totals.tolist(), strict=True):
             yield _counter(metric, f"{name.replace('_', ' ')}, all streams".capitalize(), total)
         yield from self._workers.families(self._served.now())
 

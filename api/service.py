@@ -13,6 +13,7 @@ from api.hot import json_response
 from api.metrics import HttpMetrics
 from api.openapi import answers, problem
 from api.problems import ProblemError
+from api.replicas.metrics import SharedMetrics
 from indexer.consumer import Consumer
 from indexer.recording.thread import RecordingThread
 from kvsight.schemas.service import Status
@@ -26,7 +27,7 @@ _encoder = msgspec.json.Encoder()
 
 def service_routes(
     consumer: Consumer,
-    metrics: HttpMetrics,
+    metrics: HttpMetrics | SharedMetrics,
     registrations: Registrations | None,
     recording: RecordingThread | None,
 ) -> APIRouter:

@@ -17,8 +17,8 @@ from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
 
 COUNTER_NAMES = tuple(f.name for f in fields(ViewCounters))
-_WORKER_COUNTERS = ("pages_stored", "pages_removed", "resyncs", "digest_mismatches")
-_COLUMNS = [COUNTER_NAMES.index(name) for name in _WORKER_COUNTERS]
+WORKER_COUNTERS = ("pages_stored", "pages_removed", "resyncs", "digest_mismatches")
+_COLUMNS = [COUNTER_NAMES.index(name) for name in WORKER_COUNTERS]
 _counts = attrgetter(*COUNTER_NAMES)
 _NO_COUNTS = (0,) * len(COUNTER_NAMES)
 _LABELS = ("model", "tenant", "worker")
@@ -120,7 +120,7 @@ class WorkerMetrics:
                 ages.add_metric(labels, max(0.0, now - each.last_heard_at))
         yield pages
         yield from (states, ages)
-        for column, name in enumerate(_WORKER_COUNTERS):
+        for column, name in enumerate(WORKER_COUNTERS):
             text = f"{name.replace('_', ' ').capitalize()}, by worker"
             family = CounterMetricFamily(f"kvsight_worker_{name}", text, labels=_LABELS)
             for labels, counts in self._counters.items():

@@ -115,6 +115,13 @@ def create_decision_log(settings: IndexerSettings, recording: RecordingThread | 
     return DecisionLog(None if recording is None else RecordedDecisions(recording.recorder.offer))
 
 
+def create_decision_source(settings: KafkaSettings) -> Source:
+    """Create the source of the decisions of all services of a deployment."""
+    from indexer.sources.kafka import KafkaSource
+
+    return KafkaSource(settings, topic=settings.decisions_topic)
+
+
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:
     if settings.kafka is not None:
         from indexer.sources.kafka import KafkaSource

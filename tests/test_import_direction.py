@@ -60,7 +60,7 @@ ROOMS = {
         "tokens",
         "workers",
     },
-    "api.replicas": set(),
+    "api.replicas": {"metrics", "problems"},
     "bridge.decoding": set(),
     "bridge.naming": {"decoding", "counters"},
     "bridge.plugins": {"decoding", "naming", "counters", "settings"},

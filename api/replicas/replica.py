@@ -66,6 +66,10 @@ class Replica:
         """Return the address at which a process answers the others."""
         return self.shared.folder / f"{number}.sock"
 
+    def counts_of(self, number: int) -> Path:
+        """Return the file with what a process has counted."""
+        return self.shared.folder / f"{number}.counts"
+
     async def join(self, why_not_ready: Callable[[], str]) -> None:
         """Return when this process may accept connections: once it is ready, so that callers are not moved to a process
         that knows less. Without another process that serves, at once; otherwise after `JOIN_TIMEOUT_S` at the latest.

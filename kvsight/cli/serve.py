@@ -156,7 +156,7 @@ def _serve_in_several(indexer: IndexerSettings, settings: ApiSettings) -> None:
 def _application(indexer: IndexerSettings, settings: ApiSettings, replica: Replica | None = None) -> Application:
     """The application that reads a log. replica: this process, if it is one of several."""
     from api.app import create_app
-    from indexer.assembly import create_consumer, create_decision_log
+    from indexer.assembly import create_consumer, create_decision_log, create_decision_source
 
     leads = replica is None or replica.leads
     recording = _recording(indexer, settings) if leads else None
@@ -167,6 +167,7 @@ def _application(indexer: IndexerSettings, settings: ApiSettings, replica: Repli
         recording=recording,
         event_log=indexer.event_log_dir,
         replica=replica,
+        decision_source=None if replica is None else create_decision_source(indexer),
     )
 
 

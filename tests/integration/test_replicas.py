@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ class Replicas(ServiceProcess):
 
 @pytest.fixture(scope="module")
 def topics(kafka_bootstrap: str) -> dict[str, Any]:
-    return own_topics(kafka_bootstrap)
+    topics = own_topics(kafka_bootstrap)
+    return {**topics, "KVSIGHT_DECISIONS_TOPIC": topics["KVSIGHT_EVENTS_TOPIC"].replace("events", "decisions")}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,13 @@ def holds_all(answer: httpx.Response) -> bool:
     return answer.is_success and answer.json()["instances"].get("w0", {}).get("gpu") == 4 * len(HASHES)
 
 
+def value(metrics: str, series: str) -> float:
+    """Return the value of a series."""
+    found = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith(f"{series} ")]
+    assert len(found) == 1, (series, metrics)
+    return float(found[0])
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process has ended."""
     try:
@@ -103,15 +112,111 @@ def test_each_process_answers_the_same(service: Replicas) -> None:
     assert {len(answer.json()["pages"]) for answer in views.values()} == {len(HASHES)}
 
 
-def test_a_killed_process_is_replaced_and_no_request_is_lost_meanwhile(service: Replicas) -> None:
+def test_counts_add_up_over_all_processes_whichever_answers(service: Replicas) -> None:
+    def queries() -> list[float]:
+        answers = service.from_each("/metrics").values()
+        return [value(answer.text, 'kvsight_queries_total{route="/query_by_hash"}') for answer in answers]
+
+    def ask(count: int) -> None:
+        for _ in range(count):
+            httpx.post(service.url + "/query_by_hash", json={"model_name": MODEL, "seq_hashes": HASHES}, timeout=30)
+
+    (before,) = set(queries())
+    ask(12)
+    assert queries() == [before + 12] * COUNT
+    text = service.get("/metrics").text
+    assert value(text, f'kvsight_pages{{block_size="4",medium="GPU",model="{MODEL}",tenant="default"}}') == len(HASHES)
+    assert value(text, "kvsight_pages_stored_total") == len(HASHES)
+    for number in range(COUNT):
+        assert value(text, f'kvsight_ready{{process="{number}"}}') == 1.0
+        assert value(text, f'kvsight_process_up{{process="{number}"}}') == 1.0
+
+    killed = service.pids()[0]
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: len({*service.pids()} - {killed}) == COUNT, 60, "its replacement")
+    assert queries() == [before + 12] * COUNT  # what an ended process has counted stays
+
+
+def test_events_are_complete_whichever_process_sends_them(service: Replicas, engine: PublishingProcess) -> None:
+    with ExitStack() as streams:
+        lines: dict[int, Iterator[str]] = {}
+
+        def are_all_connected() -> bool:
+            client = streams.enter_context(httpx.Client(timeout=60))
+            answer = streams.enter_context(client.stream("GET", service.url + "/events", params={"kind": "batch"}))
+            lines.setdefault(int(answer.headers[HEADER]), answer.iter_lines())
+            return len(lines) == COUNT
+
+        wait_until(are_all_connected, 60, "a stream from each process")
+        for each in lines.values():
+            assert next(each) == ": kvsight"
+        new = [1000, 1001, 1002]
+        for page in new:
+            engine.store(page)
+        for each in lines.values():
+            stored, seqs = 0, []
+            while stored < len(new):
+                line = next(each)
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    stored += event["stored"].get("GPU", 0)
+                    seqs.append(event["seq"])
+            assert stored == len(new)
+            assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+        engine.remove(*new)
+
+
+def test_decisions_reported_to_any_process_are_shown_by_all(service: Replicas) -> None:
+    def report(**fields: Any) -> httpx.Response:
+        return httpx.post(service.url + "/decisions", json=fields, timeout=30)
+
+    reported = 8
+    for number in range(reported):
+        request_id = f"request-{number}"
+        decision = {"model_name": MODEL, "seq_hashes": HASHES, "worker": "w0", "predicted_tokens": 4}
+        assert report(request_id=request_id, **decision).status_code == 202
+        assert report(request_id=request_id, cached_tokens=8).status_code == 202
+
+    def shows_all(answer: httpx.Response) -> bool:
+        funnel = answer.json()
+        return funnel["finished"]["cached_tokens"] == 8 * reported and funnel["all"]["requests"] == reported
+
+    service.agrees("/funnel", shows_all)
+    fleets = {answer.content for answer in service.from_each("/fleet").values()}
+    assert {json.loads(fleet)["workers"][0]["worker"] for fleet in fleets} == {"w0"}
+
+
+def test_a_resync_asked_of_any_process_reaches_the_engine(service: Replicas, engine: PublishingProcess) -> None:
+    def resyncs() -> set[int]:
+        return {
+            answer.json()[0]["listeners"]["0"]["counters"]["resyncs"]
+            for answer in service.from_each("/workers").values()
+        }
+
+    before = max(resyncs())
+    answers = service.from_each("/workers/w0/resync", method="POST")
+    assert {answer.status_code for answer in answers.values()} == {202}
+    wait_until(lambda: min(resyncs()) > before, 60, "a resync in each view")
+    service.agrees("/workers/w0/view", lambda answer: len(answer.json()["pages"]) == len(engine.held))
+
+
+def test_engines_are_registered_with_no_process(service: Replicas) -> None:
+    body = {"instance_id": 1, "model_name": MODEL, "endpoint": "tcp://127.0.0.1:1", "block_size": 4}
+    answers = service.from_each("/register", method="POST", json=body)
+    assert {(answer.status_code, answer.json()["type"]) for answer in answers.values()} == {
+        (404, "urn:kvsight:problem:not-embedded")
+    }
+
+
+def test_a_killed_process_is_replaced_and_the_port_never_refuses(service: Replicas) -> None:
     killed = service.pids()[1]
     os.kill(killed, signal.SIGKILL)
 
     def is_replaced() -> bool:
         # a connection that waits in the queue of the killed process is reset; each one after that succeeds
         with suppress(httpx.ReadError, httpx.RemoteProtocolError):
-            assert httpx.get(service.url + "/ready", timeout=30).status_code == 200
-        return len(service.pids()) == COUNT and killed not in service.pids()
+            assert httpx.get(service.url + "/health", timeout=30).status_code == 200
+        return len({*service.pids()} - {killed}) == COUNT
 
     wait_until(is_replaced, 60, "the replacement")
     service.agrees("/ready", lambda answer: answer.status_code == 200)
