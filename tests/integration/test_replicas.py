@@ -179,7 +179,8 @@ def test_decisions_reported_to_any_process_are_shown_by_all(service: Replicas) -
 
     def shows_all(answer: httpx.Response) -> bool:
         funnel = answer.json()
-        return funnel["finished"]["cached_tokens"] == 8 * reported and funnel["all"]["requests"] == reported
+        found = funnel["finished"]["cached_tokens"], funnel["all"]["requests"]
+        return found == (8 * reported, reported)
 
     service.agrees("/funnel", shows_all)
     fleets = {answer.content for answer in service.from_each("/fleet").values()}
