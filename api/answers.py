@@ -9,6 +9,7 @@ from api.answer_writer import AnswerWriter, Plan
 from api.encoded_answers import encoded_answer
 from api.problems import ProblemError
 from api.questions import Numbers, Question
+from api.tenant_queries import TenantQueries
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.questions import score_all
@@ -20,7 +21,9 @@ _MAX_NAMES = 20
 class Answers:
     """Answers questions. One thread calls it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: TenantQueries | None = None) -> None:
+        """tenants: bounds on the queries of tenants. None: there are none."""
+        self._tenants = tenants
         self._writer = AnswerWriter()
 
     def answer(
@@ -28,6 +31,11 @@ class Answers:
     ) -> bytes:
         """Return the answer as JSON. numbers: those of the prompt. now: seconds since 1970. Raises ProblemError."""
         asked = _namespaces_of(question, namespaces)
+        rate = None if self._tenants is None else self._tenants.rate(question.tenant)
+        if rate is not None and self._tenants is not None:
+            if rate.wait_s():
+                raise self._tenants.too_many(question, rate)
+            rate.note()
         if len(asked) == 1 and question.instance is None:
             written = self._writer.write(question, numbers, asked[0], freshness, now)
             if written is not None:
@@ -46,12 +54,20 @@ class Answers:
         asked = _namespaces_of(question, namespaces)
         if len(asked) > 1 or question.instance is not None:
             return None
-        return self._writer.write_text(question, text, start, asked[0], freshness, now)
+        rate = None if self._tenants is None else self._tenants.rate(question.tenant)
+        if rate is not None and rate.wait_s():
+            return None
+        answered = self._writer.write_text(question, text, start, asked[0], freshness, now)
+        if rate is not None and answered is not None:
+            rate.note()
+        return answered
 
     def direct_plan(self, question: Question, namespaces: Namespaces) -> Plan | None:
         """Return how `serve_ready` answers a question about tokens, or None if it cannot. Raises ProblemError."""
         asked = _namespaces_of(question, namespaces)
         if len(asked) > 1 or asked[0].groups or question.instance is not None:
+            return None
+        if self._tenants is not None and self._tenants.rate(question.tenant) is not None:
             return None
         return self._writer.plan(question, asked[0])
 

@@ -33,6 +33,8 @@ from api.replicas.side import ReplicaSide
 from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
+from api.tenant_metrics import TenantMetrics
+from api.tenant_queries import TenantQueries
 from api.tokens import Tokens
 from api.traced_requests import TraceRequests
 from api.workers import worker_routes
@@ -75,6 +77,8 @@ def create_app(
     decision_source: where the page finds the decisions of all processes. None: it shows those that this one receives.
     """
     decisions = decisions or DecisionLog(None)
+    limits = consumer.tenant_limits
+    tenants = None if limits is None else TenantQueries(limits)
     scene = LiveScene(consumer, registrations)
     tokens = Tokens.of(settings)
     spans = open_spans()
@@ -85,10 +89,21 @@ def create_app(
         engines = nullcontext() if registrations is None else registrations.running()
         recorded = nullcontext() if recording is None else recording.running()
         followed = tokens.following(lane.heads.forget)
+        limited = nullcontext() if tenants is None else tenants.following()
         decided = nullcontext() if reader is None else reader.running()
         joined = nullcontext() if side is None else side.running(consumer.why_not_ready)
         watched = scene.watch.running(consumer)
-        async with recorded, consumer.running(), engines, decisions.running(), watched, followed, decided, joined:
+        async with (
+            followed,
+            limited,
+            recorded,
+            consumer.running(),
+            engines,
+            decisions.running(),
+            watched,
+            decided,
+            joined,
+        ):
             yield
         if spans is not None:
             await asyncio.to_thread(spans.end)
@@ -96,9 +111,13 @@ def create_app(
     app = Application(lifespan, needs_token=tokens.are_required)
     app.state.scene = scene
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
-    endpoints = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=not settings.answer_before_ready).endpoints()
+    must_be_ready = not settings.answer_before_ready
+    hot = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
+    endpoints = hot.endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
-    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics)
+    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants)
+    if tenants is not None:
+        metrics.registry.register(TenantMetrics(consumer, tenants))
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
     metrics.registry.register(DecisionMetrics(decisions))

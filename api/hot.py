@@ -20,6 +20,7 @@ from api.large_prompts import read_large_prompt
 from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from api.served_views import ServedViews
+from api.tenant_queries import TenantQueries
 
 _SLICE_S = 0.001
 _MANY_TOKENS = 2**17  # hashed in a third of a millisecond
@@ -38,12 +39,20 @@ class ClientDisconnectedError(Exception):
 class HotRoutes:
     """The shared part of the three routes."""
 
-    def __init__(self, served: ServedViews, max_body_bytes: int, *, must_be_ready: bool = False) -> None:
-        """must_be_ready: refuse queries until everything is applied."""
+    def __init__(
+        self,
+        served: ServedViews,
+        max_body_bytes: int,
+        *,
+        must_be_ready: bool = False,
+        tenants: TenantQueries | None = None,
+    ) -> None:
+        """must_be_ready: refuse queries until everything is applied. tenants: bounds on their queries, if any."""
         self._served = served
         self._max_body_bytes = max_body_bytes
         self._must_be_ready = must_be_ready
-        self._answers = Answers()
+        self._tenants = tenants
+        self._answers = Answers(tenants)
         self._large_decodes = asyncio.Semaphore()  # decoded one at a time: the loop needs the interpreter, too
 
     def endpoints(self) -> dict[str, HotEndpoint]:
@@ -84,6 +93,8 @@ class HotRoutes:
                 question, numbers, self._served.namespaces, self._served.freshness, self._served.now()
             )
         except ProblemError as problem:
+            if problem.kind == "tenant-limit" and self._tenants is not None:
+                self._tenants.count_refused(question.tenant)
             if problem.kind == "unknown-model" and (reason := self._served.why_not_ready()):
                 detail = f"{problem.detail}; {reason}"  # the model may be in what is not applied yet
                 raise ProblemError(503, "unavailable", detail, problem.field, problem.value, retry_after_s=1) from None

@@ -40,6 +40,7 @@ TITLES = {
     "unauthorized": "A token is needed",
     "forbidden": "The token does not permit this",
     "too-many-requests": "Too many requests",
+    "tenant-limit": "The tenant has reached a limit",
     "unavailable": "The service is not available",
     "no-log": "This service keeps no log",
     "no-tokenizer": "This service knows no tokenizer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import re
@@ -16,11 +15,10 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 import msgspec
 
-from api.daemon_threads import run_in_daemon_thread
+from api.followed_files import following
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.settings import read_secret
-from kv_events.supervised import keep_running
 from kv_events.variables import variable
 
 logger = logging.getLogger(__name__)
@@ -29,7 +27,6 @@ Scope = Literal["read", "decisions", "register", "resync", "dump", "admin"]
 """What a token permits. `admin` permits everything."""
 
 _FIELD = "api_tokens_file"
-_POLL_S = 1.0
 _MAX_TOKENS = 256
 _TOKEN = re.compile(r"[!-~]{16,512}")  # what a header can carry unchanged, and nobody guesses
 
@@ -115,42 +112,18 @@ class Tokens:
     @asynccontextmanager
     async def following(self, on_change: Callable[[], None]) -> AsyncIterator[None]:
         """Read the file again whenever it changes, in the background of a block. on_change: is called after that."""
-        if self._file is None:
+        file = self._file
+        if file is None:
             yield
             return
-        task = asyncio.create_task(keep_running(lambda: self._follow(on_change), "tokens", logger), name="tokens")
-        try:
+
+        def use(text: str) -> None:
+            self._known = [*self._own, *_callers(text, file)]
+            logger.info("%d tokens are known now", len(self._known))
+            on_change()
+
+        async with following("tokens", self._text, lambda: read_secret(_FIELD, file), use, logger):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _follow(self, on_change: Callable[[], None]) -> None:
-        failure = ""
-        while True:
-            await asyncio.sleep(_POLL_S)
-            try:
-                is_changed = await self._read_again()
-            except InvalidValueError as error:
-                if str(error) != failure:
-                    logger.error("the tokens stay as they are: %s", error)  # noqa: TRY400  (its text says all)
-                failure = str(error)
-                continue
-            failure = ""
-            if is_changed:
-                logger.info("%d tokens are known now", len(self._known))
-                on_change()
-
-    async def _read_again(self) -> bool:
-        """Return whether the file has changed. Raises InvalidValueError; the tokens stay as they are then."""
-        assert self._file is not None
-        file, found = self._file, []
-        await run_in_daemon_thread(lambda: found.append(read_secret(_FIELD, file)))  # a disk may hang
-        if found[0] == self._text:
-            return False
-        known = _callers(found[0], file)
-        self._text, self._known = found[0], [*self._own, *known]
-        return True
 
 
 def _callers(text: str, file: Path | None) -> list[tuple[bytes, Caller]]:

@@ -17,7 +17,7 @@ from indexer.namespaces import Namespace, NamespaceKey, Namespaces
 from indexer.views import View, ViewCounters, ViewState, least_trusted
 from kv_events.digest import digest_bytes, empty_digest
 from kv_events.schema import MEDIA
-from kv_events.streams import StreamId
+from kv_events.streams import StreamId, split_group
 from kvsight.schemas.workers import Listener, Worker
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def list_workers(
     served: ServedViews, engines: Engines, model: str | None, tenant: str | None
 ) -> AsyncIterator[bytes]:
     """Yield each `Worker` as JSON. Other tasks run about once a millisecond. model, tenant: None selects all."""
-    unheard = unheard_ranks(served.namespaces, engines)
+    unheard = unheard_ranks(served.namespaces, engines, served.now())
     readers = {rank.stream: status for status in engines.values() for rank in status.streams} | dict(engines)
     slice_began = time.perf_counter()
     for namespace in list(served.namespaces):
@@ -64,11 +64,29 @@ def _matches(key: NamespaceKey, model: str | None, tenant: str | None) -> bool:
     return model in (None, key.model) and tenant in (None, key.tenant)
 
 
-def unheard_ranks(namespaces: Namespaces, engines: Engines) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
-    """Return the registered ranks that have no view yet, by worker."""
+def unheard_ranks(
+    namespaces: Namespaces, engines: Engines, now: float
+) -> dict[tuple[NamespaceKey, str], dict[int, Listener]]:
+    """Return the ranks that have no view, by worker: refused ones, and registered ones that have sent nothing yet."""
     by_worker: dict[tuple[NamespaceKey, str], dict[int, Listener]] = {}
+    for stream, refused in namespaces.refused.items():
+        if split_group(stream.model)[1] is None:
+            key = NamespaceKey(stream.model, stream.tenant, refused.block_size)
+            by_worker.setdefault((key, stream.worker), {})[stream.dp_rank] = Listener(
+                endpoint=stream.key,
+                status="failed",
+                state=ViewState.STALE.value,
+                stale_reason=refused.reason,
+                age_ms=age_ms(refused.heard_at, now),
+                epoch=refused.epoch,
+                seq=refused.seq,
+                pages={medium.value: 0 for medium in MEDIA},
+                digest=digest_bytes(empty_digest()).hex(),
+                counters=to_builtins(ViewCounters()),
+                failure=None,
+            )
     for stream, status in engines.items():
-        if namespaces.view(stream) is None:
+        if namespaces.view(stream) is None and stream not in namespaces.refused:
             key = NamespaceKey(stream.model, stream.tenant, status.engine.block_size or 0)
             by_worker.setdefault((key, stream.worker), {})[stream.dp_rank] = Listener(
                 endpoint=status.engine.endpoint,

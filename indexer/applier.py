@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from indexer.dead_letters import DeadLetters
 from indexer.errors import IndexFullError
 from indexer.namespaces import Namespaces
+from indexer.tenant_gate import Arrival, TenantGate
 from indexer.views import View
 from kv_events.codec import DecodedBatch, decode_batch
 from kv_events.errors import RecordRejectedError
@@ -25,11 +26,13 @@ class Applier:
         namespaces: Namespaces,
         dead_letters: DeadLetters,
         is_silent: Callable[[View, float], bool] = lambda _view, _tick: False,
+        tenants: TenantGate | None = None,
     ) -> None:
-        """is_silent: see `Freshness.is_silent`."""
+        """is_silent: see `Freshness.is_silent`. tenants: None: tenants have no limits of their own."""
         self.namespaces = namespaces
         self.dead_letters = dead_letters
         self.is_silent = is_silent
+        self._tenants = tenants
         self.on_applied: list[Callable[[View, DecodedBatch], None]] = []
         """Called after each batch that was applied; must not raise."""
         self._limited_logger = RateLimitedLogger(logger, "a record is skipped")
@@ -69,8 +72,13 @@ class Applier:
             if view is not None:
                 raise IndexFullError("holder sets, so that the old pages stay", 0)
         if view is None:
+            arrival = Arrival(batch, heard_at, heard_tick)
+            if self._tenants and not (yield from self._tenants.admits(self.namespaces, arrival, self.is_silent)):
+                return
             yield from self.namespaces.make_room(batch.stream, batch.block_size)
             view = self.namespaces.add_view(batch.stream, batch.block_size)
+        if self._tenants is not None:
+            yield from self._tenants.bound_pages(self.namespaces, view, heard_tick, self.is_silent)
         if view.admit(batch, is_silent=is_silent):
             view.hear(batch, heard_at, heard_tick)
             try:

@@ -20,6 +20,8 @@ from indexer.snapshots.folder import FolderStore
 from indexer.sources.base import Source
 from indexer.sources.file import FileSource
 from indexer.sources.memory import MemorySource
+from indexer.tenant_gate import TenantGate
+from indexer.tenant_limits import TenantLimits
 from kv_events.decisions import DECISIONS_FOLDER
 from kv_events.errors import InvalidValueError
 from kv_events.kafka_settings import KafkaSettings
@@ -42,11 +44,15 @@ def create_consumer(
     A log in memory ends with its process and its writers start from scratch, so views of it are not saved. Clients are
     imported only if the settings need them.
     """
-    applier = Applier(Namespaces(settings), DeadLetters(None if is_follower else settings.dead_letter_dir))
+    limits = None if settings.tenant_limits_file is None else TenantLimits(settings.tenant_limits_file)
+    gate = None if limits is None else TenantGate(limits)
+    dead_letters = DeadLetters(None if is_follower else settings.dead_letter_dir)
+    applier = Applier(Namespaces(settings), dead_letters, tenants=gate)
     if recording is not None:
         applier.dead_letters.on_put.append(recording.recorder.offer)
     store = None if settings.is_embedded else create_store(settings)
-    return Consumer(_create_source(settings, log), applier, settings, store, is_follower=is_follower)
+    source = _create_source(settings, log)
+    return Consumer(source, applier, settings, store, is_follower=is_follower, limits=limits)
 
 
 def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | None:

@@ -22,6 +22,7 @@ from indexer.snapshots.image import SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotKeeper
 from indexer.sources.base import LogReplacedError, Source
 from indexer.sources.reader import SourceReader
+from indexer.tenant_limits import TenantLimits
 from indexer.views import View
 from indexer.worker_log import WorkerLog
 from kv_events.outages import Outage
@@ -55,13 +56,16 @@ class Consumer:
         clock: Callable[[], float] = time.time,
         *,
         is_follower: bool = False,
+        limits: TenantLimits | None = None,
     ) -> None:
         """clock: seconds since 1970. is_follower: another process does the same. This one writes no snapshots, and asks
-        for a resync only if none comes that the other one has asked for.
+        for a resync only if none comes that the other one has asked for. limits: those to which the applier holds
+        tenants.
         """
         now = time.monotonic()
         self.applier = applier
         """Counts of records and dead letters."""
+        self.tenant_limits = limits
         self.freshness = Freshness(settings.worker_ttl_s, now, time.monotonic)
         self.progress = Progress()
         self.failure: Exception | None = None

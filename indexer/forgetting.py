@@ -51,7 +51,8 @@ class Forgetting:
                 demand.done.set_result(None)
 
     async def drop_silent(self) -> None:
-        """Drop workers that have been silent for too long."""
+        """Drop workers that have been silent for too long, and refused ones that have expired."""
+        self._applier.namespaces.drop_refused(self._freshness.expired_before())
         for view in self._applier.namespaces.views:
             if self._freshness.silence_s(view) > self._forget_after_s:
                 await self._drop(view.stream)

@@ -85,6 +85,7 @@ class OverlapIndex:
         """max_pages: bound on distinct pages; max_set_bytes: bound on the memory of holder sets. Both reserve address
         space only. max_streams: bound on worker streams.
         """
+        self._max_pages = max_pages
         self._max_streams = max_streams
         self._max_set_bytes = max_set_bytes
         self._width = 1
@@ -140,7 +141,7 @@ class OverlapIndex:
 
     def new_marks(self) -> Marks:
         """Return marks for a sweep that keeps the pages stored from now on. They need one byte per page."""
-        return zeros(page_table.capacity(self._pages.table) + 1, np.uint8)
+        return zeros(self._max_pages + 1, np.uint8)
 
     def store(
         self, stream: int, event: StoredPages, start: int, stop: int, marks: Marks | None = None
@@ -381,6 +382,15 @@ class OverlapIndex:
         return page_table.capacity(self._pages.table)
 
     @property
+    def is_limited(self) -> bool:
+        """Whether `limit_pages` has set a smaller bound than that of this index, and there is room for holder sets."""
+        return self.max_pages < self._max_pages and self._has_sets
+
+    def limit_pages(self, bound: int | None) -> None:
+        """Change the bound on distinct pages, to at most that of this index. Pages beyond it stay. None: no other."""
+        page_table.limit(self._pages.table, self._max_pages if bound is None else min(bound, self._max_pages))
+
+    @property
     def num_sets(self) -> int:
         """Number of distinct holder sets."""
         return holder_sets.num_sets(self._pages.sets)
@@ -418,7 +428,7 @@ class OverlapIndex:
 
     def _widen(self, width: int) -> Iterator[None]:
         if width != self._width:
-            capacity = self._set_capacity(self.max_pages, width)
+            capacity = self._set_capacity(self._max_pages, width)
             old = self._pages.sets.words[: page_table.high_water(self._pages.sets.table)]
             sets = yield from holder_sets.widened(self._pages.sets, capacity, width)
             self._width = width

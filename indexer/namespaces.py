@@ -19,6 +19,8 @@ from indexer.view_columns import ViewColumns
 from indexer.views import View
 from kv_events.streams import StreamId, split_group
 
+_MAX_REFUSED = 4096
+
 
 class NamespaceKey(NamedTuple):
     """Identity of a namespace."""
@@ -58,6 +60,19 @@ class GroupStreams(NamedTuple):
     """[streams] number in the group, -1 for streams that are not in it."""
 
 
+class RefusedStream(NamedTuple):
+    """A stream that gets no view, as of its newest batch."""
+
+    reason: str
+    block_size: int
+    epoch: int
+    seq: int
+    heard_at: float
+    """Seconds since 1970."""
+    heard_tick: float
+    """The same on the clock of `Freshness`."""
+
+
 class Namespaces:
     """Every view of this process. One thread writes and reads."""
 
@@ -67,6 +82,9 @@ class Namespaces:
         self._by_model: dict[tuple[str, str], list[Namespace]] = {}
         self._homes: dict[StreamId, Namespace] = {}
         self._views: dict[StreamId, View] = {}
+        self._by_tenant: dict[str, list[Namespace]] = {}
+        self.refused: dict[StreamId, RefusedStream] = {}
+        """Streams without a view, the first ones if there are very many."""
         self._groups_of: dict[NamespaceKey, dict[str, Namespace]] = {}  # also for namespaces that do not exist (yet)
 
     def __iter__(self) -> Iterator[Namespace]:
@@ -94,6 +112,35 @@ class Namespaces:
         """Return the namespaces of a model and tenant, one for each block size that workers use."""
         return self._by_model.get((model, tenant), ())
 
+    def of_tenant(self, tenant: str) -> Sequence[Namespace]:
+        """Return all namespaces of a tenant, with those of groups."""
+        return self._by_tenant.get(tenant, ())
+
+    def num_streams(self, tenant: str) -> int:
+        """Return the number of a tenant's views."""
+        return sum(len(namespace.views) for namespace in self.of_tenant(tenant))
+
+    def num_pages(self, tenant: str) -> int:
+        """Return the number of a tenant's pages, distinct ones of each namespace."""
+        return sum(namespace.index.num_pages for namespace in self.of_tenant(tenant))
+
+    @property
+    def tenants(self) -> list[str]:
+        """Tenants that have a view."""
+        return list(self._by_tenant)
+
+    def refuse(self, stream: StreamId, refused: RefusedStream) -> bool:
+        """Note that a stream gets no view. Returns whether this is news."""
+        is_new = stream not in self.refused
+        if not is_new or len(self.refused) < _MAX_REFUSED:
+            self.refused[stream] = refused
+        return is_new
+
+    def drop_refused(self, before: float) -> None:
+        """Drop the notes of refused streams that were heard last before a time on the clock of `Freshness`."""
+        for stream in [stream for stream, each in self.refused.items() if each.heard_tick < before]:
+            del self.refused[stream]
+
     def is_group(self, namespace: Namespace) -> bool:
         """Return whether the namespace is that of a group whose model has a namespace, too."""
         base, group = _base_key(namespace.key)
@@ -114,6 +161,7 @@ class Namespaces:
 
     def adopt(self, namespace: Namespace, view: View) -> None:
         """Add a view whose stream number the index of the namespace already knows."""
+        self.refused.pop(view.stream, None)
         namespace.num_changes += 1
         namespace.views[view.number] = view
         namespace.by_rank[view.stream.worker, view.stream.dp_rank] = view
@@ -129,6 +177,7 @@ class Namespaces:
             index = OverlapIndex(self._settings.max_pages, self._settings.max_streams, self._settings.max_set_bytes)
             namespace = self._namespaces[key] = Namespace(key, index, groups=self._groups_of.setdefault(key, {}))
             self._by_model.setdefault((model, tenant), []).append(namespace)
+            self._by_tenant.setdefault(tenant, []).append(namespace)
             base, group = _base_key(key)
             if group is not None:
                 self._groups_of.setdefault(base, {})[group] = namespace
@@ -173,6 +222,9 @@ class Namespaces:
         self._by_model[model, tenant].remove(namespace)
         if not self._by_model[model, tenant]:
             del self._by_model[model, tenant]
+        self._by_tenant[tenant].remove(namespace)
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     def _drop_groups_of(self, gone: NamespaceKey) -> None:
         """Drop the links of a removed namespace to its groups, unless some groups remain."""

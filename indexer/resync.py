@@ -12,6 +12,7 @@ from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.slices import Interval
 from indexer.sources.reader import SourceReader
+from indexer.tenant_limits import TENANT_PAGES
 from indexer.views import INDEX_FULL, RESYNC_CUT_OFF, View, ViewState
 from kv_events.schema import ResyncRequest
 from kv_events.streams import StreamId
@@ -21,9 +22,10 @@ _Audience = tuple[StreamId, int]
 
 OPERATOR = "operator"
 """Reason of a resync that a caller of the API asked for."""
+_FULL = (INDEX_FULL, TENANT_PAGES)
 RESYNC_REASONS = (
     *("new", "gap", "digest", "restart", RESYNC_CUT_OFF),
-    *(INDEX_FULL, "log replaced", "internal error", OPERATOR),
+    *(*_FULL, "log replaced", "internal error", OPERATOR),
 )
 """All reasons of requests."""
 
@@ -159,7 +161,7 @@ class ResyncPlanner:
 
     def _is_repairable(self, view: View) -> bool:
         """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""
-        is_wanted = view.state is ViewState.STALE and (view.stale_reason != INDEX_FULL or view.index.has_room)
+        is_wanted = view.state is ViewState.STALE and (view.stale_reason not in _FULL or view.index.has_room)
         return is_wanted and self._freshness.state(view) is not ViewState.EXPIRED
 
 

@@ -73,6 +73,8 @@ class IndexerSettings(KafkaSettings, RedisSettings):
     """Folder for the same data if there is no Redis. Without both, every start replays the event log."""
     snapshot_interval_s: float = Field(30.0, gt=0)
     """Time between snapshots."""
+    tenant_limits_file: Path | None = None
+    """TOML file of limits by tenant. It is read again when it changes. None: only the limits below count."""
     dead_letter_dir: Path | None = None
     """Event log for records that cannot be decoded. If None, they are only counted."""
     max_pages: int = Field(2**24, ge=1, le=2**31)

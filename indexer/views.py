@@ -9,6 +9,7 @@ from enum import Enum
 
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex
 from indexer.position import START, Admission, Position
+from indexer.tenant_limits import TENANT_PAGES
 from indexer.view_columns import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, ViewColumns
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import digest_bytes, page_counts
@@ -204,7 +205,7 @@ class View:
             return
         self.counters.digest_mismatches += 1
         if self.refused_now:
-            self.mark_stale(INDEX_FULL)
+            self.mark_stale(TENANT_PAGES if self.index.is_limited else INDEX_FULL)
         elif self.state is ViewState.LIVE:
             self.mark_stale("digest")
 

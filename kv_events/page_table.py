@@ -101,8 +101,8 @@ def capacity(table: Table) -> int:
 
 
 def limit(table: Table, capacity: int) -> None:
-    """Lower the maximum number of live entries permanently. Existing entries stay."""
-    table.meta[CAPACITY] = min(capacity, table.meta[CAPACITY])
+    """Change the maximum number of live entries, at most to that of `make_table`. Existing entries stay."""
+    table.meta[CAPACITY] = min(capacity, len(table.keys) - 1)
 
 
 def bytes_used(table: Table) -> int:

@@ -68,6 +68,7 @@ SETTINGS = frozenset(
         "snapshot_dir",
         "snapshot_interval_s",
         "dead_letter_dir",
+        "tenant_limits_file",
         "max_pages",
         "max_set_bytes",
         "max_streams",

@@ -39,6 +39,7 @@ ROOMS = {
         "query_kernel",
         "questions",
         "settings",
+        "tenant_queries",
         "tokens",
         "traced_requests",
     },

@@ -21,6 +21,7 @@ from api.metrics import HttpMetrics
 from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question
 from api.settings import ApiSettings
+from api.tenant_queries import TenantQueries
 from api.tokens import Tokens
 from api.traced_requests import end_request, start_request
 from indexer.consumer import Consumer
@@ -36,13 +37,22 @@ _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashe
 class HotLane:
     """Answers usual queries of one application."""
 
-    def __init__(self, consumer: Consumer, settings: ApiSettings, tokens: Tokens, metrics: HttpMetrics) -> None:
+    def __init__(
+        self,
+        consumer: Consumer,
+        settings: ApiSettings,
+        tokens: Tokens,
+        metrics: HttpMetrics,
+        tenants: TenantQueries | None = None,
+    ) -> None:
+        """tenants: bounds on their queries, if any."""
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = Heads(fields, tokens, max_body_bytes, with_traces=with_traces)
         self._consumer = consumer
-        self._answers = Answers()
+        self._tenants = tenants
+        self._answers = Answers(tenants)
         self._must_be_ready = not settings.answer_before_ready
         self._metrics = metrics
         self._limited_logger = RateLimitedLogger(logger, "hot lane")
@@ -111,7 +121,9 @@ class HotLane:
         if head.content_type != "application/json" or head.limit is not None:
             return None
         envelope = self._envelopes[head.path].read(data, start)
-        return None if envelope is None else Repeated.of(head.path, data, start, envelope, self.heads.generation)
+        if envelope is None or (self._tenants is not None and self._tenants.rate(envelope[0].tenant) is not None):
+            return None
+        return Repeated.of(head.path, data, start, envelope, self.heads.generation)
 
     def _plan(self, repeated: Repeated) -> Plan | None:
         """Return how requests of a direct connection are answered now, or None if they must take another way."""

@@ -86,7 +86,7 @@ def _order(worker: FleetWorker) -> tuple[object, ...]:
 
 
 def _workers(scene: Scene) -> Iterator[FleetWorker]:
-    unheard = unheard_ranks(scene.views.namespaces, scene.engines)
+    unheard = unheard_ranks(scene.views.namespaces, scene.engines, scene.views.now())
     for namespace in list(scene.views.namespaces):
         if scene.views.namespaces.is_group(namespace):
             continue
@@ -194,9 +194,9 @@ def _silent_rank(key: NamespaceKey, worker: str, dp_rank: int, listener: Listene
         dp_rank=dp_rank,
         stream=StreamId(key.model, key.tenant, worker, dp_rank).key,
         state=listener.state,
-        reason=listener.failure or "not heard yet",
-        age_s=0.0,
-        epoch=-1,
-        seq=-1,
+        reason=listener.failure or ("not heard yet" if listener.stale_reason == "new" else listener.stale_reason),
+        age_s=listener.age_ms / 1000,
+        epoch=listener.epoch,
+        seq=listener.seq,
         pages=listener.pages,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from indexer.freshness import NO_HEARTBEAT
+from indexer.tenant_limits import TENANT_PAGES, TENANT_STREAMS
 from indexer.views import INDEX_FULL, ViewState
 from kv_events.schema import CLOSED
 from kvsight.schemas.page import FleetWorker
@@ -19,6 +20,9 @@ _REASONS = {
     "digest": "its digest differs from the engine's",
     "restart": "its engine or publisher restarted",
     INDEX_FULL: "the index is full (raise KVSIGHT_MAX_PAGES)",
+    TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in KVSIGHT_TENANT_LIMITS_FILE)",
+    TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in "
+    "KVSIGHT_TENANT_LIMITS_FILE)",
 }
 
 

@@ -21,6 +21,7 @@ from api.server import running_server
 from api.settings import ApiSettings
 from api.tokens import Tokens
 from bridge.settings import parse_engine, read_engines
+from indexer.tenant_limits import TenantLimits
 from kvsight.cli.main import app
 from kvsight.plugins import PUBLISHER
 from tests.support.log.hand_fed import HandFed
@@ -111,12 +112,20 @@ def test_lists_of_engines_are_what_the_bridge_reads(tmp_path: Path) -> None:
 
 
 def test_the_file_of_tokens_is_what_the_service_reads(tmp_path: Path) -> None:
-    (block,) = (block for block in blocks("toml") if "[[engines]]" not in block.text)
+    (block,) = (block for block in blocks("toml") if "scopes =" in block.text)
     file = tmp_path / "tokens.toml"
     file.write_text(block.text)
     caller = Tokens(None, file).caller(b"Bearer b1946ac92492d2347c6235b4d2611184")
     assert caller is not None
     assert caller.scopes == {"read", "decisions"}
+
+
+def test_the_file_of_limits_is_what_the_service_reads(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks("toml") if "worker_streams =" in block.text)
+    file = tmp_path / "tenants.toml"
+    file.write_text(block.text)
+    limits = TenantLimits(file)
+    assert (limits.of("team-a").pages, limits.of("another").pages) == (8_000_000, 500_000)
 
 
 def test_event_settings_of_engines_are_json_with_keys_that_exist() -> None:
