@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from api.answer_writer import AnswerWriter, Plan
@@ -76,20 +76,25 @@ def _namespaces_of(question: Question, namespaces: Namespaces) -> Sequence[Names
     """Return the namespaces of the question. Dynamo's dialect names no block size, so there may be several."""
     found = namespaces.find(question.model, question.tenant)
     if not found:
-        raise _unknown_model(question, namespaces)
+        requested = (n for n in namespaces if not namespaces.is_group(n))
+        raise unknown_model(question, {n.key[:2] for n in requested})
     if question.block_size is None:
         return found
-    sizes = sorted(namespace.key.block_size for namespace in found)
-    if question.block_size not in sizes:
-        expected = f"{' or '.join(map(str, sizes))}, which the workers of {question.model} use"
-        raise ProblemError.of_value(InvalidValueError("block_size", question.block_size, expected), 400, "block-size")
+    check_block_size(question, {namespace.key.block_size for namespace in found})
     return [namespace for namespace in found if namespace.key.block_size == question.block_size]
 
 
-def _unknown_model(question: Question, namespaces: Namespaces) -> ProblemError:
+def check_block_size(question: Question, sizes: Collection[int]) -> None:
+    """Check that workers of the model use the block size of a question. Raises ProblemError."""
+    if question.block_size is not None and question.block_size not in sizes:
+        expected = f"{' or '.join(map(str, sorted(sizes)))}, which the workers of {question.model} use"
+        raise ProblemError.of_value(InvalidValueError("block_size", question.block_size, expected), 400, "block-size")
+
+
+def unknown_model(question: Question, models: Collection[tuple[str, str]]) -> ProblemError:
+    """Return the problem of a question about an unknown model. models: known ones with their tenants."""
     group, model = ("routing_group", "model_name") if question.is_peer else ("tenant_id", "model")
-    requested = (n for n in namespaces if not namespaces.is_group(n))
-    known = sorted({f"{n.key.model} ({group}={n.key.tenant})" for n in requested})
+    known = sorted(f"{name} ({group}={tenant})" for name, tenant in models)
     names = ", ".join(known[:_MAX_NAMES]) + (f" and {len(known) - _MAX_NAMES} more" if known[_MAX_NAMES:] else "")
     detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
     return ProblemError(404, "unknown-model", detail, model, question.model)

@@ -33,6 +33,7 @@ from api.replicas.side import ReplicaSide
 from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
+from api.shards.group import ShardGroup, shards_routes
 from api.tenant_metrics import TenantMetrics
 from api.tenant_queries import TenantQueries
 from api.tokens import Tokens
@@ -67,6 +68,7 @@ def create_app(
     event_log: Path | None = None,
     replica: Replica | None = None,
     decision_source: Source | None = None,
+    group: ShardGroup | None = None,
 ) -> Application:
     """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
 
@@ -75,6 +77,7 @@ def create_app(
     event_log: folder of the event log that the consumer reads, for explanations. None: they come from the recording.
     replica: this process, if it is one of several. The lifespan then starts once it may accept connections.
     decision_source: where the page finds the decisions of all processes. None: it shows those that this one receives.
+    group: the group that this process is a member of. None: it answers from its own views alone.
     """
     decisions = decisions or DecisionLog(None)
     limits = consumer.tenant_limits
@@ -93,10 +96,12 @@ def create_app(
         decided = nullcontext() if reader is None else reader.running()
         joined = nullcontext() if side is None else side.running(consumer.why_not_ready)
         watched = scene.watch.running(consumer)
+        shared = nullcontext() if group is None else group.running()
         async with (
             followed,
             limited,
             recorded,
+            shared,
             consumer.running(),
             engines,
             decisions.running(),
@@ -112,10 +117,13 @@ def create_app(
     app.state.scene = scene
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     must_be_ready = not settings.answer_before_ready
-    hot = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
+    if group is None:
+        hot = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
+    else:
+        hot = group.routes(settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
     endpoints = hot.endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
-    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants)
+    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants, is_used=group is None)
     if tenants is not None:
         metrics.registry.register(TenantMetrics(consumer, tenants))
     if registrations is not None:
@@ -137,6 +145,8 @@ def create_app(
     app.include_router(service_routes(consumer, metrics if side is None else side.metrics, registrations, recording))
     app.include_router(worker_routes(consumer, registrations, consumer.demand_resync))
     app.include_router(dump_routes(consumer))
+    if group is not None:
+        app.include_router(shards_routes(group.gatherer))
     app.include_router(feed_routes(feed))
     app.include_router(docs_routes())
     app.include_router(page)

@@ -15,7 +15,7 @@ from api.tokens import Tokens
 OPEN_PATHS = DOCS_PATHS | SITE_PATHS | {"/health", "/ready", "/metrics"}
 """Paths of probes, scrapers, the documentation and the files of the page. Their answers contain no secrets."""
 
-_READING_POSTS = frozenset({"/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize"})
+_READING_POSTS = frozenset({"/query", "/query_by_hash", "/query/batch", "/explain", "/tokenize", "/shards/query"})
 _SCOPES = {"/decisions": "decisions", "/register": "register", "/unregister": "register", "/dump": "dump"}
 
 

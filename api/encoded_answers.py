@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from api.questions import Question, Weights
 from indexer.scores import WorkerScore
-from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcInstance
+from kvsight.schemas.queries import Missing, PeerAnswer, PeerInstance, RfcInstance
 
 _encoder = msgspec.json.Encoder()
 
 
-def encoded_answer(question: Question, scores: list[WorkerScore], now: float) -> bytes:
-    """Return the answer as JSON. now: seconds since 1970."""
+def encoded_answer(
+    question: Question, scores: list[WorkerScore], now: float, missing: list[Missing] | UnsetType = UNSET
+) -> bytes:
+    """Return the answer as JSON. now: seconds since 1970. missing: what the answer of a group lacks."""
     if question.is_peer:
-        return _encoder.encode(peer_answer(scores, question.weights, now))
+        answer = peer_answer(scores, question.weights, now)
+        return _encoder.encode(answer if missing is UNSET else structs.replace(answer, missing=missing))
     asked = [each for each in scores if question.instance is None or each.worker == question.instance]
     return _encoder.encode({question.tenant: rfc_instances(asked, question.weights, now)})
 

@@ -85,7 +85,7 @@ class HotRoutes:
             raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> bytes:
-        question, numbers = await self._in_thread(data, _decoded, data, codec, fields)
+        question, numbers = await self._in_thread(data, decoded, data, codec, fields)
         if len(numbers) > _MANY_TOKENS:
             question, numbers = await self._hashed(question, numbers)
         try:
@@ -125,7 +125,7 @@ class HotRoutes:
             return await asyncio.to_thread(decode, *args, **kwargs)
 
 
-def _decoded(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
+def decoded(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
     """Decode a query. Raises ProblemError."""
     read = None
     if codec is _JSON and is_large(data) and not isinstance(data, msgspec.Raw):

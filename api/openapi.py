@@ -41,9 +41,10 @@ from kvsight.schemas.page import (
 )
 from kvsight.schemas.past import BatchOfMoment, Mark, MomentOfLog, MovedPage, Span, StreamDiff
 from kvsight.schemas.problems import ProblemDocument
-from kvsight.schemas.queries import PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
+from kvsight.schemas.queries import Missing, PeerAnswer, PeerInstance, RfcAnswer, RfcInstance
 from kvsight.schemas.registrations import PeerRegistered, RfcRegistered, RfcUnregistered
 from kvsight.schemas.service import Status
+from kvsight.schemas.shards import ShardMember, Shards
 from kvsight.schemas.workers import Listener, RadixView, ResyncAccepted, ViewPage, Worker
 
 Json = dict[str, Any]
@@ -76,6 +77,7 @@ _ANSWERS: tuple[type[Struct], ...] = (
     FunnelSums,
     Listener,
     Mark,
+    Missing,
     MomentOfLog,
     MovedPage,
     PeerAnswer,
@@ -92,6 +94,8 @@ _ANSWERS: tuple[type[Struct], ...] = (
     RfcInstance,
     RfcRegistered,
     RfcUnregistered,
+    ShardMember,
+    Shards,
     Span,
     StateChange,
     Status,

@@ -52,7 +52,7 @@ class Applier:
         self.records += 1
         tick = heard_at if heard_tick is None else heard_tick
         try:
-            yield from self._apply(decode_batch(record.payload), heard_at, tick)
+            yield from self._apply(decode_batch(record.payload), record.partition, heard_at, tick)
         except RecordRejectedError as error:
             self.dead_letters.put(record, error)
         except IndexFullError as error:
@@ -61,7 +61,7 @@ class Applier:
             self._limited_logger.warning("an error that kvsight should not have: %r", error, error=error)
             self.dead_letters.put(record, RecordRejectedError("internal", repr(error)))
 
-    def _apply(self, batch: DecodedBatch, heard_at: float, heard_tick: float) -> Iterator[None]:
+    def _apply(self, batch: DecodedBatch, partition: int, heard_at: float, heard_tick: float) -> Iterator[None]:
         view = self.namespaces.view(batch.stream)
         is_silent = view is not None and self.is_silent(view, heard_tick)
         if view is not None and self.namespaces.block_size(batch.stream) != batch.block_size:
@@ -80,6 +80,7 @@ class Applier:
         if self._tenants is not None:
             yield from self._tenants.bound_pages(self.namespaces, view, heard_tick, self.is_silent)
         if view.admit(batch, is_silent=is_silent):
+            view.partition = partition
             view.hear(batch, heard_at, heard_tick)
             try:
                 yield from view.apply(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from indexer.applier import Applier
 from indexer.consumer import Consumer
@@ -29,6 +30,9 @@ from kv_events.memory_log import MemoryLog
 from kv_events.records import Channel
 from kv_events.variables import variable
 
+if TYPE_CHECKING:
+    from indexer.shards.membership import Membership
+
 
 def create_consumer(
     settings: IndexerSettings,
@@ -36,8 +40,10 @@ def create_consumer(
     recording: RecordingThread | None = None,
     *,
     is_follower: bool = False,
+    membership: Membership | None = None,
 ) -> Consumer:
     """Create a consumer that is not running yet. log: the log to read in embedded mode. recording: gets dead letters.
+    membership: of the group whose members share the partitions; None: the consumer reads all.
 
     is_follower: another process reads the same log and does what must happen once. See `Consumer`.
 
@@ -50,6 +56,13 @@ def create_consumer(
     applier = Applier(Namespaces(settings), dead_letters, tenants=gate)
     if recording is not None:
         applier.dead_letters.on_put.append(recording.recorder.offer)
+    if membership is not None:
+        from indexer.shards.share import Share
+        from indexer.sources.kafka import KafkaSource
+
+        divisible = KafkaSource(settings)
+        share = partial(Share, membership, divisible, applier)
+        return Consumer(divisible, applier, settings, limits=limits, share=share)
     store = None if settings.is_embedded else create_store(settings)
     source = _create_source(settings, log)
     return Consumer(source, applier, settings, store, is_follower=is_follower, limits=limits)

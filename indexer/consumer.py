@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from indexer.applier import Applier
 from indexer.forgetting import Forgetting
@@ -31,10 +32,14 @@ from kv_events.streams import StreamId
 from kv_events.supervised import keep_running
 from kv_events.tracing import open_spans
 
+if TYPE_CHECKING:
+    from indexer.shards.share import Share
+
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 1.0
 _STOP_S = 5.0
+_JOIN_WAIT_S = 0.1
 _UNTRACED = nullcontext()
 _MAX_KEY = 1024
 """Characters of a record's key in a span. Any program may write to the topic."""
@@ -57,10 +62,11 @@ class Consumer:
         *,
         is_follower: bool = False,
         limits: TenantLimits | None = None,
+        share: Callable[[Progress, Slices], Share] | None = None,
     ) -> None:
         """clock: seconds since 1970. is_follower: another process does the same. This one writes no snapshots, and asks
         for a resync only if none comes that the other one has asked for. limits: those to which the applier holds
-        tenants.
+        tenants. share: creates the share of a member of a group; None: reads everything.
         """
         now = time.monotonic()
         self.applier = applier
@@ -75,6 +81,8 @@ class Consumer:
         self._clock = clock
         self._slices = Slices()
         self._spans = open_spans()
+        self.share = None if share is None else share(self.progress, self._slices)
+        """The partitions that this member of a group keeps. None: it is in no group and keeps all."""
         self._planner = ResyncPlanner(settings, self.freshness, is_follower=is_follower)
         self._requester = ResyncRequester(self._planner, self._reader)
         self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
@@ -116,6 +124,8 @@ class Consumer:
             return str(self.log_outage)
         if self.ready:
             return ""
+        if self.share is not None and not self.share.membership.is_assigned:
+            return f"waiting for consumer group {self.share.membership.group}"
         lag = self.lag()
         return "the log is not opened yet" if lag is None else f"catching up: {lag} records of the log to apply"
 
@@ -192,7 +202,7 @@ class Consumer:
 
     async def _run(self) -> None:
         if not self.progress.is_started:
-            await self._load_snapshot()
+            await (self._load_snapshot() if self.share is None else self._join(self.share))
         await self._start_reading()
         while not self._stopping:
             try:
@@ -222,6 +232,11 @@ class Consumer:
             self.progress.positions = snapshot.positions
             logger.info("snapshot of %d views loaded", len(snapshot.namespaces.views))
 
+    async def _join(self, share: Share) -> None:
+        while not (share.membership.is_assigned or self._stopping):
+            await share.membership.wait(_JOIN_WAIT_S)
+        await share.follow()
+
     async def _start_reading(self) -> None:
         await self._stop_probing()
         await self._reader.stop()  # of a run that failed
@@ -229,14 +244,17 @@ class Consumer:
             opened = await self._reader.start(self.progress.positions)
             if opened is not None:
                 self.progress.start(opened.begins, opened.ends)
+                if self.share is not None:
+                    self.share.note_start(opened.begins)
                 return
 
     async def _apply(self, record: LogRecord) -> None:
-        if self.progress.is_applied(record):
+        if self.progress.is_applied(record) or not (self.share is None or self.share.has(record.partition)):
             return
         now = self._clock()
         # while catching up, a record counts as received when it was written
-        late_s = 0.0 if self.ready else max(0.0, now - record.timestamp_ms / 1000)
+        is_past = not self.ready or self.progress.is_behind(record.partition)
+        late_s = max(0.0, now - record.timestamp_ms / 1000) if is_past else 0.0
         with self._traced(record):
             await self._slices.run(self.applier.apply(record, now - late_s, time.monotonic() - late_s))
         self.progress.advance(record)
@@ -256,6 +274,8 @@ class Consumer:
 
     async def _between_records(self, now: float) -> None:
         await self._forgetting.drop_demanded(self.progress)
+        if self.share is not None:
+            await self.share.follow()
         if not self.ready:
             await self._probe()
         elif self._probing is not None and self._probing.done():

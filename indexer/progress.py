@@ -20,6 +20,7 @@ class Progress:
         self.positions: dict[int, int] = {}
         """Partition -> offset of the next record to apply."""
         self._goal: Mapping[int, int] | None = None
+        self._behind: dict[int, int] = {}  # partition that was added -> its end at that time, until it is reached
 
     @property
     def is_started(self) -> bool:
@@ -31,6 +32,19 @@ class Progress:
         self.positions |= begins
         self._goal = ends
 
+    def add(self, partition: int, end: int) -> None:
+        """Record that a partition is read, too. end: its current end."""
+        self._behind[partition] = end
+
+    def remove(self, partition: int) -> None:
+        """Record that a partition is read no longer."""
+        self.positions.pop(partition, None)
+        self._behind.pop(partition, None)
+
+    def is_behind(self, partition: int) -> bool:
+        """Return whether an added partition has records of before that are not applied yet."""
+        return partition in self._behind
+
     def is_applied(self, record: LogRecord) -> bool:
         """Whether a record was applied before."""
         return record.offset < self.positions.get(record.partition, 0)
@@ -38,6 +52,13 @@ class Progress:
     def advance(self, record: LogRecord) -> None:
         """Record that a log record has been applied."""
         self.positions[record.partition] = record.offset + 1
+        if self._behind:
+            self.catch_up(record.partition)
+
+    def catch_up(self, partition: int) -> None:
+        """Note whether an added partition has been applied up to its end."""
+        if self.positions.get(partition, 0) >= self._behind.get(partition, 0):
+            self._behind.pop(partition, None)
 
     def has_reached(self, goal: Mapping[int, int]) -> bool:
         """Whether everything before some offsets has been applied. goal: partition -> offset."""

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
-from indexer.scores import TierTokens, WorkerScore, score
-from indexer.views import least_trusted
+from indexer.scores import StreamScore, WorkerScore, stream_scores, worker_scores
 from kv_events.hashing import U64Array
 
 
@@ -18,26 +17,15 @@ def score_all(
 
     hashes: block size -> uint64[pages], the prompt's sequence hashes.
     """
-    by_worker: dict[str, WorkerScore] = {}
-    for namespace in namespaces:
-        for new in score(namespace, hashes(namespace.key.block_size), freshness):
-            old = by_worker.get(new.worker)
-            by_worker[new.worker] = new if old is None else _sum_up(old, new)
-    return list(by_worker.values())
+    return worker_scores(all_stream_scores(namespaces, hashes, freshness))
 
 
-def _sum_up(a: WorkerScore, b: WorkerScore) -> WorkerScore:
-    return WorkerScore(
-        a.worker,
-        TierTokens(*map(max, a.tiers, b.tiers)),
-        a.ranks | b.ranks,
-        least_trusted((a.state, b.state)),
-        min(a.heard_at, b.heard_at),
-        _reusable_by_rank(a) | _reusable_by_rank(b) if a.has_groups or b.has_groups else None,
-    )
-
-
-def _reusable_by_rank(score: WorkerScore) -> dict[int, int]:
-    if score.reusable_by_rank is not None:
-        return score.reusable_by_rank
-    return {rank: tiers.external for rank, tiers in score.ranks.items()}
+def all_stream_scores(
+    namespaces: Iterable[Namespace], hashes: Callable[[int], U64Array], freshness: Freshness
+) -> list[StreamScore]:
+    """Return the scores of the streams of all namespaces. See `score_all`."""
+    return [
+        stream
+        for namespace in namespaces
+        for stream in stream_scores(namespace, hashes(namespace.key.block_size), freshness)
+    ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespace
 from indexer.reuse import NO_GROUPS, reusable_pages
-from indexer.views import View, ViewState, least_trusted
+from indexer.views import ViewState, least_trusted
 from kv_events.hashing import U64Array
 
 
@@ -31,8 +31,20 @@ class TierTokens(NamedTuple):
         )
 
 
-_Rank = tuple[View, ViewState, TierTokens]
-"""state: the state to show."""
+class StreamScore(NamedTuple):
+    """The part of a prompt that one DP rank holds."""
+
+    worker: str
+    dp_rank: int
+    tiers: TierTokens
+    state: ViewState
+    """The state to show."""
+    heard_at: float
+    """See `View.heard_at`."""
+    partition: int
+    """See `View.partition`."""
+    reusable: int | None = None
+    """Tokens from which the engine can continue. None: the rank has no group streams."""
 
 
 class WorkerScore(NamedTuple):
@@ -71,44 +83,59 @@ def score(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[
 
     hashes: uint64[n], C order, sequence hashes of the prompt's complete pages.
     """
+    return worker_scores(stream_scores(namespace, hashes, freshness))
+
+
+def stream_scores(namespace: Namespace, hashes: U64Array, freshness: Freshness) -> list[StreamScore]:
+    """Return the scores of all streams that hold the prompt's first page on any tier, except expired ones."""
     matches = namespace.index.find(hashes)
     block_size = namespace.key.block_size
     rows = matches.pages[matches.streams].tolist()
-    by_worker: dict[str, list[_Rank]] = {}
-    for stream, row in zip(matches.streams.tolist(), rows, strict=True):
-        view = namespace.views[stream]
+    streams = matches.streams.tolist()
+    reusable: dict[int, int] = {}
+    if namespace.groups:
+        pages = reusable_pages(namespace, hashes, matches, freshness)
+        counts = zip(streams, pages[matches.streams].tolist(), strict=True)
+        reusable = {stream: count * block_size for stream, count in counts if count != NO_GROUPS}
+    scores = []
+    for number, row in zip(streams, rows, strict=True):
+        view = namespace.views[number]
         state = freshness.state(view)
         if state is not ViewState.EXPIRED:
             tokens = TierTokens(*[pages * block_size for pages in row])
-            by_worker.setdefault(view.stream.worker, []).append((view, state, tokens))
-    scores = [_worker_score(worker, ranks) for worker, ranks in by_worker.items()]
-    if namespace.groups:
-        pages = reusable_pages(namespace, hashes, matches, freshness)
-        found = [(namespace.views[stream].stream, int(pages[stream])) for stream in matches.streams.tolist()]
-        reusable = {(stream.worker, stream.dp_rank): count for stream, count in found if count != NO_GROUPS}
-        return [_with_reusable(each, reusable, block_size) for each in scores]
+            stream = view.stream
+            scores.append(
+                StreamScore(
+                    stream.worker, stream.dp_rank, tokens, state, view.heard_at, view.partition, reusable.get(number)
+                )
+            )
     return scores
 
 
-def _with_reusable(score: WorkerScore, pages: dict[tuple[str, int], int], block_size: int) -> WorkerScore:
-    """pages: reusable pages by worker and rank, for those with group streams."""
-    if not any((score.worker, rank) in pages for rank in score.ranks):
-        return score
-    by_rank = {
-        rank: pages[score.worker, rank] * block_size if (score.worker, rank) in pages else tiers.external
-        for rank, tiers in score.ranks.items()
-    }
-    return score._replace(reusable_by_rank=by_rank)
+def worker_scores(streams: Iterable[StreamScore]) -> list[WorkerScore]:
+    """Return one score for each worker of some streams, whatever their block sizes are."""
+    by_worker: dict[str, list[StreamScore]] = {}
+    for stream in streams:
+        by_worker.setdefault(stream.worker, []).append(stream)
+    return [_worker_score(worker, ranks) for worker, ranks in by_worker.items()]
 
 
-def _worker_score(worker: str, ranks: list[_Rank]) -> WorkerScore:
+def _worker_score(worker: str, ranks: list[StreamScore]) -> WorkerScore:
     if len(ranks) == 1:
-        view, state, tokens = ranks[0]
-        return WorkerScore(worker, tokens, {view.stream.dp_rank: tokens}, state, view.heard_at)
+        (only,) = ranks
+        reusable = None if only.reusable is None else {only.dp_rank: only.reusable}
+        return WorkerScore(worker, only.tiers, {only.dp_rank: only.tiers}, only.state, only.heard_at, reusable)
     return WorkerScore(
         worker,
-        TierTokens(*(max(column) for column in zip(*(tokens for _, _, tokens in ranks), strict=True))),
-        {view.stream.dp_rank: tokens for view, _, tokens in ranks},
-        least_trusted(state for _, state, _ in ranks),
-        min(view.heard_at for view, _, _ in ranks),
+        TierTokens(*(max(column) for column in zip(*(each.tiers for each in ranks), strict=True))),
+        {each.dp_rank: each.tiers for each in ranks},
+        least_trusted(each.state for each in ranks),
+        min(each.heard_at for each in ranks),
+        _reusable_by_rank(ranks),
     )
+
+
+def _reusable_by_rank(ranks: list[StreamScore]) -> dict[int, int] | None:
+    if all(each.reusable is None for each in ranks):
+        return None
+    return {each.dp_rank: each.tiers.external if each.reusable is None else each.reusable for each in ranks}

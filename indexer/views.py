@@ -87,6 +87,8 @@ class View:
     """`heard_at` of the newest batch after which the digests were equal. 0: there is none yet."""
     missing_batches: int = 0
     """Batches that gaps skipped since the digests were last equal."""
+    partition: int = 0
+    """Partition of the newest batch in the log."""
     refused_now: int = 0
     """Pages refused since the last resync or clear. The digest cannot match before the next one."""
     _degraded_reason: str = ""

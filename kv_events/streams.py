@@ -8,8 +8,9 @@ sees a model that no one queries.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 from kv_events.errors import InvalidValueError
 
@@ -78,3 +79,14 @@ class StreamId(NamedTuple):
     def key(self) -> str:
         """`tenant/model/worker/dp_rank`, each part percent-encoded, so that no name can imitate another stream."""
         return "/".join((quote(self.tenant, ""), quote(self.model, ""), quote(self.worker, ""), str(self.dp_rank)))
+
+
+@lru_cache(4096)
+def worker_key(key: bytes) -> bytes:
+    """Return the key of rank 0 of a stream's worker, without a group. key: `StreamId.key`; any other key stays."""
+    parts = key.split(b"/")
+    if len(parts) != 4:
+        return key
+    tenant, model, worker, _ = parts
+    base, _ = split_group(unquote_to_bytes(model).decode(errors="surrogateescape"))
+    return b"/".join((tenant, quote(base.encode(errors="surrogateescape"), "").encode(), worker, b"0"))

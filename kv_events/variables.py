@@ -75,6 +75,13 @@ SETTINGS = frozenset(
         "max_namespaces",
         "worker_ttl_s",
         "forget_after_s",
+        # shard groups
+        "group",
+        "advertise_url",
+        "group_deadline_s",
+        "group_session_s",
+        "group_token_file",
+        "group_ca_file",
         # HTTP, and its clients
         "host",
         "port",

@@ -44,9 +44,11 @@ class HotLane:
         tokens: Tokens,
         metrics: HttpMetrics,
         tenants: TenantQueries | None = None,
+        *,
+        is_used: bool = True,
     ) -> None:
-        """tenants: bounds on their queries, if any."""
-        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH}
+        """tenants: bounds on their queries, if any. is_used: if False, all requests take the usual way."""
+        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if is_used else {}
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = Heads(fields, tokens, max_body_bytes, with_traces=with_traces)

@@ -1,10 +1,10 @@
-"""Reads all partitions of a Kafka topic, by explicit offsets and without a consumer group."""
+"""Reads partitions of a Kafka topic, all or some, by explicit offsets."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -55,6 +55,10 @@ class KafkaSource:
         self._control_topic = settings.control_topic
         self._awaited: set[str] = set()  # topics that do not exist
         self._producer: Any = None
+        self._consumer: Any = None
+        self._only: frozenset[int] | None = None  # partitions to read; None: all
+        self._begin_at: Mapping[int, int] = {}  # positions of those that `read_only` named
+        self._is_there = False  # whether the topic exists
         self._topic_id: bytes | None = None  # of the topic that is read; None if there is none, or if it is unknown
         self._next_offsets: dict[int, int] = {}  # partition -> offset after the newest record that was fetched
         self._was_found = False  # whether the topic existed before
@@ -79,12 +83,22 @@ class KafkaSource:
         except KafkaError as error:
             await self._clients.aclose()
             raise SourceUnavailableError(self._connection.failure(error, "read")) from error
-        if self._was_found and not begins:
+        if self._was_found and not self._is_there:
             await self._clients.aclose()
             raise self._missing()
         self._topic_id = found_id or self._topic_id
         self._is_replaced = False
         return begins
+
+    async def read_only(self, partitions: Collection[int], positions: Mapping[int, int]) -> Mapping[int, int]:
+        self._only, self._begin_at = frozenset(partitions), positions
+        if self._consumer is None:
+            return {}  # `start` begins to read them
+        try:
+            await self._assign_new(positions)
+            return {tp.partition: await self._consumer.position(tp) for tp in self._assigned}
+        except KafkaError as error:
+            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
 
     async def fetch(self) -> Sequence[LogRecord]:
         if not self._found:
@@ -92,7 +106,7 @@ class KafkaSource:
             return []
         try:
             if self._found != self._assigned:
-                await self._assign_new({})
+                await self._assign_new(self._begin_at)
             fetched = await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS)
         except KafkaError as error:
             raise SourceUnavailableError(self._connection.failure(error, "read")) from error
@@ -206,14 +220,19 @@ class KafkaSource:
                     logger.warning("topic %s: %s", self._events_topic, mismatch)
 
     async def _assign_new(self, positions: Mapping[int, int]) -> Mapping[int, int]:
-        """Begin to read new partitions, and return the offset at which each begins. Not while records are fetched."""
+        """Begin to read new partitions, and return the offset at which each begins. Not while records are fetched.
+
+        Partitions that are no longer wanted are left.
+        """
         await self._look_for_partitions()
-        new = self._found - self._assigned
-        if not new:
+        found, new = self._found, self._found - self._assigned
+        if found == self._assigned:
             return {}
-        kept = {tp: await self._consumer.position(tp) for tp in self._assigned}
-        self._assigned = self._assigned | new
-        self._consumer.assign(sorted(self._assigned))
+        kept = {tp: await self._consumer.position(tp) for tp in self._assigned & found}
+        for tp in self._assigned - found:
+            self._next_offsets.pop(tp.partition, None)
+        self._assigned = found
+        self._consumer.assign(sorted(found))
         oldest = await self._consumer.beginning_offsets(list(new))
         ends = await self._consumer.end_offsets(list(new))
         for tp in new:
@@ -229,8 +248,10 @@ class KafkaSource:
         if not self._may_be_missing:
             self._tell_whether_waiting(self._events_topic, is_waiting=self._events_topic not in described)
         num_partitions = len(described.get(self._events_topic, ()))
-        self._found = self._assigned | {TopicPartition(self._events_topic, i) for i in range(num_partitions)}
-        self._was_found = self._was_found or num_partitions > 0
+        found = self._assigned | {TopicPartition(self._events_topic, i) for i in range(num_partitions)}
+        self._found = found if self._only is None else {tp for tp in found if tp.partition in self._only}
+        self._is_there = num_partitions > 0
+        self._was_found = self._was_found or self._is_there
 
     def _tell_whether_waiting(self, topic: str, *, is_waiting: bool) -> None:
         """Log once that a topic is missing, and once that it exists."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from api.settings import ApiSettings
     from indexer.recording.thread import RecordingThread
     from indexer.settings import IndexerSettings
+    from indexer.shards.settings import GroupSettings
 
 
 @with_log_flags
@@ -58,6 +59,12 @@ def serve(
     record_max_bytes: Annotated[
         str | None, typer.Option(help="Bound on the size of the log: 20GiB.", envvar="KVSIGHT_RECORD_MAX_BYTES")
     ] = None,
+    group: Annotated[
+        str | None, typer.Option(help="Share the partitions with the members of this group.", envvar="KVSIGHT_GROUP")
+    ] = None,
+    advertise_url: Annotated[
+        str | None, typer.Option(help="Address of this member for the others.", envvar="KVSIGHT_ADVERTISE_URL")
+    ] = None,
     api_tokens_file: Annotated[
         Path | None, typer.Option(help="TOML file of tokens with scopes.", envvar="KVSIGHT_API_TOKENS_FILE")
     ] = None,
@@ -76,7 +83,8 @@ def serve(
     Reads the workers' events from Kafka, from an event log, or from engines registered with POST /register. Maintains
     a radix view of each worker and answers POST /query and /query_by_hash. Snapshots and registrations survive a
     restart if they are saved in Redis or in a folder. With --record, everything that routers and engines report is
-    also written to an event log, for kvsight replay and explain. All other settings are KVSIGHT_ variables;
+    also written to an event log, for kvsight replay and explain. With --group, several services share the partitions
+    of the topic, and any of them answers for all. All other settings are KVSIGHT_ variables;
     see docs/settings.md.
 
     Example: kvsight serve --kafka localhost:9092 --redis redis://localhost:6379/0
@@ -86,6 +94,7 @@ def serve(
     require_serve("kvsight serve")
     from api.settings import ApiSettings
     from indexer.settings import IndexerSettings
+    from indexer.shards.settings import GroupSettings
 
     indexer = IndexerSettings.from_flags(
         kafka=kafka,
@@ -105,6 +114,8 @@ def serve(
         tls_cert_file=tls_cert_file,
         tls_key_file=tls_key_file,
     )
+    shards = GroupSettings.from_flags(group=group, advertise_url=advertise_url)
+    shards.check(indexer.kafka, settings.processes)
     _check_processes(settings.processes, indexer)
     keep_freed_memory()
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
@@ -113,8 +124,12 @@ def serve(
         return
     from api.server import listen, run_server, url_of
 
-    app = _embedded(indexer, settings) if indexer.is_embedded else _application(indexer, settings)
-    bound = listen(settings)
+    if shards.group is not None:
+        bound = listen(settings)
+        app = _member(indexer, settings, shards, url_of(bound, settings))
+    else:
+        app = _embedded(indexer, settings) if indexer.is_embedded else _application(indexer, settings)
+        bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
     if indexer.is_embedded:
         err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
@@ -177,6 +192,21 @@ def _recording(indexer: IndexerSettings, settings: ApiSettings) -> RecordingThre
     if settings.record is None:
         return None
     return create_recording(indexer, settings.record, settings.record_keep_s, settings.record_bytes)
+
+
+def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettings, url: str) -> Application:
+    """The application of a member of a group. url: of its socket."""
+    from api.app import create_app
+    from api.shards.group import ShardGroup
+    from indexer.assembly import create_consumer, create_decision_log
+    from indexer.shards.membership import Membership
+
+    membership = Membership(indexer, shards, url)
+    recording = _recording(indexer, settings)
+    consumer = create_consumer(indexer, recording=recording, membership=membership)
+    group = ShardGroup(consumer, membership, shards, settings)
+    err.print(f"member of group {shards.group}, which others reach at {membership.url}")
+    return create_app(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
 
 
 def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:

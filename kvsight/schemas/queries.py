@@ -39,6 +39,17 @@ class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
     """DP rank -> reusable tokens."""
 
 
+class Missing(msgspec.Struct, frozen=True):
+    """Partitions of the log whose workers are not in an answer of a shard group, or not up to date."""
+
+    partitions: list[int]
+    since: float
+    """Seconds since 1970 by the clock of the member that answers."""
+    member: str
+    """Address of the member that keeps them."""
+    reason: str
+
+
 class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer in Dynamo's dialect."""
 
@@ -47,6 +58,8 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     frequencies: list[int] = []
     """Always empty, as in Dynamo."""
     instances: dict[str, PeerInstance]
+    missing: list[Missing] | UnsetType = UNSET
+    """What the answer lacks because a member of a shard group did not answer. Absent: nothing."""
 
 
 class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,3 +90,5 @@ class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a batch: for each query, in order, a `PeerAnswer`, an `RfcAnswer` or a `ProblemDocument`."""
 
     results: list[Raw]
+    missing: list[Missing] | UnsetType = UNSET
+    """See `PeerAnswer`, for all results."""

@@ -24,6 +24,7 @@ from aiokafka.errors import (
     MessageSizeTooLargeError,
     RecordTooLargeError,
 )
+from aiokafka.partitioner import DefaultPartitioner
 
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
@@ -39,6 +40,7 @@ from kv_events.limits import MAX_RECORD_BYTES
 from kv_events.outages import Outage
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import ResyncRequest
+from kv_events.streams import worker_key
 from publisher.settings import PublisherSettings
 from publisher.sinks.base import OutRecord, SinkRejectedError, SinkUnavailableError
 
@@ -177,6 +179,7 @@ class KafkaSink:
             acks="all",
             compression_type=None if compression == "none" else compression,
             max_batch_size=MAX_RECORD_BYTES,
+            partitioner=_WorkerPartitioner(),
         )
         try:
             await producer.start()
@@ -218,6 +221,17 @@ class KafkaSink:
         await consumer.start()
         consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
         await consumer.seek_to_end()
+
+
+class _WorkerPartitioner:
+    """Puts all streams of a worker into one partition, that of its rank 0, so that one reader can have them all."""
+
+    def __init__(self) -> None:
+        self._by_key = DefaultPartitioner()
+
+    def __call__(self, key: bytes | None, partitions: Sequence[int], available: Sequence[int]) -> int:
+        found: int = self._by_key(None if key is None else worker_key(key), partitions, available)
+        return found
 
 
 class _RecordTimes:

@@ -1,0 +1,113 @@
+"""The query routes of a member of a group, and the one that members ask each other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.responses import Response
+
+from api.decoding import Body, Codec, decode_query_batch, is_large
+from api.hot import HotEndpoint, HotRoutes, decoded, json_response
+from api.problems import ProblemError
+from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question
+from api.shards.gather import Gatherer
+from api.shards.own_views import OwnViews
+from api.shards.wire import PATH, decode_asked, encode
+from api.tenant_queries import TenantQueries
+from indexer.consumer import Consumer
+from kvsight.schemas.queries import Missing
+
+MISSING_HEADER = "Kvsight-Missing"
+_GROWTH = 4
+"""Bytes of the hashes of a prompt for each byte of its tokens: a page of one token is two bytes of JSON."""
+_ROOM = 2**20
+
+
+class ShardRoutes(HotRoutes):
+    """`HotRoutes` for a whole group: answers come from all members."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        gatherer: Gatherer,
+        own: OwnViews,
+        max_body_bytes: int,
+        *,
+        must_be_ready: bool,
+        tenants: TenantQueries | None = None,
+    ) -> None:
+        super().__init__(consumer, max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
+        self._gatherer = gatherer
+        self._own = own
+        self._max_body_bytes = max_body_bytes
+
+    def endpoints(self) -> dict[str, HotEndpoint]:
+        """Path -> ASGI application for POST."""
+        return super().endpoints() | {PATH: HotEndpoint(self._tell, _GROWTH * self._max_body_bytes + _ROOM)}
+
+    async def _query(self, body: Body, codec: Codec) -> Response:
+        self._check_ready()
+        return await self._one(await self._in_thread(body, decoded, body, codec, BY_TOKENS))
+
+    async def _query_by_hash(self, body: Body, codec: Codec) -> Response:
+        self._check_ready()
+        return await self._one(await self._in_thread(body, decoded, body, codec, BY_HASH))
+
+    async def _batch(self, body: Body, codec: Codec) -> Response:
+        self._check_ready()
+        queries = await self._in_thread(body, decode_query_batch, body, codec)
+        results: list[bytes | ProblemError | None] = [None] * len(queries)
+        questions, places = [], []
+        for place, query in enumerate(queries):
+            try:
+                asked = await self._in_thread(query, decoded, query, codec, BY_ANY)
+                self._admit(asked[0])
+                questions.append(asked)
+                places.append(place)
+            except ProblemError as problem:
+                results[place] = problem
+        found, missing = await self._gatherer.answer(questions)
+        for place, result in zip(places, found, strict=True):
+            results[place] = result
+        parts = [msgspec.json.encode(each.document()) if isinstance(each, ProblemError) else each for each in results]
+        tail = b',"missing":' + msgspec.json.encode(missing) if missing else b""
+        return _marked(json_response(b'{"results":[' + b",".join(filter(None, parts)) + b"]" + tail + b"}"), missing)
+
+    async def _one(self, asked: tuple[Question, Numbers]) -> Response:
+        self._admit(asked[0])
+        (found,), missing = await self._gatherer.answer([asked])
+        if isinstance(found, ProblemError):
+            raise found
+        return _marked(json_response(found), missing)
+
+    def _admit(self, question: Question) -> None:
+        """Count a query of a tenant. Raises ProblemError (429) if it has sent too many to this member."""
+        if self._tenants is None or not self._gatherer.knows(question):
+            return
+        rate = self._tenants.rate(question.tenant)
+        if rate is None:
+            return
+        if rate.wait_s():
+            self._tenants.count_refused(question.tenant)
+            raise self._tenants.too_many(question, rate)
+        rate.note()
+
+    async def _tell(self, body: Body, codec: Codec) -> Response:
+        try:
+            asked = await asyncio.to_thread(decode_asked, body) if is_large(body) else decode_asked(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProblemError(400, "malformed-body", f"body: {error}") from None
+        for ask in asked.prompts:
+            for packed in ask.hashes.values():
+                if len(packed) % 8:
+                    raise ProblemError(422, "invalid-value", "hashes: expected a multiple of 8 bytes", "hashes")
+        return Response(encode(await self._own.tell(asked)), media_type="application/msgpack")
+
+
+def _marked(response: Response, missing: list[Missing]) -> Response:
+    """Name the missing partitions in a header as well: the RFC's dialect has no other place for them."""
+    if missing:
+        partitions = sorted(partition for each in missing for partition in each.partitions)
+        response.headers[MISSING_HEADER] = ",".join(map(str, partitions))
+    return response

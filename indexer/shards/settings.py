@@ -1,0 +1,61 @@
+"""Settings of a shard group, from `KVSIGHT_*` environment variables or keyword arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from kv_events.errors import InvalidValueError
+from kv_events.settings import KvsightSettings
+from kv_events.variables import variable
+
+MAX_URL_LENGTH = 255
+
+
+class GroupSettings(KvsightSettings):
+    """Frozen; read once at start. A bad value stops the start and names the variable."""
+
+    group: str | None = Field(None, min_length=1, max_length=249, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the Kafka consumer group whose members share the partitions. None: this service reads everything."""
+    advertise_url: str | None = None
+    """Address under which the other members reach this one. None: derived from the socket."""
+    group_deadline_s: float = Field(0.25, gt=0, le=60)
+    """Time after which a member that does not answer is given up, and its partitions are missing in the answer."""
+    group_session_s: float = Field(6.0, ge=1, le=300)
+    """Silence after which Kafka removes a member from the group."""
+    group_token_file: Path | None = None
+    """File that contains the token that this member sends to the others. None: `KVSIGHT_API_TOKEN`."""
+    group_ca_file: Path | None = None
+    """PEM file of the CAs that may have signed the certificates of the other members. None: those of the system."""
+
+    @field_validator("advertise_url")
+    @classmethod
+    def _address_is_http(cls, url: str | None) -> str | None:
+        if url is None or is_member_url(url):
+            return None if url is None else url.rstrip("/")
+        raise InvalidValueError(variable("advertise_url"), url, "http://HOST:PORT or https://HOST:PORT")
+
+    def check(self, kafka: str | None, processes: int) -> None:
+        """Check that these settings fit the mode of the service. Raises InvalidValueError.
+
+        kafka: its brokers. processes: their number on one port.
+        """
+        if self.group is not None and kafka is None:
+            expected = f"none without {variable('kafka')}: the members of a group share the partitions of a topic"
+            raise InvalidValueError(variable("group"), self.group, expected)
+        if self.group is not None and processes > 1:
+            expected = f"1 with {variable('group')}: each member has an address of its own; start several members"
+            raise InvalidValueError(variable("processes"), processes, expected)
+
+
+def is_member_url(url: str) -> bool:
+    """Return whether a text can be the address of a member: scheme, host and port, and nothing else."""
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        has_host = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    is_bare = not (parts.path or parts.query or parts.fragment or "@" in parts.netloc)
+    return has_host and is_bare and len(url) <= MAX_URL_LENGTH and url.isascii() and url.isprintable()
