@@ -25,6 +25,7 @@ from api.page.live import LiveScene
 from api.page.routes import page_routes
 from api.page.site import site_routes
 from api.page.tokenize import TokenizeRoute
+from api.rate_limits import RateLimits
 from api.recording import RecordingMetrics
 from api.register import RegisterRoutes
 from api.replicas.decisions import DecisionReader
@@ -81,9 +82,10 @@ def create_app(
     """
     decisions = decisions or DecisionLog(None)
     limits = consumer.tenant_limits
-    tenants = None if limits is None else TenantQueries(limits)
+    rates = RateLimits(None if replica is None else replica.shared.folder)
+    tenants = None if limits is None else TenantQueries(limits, rates)
     scene = LiveScene(consumer, registrations)
-    tokens = Tokens.of(settings)
+    tokens = Tokens.of(settings, rates)
     spans = open_spans()
     reader = None if decision_source is None else DecisionReader(decision_source, scene.funnel.take)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-import time
 import tomllib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 import msgspec
 
 from api.followed_files import following
+from api.rate_limits import RateLimit, RateLimits
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.settings import read_secret
@@ -29,28 +29,6 @@ Scope = Literal["read", "decisions", "register", "resync", "dump", "admin"]
 _FIELD = "api_tokens_file"
 _MAX_TOKENS = 256
 _TOKEN = re.compile(r"[!-~]{16,512}")  # what a header can carry unchanged, and nobody guesses
-
-
-class RateLimit:
-    """A bound on requests in a second. What a second leaves unused may come at once in the next one."""
-
-    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s = per_s
-        self._most = max(1.0, per_s)
-        self._room = self._most
-        self._clock = clock
-        self._at = clock()
-
-    def wait_s(self) -> float:
-        """Return the seconds after which a request is permitted; 0.0 if it is now."""
-        now = self._clock()
-        self._room = min(self._most, self._room + (now - self._at) * self._per_s)
-        self._at = now
-        return 0.0 if self._room >= 1.0 else (1.0 - self._room) / self._per_s
-
-    def note(self) -> None:
-        """Count a request."""
-        self._room -= 1.0
 
 
 class Caller(NamedTuple):
@@ -71,30 +49,33 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)]
     requests_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
 
-    def caller(self) -> Caller:
-        limit = None if self.requests_per_s is None else RateLimit(self.requests_per_s)
+    def caller(self, limits: RateLimits) -> Caller:
+        limit = None if self.requests_per_s is None else limits.limit(f"token {self.token}", self.requests_per_s)
         return Caller(_ANYONE.scopes if "admin" in self.scopes else frozenset(self.scopes), limit)
 
 
 class Tokens:
     """The tokens of one service. The event loop's thread uses them."""
 
-    def __init__(self, token: str | None, file: Path | None) -> None:
+    def __init__(self, token: str | None, file: Path | None, limits: RateLimits | None = None) -> None:
         """token: permits everything. file: has further ones. Without both, everything is permitted to anyone.
+
+        limits: makes the bounds of tokens. None: they are those of this process alone.
 
         Raises InvalidValueError if the file cannot be read. Its text shows no token.
         """
         self.are_required = token is not None or file is not None
         self._own = [] if token is None else [(_digest(token), _ANYONE)]
         self._file = file
+        self._limits = limits or RateLimits()
         self._text = "" if file is None else read_secret(_FIELD, file)
-        self._known = [*self._own, *_callers(self._text, file)]
+        self._known = [*self._own, *_callers(self._text, file, self._limits)]
 
     @classmethod
-    def of(cls, settings: ApiSettings) -> Self:
-        """Return the tokens that the settings name. Raises InvalidValueError."""
+    def of(cls, settings: ApiSettings, limits: RateLimits | None = None) -> Self:
+        """Return the tokens that the settings name. limits: see the constructor. Raises InvalidValueError."""
         token = settings.api_token
-        return cls(None if token is None else token.get_secret_value(), settings.api_tokens_file)
+        return cls(None if token is None else token.get_secret_value(), settings.api_tokens_file, limits)
 
     def caller(self, authorization: bytes) -> Caller | None:
         """Return whom the header `Authorization` stands for, or None if it is unknown.
@@ -118,7 +99,7 @@ class Tokens:
             return
 
         def use(text: str) -> None:
-            self._known = [*self._own, *_callers(text, file)]
+            self._known = [*self._own, *_callers(text, file, self._limits)]
             logger.info("%d tokens are known now", len(self._known))
             on_change()
 
@@ -126,7 +107,7 @@ class Tokens:
             yield
 
 
-def _callers(text: str, file: Path | None) -> list[tuple[bytes, Caller]]:
+def _callers(text: str, file: Path | None, limits: RateLimits) -> list[tuple[bytes, Caller]]:
     """Return digest and caller of each token of a file. Raises InvalidValueError, whose text shows no token."""
     try:
         tables = tomllib.loads(text)
@@ -141,7 +122,7 @@ def _callers(text: str, file: Path | None) -> list[tuple[bytes, Caller]]:
         digest = _digest(entry.token)
         if digest in found:
             raise _wrong(file, f"another token in table {shorten(name)}: it is that of an earlier one")
-        found[digest] = entry.caller()
+        found[digest] = entry.caller(limits)
     return list(found.items())
 
 

@@ -38,6 +38,7 @@ ROOMS = {
         "problems",
         "query_kernel",
         "questions",
+        "rate_limits",
         "settings",
         "tenant_queries",
         "tokens",

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import httptools
 
-from api.tokens import RateLimit, Tokens
+from api.rate_limits import RateLimit
+from api.tokens import Tokens
 from kv_events.tracing import Headers, trace_headers
 
 MAX_BYTES = 2048

@@ -273,6 +273,17 @@ def test_processes_do_not_outlive_a_killed_parent(topics: dict[str, Any], tmp_pa
         wait_until(lambda: all(map(is_gone, pids)), 60, "the end")
 
 
+def test_a_tokens_limit_holds_over_all_processes(topics: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "tokens.toml"
+    file.write_text('[router]\ntoken = "b1946ac92492d2347c6235b4d2611184"\nscopes = ["read"]\nrequests_per_s = 0.01\n')
+    headers = {"Authorization": "Bearer b1946ac92492d2347c6235b4d2611184"}
+    with Replicas(tmp_path, 2, **topics, KVSIGHT_API_TOKENS_FILE=file) as service:
+        service.wait_until_all_are_ready()
+        assert httpx.get(service.url + "/workers", headers=headers, timeout=30).status_code == 200
+        answers = service.from_each("/workers", headers=headers)
+        assert {answer.status_code for answer in answers.values()} == {429}
+
+
 def test_a_port_in_use_is_not_shared_with_another_service(service: Replicas, topics: dict[str, Any]) -> None:
     port = service.url.rpartition(":")[2]
     refused = kvsight("serve", "--processes", 2, "--port", port, environment=topics)
