@@ -78,7 +78,7 @@ class ZmqEngine:
         """Send any message."""
         self._live.send_multipart(frames)
 
-    def wait_for_readers(self, count: int = 1, deadline_s: float = 10.0) -> None:
+    def wait_for_readers(self, count: int = 1, deadline_s: float = 60.0) -> None:
         """Wait for `count` subscriptions since the start."""
         for _ in range(count):
             assert self._live.poll(int(deadline_s * 1000)), "no subscriber"
