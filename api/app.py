@@ -35,6 +35,7 @@ from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
 from api.shards.group import ShardGroup, shards_routes
+from api.shards.others import AskOthers
 from api.tenant_metrics import TenantMetrics
 from api.tenant_queries import TenantQueries
 from api.tokens import Tokens
@@ -157,6 +158,8 @@ def create_app(
     # the last middleware added is the outermost one, so that refused requests are counted, too
     if side is not None:
         side.share_page(app)
+    if group is not None:
+        app.add_middleware(AskOthers, membership=group.membership, peers=group.peers)
     if spans is not None:
         app.add_middleware(TraceRequests, spans=spans, paths=endpoints)
     if tokens.are_required:

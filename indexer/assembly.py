@@ -60,8 +60,10 @@ def create_consumer(
         from indexer.shards.share import Share
         from indexer.sources.kafka import KafkaSource
 
-        divisible = KafkaSource(settings)
-        share = partial(Share, membership, divisible, applier)
+        has_snapshots = settings.redis is not None or settings.snapshot_dir is not None
+        divisible = KafkaSource(settings, settings.snapshot_interval_s if has_snapshots else None)
+        stores = partial(_create_store_of_partition, settings, membership.group)
+        share = partial(Share, membership, divisible, applier, settings, stores)
         return Consumer(divisible, applier, settings, limits=limits, share=share)
     store = None if settings.is_embedded else create_store(settings)
     source = _create_source(settings, log)
@@ -80,6 +82,16 @@ def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | N
     if settings.snapshot_dir is not None:
         return FolderStore(settings.snapshot_dir, f"{what}.json") if what else FolderStore(settings.snapshot_dir)
     return None
+
+
+def _create_store_of_partition(settings: IndexerSettings, group: str, partition: int) -> SnapshotStore | None:
+    """Create the store of the snapshots of one partition, which all members of a group use."""
+    name = f"group-{group}-{partition}"
+    if settings.redis is not None:
+        from indexer.snapshots.redis import RedisStore
+
+        return RedisStore(settings, f"kvsight:snapshot:{name}")
+    return None if settings.snapshot_dir is None else FolderStore(settings.snapshot_dir, f"{name}.kvsnap")
 
 
 def create_recording(

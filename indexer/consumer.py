@@ -83,7 +83,8 @@ class Consumer:
         self._spans = open_spans()
         self.share = None if share is None else share(self.progress, self._slices)
         """The partitions that this member of a group keeps. None: it is in no group and keeps all."""
-        self._planner = ResyncPlanner(settings, self.freshness, is_follower=is_follower)
+        is_behind = (lambda _: False) if self.share is None else self.share.is_behind
+        self._planner = ResyncPlanner(settings, self.freshness, is_follower=is_follower, is_behind=is_behind)
         self._requester = ResyncRequester(self._planner, self._reader)
         self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
         self._snapshots = SnapshotKeeper(store, settings, now, is_reader=is_follower)
@@ -142,12 +143,12 @@ class Consumer:
     @property
     def snapshots_written(self) -> int:
         """Snapshots written so far."""
-        return self._snapshots.written
+        return self._snapshots.written + (0 if self.share is None else self.share.snapshots_written)
 
     @property
     def snapshot_failures(self) -> int:
         """Snapshots that could not be written."""
-        return self._snapshots.failures
+        return self._snapshots.failures + (0 if self.share is None else self.share.snapshot_failures)
 
     @property
     def num_records(self) -> int:
@@ -196,7 +197,10 @@ class Consumer:
             await asyncio.gather(task, return_exceptions=True)
             await self._stop_probing()
             await self._requester.stop()
-            await self._snapshots.close(self._copy if is_between_records and self.progress.is_started else None)
+            is_complete = is_between_records and self.progress.is_started
+            await self._snapshots.close(self._copy if is_complete else None)
+            if self.share is not None:
+                await self.share.close(with_snapshots=is_complete)
             await self._reader.stop()
             self.applier.dead_letters.close()
 
@@ -287,6 +291,8 @@ class Consumer:
             await self._forgetting.drop_silent()
         self.worker_log.look(self.namespaces.views, now)
         await self._snapshots.save_when_due(now, self._copy)
+        if self.share is not None:
+            await self.share.save_when_due(now)
 
     async def _probe(self) -> None:
         """Ask the event log for its ends. Once ready, this happens beside reading: a broker that holds back the answer

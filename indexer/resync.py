@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from indexer.freshness import Freshness
@@ -86,9 +87,18 @@ class ResyncPlanner:
     """
 
     def __init__(
-        self, settings: IndexerSettings, freshness: Freshness, seed: int | None = None, *, is_follower: bool = False
+        self,
+        settings: IndexerSettings,
+        freshness: Freshness,
+        seed: int | None = None,
+        *,
+        is_follower: bool = False,
+        is_behind: Callable[[View], bool] = lambda _: False,
     ) -> None:
-        """is_follower: another process reads the same log and asks first. A resync repairs the views of both."""
+        """is_follower: another process reads the same log and asks first. A resync repairs the views of both.
+        is_behind: whether records of a view are still to be read, which may repair it.
+        """
+        self._is_behind = is_behind
         self._settings = settings
         self._patience_s = settings.resync_retry_s if is_follower else 0.0
         self._freshness = freshness
@@ -162,7 +172,7 @@ class ResyncPlanner:
     def _is_repairable(self, view: View) -> bool:
         """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""
         is_wanted = view.state is ViewState.STALE and (view.stale_reason not in _FULL or view.index.has_room)
-        return is_wanted and self._freshness.state(view) is not ViewState.EXPIRED
+        return is_wanted and not self._is_behind(view) and self._freshness.state(view) is not ViewState.EXPIRED
 
 
 def _has_answered(view: View) -> bool:

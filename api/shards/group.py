@@ -39,8 +39,9 @@ class ShardGroup:
         tls = None
         if settings.group_ca_file is not None:
             tls = TlsFiles("group", settings.group_ca_file, None, None, None).context()
-        peers = Peers(membership.id, _token(settings, api), tls, settings.group_deadline_s)
-        self.gatherer = Gatherer(self._own, membership, peers)
+        self.peers = Peers(membership.id, _token(settings, api), tls, settings.group_deadline_s)
+        """The other members."""
+        self.gatherer = Gatherer(self._own, membership, self.peers)
         """Answers questions for the whole group."""
 
     @asynccontextmanager

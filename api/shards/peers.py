@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -13,9 +14,17 @@ from api.shards.wire import PATH, Told, decode_told
 from indexer.shards.assignment import MAX_MEMBERS, Member
 from kv_events.tls import connection_reason
 
-_MAX_ANSWER_BYTES = 256 * 2**20
+_FORWARD_S = 10.0
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CONNECTIONS_PER_MEMBER = 32
+
+
+class PeerAnswer(NamedTuple):
+    """An answer of a member."""
+
+    status: int
+    body: bytes
+    content_type: str
 
 
 class PeerError(Exception):
@@ -51,6 +60,15 @@ class Peer:
             if not self.failure:
                 return told
         raise PeerError(self.failure)
+
+    async def forward(self, method: str, target: str, headers: dict[str, str]) -> PeerAnswer | PeerError:
+        """Send another request, without a body. target: path and query. Returns the error if there is no answer."""
+        try:
+            async with asyncio.timeout(_FORWARD_S):
+                answer = await self._http.request(method, self.member.url + target, headers=self._headers | headers)
+        except (TimeoutError, httpx.HTTPError) as error:
+            return PeerError(str(error) or type(error).__name__)
+        return PeerAnswer(answer.status_code, answer.content, answer.headers.get("content-type", ""))
 
     async def _ask(self, body: bytes) -> Told:
         answer = await self._http.post(self._url, content=body, headers=self._headers)

@@ -13,12 +13,11 @@ from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question
 from api.shards.gather import Gatherer
 from api.shards.own_views import OwnViews
-from api.shards.wire import PATH, decode_asked, encode
+from api.shards.wire import MISSING_HEADER, PATH, decode_asked, encode
 from api.tenant_queries import TenantQueries
 from indexer.consumer import Consumer
 from kvsight.schemas.queries import Missing
 
-MISSING_HEADER = "Kvsight-Missing"
 _GROWTH = 4
 """Bytes of the hashes of a prompt for each byte of its tokens: a page of one token is two bytes of JSON."""
 _ROOM = 2**20

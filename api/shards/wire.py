@@ -9,6 +9,8 @@ import msgspec
 from api.query_requests import MAX_QUERIES_PER_BATCH
 from indexer.shards.assignment import Assignment
 
+MISSING_HEADER = "Kvsight-Missing"
+"""Header of an answer that lacks partitions, which it names."""
 PATH = "/shards/query"
 ANY_BLOCK_SIZE = 0
 

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from indexer.applier import Applier
+from indexer.namespaces import Namespaces
 from indexer.progress import Progress
+from indexer.settings import IndexerSettings
+from indexer.shards.copies import copy_views
 from indexer.slices import Slices
+from indexer.snapshots.base import SnapshotStore
+from indexer.snapshots.image import SnapshotParts, take
+from indexer.snapshots.keeper import SnapshotKeeper
 from indexer.sources.base import DivisibleSource, SourceUnavailableError
 from indexer.views import View
 
 if TYPE_CHECKING:
     from indexer.shards.membership import Membership
 
+logger = logging.getLogger(__name__)
+
 
 class Share:
     """Follows the assignment of partitions to this member. The consumer calls it between two records."""
 
     def __init__(
-        self, membership: Membership, source: DivisibleSource, applier: Applier, progress: Progress, slices: Slices
+        self,
+        membership: Membership,
+        source: DivisibleSource,
+        applier: Applier,
+        settings: IndexerSettings,
+        store: Callable[[int], SnapshotStore | None],
+        progress: Progress,
+        slices: Slices,
     ) -> None:
+        """store: creates the store of the snapshots of a partition, if there are any."""
         self.membership = membership
+        self._settings = settings
+        self._store = store
+        self._keepers: dict[int, SnapshotKeeper] = {}  # by partition
+        self._gone = [0, 0]  # snapshots written, and those that failed, of partitions that were given up
         self._source = source
         self._applier = applier
         self._progress = progress
@@ -50,7 +73,7 @@ class Share:
         for partition in positions.keys() - wanted:
             await self._give_up(partition)
         for partition in sorted(wanted - positions.keys()):
-            positions[partition] = 0
+            positions[partition] = await self._take_over(partition)
         self.membership.held = sorted(positions)
         if self._begun != wanted:
             await self._begin()
@@ -72,9 +95,60 @@ class Share:
             self._progress.catch_up(partition)
         self._begun = set(begins)
 
+    async def _take_over(self, partition: int) -> int:
+        """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
+        keeper = SnapshotKeeper(self._store(partition), self._settings, time.monotonic())
+        self._keepers[partition] = keeper
+        snapshot = await keeper.load()
+        if snapshot is None:
+            return 0
+        source, views = snapshot.namespaces, snapshot.namespaces.views
+        tick = time.monotonic()
+        await self._slices.run(copy_views(views, source, self._applier.namespaces, partition, tick))
+        logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
+        return snapshot.positions.get(partition, 0)
+
     async def _give_up(self, partition: int) -> None:
         """Drop the views of a partition."""
         self._progress.remove(partition)
-        for view in self._applier.namespaces.views:
-            if view.partition == partition:
-                await self._slices.run(self._applier.namespaces.forget(view.stream))
+        await self._close(partition)
+        for view in self._views(partition):
+            await self._slices.run(self._applier.namespaces.forget(view.stream))
+
+    async def save_when_due(self, now: float) -> None:
+        """Write the snapshots that are due. now: monotonic seconds."""
+        for partition in self.membership.own & self._keepers.keys():
+            if not self._progress.is_behind(partition):
+                await self._keepers[partition].save_when_due(now, partial(self._copy, partition))
+
+    async def close(self, *, with_snapshots: bool) -> None:
+        """Write the last snapshots, from which the next members take over, and close their stores."""
+        for partition in list(self._keepers):
+            is_own = partition in self.membership.own and not self._progress.is_behind(partition)
+            await self._close(partition, partial(self._copy, partition) if with_snapshots and is_own else None)
+
+    @property
+    def snapshots_written(self) -> int:
+        """Snapshots of partitions written so far."""
+        return self._gone[0] + sum(keeper.written for keeper in self._keepers.values())
+
+    @property
+    def snapshot_failures(self) -> int:
+        """Snapshots of partitions that could not be written."""
+        return self._gone[1] + sum(keeper.failures for keeper in self._keepers.values())
+
+    async def _close(self, partition: int, copy: Callable[[], Awaitable[SnapshotParts]] | None = None) -> None:
+        keeper = self._keepers.pop(partition)
+        await keeper.close(copy)
+        self._gone = [self._gone[0] + keeper.written, self._gone[1] + keeper.failures]
+
+    async def _copy(self, partition: int) -> SnapshotParts:
+        """Copy the views of a partition in slices, between two records."""
+        copies = Namespaces(self._settings)
+        source, position = self._applier.namespaces, self._progress.positions[partition]
+        await self._slices.run(copy_views(self._views(partition), source, copies, partition, 0.0))
+        parts: SnapshotParts = await self._slices.run(take(copies, {partition: position}, time.time()))
+        return parts
+
+    def _views(self, partition: int) -> list[View]:
+        return [view for view in self._applier.namespaces.views if view.partition == partition]

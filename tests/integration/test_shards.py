@@ -6,11 +6,16 @@ A real broker, real publisher processes and real `kvsight serve` processes.
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
@@ -20,13 +25,12 @@ WORKERS = [f"w{number}" for number in range(4)]
 
 
 def group_of(kafka: str, **more: object) -> dict[str, Any]:
-    return own_topics(
-        kafka, KVSIGHT_GROUP=f"group-{uuid.uuid4().hex}", KVSIGHT_TOPIC_PARTITIONS=4, KVSIGHT_GROUP_DEADLINE_S=5, **more
-    )
+    ours = {"KVSIGHT_TOPIC_PARTITIONS": 4, "KVSIGHT_GROUP_DEADLINE_S": 5}
+    return own_topics(kafka, KVSIGHT_GROUP=f"group-{uuid.uuid4().hex}", **ours | more)
 
 
 def of_publishers(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if "GROUP" not in name}
+    return {name: value for name, value in settings.items() if "GROUP" not in name and "SNAPSHOT" not in name}
 
 
 @contextmanager
@@ -52,6 +56,17 @@ def answers_for_all(service: ServiceProcess) -> bool:
     return answer.is_success and "missing" not in answer.json() and pages_of(answer.json()) == EVERYTHING
 
 
+def check_the_routes_about_workers(first: ServiceProcess, second: ServiceProcess) -> None:
+    for service in (first, second):
+        assert [each["instance_id"] for each in service.get("/workers").json()] == WORKERS
+        assert [service.pages(worker) for worker in WORKERS] == [{1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}]
+        assert service.get("/workers/w9/view").status_code == 404
+    resyncs = [service.listener("w0")["counters"]["resyncs"] for service in (first, second)]
+    for service in (first, second):
+        assert httpx.post(f"{service.url}/workers/w0/resync", timeout=60).status_code == 202
+    wait_until(lambda: first.listener("w0")["counters"]["resyncs"] > max(resyncs), 60, "a resync")
+
+
 def is_shared_out(service: ServiceProcess) -> bool:
     """Whether a member has two partitions, is up to date, and keeps none that another one has taken over."""
     shards = service.get("/shards").json()
@@ -59,7 +74,8 @@ def is_shared_out(service: ServiceProcess) -> bool:
 
 
 async def test_a_killed_member_is_taken_over_and_comes_back(kafka_bootstrap: str, tmp_path: Path) -> None:
-    await asyncio.to_thread(check_a_killed_member, group_of(kafka_bootstrap), tmp_path)
+    snapshots = {"KVSIGHT_SNAPSHOT_DIR": tmp_path / "snapshots", "KVSIGHT_SNAPSHOT_INTERVAL_S": 0.5}
+    await asyncio.to_thread(check_a_killed_member, group_of(kafka_bootstrap, **snapshots), tmp_path)
 
 
 def check_a_killed_member(settings: dict[str, Any], folder: Path) -> None:
@@ -71,6 +87,9 @@ def check_a_killed_member(settings: dict[str, Any], folder: Path) -> None:
         wait_until(lambda: is_shared_out(first) and is_shared_out(second), 60, "two partitions each")
         assert answers_for_all(first)
         assert answers_for_all(second)
+
+        check_the_routes_about_workers(first, second)
+        wait_until(lambda: len(list(folder.glob("snapshots/*.kvsnap"))) == 4, 60, "a snapshot of each partition")
 
         second.kill()
         seen = set()
@@ -84,8 +103,48 @@ def check_a_killed_member(settings: dict[str, Any], folder: Path) -> None:
             seen |= {p for each in found["missing"] for p in each["partitions"]}
             assert pages_of(found).items() <= EVERYTHING.items()
         assert len(seen) == 2
+        taken_over = set(map(int, re.findall(r"partition (\d): snapshot of \d views? loaded", first.log.read_text())))
+        assert taken_over == seen
 
         second.start()
         wait_until(lambda: is_shared_out(first) and is_shared_out(second), 60, "two partitions each, again")
         assert answers_for_all(first)
         assert answers_for_all(second)
+
+
+async def test_a_member_that_hangs_is_given_up_and_does_not_answer_for_what_it_lost(
+    kafka_bootstrap: str, tmp_path: Path
+) -> None:
+    await asyncio.to_thread(check_a_hanging_member, group_of(kafka_bootstrap, KVSIGHT_GROUP_DEADLINE_S=1), tmp_path)
+
+
+def check_a_hanging_member(settings: dict[str, Any], folder: Path) -> None:
+    with (
+        engines(settings) as workers,
+        ServiceProcess(folder, **settings) as first,
+        ServiceProcess(folder, **settings) as second,
+    ):
+        wait_until(lambda: is_shared_out(first) and is_shared_out(second), 60, "two partitions each")
+        os.kill(second.pid, signal.SIGSTOP)
+        try:
+            (missing,) = first.query(MODEL, [1, 2, 3, 4]).json()["missing"]
+            assert (len(missing["partitions"]), missing["member"]) == (2, second.url)
+            assert missing["reason"] == "no answer within 1 s"
+            wait_until(lambda: answers_for_all(first), 60, "the other member to take over")
+            for engine in workers:
+                engine.remove(1)
+            wait_until(lambda: not first.query(MODEL, [1, 2, 3, 4]).json()["instances"], 60, "the removals")
+        finally:
+            os.kill(second.pid, signal.SIGCONT)
+        # what the second one holds is of the time before it hung, and the first one has it now
+        assert second.query(MODEL, [1, 2, 3, 4]).json()["instances"] == {}
+        wait_until(lambda: is_shared_out(first) and is_shared_out(second), 60, "two partitions each, again")
+        for engine in workers:
+            engine.store(1)
+        expected = {worker: max(1, number + 1) for number, worker in enumerate(WORKERS)}
+        for service in (first, second):
+            wait_until(
+                lambda asked=service: pages_of(asked.query(MODEL, [1, 2, 3, 4]).json()) == expected,  # type: ignore[misc]
+                60,
+                "the stores",
+            )
