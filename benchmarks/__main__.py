@@ -20,6 +20,7 @@ NAMES = (
     "storage",
     "bridge",
     "http",
+    "replicas",
     "hostile",
     "page",
     "end_to_end",

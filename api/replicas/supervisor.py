@@ -62,18 +62,15 @@ class Supervisor:
         self._received: list[int] = []
         self._kill_at = float("inf")
 
-    def run(self) -> None:
-        """Serve until SIGINT or SIGTERM. All processes end on the first signal, and at once on the second one.
+    def run(self) -> int:
+        """Serve until SIGINT or SIGTERM, and return which one came.
 
-        Ends with the exit code of a first process that fails before it serves.
+        All processes end on the first signal, and at once on the second one. Exits with the code of the
+        first process if it fails before it serves.
         """
-        try:
-            with self._signals() as woken:
-                self._supervise(woken)
-        finally:
-            shutil.rmtree(self._shared.folder, ignore_errors=True)
-        if self._received:
-            signal.raise_signal(self._received[0])  # with the handlers of before
+        with self._signals() as woken:
+            self._supervise(woken)
+        return self._received[0]
 
     def _supervise(self, woken: socket.socket) -> None:
         while not self._received or self._alive():

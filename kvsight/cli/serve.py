@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -153,7 +154,7 @@ def _serve_in_several(indexer: IndexerSettings, settings: ApiSettings) -> None:
     from api.replicas.supervisor import Supervisor
     from api.server import reserve, run_server, share, url_of
 
-    with reserve(settings) as reserved:
+    with reserve(settings) as reserved, TemporaryDirectory(prefix="kvsight-", ignore_cleanup_errors=True) as folder:
 
         def run(replica: Replica) -> None:
             name_process(replica.number)
@@ -163,9 +164,10 @@ def _serve_in_several(indexer: IndexerSettings, settings: ApiSettings) -> None:
             where = url_of(reserved, settings)
             err.print(f"kvsight listens on {where} with {settings.processes} processes (docs at /docs)")
 
-        shared = SharedState(settings.processes, Path(mkdtemp(prefix="kvsight-")))
+        shared = SharedState(settings.processes, Path(folder))
         _application(indexer, settings, Replica(1, shared))  # a mistake shows before the fork, and all is imported
-        Supervisor(shared, run, note_listening).run()
+        received = Supervisor(shared, run, note_listening).run()
+    signal.raise_signal(received)  # ends as one process does
 
 
 def _application(indexer: IndexerSettings, settings: ApiSettings, replica: Replica | None = None) -> Application:
