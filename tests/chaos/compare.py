@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
 def compare(rig: Rig, deadline_s: float) -> list[Difference]:
     """Let the engines rest, and return the differences that remain at the deadline. The engines then work again."""
-    engines = [engine for engine in rig.engines if engine.running]
+    engines = [engine for engine in rig.all_engines if engine.running]
     for engine in engines:
         engine.rest()
     try:

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from kv_events.schema import MEDIA
 from kv_events.streams import StreamId
-from tests.support.controlled_process import ControlledProcess, WallClock, say
+from tests.support.controlled_process import ControlledProcess, say
+from tests.support.stepped_clock import SteppedClock
 
 if TYPE_CHECKING:
     from publisher import EventPublisher
@@ -91,18 +92,20 @@ class Engine:
         self.stream = StreamId("m", tenant, worker, 0)
         self.log = folder / f"engine-{worker}.log"
         self.history = folder / f"history-{worker}"
+        self.clock = SteppedClock(folder / f"clock-{worker}")
         self.variables: dict[str, Any] = {
             **variables,
             "KVSIGHT_MODEL": self.stream.model,
             "KVSIGHT_TENANT": tenant,
             "KVSIGHT_WORKER": worker,
             "KVSIGHT_BLOCK_SIZE": BLOCK_SIZE,
+            **self.clock,
         }
         """Its settings. A change counts from the next start on."""
         self.is_paused = False
         """Whether the process is stopped by a signal."""
         self.resync_pages_before = 0
-        self._options = options
+        self.options = options
         self._process: ControlledProcess | None = None
         self._starts = 0
 
@@ -121,7 +124,7 @@ class Engine:
         assert self._process is None
         self.history.unlink(missing_ok=True)
         self._starts += 1
-        given = {"seed": self._starts + sum(self.name.encode()), "history": str(self.history), **self._options}
+        given = {"seed": self._starts + sum(self.name.encode()), "history": str(self.history), **self.options}
         self._process = ControlledProcess(__name__, [json.dumps(given)], self.variables, self.log)
 
     def kill(self) -> None:
@@ -161,10 +164,6 @@ class Engine:
     def num_left_to_harm(self) -> int:
         """Return how many of these are still to come."""
         return int(self._running_process.order("left to harm"))
-
-    def set_clock(self, ahead_s: float) -> None:
-        """Set the wall clock of the process this many seconds ahead."""
-        self._running_process.order("clock", ahead_s)
 
     def truth(self) -> Truth:
         """Return what the cache holds."""
@@ -269,7 +268,6 @@ def _lock(worker: SimulatedWorker, tokens: list[int]) -> None:
 
 
 def _main(options: EngineOptions) -> None:
-    clock = WallClock(0.0)
     from publisher import EventPublisher, PublisherSettings
     from publisher.sinks import create_sink
     from simulation import SimulatedWorker, SimulationSettings, create_cache
@@ -290,10 +288,10 @@ def _main(options: EngineOptions) -> None:
     life.note()
     with publisher:
         say(publisher.epoch)
-        _run(options, life, publisher, sink, clock)
+        _run(options, life, publisher, sink)
 
 
-def _run(options: EngineOptions, life: _Life, publisher: EventPublisher, sink: Any, clock: WallClock) -> None:
+def _run(options: EngineOptions, life: _Life, publisher: EventPublisher, sink: Any) -> None:
     """Serve requests and take orders, until stdin ends."""
     is_working, due = True, time.monotonic()
     while True:
@@ -319,8 +317,6 @@ def _run(options: EngineOptions, life: _Life, publisher: EventPublisher, sink: A
                 sink.harm_next(harm, records)
             case ["left to harm"]:
                 answer = sink.num_left
-            case ["clock", ahead_s]:
-                clock.ahead_ns = int(ahead_s * 1e9)
             case ["truth"]:
                 held = life.held()
                 digest = life.digest(held).astype("<u8").tobytes().hex()

@@ -20,11 +20,14 @@ from aiokafka.structs import TopicPartition
 
 from kv_events.streams import DEFAULT_TENANT
 from tests.chaos.asker import Asked, AskerOptions
+from tests.chaos.bridge import Bridge
 from tests.chaos.engine import Engine, pinned_prompt
 from tests.support.prepared_python import PreparedProcess
-from tests.support.servers.kafka_broker import KafkaBroker
+from tests.support.servers.linked_kafka import LinkedKafka
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.service_process import ServiceProcess, own_topics
+from tests.support.servers.tcp_proxy import TcpProxy
+from tests.support.stepped_clock import SteppedClock
 from tests.support.waiting import wait_until
 
 PARTITIONS = 3
@@ -51,7 +54,8 @@ class Service(ServiceProcess):
         self.away: list[Away] = []
         """Until it was ready again: as a startup probe on `/ready` would have it."""
         self._is_paused = False
-        super().__init__(folder, **variables)
+        self.clock = SteppedClock(folder / "clock")
+        super().__init__(folder, **variables, **self.clock)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -123,22 +127,40 @@ class Rig:
     """`with Rig(folder) as rig:`. All views are right at its beginning.
 
     Engines: caches of different kinds and two tenants. All but the last one have queues that an outage of some seconds
-    overflows. Services: the first one keeps its snapshots in a folder, the others in Redis.
+    overflows. A further one is read by a bridge. Services: the first one keeps a recording, and its snapshots in a
+    folder, the others keep theirs in Redis. Each kind of client reaches each server over a link of its own.
     """
 
     def __init__(self, folder: Path, *, num_services: int = 2) -> None:
         self.folder = folder
-        self.broker = KafkaBroker(_made(folder / "kafka"))
+        self.broker = LinkedKafka(_made(folder / "kafka"), ["ENGINES", "SERVICES"])
         self.redis = RedisServer(_made(folder / "redis"))
+        self.links = {**self.broker.links, "REDIS": TcpProxy(self.redis.address)}
         self.topics = own_topics(self.broker.bootstrap, KVSIGHT_TOPIC_PARTITIONS=PARTITIONS)
         self.engines = [
             self.new_engine("small-queue", queue_pages=_SMALL_QUEUE_PAGES),
             self.new_engine("hybrid", cache="himamba", tenant="other", queue_pages=_SMALL_QUEUE_PAGES),
             self.new_engine("large-queue", cache="radix", device_pages=1024),
         ]
+        self.bridge = Bridge(folder, self._over("ENGINES"))
+        self.bridged = Engine(
+            "bridged",
+            folder,
+            self.bridge.engine_variables,
+            DEFAULT_TENANT,
+            cache="radix",
+            device_pages=1024,
+            requests_per_s=4,
+        )
         self.services = [self.new_service(f"service-{number}", has_redis=number > 0) for number in range(num_services)]
         self.answers = folder / "answers"
         self._asker: PreparedProcess | None = None
+        self._num_twins = 0
+
+    @property
+    def all_engines(self) -> list[Engine]:
+        """Those with publishers of their own, and the one that a bridge reads."""
+        return [*self.engines, self.bridged]
 
     @property
     def events_topic(self) -> str:
@@ -150,13 +172,27 @@ class Rig:
 
     def new_engine(self, name: str, *, tenant: str = DEFAULT_TENANT, **options: Any) -> Engine:
         """Return an engine that is not started. options: fields of `EngineOptions`."""
-        return Engine(name, self.folder, self.topics, tenant, **options)
+        return Engine(name, self.folder, self._over("ENGINES"), tenant, **options)
+
+    def start_twin(self, engine: Engine) -> Engine:
+        """Start a second engine under the name of one that runs."""
+        self._num_twins += 1
+        folder, seed = _made(self.folder / f"twin-{self._num_twins}"), 1000 * self._num_twins
+        twin = Engine(engine.name, folder, engine.variables, engine.stream.tenant, **{**engine.options, "seed": seed})
+        twin.start()
+        return twin
 
     def new_service(self, name: str, *, has_redis: bool) -> Service:
         """Return a service that is not started."""
         folder = self.folder / name
-        kept = {"KVSIGHT_REDIS": self.redis.url} if has_redis else {"KVSIGHT_SNAPSHOT_DIR": folder / "snapshots"}
-        return Service(name, folder, **self.topics, **kept, KVSIGHT_SNAPSHOT_INTERVAL_S=SNAPSHOT_INTERVAL_S)
+        kept: dict[str, object] = {
+            "KVSIGHT_SNAPSHOT_DIR": folder / "snapshots",
+            "KVSIGHT_RECORD": folder / "recording",
+            "KVSIGHT_RECORD_MAX_BYTES": "16MiB",
+        }
+        if has_redis:
+            kept = {"KVSIGHT_REDIS": f"redis://{self.links['REDIS'].address}/0"}
+        return Service(name, folder, **self._over("SERVICES"), **kept, KVSIGHT_SNAPSHOT_INTERVAL_S=SNAPSHOT_INTERVAL_S)
 
     # --- what strangers and operators may do -----------------------------------------------------------------------
 
@@ -207,8 +243,9 @@ class Rig:
             stack.callback(self._end)
             self.broker.restart()
             self.redis.restart()
-            for engine in self.engines:
+            for engine in self.all_engines:
                 engine.start()
+            self.bridge.start(self.bridged)
             for service in self.services:
                 service.launch()
             for service in self.services:
@@ -225,7 +262,7 @@ class Rig:
         self._end()
 
     def _ask(self) -> None:
-        prompts = [Asked(e.name, e.stream.model, e.stream.tenant, pinned_prompt(e.name)) for e in self.engines]
+        prompts = [Asked(e.name, e.stream.model, e.stream.tenant, pinned_prompt(e.name)) for e in self.all_engines]
         options = AskerOptions([service.port for service in self.services], prompts, str(self.answers))
         with (self.folder / "asker.log").open("ab") as output, Path(os.devnull).open() as nothing:
             streams = nothing.fileno(), output.fileno(), output.fileno()
@@ -235,9 +272,13 @@ class Rig:
     def _end(self) -> None:
         if self._asker is not None:
             self._asker.kill()
-        kills: list[Callable[[], None]] = [part.kill for part in self.engines]
-        for kill in (*kills, *(part.kill for part in self.services), self.redis.kill, self.broker.kill):
-            kill()
+        ends = [*(engine.kill for engine in self.all_engines), *(service.kill for service in self.services)]
+        for end in (*ends, self.bridge.kill, self.redis.kill, self.broker.close, self.links["REDIS"].close):
+            end()
+
+    def _over(self, link: str) -> dict[str, Any]:
+        """Settings of clients that reach the broker over a link."""
+        return {**self.topics, "KVSIGHT_KAFKA": self.links[link].address}
 
 
 def _run(work: Coroutine[Any, Any, _T]) -> _T:

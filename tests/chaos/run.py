@@ -198,11 +198,11 @@ class _Run:
         self._quiet.append(read_answers(self._rig.answers, self._rig.services, since, time.monotonic()))
 
     def _resent(self) -> dict[tuple[str, int], int]:
-        stats = {engine.name: engine.stats() for engine in self._rig.engines}
+        stats = {engine.name: engine.stats() for engine in self._rig.all_engines}
         return {(name, each.epoch): each.resync_pages for name, each in stats.items()}
 
     def _tails(self) -> Iterator[str]:
-        for log in (*(each.log for each in self._rig.services), *(each.log for each in self._rig.engines)):
+        for log in (*(each.log for each in self._rig.services), *(each.log for each in self._rig.all_engines)):
             yield f"--- {log}"
             if log.exists():
                 yield from log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]

@@ -98,9 +98,11 @@ class Watch:
 
     def _note(self, service: Service, at: float, workers: list[dict[str, Any]] | None) -> None:
         if workers is None:
-            seen = [Sighting(at, service.name, engine.name, "no answer", "", 0.0) for engine in self._rig.engines]
+            seen = [Sighting(at, service.name, engine.name, "no answer", "", 0.0) for engine in self._rig.all_engines]
         else:
-            seen = [self._sighting(service, engine, at, listener_of(workers, engine)) for engine in self._rig.engines]
+            seen = [
+                self._sighting(service, engine, at, listener_of(workers, engine)) for engine in self._rig.all_engines
+            ]
         is_right = all(each.is_right for each in seen) and not service.is_away
         with self._lock:
             self._newest |= {(each.service, each.engine): each for each in seen}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _LIBRARY = "vendor/libfaketime/src/libfaketime.so.1"
+_FOLLOWED_S = 2.0
 _READ_AT_EXEC = {
     "FAKETIME_CACHE_DURATION": "0",  # in seconds; the file is read again within the next one
     "FAKETIME_DONT_FAKE_MONOTONIC": "1",
@@ -22,6 +24,11 @@ class SteppedClock(Mapping[str, str]):
         self._file = file
         self._environment = {"LD_PRELOAD": str(_library()), "FAKETIME_TIMESTAMP_FILE": str(file), **_READ_AT_EXEC}
         self.set(0)
+
+    def step(self, ahead_s: int) -> None:
+        """`set`, and return when the processes that run have followed."""
+        self.set(ahead_s)
+        time.sleep(_FOLLOWED_S)
 
     def set(self, ahead_s: int) -> None:
         """Set it this many seconds ahead; negative: back. Processes follow within two seconds."""

@@ -1,5 +1,17 @@
 """The faults. Importing this package fills the table `fault.FAULTS`."""
 
-from tests.chaos.faults import engines, load, records, servers, services, topics
+from tests.chaos.faults import bridges, clocks, disks, engines, load, names, network, records, servers, services, topics
 
-__all__ = ["engines", "load", "records", "servers", "services", "topics"]
+__all__ = [
+    "bridges",
+    "clocks",
+    "disks",
+    "engines",
+    "load",
+    "names",
+    "network",
+    "records",
+    "servers",
+    "services",
+    "topics",
+]
