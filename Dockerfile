@@ -21,7 +21,7 @@ RUN useradd --system --uid 10001 --create-home kvsight \
     && install --directory --owner=kvsight /opt/kernels /var/lib/kvsight/records
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     wheel=$(echo /wheels/*.whl) \
-    && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve]"
+    && pip install --quiet --no-cache-dir --root-user-action=ignore "${wheel}[serve,otel]"
 USER kvsight
 WORKDIR /home/kvsight
 # Compiled for the building machine's processor. On another kind, or as another user, kernels are compiled at the start

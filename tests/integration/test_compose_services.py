@@ -61,8 +61,8 @@ def url(kafka_bootstrap: str, redis_server: RedisServer, environment: dict[str, 
         for name in SERVICES:
             own = addresses | {"9100": str(free_port())}  # of metrics: each container has its own address
             words = [own.get(word, word) for word in compose.command(name)]
-            service = {key: str(value) for key, value in compose.SERVICES[name].get("environment", {}).items()}
-            running.append(ChildProcess([*KVSIGHT, *words[1:]], tmp_path / f"{name}.log", {**environment, **service}))
+            variables = {**environment, **compose.environment(name)}
+            running.append(ChildProcess([*KVSIGHT, *words[1:]], tmp_path / f"{name}.log", variables))
         running[0].wait_for_port(port, deadline_s=100)
         yield f"http://localhost:{port}"
     finally:

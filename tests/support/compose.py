@@ -19,6 +19,11 @@ def command(service: str) -> list[str]:
     return [_DEFAULT.sub(r"\1", word) for word in SERVICES[service]["command"]]
 
 
+def environment(service: str) -> dict[str, str]:
+    """Return the variables of a service. Those of the caller have their defaults."""
+    return {name: _DEFAULT.sub(r"\1", str(value)) for name, value in SERVICES[service].get("environment", {}).items()}
+
+
 def documented(section: str) -> list[str]:
     """Return the commands in one section of the deployment page. A section ends at the next heading of any level."""
     page = (ROOT / "docs" / "deployment.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from bridge.settings import parse_engine
-from tests.support.compose import COMPOSE, ROOT, SERVICES, command, documented
+from tests.support.compose import COMPOSE, ROOT, SERVICES, command, documented, environment
 from tests.support.engines.released_modules import SGLANG_MAPS, VLLM
 
 DEPLOY = ROOT / "deploy"
@@ -82,8 +82,8 @@ def test_every_setting_is_one_the_code_reads(monkeypatch: pytest.MonkeyPatch) ->
     from kv_events.variables import SETTINGS, variable
     from publisher.settings import PublisherSettings
 
-    environment = {k: str(v) for s in SERVICES.values() for k, v in s.get("environment", {}).items()}
-    used = {name: value for name, value in environment.items() if name.startswith("KVSIGHT_")}
+    found = {name: value for service in SERVICES for name, value in environment(service).items()}
+    used = {name: value for name, value in found.items() if name.startswith("KVSIGHT_")}
     assert set(used) <= {variable(name) for name in SETTINGS}
     for name, value in used.items():
         monkeypatch.setenv(name, value)
@@ -100,6 +100,25 @@ def test_the_api_is_published_exposed_checked_and_scraped_on_the_port_it_listens
     assert f"http://127.0.0.1:{port}/health" in instructions("HEALTHCHECK")[0]
     scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
     assert scrape["static_configs"] == [{"targets": [f"indexer:{port}"]}]
+
+
+def test_every_member_of_the_group_is_published_and_scraped_on_the_port_it_listens_on() -> None:
+    member = SERVICES["member"]
+    port = option(member["command"], "--port")
+    host, published, container = member["ports"][0].split(":")
+    first, last = map(int, published.split("-"))
+    assert (host, container) == ("127.0.0.1", port)
+    assert last - first + 1 >= member["deploy"]["replicas"] == 2
+    assert instructions("EXPOSE") == [port]  # the image's health check asks it
+    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+    assert scrape["dns_sd_configs"] == [{"names": ["member"], "type": "A", "port": int(port)}]
+    assert {str(first), str(first + 1)} <= set(re.findall(r":(80\d\d)", (ROOT / "docs/deployment.md").read_text()))
+
+
+def test_one_variable_scales_the_processes_of_the_indexer() -> None:
+    assert SERVICES["indexer"]["environment"]["KVSIGHT_PROCESSES"] == "${KVSIGHT_PROCESSES:-1}"
+    line = next(line for line in documented("Scaling") if "KVSIGHT_PROCESSES" in line)
+    assert line.endswith("docker compose up --detach --wait")
 
 
 def test_the_paths_that_are_checked_and_scraped_are_routes_of_the_api() -> None:
@@ -206,6 +225,7 @@ def test_without_a_profile_only_what_a_first_query_needs_runs() -> None:
     members = {own: {name for name in profiles if profiles[name] == own} for own in set(profiles.values()) if own}
     assert members == {
         ("observability",): {"prometheus", "grafana"},
+        ("group",): {"member"},
         ("record",): {"record"},
         ("vllm",): {"vllm", "vllm-bridge"},
         ("sglang",): {"sglang", "sglang-bridge"},

@@ -57,7 +57,14 @@ SMALL: dict[str, Any] = {
     "serviceAccount": {"create": False},
     "networkPolicy": {"enabled": False},
 }
-CASES = {"plain": PLAIN, "everything": EVERYTHING, "small": SMALL, "bridge": {**PLAIN, "bridge": BRIDGE}}
+GROUP: dict[str, Any] = {**PLAIN, "serve": {"group": "members"}, "networkPolicy": {"from": [{"namespaceSelector": {}}]}}
+CASES = {
+    "plain": PLAIN,
+    "everything": EVERYTHING,
+    "small": SMALL,
+    "bridge": {**PLAIN, "bridge": BRIDGE},
+    "group": GROUP,
+}
 VERSIONS = ("1.27", "1.34")
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
@@ -214,12 +221,29 @@ def test_settings_reach_the_containers() -> None:
     assert container("serve", EVERYTHING)["image"] == "registry/kvsight:t"
 
 
+def test_members_of_a_group_know_their_addresses_and_reach_each_other() -> None:
+    settings = variables("serve", GROUP)
+    assert settings["KVSIGHT_GROUP"] == "members"
+    assert settings["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert settings["KVSIGHT_ADVERTISE_URL"] == "http://$(POD_IP):8000"
+    assert [*settings].index("POD_IP") < [*settings].index("KVSIGHT_ADVERTISE_URL")  # only earlier ones are expanded
+    policy = one("NetworkPolicy", "kvsight-serve", GROUP)["spec"]
+    members = {"podSelector": policy["podSelector"]}
+    assert members in policy["ingress"][0]["from"]
+    assert {"to": [members], "ports": [{"port": "http", "protocol": "TCP"}]} in policy["egress"]
+    assert not {"KVSIGHT_GROUP", "KVSIGHT_ADVERTISE_URL", "KVSIGHT_PROCESSES"} & variables("serve", PLAIN).keys()
+
+
+def test_a_replica_has_the_processes_of_the_values() -> None:
+    assert variables("serve", {**PLAIN, "serve": {"processes": 4}})["KVSIGHT_PROCESSES"] == "4"
+
+
 def test_every_setting_is_one_the_code_reads() -> None:
     from kv_events.variables import SETTINGS, variable
 
     known = {variable(name) for name in SETTINGS}
-    for name in ("serve", "bridge"):
-        assert {each for each in variables(name, EVERYTHING) if each.startswith("KVSIGHT_")} <= known
+    for name, values in (("serve", EVERYTHING), ("bridge", EVERYTHING), ("serve", GROUP)):
+        assert {each for each in variables(name, values) if each.startswith("KVSIGHT_")} <= known
 
 
 def test_the_bridge_reads_the_engines_of_the_values(tmp_path: Path) -> None:
@@ -244,6 +268,8 @@ def test_the_bridge_reads_the_engines_of_the_values(tmp_path: Path) -> None:
         ({**PLAIN, "serv": {}}, "serv"),
         ({**PLAIN, "serve": {"port": 70000}}, "port"),
         ({**PLAIN, "env": {"kvsight_port": 1}}, "kvsight_port"),
+        ({**PLAIN, "serve": {"group": "members", "processes": 2}}, "serve.processes"),
+        ({**PLAIN, "serve": {"group": "a group"}}, "group"),
     ],
 )
 def test_a_bad_value_is_named(values: dict[str, Any], words: str) -> None:
@@ -267,7 +293,7 @@ def test_the_documented_installation_renders() -> None:
         name for cell in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for name in re.findall(r"`([\w.]+)`", cell)
     }
     chart = yaml.safe_load((CHART / "values.yaml").read_text())
-    for name in shown - {"observability", "record", "vllm", "sglang"}:
+    for name in shown - {"group", "observability", "record", "vllm", "sglang"}:
         found = chart
         for part in name.split("."):
             assert part in found, name
