@@ -24,6 +24,7 @@ NAMES = (
     "hostile",
     "page",
     "end_to_end",
+    "scale",
     "simulation",
 )
 
