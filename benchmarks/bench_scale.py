@@ -11,6 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,7 +43,7 @@ _POLL_S = 0.001
 _DAY_S = 86_400.0
 
 
-def publisher_settings(kafka: str, topics: dict[str, str], number: int) -> PublisherSettings:
+def publisher_settings(kafka: str, topics: dict[str, Any], number: int) -> PublisherSettings:
     """Return the settings of one publisher."""
     return PublisherSettings(model="m", worker=f"w{number}", block_size=PAGE_TOKENS, kafka=kafka, **topics)
 
@@ -58,7 +59,7 @@ def records(settings: PublisherSettings, num_pages: int, random: np.random.Gener
         yield from publisher.take_records(time.time(), force=True)
 
 
-async def write(kafka: str, topics: dict[str, str], num_pages: int) -> int:
+async def write(kafka: str, topics: dict[str, Any], num_pages: int) -> int:
     """Write the records of all publishers. Returns the bytes of their payloads."""
     random, num_bytes = np.random.default_rng(1), 0
     sink = KafkaSink(publisher_settings(kafka, topics, 0))
@@ -71,7 +72,7 @@ async def write(kafka: str, topics: dict[str, str], num_pages: int) -> int:
     return num_bytes
 
 
-async def catch_up(kafka: str, topics: dict[str, str]) -> tuple[float, float]:
+async def catch_up(kafka: str, topics: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds, and the CPU seconds, from the first record until a consumer is ready."""
     consumer = create_consumer(IndexerSettings(kafka=kafka, **topics))
     async with consumer.running():
@@ -87,7 +88,7 @@ def catching_up(num_pages: int) -> Iterator[Figure]:
     """Measure how fast a consumer applies a log in Kafka. num_pages: of a record."""
     all_pages = PUBLISHERS * RECORDS * num_pages / 1e6
     name = uuid.uuid4().hex
-    topics = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
+    topics: dict[str, Any] = {"events_topic": f"events-{name}", "control_topic": f"control-{name}"}
     with broker() as kafka, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         num_bytes = runner.run(write(kafka, topics, num_pages))
         taken = [runner.run(catch_up(kafka, topics)) for _ in range(ROUNDS)]
