@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from api.auth import BearerToken
+from api.browsers import BrowserGuard
 from api.decisions import DecisionMetrics, DecisionRoute
 from api.docs_page import docs_routes
 from api.documented import DocumentedApp
@@ -90,11 +91,15 @@ def create_app(
     spans = open_spans()
     reader = None if decision_source is None else DecisionReader(decision_source, scene.funnel.take)
 
+    def forget_callers() -> None:
+        lane.heads.forget()
+        feed.end_streams(lambda authorization: tokens.permits(authorization, "read"))
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         engines = nullcontext() if registrations is None else registrations.running()
         recorded = nullcontext() if recording is None else recording.running()
-        followed = tokens.following(lane.heads.forget)
+        followed = tokens.following(forget_callers)
         limited = nullcontext() if tenants is None else tenants.following()
         decided = nullcontext() if reader is None else reader.running()
         joined = nullcontext() if side is None else side.running(consumer.why_not_ready)
@@ -164,6 +169,7 @@ def create_app(
         app.add_middleware(TraceRequests, spans=spans, paths=endpoints)
     if tokens.are_required:
         app.add_middleware(BearerToken, tokens=tokens)
+    app.add_middleware(BrowserGuard, is_allowed_host=settings.is_allowed_host)
     app.add_middleware(MeasureRequests, metrics=metrics)
     app.add_middleware(RequestLog)
     return app

@@ -58,8 +58,10 @@ class StreamFilter(NamedTuple):
 class _Client:
     """The queue of one client."""
 
-    def __init__(self, stream_filter: StreamFilter) -> None:
+    def __init__(self, stream_filter: StreamFilter, authorization: bytes) -> None:
         self.stream_filter = stream_filter
+        self.authorization = authorization
+        self.is_ended = False
         self.lost = 0
         """Number of dropped events. If it is not 0, the client is too slow and is disconnected."""
         self.woken = asyncio.Event()
@@ -105,9 +107,19 @@ class EventFeed:
         for client in self._clients:
             client.woken.set()
 
+    def end_streams(self, is_permitted: Callable[[bytes], bool]) -> None:
+        """End the streams of clients whose header `Authorization` does not permit them any longer."""
+        for client in self._clients:
+            client.is_ended = not is_permitted(client.authorization)
+            client.woken.set()
+
     @asynccontextmanager
-    async def listening(self, stream_filter: StreamFilter) -> AsyncIterator[AsyncGenerator[bytes]]:
+    async def listening(
+        self, stream_filter: StreamFilter, authorization: bytes = b""
+    ) -> AsyncIterator[AsyncGenerator[bytes]]:
         """Connect a client for the duration of the block. Yields its events; the states come first.
+
+        authorization: the header that the client sent.
 
         Raises ProblemError (429) if there are too many clients.
         """
@@ -116,7 +128,7 @@ class EventFeed:
             raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "too-many-clients", detail)
         if not self._clients:
             self._reported = {view.stream: self._state(view) for view in self._views()}
-        client = _Client(stream_filter)
+        client = _Client(stream_filter, authorization)
         client.put(b": kvsight\n\n" + self._all_states(stream_filter))
         self._clients.add(client)
         try:
@@ -129,6 +141,8 @@ class EventFeed:
         sent_at = time.monotonic()
         while True:
             events = client.take()
+            if client.is_ended:
+                return
             if client.lost:
                 yield _event(ClientDropped(lost=client.lost))
                 return
@@ -201,7 +215,8 @@ class _FeedResponse(StreamingResponse):
         self._filter = stream_filter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._feed.listening(self._filter) as self.body_iterator:
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        async with self._feed.listening(self._filter, authorization) as self.body_iterator:
             await super().__call__(scope, receive, send)
 
 

@@ -38,6 +38,8 @@ TITLES = {
     "content-type": "The content type is not supported",
     "body-too-large": "The body is too large",
     "unauthorized": "A token is needed",
+    "other-site": "A page of another site may not do this",
+    "other-host": "This service does not have that name",
     "forbidden": "The token does not permit this",
     "too-many-requests": "Too many requests",
     "tenant-limit": "The tenant has reached a limit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -22,11 +23,14 @@ from uvicorn.server import ServerState
 from api.app import Application
 from api.bounded_protocol import BoundedProtocol
 from api.errors import CannotListenError, PortInUseError
+from api.followed_files import following
 from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import HotProtocol
 from api.problems import ProblemError
 from api.replicas.replica import Replica, headers_of
 from api.settings import ApiSettings
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _GRACE_S = 5
@@ -119,6 +123,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: Starlette, settings: ApiSettings, headers: Sequence[tuple[str, str]] = ()) -> None:
         """headers: of all answers."""
         self._app = app
+        self._tls = settings.tls
         http: Any = BoundedProtocol
         if isinstance(app, Application):
             lane: HotLane = app.state.lane
@@ -135,6 +140,26 @@ class _Server(uvicorn.Server):
                 **_tls_options(settings),
             )
         )
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        async with self._following_certificate():
+            await super().serve(sockets)
+
+    @asynccontextmanager
+    async def _following_certificate(self) -> AsyncIterator[None]:
+        """Use the certificate that is in its files, for new connections, in the background of a block."""
+        files = self._tls
+        if files is None:
+            yield
+            return
+
+        def use(_content: tuple[bytes, ...]) -> None:
+            if self.config.ssl is not None:
+                files.load_server(self.config.ssl)
+                logger.info("new connections have the certificate that is in %s now", files.cert)
+
+        async with following("certificates", files.server_content(), files.server_content, use, logger):
+            yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if isinstance(self._app, Application):  # other ASGI applications end their own streams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,7 @@ from kv_events.variables import variable
 
 MAX_PROCESSES = 256
 
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d+)?")
 _LEAST_RECORDED = 16 * 2**20
 """Bytes in which eight files of a few large records fit."""
 
@@ -40,6 +42,10 @@ class ApiSettings(KvsightSettings):
     """File with the password of that key."""
     api_tokens_file: Path | None = None
     """TOML file of tokens with scopes and limits, in addition to `api_token`. It is read again when it changes."""
+    allowed_hosts: str | None = None
+    """Names and addresses under which callers may reach the service: patterns such as `kvsight.example,10.*`, separated
+    by commas, without ports. None: any.
+    """
     answer_before_ready: bool = True
     """Whether queries are answered before the service is ready. Views are then `syncing`. If false, queries receive a
     503 with Retry-After until it is ready.
@@ -66,6 +72,24 @@ class ApiSettings(KvsightSettings):
     """Maximum size of a request body. The default fits eight million packed tokens."""
     max_event_clients: int = argument(64, ge=0)
     """Maximum number of concurrent clients of `GET /events`."""
+
+    def is_allowed_host(self, host: str) -> bool:
+        """Return whether a `Host` header, with or without a port, is among `allowed_hosts`."""
+        if self.allowed_hosts is None:
+            return True
+        found = _HOST.fullmatch(host.lower())
+        if found is None:
+            return False
+        patterns = self.allowed_hosts.lower().replace("[", "[[]").split(",")  # of an IPv6 address, not of a pattern
+        return any(fnmatchcase(found[1], pattern.strip()) for pattern in patterns)
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_have_no_ports(cls, hosts: str | None) -> str | None:
+        for pattern in () if hosts is None else hosts.split(","):
+            if not pattern.strip() or "/" in pattern or (":" in pattern and not pattern.strip().startswith("[")):
+                raise InvalidValueError(variable("allowed_hosts"), pattern, "names or addresses without ports")
+        return hosts
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -90,6 +90,11 @@ class Tokens:
                 found = caller
         return found
 
+    def permits(self, authorization: bytes, scope: Scope) -> bool:
+        """Return whether the token of the header `Authorization` has a scope."""
+        caller = self.caller(authorization)
+        return caller is not None and scope in caller.scopes
+
     @asynccontextmanager
     async def following(self, on_change: Callable[[], None]) -> AsyncIterator[None]:
         """Read the file again whenever it changes, in the background of a block. on_change: is called after that."""

@@ -50,6 +50,25 @@ class TlsFiles(NamedTuple):
         assert self.cert is not None
         self._load_cert(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), self.cert)
 
+    def server_content(self) -> tuple[bytes, ...]:
+        """Return the content of the files of a server, to compare. Raises InvalidValueError naming the file."""
+        fields = {"cert_file": self.cert, "key_file": self.key, "key_password_file": self.key_password}
+        found = []
+        for field, path in fields.items():
+            if path is not None:
+                self._readable(field, path)
+                found.append(path.read_bytes())
+        return tuple(found)
+
+    def load_server(self, context: ssl.SSLContext) -> None:
+        """Let the next connections to a server have the certificate that is in the files now.
+
+        Raises InvalidValueError naming the file; the context stays as it is then.
+        """
+        self.check_server()
+        assert self.cert is not None
+        self._load_cert(context, self.cert)
+
     def password(self) -> str | None:
         """Return the password of the private key. Raises InvalidValueError."""
         return None if self.key_password is None else read_secret(f"{self.server}_key_password_file", self.key_password)

@@ -91,6 +91,7 @@ SETTINGS = frozenset(
         "tls_cert_file",
         "tls_key_file",
         "tls_key_password_file",
+        "allowed_hosts",
         "answer_before_ready",
         "max_connections",
         "metrics_max_workers",

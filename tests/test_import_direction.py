@@ -46,6 +46,7 @@ ROOMS = {
     },
     "api.page": {"decoding", "hot", "served_views", "openapi", "problems", "registrations", "worker_list"},
     "api.past": {
+        "browsers",
         "auth",
         "daemon_threads",
         "docs_page",

@@ -5,7 +5,7 @@ Clients send the same few heads again and again. httptools parses a head once; w
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import httptools
@@ -38,9 +38,19 @@ class Heads:
     """The heads of POST requests to some paths."""
 
     def __init__(
-        self, paths: Collection[str], tokens: Tokens, max_body_bytes: int, *, with_traces: bool = False
+        self,
+        paths: Collection[str],
+        tokens: Tokens,
+        max_body_bytes: int,
+        *,
+        with_traces: bool = False,
+        is_allowed_host: Callable[[str], bool] = lambda _host: True,
     ) -> None:
-        """tokens: those whose scope `read` is required. max_body_bytes: largest accepted Content-Length."""
+        """tokens: those whose scope `read` is required. max_body_bytes: largest accepted Content-Length.
+
+        is_allowed_host: of the header `Host`.
+        """
+        self._is_allowed_host = is_allowed_host
         self._paths = {path.encode(): path for path in paths}
         self._tokens = tokens
         self._max_body_bytes = max_body_bytes
@@ -75,6 +85,8 @@ class Heads:
         fields = dict(headers)
         length = fields.get(b"content-length", b"")
         if not length.isdigit() or int(length) > self._max_body_bytes:
+            return None
+        if not self._is_allowed_host(fields.get(b"host", b"").decode("latin-1")):
             return None
         caller = self._tokens.caller(fields.get(b"authorization", b""))
         if caller is None or "read" not in caller.scopes:

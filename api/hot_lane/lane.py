@@ -51,7 +51,9 @@ class HotLane:
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if is_used else {}
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
-        self.heads = Heads(fields, tokens, max_body_bytes, with_traces=with_traces)
+        self.heads = Heads(
+            fields, tokens, max_body_bytes, with_traces=with_traces, is_allowed_host=settings.is_allowed_host
+        )
         self._consumer = consumer
         self._tenants = tenants
         self._answers = Answers(tenants)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api.auth import OPEN_PATHS, BearerToken
+from api.browsers import BrowserGuard
 from api.docs_page import docs_routes
 from api.documented import DocumentedApp
 from api.dump import dump_routes
@@ -91,6 +92,7 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
     # the last middleware added is the outermost one: callers without the token open no moments
     if tokens.are_required:
         app.add_middleware(BearerToken, tokens=tokens, open_paths=_OPEN_PATHS)
+    app.add_middleware(BrowserGuard, is_allowed_host=settings.is_allowed_host)
     app.add_middleware(RequestLog)
     return app
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.service_process import ServiceProcess
+from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
 QUERY = {"model_name": "m", "token_ids": TOKENS}
@@ -81,6 +83,39 @@ def test_the_command_serves_https_with_a_locked_key(certificates: Certificates, 
             environment={"SSL_CERT_FILE": str(certificates.ca), "PATH": os.environ["PATH"]},
         )
     assert (asked.returncode, asked.stdout, asked.stderr) == (0, "no worker is known\n", "")
+
+
+async def test_a_renewed_certificate_is_served_to_new_connections(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    issued = certificates.issue("service")
+    settings, fed = ApiSettings(port=0, tls_cert_file=issued.cert, tls_key_file=issued.key), HandFed()
+    context = ssl.create_default_context(cafile=certificates.ca)
+
+    async def served(url: str) -> str:
+        """Return the serial number of the certificate that a new connection gets."""
+        host, port = url.removeprefix("https://").split(":")
+        _reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        serial: str = writer.get_extra_info("peercert")["serialNumber"]
+        writer.close()
+        return serial
+
+    async with (
+        running_server(create_app(fed.consumer, settings), settings) as url,
+        httpx.AsyncClient(base_url=url, verify=context) as client,
+    ):
+        assert (await client.get("/health")).is_success
+        first = await served(url)
+        issued.key.write_text("no key")
+        await async_wait_until(lambda: "the certificates stay as they are" in caplog.text, 60)
+        assert await served(url) == first
+        assert certificates.issue("service") == issued
+
+        async def is_renewed() -> bool:
+            return await served(url) != first
+
+        await async_wait_until(is_renewed, 60, "the new certificate")
+        assert (await client.get("/health")).is_success
 
 
 def settings_of(files: dict[str, Any]) -> ApiSettings:

@@ -134,6 +134,30 @@ async def test_tokens_change_while_the_service_runs(file: Path, caplog: pytest.L
                 assert await status("new") == 200
 
 
+async def test_an_open_stream_of_events_ends_with_its_token(file: Path) -> None:
+    replace(file, table("stays", "read") + table("goes", "read") + table("shrinks", "read"))
+    async with a_service(file) as client:
+        received = dict.fromkeys(("stays", "goes", "shrinks"), 0)
+
+        async def listen(name: str) -> None:
+            async with client.stream("GET", "/events", headers=as_(name), timeout=None) as answer:
+                assert answer.status_code == 200
+                async for _ in answer.aiter_lines():
+                    received[name] += 1
+
+        listening = {name: asyncio.create_task(listen(name)) for name in received}
+        await async_wait_until(lambda: all(received.values()), 60, "all streams to begin")
+        replace(file, table("stays", "read") + table("shrinks", "decisions"))
+        ended = [listening["goes"], listening["shrinks"]]
+        await async_wait_until(lambda: all(task.done() for task in ended), 60, "the end of two streams")
+        await asyncio.gather(*ended)
+        assert not listening["stays"].done()
+        for name, status in (("goes", 401), ("shrinks", 403), ("stays", 200)):
+            assert (await client.get("/workers", headers=as_(name))).status_code == status
+        listening["stays"].cancel()
+        await asyncio.gather(*listening.values(), return_exceptions=True)
+
+
 def replace(file: Path, text: str) -> None:
     """Replace a file at once, as secrets of Kubernetes are."""
     new = file.with_suffix(".new")
