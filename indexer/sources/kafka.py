@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import CorruptRecordException, KafkaError
 
 from indexer.sources.base import LogReplacedError, SourceUnavailableError
 from kv_events.codec import encode_resync
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 _FETCH_WAIT_MS = 100
 _PROBE_TIMEOUT_S = 3.0
 _MAX_RECORDS = 2000
+_UNREADABLE = (CorruptRecordException, UnicodeDecodeError)
+"""What aiokafka raises for a record that it cannot read, such as one with a header whose name is not UTF-8."""
+_MOST_UNREADABLE = 100
+"""Records of one partition that are skipped before the others have their turn."""
 _ID_TRIES, _ID_PAUSE_S = 4, 0.1
 _PARTITION_BYTES = 4 * 2**20
 
@@ -107,9 +111,31 @@ class KafkaSource:
         try:
             if self._found != self._assigned:
                 await self._assign_new(self._begin_at)
-            fetched = await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS)
+            return self._accepted(await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS))
+        except _UNREADABLE:
+            return [record for tp in sorted(self._assigned) for record in await self._fetch_carefully(tp)]
         except KafkaError as error:
             raise SourceUnavailableError(self._connection.failure(error, "read")) from error
+
+    async def _fetch_carefully(self, tp: TopicPartition) -> list[LogRecord]:
+        """Fetch the next record of a partition. Records that aiokafka cannot read come without key and payload."""
+        unreadable: list[LogRecord] = []
+        try:
+            while len(unreadable) < _MOST_UNREADABLE:
+                try:
+                    fetched = await self._consumer.getmany(tp, timeout_ms=_FETCH_WAIT_MS, max_records=1)
+                except _UNREADABLE:
+                    offset = await self._consumer.position(tp)
+                    self._consumer.seek(tp, offset + 1)
+                    self._next_offsets[tp.partition] = offset + 1
+                    unreadable.append(LogRecord(tp.partition, offset, self._times_ms.get(tp.partition, 0), b"", b""))
+                else:
+                    return unreadable + self._accepted(fetched)
+        except KafkaError as error:
+            raise SourceUnavailableError(self._connection.failure(error, "read")) from error
+        return unreadable
+
+    def _accepted(self, fetched: Mapping[TopicPartition, Sequence[Any]]) -> list[LogRecord]:
         for tp, records in fetched.items():
             if records[0].offset < self._next_offsets.get(tp.partition, 0):  # aiokafka went back to the beginning
                 self._is_replaced = True

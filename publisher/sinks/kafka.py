@@ -18,6 +18,7 @@ from typing import Any
 from aiokafka import TopicPartition
 from aiokafka.errors import (
     ConsumerStoppedError,
+    CorruptRecordException,
     InvalidTimestampError,
     InvalidTopicError,
     KafkaError,
@@ -129,6 +130,10 @@ class KafkaSink:
                 message = await self._consumer.getone()
             except ConsumerStoppedError:
                 return
+            except (CorruptRecordException, UnicodeDecodeError):
+                await self._consumer.seek_to_end()  # requests that are skipped with it are repeated
+                yield None
+                continue
             except KafkaError as error:
                 self._limited_logger.warning("%s; listening again", self._connection.failure(error, "read"))
                 await asyncio.sleep(_RETRY_S)

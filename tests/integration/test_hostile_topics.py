@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -95,3 +99,53 @@ async def test_an_indexer_skips_and_counts_records_that_are_no_batches(topics: T
         await async_wait_until(lambda: counts.total() == len(others) + 1, 30, "all of them")
         assert counts["empty"] == 2
         assert consumer.failure is None
+
+
+UNREADABLE = """
+import asyncio, sys
+from aiokafka import AIOKafkaProducer
+
+
+class NotText(str):
+    def encode(self, *_: str) -> bytes:
+        return b"\\xff"
+
+
+async def send(bootstrap: str, topic: str) -> None:
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
+        await producer.send_and_wait(topic, b"x", headers=[(NotText(), b"")])
+
+
+asyncio.run(send(*sys.argv[1:]))
+"""
+"""Sends a record with a header whose name is not UTF-8, at which aiokafka's readers fail."""
+
+
+def send_unreadable(topics: Topics, topic: str) -> None:
+    pure_python = os.environ | {"AIOKAFKA_NO_EXTENSIONS": "1"}
+    command = [sys.executable, "-c", UNREADABLE, topics.bootstrap, topic]
+    done = subprocess.run(command, env=pure_python, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+async def test_records_that_the_client_library_cannot_read_are_skipped_and_counted(topics: Topics) -> None:
+    settings = IndexerSettings(kafka=topics.bootstrap, events_topic=topics.events, control_topic=topics.control)
+    async with publisher_of(topics) as publisher:
+        await async_wait_until(lambda: publisher.stats().next_seq, 30, "the first record")
+        for _ in range(2):
+            await asyncio.to_thread(send_unreadable, topics, topics.events)
+        await asyncio.to_thread(send_unreadable, topics, topics.control)
+        consumer = create_consumer(settings)
+        async with consumer.running():
+            await async_wait_until(lambda: consumer.ready, 60, "the consumer to be ready")
+            publisher.publish([BlockStored([1], None, [1, 2, 3, 4], 4, None, StorageMedium.GPU, None)])
+            await async_wait_until(lambda: consumer.namespaces.view(publisher.stream), 60, "the view")
+            view = consumer.namespaces.view(publisher.stream)
+            assert view is not None
+            await async_wait_until(lambda: view.num_pages[0] == 1 and view.state is ViewState.LIVE, 60, "the page")
+            assert consumer.applier.dead_letters.counts["empty"] == 2
+            assert consumer.failure is None
+            resyncs = publisher.stats().resyncs
+            consumer.demand_resync(view)
+            await async_wait_until(lambda: publisher.stats().resyncs > resyncs, 60, "an answer to a request")
+            assert publisher.stats().failure is None
