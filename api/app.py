@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,11 +84,12 @@ def create_app(
     """
     decisions = decisions or DecisionLog(None)
     limits = consumer.tenant_limits
-    rates = RateLimits(None if replica is None else replica.shared.folder)
+    rates = RateLimits(None if replica is None else replica.shared.limits)
     tenants = None if limits is None else TenantQueries(limits, rates)
     scene = LiveScene(consumer, registrations)
     tokens = Tokens.of(settings, rates)
     spans = open_spans()
+    degraded = _degraded(recording, replica)
     reader = None if decision_source is None else DecisionReader(decision_source, scene.funnel.take)
 
     def forget_callers() -> None:
@@ -102,7 +103,7 @@ def create_app(
         followed = tokens.following(forget_callers)
         limited = nullcontext() if tenants is None else tenants.following()
         decided = nullcontext() if reader is None else reader.running()
-        joined = nullcontext() if side is None else side.running(consumer.why_not_ready)
+        joined = nullcontext() if side is None else side.running(consumer.why_not_ready, degraded)
         watched = scene.watch.running(consumer)
         shared = nullcontext() if group is None else group.running()
         async with (
@@ -150,7 +151,7 @@ def create_app(
     others = {path: endpoint for routes in rare for path, endpoint in routes.endpoints().items()}
     for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    app.include_router(service_routes(consumer, metrics if side is None else side.metrics, registrations, recording))
+    app.include_router(service_routes(consumer, metrics if side is None else side.metrics, registrations, degraded))
     app.include_router(worker_routes(consumer, registrations, consumer.demand_resync))
     app.include_router(dump_routes(consumer))
     if group is not None:
@@ -177,3 +178,10 @@ def create_app(
 
 def _leave_to_the_source(_record: DecisionRecord) -> None:
     """Do nothing: the record comes back from the topic."""
+
+
+def _degraded(recording: RecordingThread | None, replica: Replica | None) -> Callable[[], str]:
+    """Return what tells why records may be missing from the recording, or ""."""
+    if recording is not None:
+        return lambda: recording.degraded
+    return str if replica is None else replica.shared.recording

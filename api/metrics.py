@@ -29,9 +29,11 @@ _SLICE_SAMPLES = 500
 _STREAM_COUNTERS = {
     name: "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}" for name in COUNTER_NAMES
 }
+READ_COUNTERS = frozenset({"kvsight_records", "kvsight_records_rejected"})
+"""Counters of what a process has read since its start. The others of the log are those of the views."""
 LOG_COUNTERS = frozenset(
     {
-        *("kvsight_records", "kvsight_records_rejected"),
+        *READ_COUNTERS,
         *_STREAM_COUNTERS.values(),
         *(f"kvsight_worker_{name}" for name in WORKER_COUNTERS),
     }

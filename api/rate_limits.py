@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from hashlib import sha256
 from mmap import mmap
-from pathlib import Path
 
-_CELL_BYTES = 8
+_CELLS, _PROBES = 2**14, 64
 _ROUNDING_S = 1e-6
 
 
@@ -42,23 +40,32 @@ class RateLimit:
         self._full_at[0] = max(self._full_at[0], self._clock()) + 1.0 / self._per_s
 
 
+class SharedCells:
+    """Numbers by name, in memory that a process shares with those that it forks. Made before them."""
+
+    def __init__(self) -> None:
+        self._keys = memoryview(mmap(-1, 8 * _CELLS)).cast("Q")  # 0: free
+        self._values = memoryview(mmap(-1, 8 * _CELLS)).cast("d")
+
+    def cell(self, name: str) -> memoryview[float] | None:
+        """Return the number of a name, 0.0 at first, or None if there is no room."""
+        key = int.from_bytes(sha256(name.encode(errors="surrogatepass")).digest()[:8], "little") | 1
+        for probe in range(_PROBES):
+            slot = (key // 2 + probe) % _CELLS
+            if self._keys[slot] == 0:
+                self._keys[slot] = key
+            if self._keys[slot] == key:
+                return self._values[slot : slot + 1]
+        return None
+
+
 class RateLimits:
     """Makes the bounds of a service."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """folder: where the processes of the service share their bounds. None: there is one process."""
-        self._folder = folder
+    def __init__(self, cells: SharedCells | None = None) -> None:
+        """cells: what the processes of the service share. None: there is one process."""
+        self._cells = cells
 
     def limit(self, name: str, per_s: float) -> RateLimit:
-        """Return the bound with a name, which is the same in all processes."""
-        return RateLimit(per_s, full_at=None if self._folder is None else self._shared(self._folder, name))
-
-    @staticmethod
-    def _shared(folder: Path, name: str) -> memoryview[float]:
-        path = folder / f"{sha256(name.encode(errors='surrogatepass')).hexdigest()[:32]}.limit"
-        cell = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(cell, _CELL_BYTES)
-            return memoryview(mmap(cell, _CELL_BYTES)).cast("d")
-        finally:
-            os.close(cell)
+        """Return the bound with a name, which is the same in all processes, as long as there is room for its number."""
+        return RateLimit(per_s, full_at=None if self._cells is None else self._cells.cell(name))

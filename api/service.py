@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +16,6 @@ from api.openapi import answers, problem
 from api.problems import ProblemError
 from api.replicas.metrics import SharedMetrics
 from indexer.consumer import Consumer
-from indexer.recording.thread import RecordingThread
 from kvsight.schemas.service import Status
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def service_routes(
     consumer: Consumer,
     metrics: HttpMetrics | SharedMetrics,
     registrations: Registrations | None,
-    recording: RecordingThread | None,
+    degraded: Callable[[], str],
 ) -> APIRouter:
-    """Return the probes and metrics, which need no token."""
+    """Return the probes and metrics, which need no token. degraded: why records may be missing from the recording."""
     router = APIRouter(tags=["service"])
 
     @router.get(
@@ -47,8 +47,7 @@ def service_routes(
         if consumer.failure is not None:
             detail = f"the consumer has failed: {type(consumer.failure).__name__}"
             raise ProblemError(503, "unavailable", detail)
-        degraded = "" if recording is None else recording.degraded
-        return json_response(_encoder.encode(Status(status="ok", recording=degraded)))
+        return json_response(_encoder.encode(Status(status="ok", recording=degraded())))
 
     @router.get(
         "/ready", response_class=Response, responses={**answers(Status, "Ready"), **problem(503, "Not ready yet")}

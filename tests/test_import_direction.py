@@ -63,7 +63,7 @@ ROOMS = {
         "tokens",
         "workers",
     },
-    "api.replicas": {"metrics", "problems"},
+    "api.replicas": {"metrics", "problems", "rate_limits"},
     "api.shards": {
         "answers",
         "decoding",

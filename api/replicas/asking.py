@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -74,8 +73,9 @@ async def answering(replica: Replica, app: ASGIApp) -> AsyncIterator[None]:
     try:
         while not server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event to wait for)
             await asyncio.sleep(0.01)
+        if serving.done():
+            await serving  # raises why it cannot listen
         yield
     finally:
         server.should_exit = True
-        with contextlib.suppress(OSError):  # the folder was removed
-            await serving
+        await serving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Set
 from typing import Final
 
 import msgspec
@@ -13,9 +13,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from api.metrics import LOG_COUNTERS, metrics_text
+from api.metrics import LOG_COUNTERS, READ_COUNTERS, metrics_text
 from api.replicas.asking import Siblings
 from api.replicas.replica import Replica
+from kv_events.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,14 @@ class SharedMetrics:
         self._replica = replica
         self._registry = registry
         self._siblings = siblings
+        self._limited_logger = RateLimitedLogger(logger, "metrics")
         self._before = self._kept_by(replica.number)
 
     async def text(self) -> bytes:
         """Return the metrics of all processes in text format 0.0.4."""
         others = self._replica.others()
         answers = await asyncio.gather(*(self._siblings.get(number, PATH) for number in others))
-        merged = _Merged()
+        merged = _Merged(LOG_COUNTERS)
         up = GaugeMetricFamily("kvsight_process_up", "1 for a process that answers", labels=["process"])
         found = {n: None if a is None or a.is_error else a.content for n, a in zip(others, answers, strict=True)}
         found[self._replica.number] = await self.own()
@@ -72,7 +74,7 @@ class SharedMetrics:
 
     async def own(self) -> bytes:
         """Return the families of this process and of those that it replaced, as msgpack."""
-        merged = _Merged()
+        merged = _Merged(LOG_COUNTERS - READ_COUNTERS)  # the counts of views are in the snapshot
         async for family in _families(self._before):
             merged.add(family)
         for metric in self._registry.collect():
@@ -95,7 +97,7 @@ class SharedMetrics:
             new.write_bytes(data)
             new.replace(path)
         except OSError as error:
-            logger.warning("the counts of this process are lost if it ends: %s", error)
+            self._limited_logger.warning("the counts of this process are lost if it ends: %s", error)
 
     def _kept_by(self, number: int) -> bytes:
         """Return what a process has counted, as of the last report."""
@@ -108,14 +110,16 @@ class SharedMetrics:
 class _Merged:
     """Families of several processes, as one of each name."""
 
-    def __init__(self) -> None:
+    def __init__(self, same: Set[str]) -> None:
+        """same: counters that are the same in all, so that the largest is taken. The others are added up."""
+        self._same = same
         self._families: dict[str, tuple[Family, dict[tuple[str, tuple[tuple[str, str], ...]], float]]] = {}
 
     def add(self, family: Family, number: int | None = None) -> None:
         """Add the family of a process. number: for the label of gauges that each process has."""
         _, values = self._families.setdefault(family.name, (family, {}))
         is_of_each = number is not None and family.name in _OF_EACH
-        adds_up = _adds_up(family)
+        adds_up = self._adds_up(family)
         for name, labels, value in family.samples:
             own = {"process": str(number), **labels} if is_of_each else labels
             key = name, tuple(own.items())
@@ -125,6 +129,9 @@ class _Merged:
                 values[key] = min(value, values[key])
             else:
                 values[key] = values[key] + value if adds_up else max(values[key], value)
+
+    def _adds_up(self, family: Family) -> bool:
+        return family.name in _ADDED_GAUGES or (family.kind in _CUMULATIVE and family.name not in self._same)
 
     def families(self) -> Iterator[Family]:
         """Yield the families in the order of their first appearance."""
@@ -138,12 +145,6 @@ class _Merged:
             metric = Metric(family.name, family.text, family.kind)
             metric.samples = [Sample(*sample) for sample in family.samples]
             yield metric
-
-
-def _adds_up(family: Family) -> bool:
-    if family.kind in _CUMULATIVE:
-        return family.name not in LOG_COUNTERS
-    return family.name in _ADDED_GAUGES
 
 
 async def _families(data: bytes) -> AsyncIterator[Family]:

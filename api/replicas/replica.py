@@ -5,42 +5,88 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 from typing import Final
 
-JOIN_TIMEOUT_S: Final = 30.0
-"""Longest time for which a process that is not ready stays away from the port while another one serves."""
+from api.rate_limits import SharedCells
+from kv_events.errors import InvalidValueError
+
+BEAT_S: Final = 0.25
+"""Time between two signs of life."""
+_MAX_FOLDER_BYTES, _OWN_BYTES = 96, 17  # a Unix socket's path has at most 107; the folder's own name
+_TEXT_BYTES = 256
 _POLL_S = 0.02
 
 
 class SharedState:
-    """Memory that the supervisor makes before it forks, so that all processes see it, also those that come later."""
+    """Memory that the supervisor makes before it forks, so that all processes see it, also those that come later.
+
+    Times are monotonic seconds, 0.0 for a process that does not run.
+    """
 
     def __init__(self, count: int, folder: Path) -> None:
-        """count: number of processes. folder: for their sockets; nobody else may enter it."""
+        """count: number of processes. folder: for their sockets; nobody else may enter it.
+
+        Raises InvalidValueError if its path is too long for them.
+        """
+        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+            expected = f"a folder whose path has at most {_MAX_FOLDER_BYTES - _OWN_BYTES} bytes, for Unix sockets"
+            raise InvalidValueError("TMPDIR", str(folder.parent), expected)
         self.count = count
         self.folder = folder
-        self._serving_since = memoryview(mmap(-1, 8 * count)).cast("d")  # monotonic seconds; 0.0: does not serve
+        self.limits = SharedCells()
+        self._serving_since = _doubles(count)
+        self._ready_since = _doubles(count)
+        self._alive_at = _doubles(count)
+        self._recording = mmap(-1, _TEXT_BYTES)
 
     def note_serving(self, number: int) -> None:
         """Note that a process begins to accept connections."""
-        self._serving_since[number] = time.monotonic()
+        self._serving_since[number] = self._alive_at[number] = time.monotonic()
+
+    def note_alive(self, number: int, *, is_ready: bool) -> None:
+        """Note that the event loop of a process runs, and whether it is ready."""
+        self._alive_at[number] = time.monotonic()
+        if is_ready and not self._ready_since[number]:
+            self._ready_since[number] = time.monotonic()
 
     def note_ended(self, number: int) -> None:
         """Note that a process has ended."""
-        self._serving_since[number] = 0.0
+        self._serving_since[number] = self._ready_since[number] = self._alive_at[number] = 0.0
 
     def is_serving(self, number: int) -> bool:
         """Return whether a process accepts connections."""
         return self._serving_since[number] > 0.0
 
+    def knows_all(self, number: int) -> bool:
+        """Return whether a process accepts connections and has been ready."""
+        return self.is_serving(number) and self._ready_since[number] > 0.0
+
+    def alive_at(self, number: int) -> float:
+        """Return when the event loop of a process ran last."""
+        return self._alive_at[number]
+
     def eldest(self) -> int | None:
         """Return the number of the process that serves for the longest time, or None if none serves."""
         serving = [(since, number) for number, since in enumerate(self._serving_since) if since > 0.0]
         return min(serving)[1] if serving else None
+
+    def note_recording(self, degraded: str) -> None:
+        """Note why the recording is degraded, or "". Process 0 calls it."""
+        text = degraded.encode()[: _TEXT_BYTES - 1]
+        self._recording[: len(text) + 1] = text + b"\0"
+
+    def recording(self) -> str:
+        """Return why the recording is degraded, or ""."""
+        return bytes(self._recording).partition(b"\0")[0].decode(errors="replace")
+
+
+def _doubles(count: int) -> memoryview[float]:
+    return memoryview(mmap(-1, 8 * count)).cast("d")
 
 
 @dataclass
@@ -71,20 +117,34 @@ class Replica:
         return self.shared.folder / f"{number}.counts"
 
     async def join(self, why_not_ready: Callable[[], str]) -> None:
-        """Return when this process may accept connections: once it is ready, so that callers are not moved to a process
-        that knows less. Without another process that serves, at once; otherwise after `JOIN_TIMEOUT_S` at the latest.
+        """Return when this process may accept connections: once it is ready. At once if no other process serves that
+        has been ready, because callers are better off with any answer.
         """
-        give_up = time.monotonic() + JOIN_TIMEOUT_S
 
         def must_wait() -> bool:
-            return bool(why_not_ready()) and self._others_serve() and not self.is_ending and time.monotonic() < give_up
+            return bool(why_not_ready()) and any(map(self.shared.knows_all, self.others())) and not self.is_ending
 
         while must_wait():  # noqa: ASYNC110  (other processes change it)
             await asyncio.sleep(_POLL_S)
         self.shared.note_serving(self.number)
 
-    def _others_serve(self) -> bool:
-        return any(map(self.shared.is_serving, self.others()))
+    @asynccontextmanager
+    async def beating(self, why_not_ready: Callable[[], str], degraded: Callable[[], str]) -> AsyncIterator[None]:
+        """Tell the others in a block that the event loop runs, whether it is ready, and how the recording is."""
+
+        async def beat() -> None:
+            while True:
+                self.shared.note_alive(self.number, is_ready=not why_not_ready())
+                if self.leads:
+                    self.shared.note_recording(degraded())
+                await asyncio.sleep(BEAT_S)
+
+        task = asyncio.create_task(beat(), name="heartbeat")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def headers_of(replica: Replica) -> list[tuple[str, str]]:

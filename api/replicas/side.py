@@ -40,9 +40,13 @@ class ReplicaSide:
         app.add_middleware(FromEldest, replica=self._replica, siblings=self.siblings, paths=PAGE_PATHS)
 
     @asynccontextmanager
-    async def running(self, why_not_ready: Callable[[], str]) -> AsyncIterator[None]:
-        """Answer the other processes inside the block, which begins when this process may accept connections."""
-        async with aclosing(self.siblings), answering(self._replica, self._app):
+    async def running(self, why_not_ready: Callable[[], str], degraded: Callable[[], str]) -> AsyncIterator[None]:
+        """Answer the other processes inside the block, which begins when this process may accept connections.
+
+        degraded: why records may be missing from the recording, if this process leads.
+        """
+        beating = self._replica.beating(why_not_ready, degraded)
+        async with aclosing(self.siblings), answering(self._replica, self._app), beating:
             await self._replica.join(why_not_ready)
             yield
 

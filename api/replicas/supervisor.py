@@ -33,6 +33,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STABLE_S = 10.0
 _POLL_S = 0.02
 _STOP_S = 30.0
+_LOOK_S = 1.0
+_HUNG_S = 15.0
 _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets at the end of its parent
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _fork = multiprocessing.get_context("fork")
@@ -61,6 +63,7 @@ class Supervisor:
         self._has_listened = False
         self._received: list[int] = []
         self._kill_at = float("inf")
+        self._looked_at = self._watches_since = time.monotonic()
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM, and return which one came.
@@ -69,13 +72,17 @@ class Supervisor:
         first process if it fails before it serves.
         """
         with self._signals() as woken:
-            self._supervise(woken)
+            try:
+                self._supervise(woken)
+            finally:
+                self._end_all()  # none is left, unless this fails
         return self._received[0]
 
     def _supervise(self, woken: socket.socket) -> None:
         while not self._received or self._alive():
             if not self._received:
                 self._start_due()
+                self._kill_hung()
             wait([woken, *(each.sentinel for each in self._alive())], self._timeout_s())
             self._drain(woken)
             for number, slot in enumerate(self._slots):
@@ -95,19 +102,40 @@ class Supervisor:
 
     def _start(self, number: int, slot: _Slot) -> None:
         slot.started_at = time.monotonic()
-        slot.process = _fork.Process(target=self._child, args=(number, os.getpid()), name=f"kvsight-{number}")
+        process = _fork.Process(target=self._child, args=(number, os.getpid()), name=f"kvsight-{number}")
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a new process has the parent's handlers at first
         try:
-            slot.process.start()
+            process.start()
+        except OSError as error:  # no memory, or too many processes
+            pause = self._postpone(slot)
+            logger.error("process %d cannot be started: %s; trying again in %.1f s", number, error, pause)  # noqa: TRY400
+        else:
+            slot.process = process
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
-    def _timeout_s(self) -> float | None:
-        """Return the seconds until something is due, None if nothing is."""
+    def _kill_hung(self) -> None:
+        """Kill processes that serve, but whose event loop does not run. Time in which the parent itself did not run
+        does not count: the whole service may have been paused.
+        """
+        now = time.monotonic()
+        if now - self._looked_at > _HUNG_S / 2:
+            self._watches_since = now
+        self._looked_at = now
+        for number, slot in enumerate(self._slots):
+            if slot.process is not None and self._shared.is_serving(number):
+                silent_s = now - max(self._watches_since, self._shared.alive_at(number))
+                if silent_s > _HUNG_S:
+                    logger.error("process %d hangs for %.0f s and is killed", number, silent_s)
+                    slot.process.kill()
+                    self._shared.note_ended(number)
+
+    def _timeout_s(self) -> float:
+        """Return the seconds until something is to be looked at."""
         if not self._has_listened and not self._received:
             return _POLL_S
-        due = [slot.start_at for slot in self._slots if slot.process is None] if not self._received else [self._kill_at]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        due = [] if self._received else [slot.start_at for slot in self._slots if slot.process is None]
+        return min(_LOOK_S, max(0.0, min(due, default=float("inf")) - time.monotonic()))
 
     def _note_end(self, number: int, slot: _Slot, exit_code: int) -> None:
         assert slot.process is not None
@@ -117,13 +145,18 @@ class Supervisor:
             return
         if not self._has_listened:
             sys.exit(exit_code if exit_code > 0 else EXIT_FAILED)
+        pause = self._postpone(slot)
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        logger.error("process %d (pid %s) ended by %s; it starts again in %.1f s", number, pid, how, pause)
+
+    def _postpone(self, slot: _Slot) -> float:
+        """Return the seconds after which a process is started again. They grow if it fails soon after its start."""
         if time.monotonic() - slot.started_at > _STABLE_S:
             slot.num_failures = 0
         pause = pause_s(slot.num_failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S) if slot.num_failures else 0.0
         slot.num_failures += 1
         slot.start_at = time.monotonic() + pause
-        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        logger.error("process %d (pid %s) ended by %s; it starts again in %.1f s", number, pid, how, pause)
+        return pause
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -140,6 +173,14 @@ class Supervisor:
             for process in self._alive():
                 logger.warning("%s is killed", process.name)
                 process.kill()
+
+    def _end_all(self) -> None:
+        for process in self._alive():
+            process.terminate()
+        for process in self._alive():
+            process.join(_STOP_S)
+            process.kill()
+            process.join()
 
     def _alive(self) -> list[ForkProcess]:
         return [slot.process for slot in self._slots if slot.process is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from indexer.snapshots.base import Piece, SnapshotStoreError
 
 SNAPSHOT_NAME = "views.kvsnap"
+_LEFT_S = 300.0
 
 
 class FolderStore:
@@ -41,6 +43,7 @@ class FolderStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f"{self._name}.{os.getpid()}"
         try:
+            self._remove_leftovers()
             with unfinished.open("wb") as file:
                 for piece in pieces:
                     file.write(piece)
@@ -51,3 +54,9 @@ class FolderStore:
             with suppress(OSError):  # for example of a read-only disk
                 unfinished.unlink(missing_ok=True)
             raise
+
+    def _remove_leftovers(self) -> None:
+        """Remove what processes have left that were killed while they wrote."""
+        for path in self._folder.glob(f"{self._name}.*"):
+            if path.suffix[1:].isdecimal() and time.time() - path.stat().st_mtime > _LEFT_S:
+                path.unlink(missing_ok=True)

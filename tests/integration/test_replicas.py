@@ -16,6 +16,7 @@ import pytest
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.processes import children_of
+from tests.support.servers.kafka_broker import KafkaBroker
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
@@ -53,6 +54,14 @@ class Replicas(ServiceProcess):
     def pids(self) -> list[int]:
         """Return the process ids, those that started first first."""
         return sorted(children_of(self.pid))
+
+    def __exit__(self, *error: Any) -> None:
+        if self._running:  # the end of all processes removes their folder
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            with suppress(AssertionError):
+                wait_until(lambda: not self._running, 20, "the end")
+        super().__exit__(*error)
 
     def agrees(self, path: str, expected: Callable[[httpx.Response], bool]) -> None:
         """Return once the answer of each process is as expected."""
@@ -263,6 +272,53 @@ def test_a_second_signal_ends_processes_that_hang(topics: dict[str, Any], tmp_pa
         assert not is_gone(pids[0])
         os.kill(service.pid, signal.SIGTERM)
         wait_until(lambda: is_gone(pids[0]), 60, "the end of the one that hangs")
+
+
+@pytest.mark.soak
+def test_a_process_that_hangs_is_replaced(topics: dict[str, Any], tmp_path: Path) -> None:
+    with Replicas(tmp_path, 2, **topics) as service:
+        service.wait_until_all_are_ready()
+        hung = service.pids()[1]
+        os.kill(hung, signal.SIGSTOP)
+        wait_until(lambda: len({*service.pids()} - {hung}) == 2, 90, "the replacement")
+        assert "process 1 hangs for" in service.log.read_text()
+        service.wait_until_all_are_ready()
+
+
+def test_a_signal_at_any_moment_of_the_start_ends_the_service(topics: dict[str, Any], tmp_path: Path) -> None:
+    for moment in ("kvsight listens on", "[1]"):
+        service = Replicas(tmp_path / moment[1:2], 2, **topics)
+        service.log.parent.mkdir()
+        with service:
+            wait_until(lambda service=service, moment=moment: moment in service.log.read_text(), 60, moment)  # type: ignore[misc]
+            pids = service.pids()
+            service.terminate()
+            assert all(map(is_gone, pids)), service.log.read_text()
+            assert "Traceback" not in service.log.read_text()
+
+
+@pytest.mark.soak
+def test_a_replacement_stays_away_while_it_knows_less_than_the_others(
+    kafka_broker: KafkaBroker, tmp_path: Path
+) -> None:
+    topics = own_topics(kafka_broker.bootstrap)
+    question = {"model_name": MODEL, "seq_hashes": HASHES}
+    with PublishingProcess("w0", **topics) as engine, Replicas(tmp_path, 2, **topics) as service:
+        engine.store(*HASHES)
+        service.wait_until_all_are_ready()
+
+        def answers() -> dict[int, httpx.Response]:
+            return service.from_each("/query_by_hash", method="POST", json=question)
+
+        wait_until(lambda: all(map(holds_all, answers().values())), 60, "each process to know all pages")
+        kafka_broker.kill()
+        killed = service.pids()[1]
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: len({*service.pids()} - {killed}) == 2, 60, "the replacement")
+        for _ in range(20):
+            assert httpx.post(service.url + "/query_by_hash", json=question, timeout=30).is_success
+        kafka_broker.restart()
+        wait_until(lambda: all(map(holds_all, answers().values())), 60, "the replacement to answer")
 
 
 def test_processes_do_not_outlive_a_killed_parent(topics: dict[str, Any], tmp_path: Path) -> None:
