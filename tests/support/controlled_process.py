@@ -39,6 +39,11 @@ class ControlledProcess:
             os.close(error)
         self.greeting: Any = self._answer()
 
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
     def order(self, command: str, *arguments: object) -> Any:
         """Send an order and return its answer. Any thread. Raises EOFError if the process has ended."""
         with self._lock:
