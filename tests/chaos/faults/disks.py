@@ -8,7 +8,6 @@ from random import Random
 
 from tests.chaos.faults.fault import fault
 from tests.chaos.rig import Rig, Service
-from tests.support.waiting import wait_until
 
 _ROOM_BYTES = 4096
 
@@ -19,8 +18,6 @@ def disk_full(rig: Rig, random: Random) -> Iterator[None]:
     limits = _limit(service)
     yield
     resource.prlimit(service.pid, resource.RLIMIT_FSIZE, limits)
-    service.wait_for_snapshot()
-    wait_until(lambda: "recording" not in service.get("/health").json(), 60, "the recording to go on")
 
 
 @fault("service killed while its disk is full", touches={"service"})
