@@ -35,8 +35,6 @@ from api.replicas.side import ReplicaSide
 from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
-from api.shards.group import ShardGroup, shards_routes
-from api.shards.others import AskOthers
 from api.tenant_metrics import TenantMetrics
 from api.tenant_queries import TenantQueries
 from api.tokens import Tokens
@@ -51,6 +49,7 @@ from kv_events.tracing import open_spans
 
 if TYPE_CHECKING:
     from api.registrations import Registrations
+    from api.shards.group import ShardGroup
 
 
 class Application(DocumentedApp):
@@ -154,8 +153,6 @@ def create_app(
     app.include_router(service_routes(consumer, metrics if side is None else side.metrics, registrations, degraded))
     app.include_router(worker_routes(consumer, registrations, consumer.demand_resync))
     app.include_router(dump_routes(consumer))
-    if group is not None:
-        app.include_router(shards_routes(group.gatherer))
     app.include_router(feed_routes(feed))
     app.include_router(docs_routes())
     app.include_router(page)
@@ -165,7 +162,8 @@ def create_app(
     if side is not None:
         side.share_page(app)
     if group is not None:
-        app.add_middleware(AskOthers, membership=group.membership, peers=group.peers)
+        group.add_to(app)
+        metrics.registry.register(group.metrics())
     if spans is not None:
         app.add_middleware(TraceRequests, spans=spans, paths=endpoints)
     if tokens.are_required:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -81,8 +81,8 @@ class Gatherer:
         self._block_sizes: OrderedDict[tuple[str, str], set[int]] = OrderedDict()  # by model and tenant
         self.missing: list[Missing] = []
         """What answers lack at the moment."""
-        self.given_up: Counter[str] = Counter()
-        """Reason -> answers of other members that did not come."""
+        self.given_up = 0
+        """Answers of other members that did not come."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -205,6 +205,7 @@ class Gatherer:
 
         has_patience: also ask those that did not answer the last time.
         """
+        has_patience = has_patience or self._membership.is_doubtful  # somebody knows who has its partitions now
         assignment = self._membership.assignment
         asked = Asked(assignment.generation, asks)
         peers = self._peers.of(assignment.members)
@@ -225,7 +226,7 @@ class Gatherer:
     ) -> None:
         if isinstance(answer, PeerError):
             failures[peer.member.id] = str(answer)
-            self.given_up[str(answer)] += 1
+            self.given_up += 1
         elif isinstance(answer, BaseException):
             raise answer
         elif len(answer.found) == num_asked:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from api.hot import json_response
 from api.openapi import answers
 from api.settings import ApiSettings
 from api.shards.gather import Gatherer
+from api.shards.others import AskOthers
 from api.shards.own_views import OwnViews
-from api.shards.peers import Peers
+from api.shards.peers import Connections, Peers
 from api.shards.routes import ShardRoutes
 from api.tenant_queries import TenantQueries
 from indexer.consumer import Consumer
@@ -39,9 +42,8 @@ class ShardGroup:
         tls = None
         if settings.group_ca_file is not None:
             tls = TlsFiles("group", settings.group_ca_file, None, None, None).context()
-        self.peers = Peers(membership.id, _token(settings, api), tls, settings.group_deadline_s)
-        """The other members."""
-        self.gatherer = Gatherer(self._own, membership, self.peers)
+        self._peers = Peers(membership.id, Connections(_token(settings, api), tls), settings.group_deadline_s)
+        self.gatherer = Gatherer(self._own, membership, self._peers)
         """Answers questions for the whole group."""
 
     @asynccontextmanager
@@ -50,6 +52,15 @@ class ShardGroup:
         async with self.membership.running(), self.gatherer.running():
             yield
 
+    def add_to(self, app: FastAPI) -> None:
+        """Add what an application has only in a group. The middleware is added as the innermost one."""
+        app.include_router(_shards_routes(self.gatherer))
+        app.add_middleware(AskOthers, membership=self.membership, peers=self._peers)
+
+    def metrics(self) -> Collector:
+        """Return what `GET /metrics` says about the group."""
+        return ShardMetrics(self.gatherer)
+
     def routes(self, max_body_bytes: int, *, must_be_ready: bool, tenants: TenantQueries | None = None) -> ShardRoutes:
         """Return the query routes. See `HotRoutes`."""
         return ShardRoutes(
@@ -57,7 +68,24 @@ class ShardGroup:
         )
 
 
-def shards_routes(gatherer: Gatherer) -> APIRouter:
+class ShardMetrics(Collector):
+    """The group as this member sees it, read at each scrape."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        shards = self._gatherer.shards()
+        missing = sum(len(each.partitions) for each in shards.missing)
+        yield GaugeMetricFamily("kvsight_group_members", "Members of the shard group", value=len(shards.members))
+        yield GaugeMetricFamily("kvsight_group_partitions", "Partitions of this member", value=len(shards.claims))
+        yield GaugeMetricFamily("kvsight_group_missing_partitions", "Partitions that answers lack", value=missing)
+        given_up = self._gatherer.given_up
+        yield CounterMetricFamily("kvsight_group_given_up", "Answers of members that did not come", value=given_up)
+
+
+def _shards_routes(gatherer: Gatherer) -> APIRouter:
     """Return the route that shows the group."""
     router = APIRouter(tags=["service"])
 

@@ -7,16 +7,18 @@ import ssl
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import httpx
+import aiohttp
 import msgspec
 
 from api.shards.wire import PATH, Told, decode_told
-from indexer.shards.assignment import MAX_MEMBERS, Member
+from indexer.shards.assignment import Member
 from kv_events.tls import connection_reason
 
 _FORWARD_S = 10.0
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CONNECTIONS_PER_MEMBER = 32
+_MAX_ANSWER_BYTES = 256 * 2**20
+_OK = 200
 
 
 class PeerAnswer(NamedTuple):
@@ -32,71 +34,99 @@ class PeerError(Exception):
 
 
 class Peer:
-    """One other member. Without an answer it is not asked again until `Peers` has reached it."""
+    """One other member. Without an answer it is not asked again until `Gatherer` has reached it in the background."""
 
-    def __init__(self, member: Member, http: httpx.AsyncClient, headers: dict[str, str], deadline_s: float) -> None:
+    def __init__(self, member: Member, connections: Connections, deadline_s: float) -> None:
         self.member = member
         self.failure = ""
         """Why the newest attempt failed, or ""."""
-        self._http = http
-        self._url = member.url + PATH
-        self._headers = headers
+        self._connections = connections
         self._deadline_s = deadline_s
 
     async def ask(self, body: bytes) -> Told:
         """Send a question. Raises PeerError, also if the answer is not there in time."""
+        self.failure = ""
         try:
-            async with asyncio.timeout(self._deadline_s):
-                told = await self._ask(body)
-        except TimeoutError:
-            self.failure = f"no answer within {self._deadline_s:g} s"
-        except httpx.HTTPError as error:
-            cause = error.__cause__.__context__ if error.__cause__ is not None else None
-            self.failure = connection_reason(cause) or str(error) or type(error).__name__
+            answer = await self._connections.send("POST", self.member.url + PATH, self._deadline_s, body=body)
+            told: Told = decode_told(answer.body) if answer.status == _OK else _refused(answer)
+        except PeerError as error:
+            self.failure = str(error)
         except (msgspec.DecodeError, UnicodeDecodeError):
             self.failure = "its answer cannot be read"
         else:
-            self.failure = "" if told.member == self.member.id else "another service answers at its address"
-            if not self.failure:
+            if told.member == self.member.id:
                 return told
+            self.failure = "another service answers at its address"
         raise PeerError(self.failure)
 
     async def forward(self, method: str, target: str, headers: dict[str, str]) -> PeerAnswer | PeerError:
         """Send another request, without a body. target: path and query. Returns the error if there is no answer."""
         try:
-            async with asyncio.timeout(_FORWARD_S):
-                answer = await self._http.request(method, self.member.url + target, headers=self._headers | headers)
-        except (TimeoutError, httpx.HTTPError) as error:
-            return PeerError(str(error) or type(error).__name__)
-        return PeerAnswer(answer.status_code, answer.content, answer.headers.get("content-type", ""))
-
-    async def _ask(self, body: bytes) -> Told:
-        answer = await self._http.post(self._url, content=body, headers=self._headers)
-        if answer.status_code != httpx.codes.OK:
-            raise httpx.HTTPError(f"it answers with status {answer.status_code}")
-        return decode_told(answer.content)
+            return await self._connections.send(method, self.member.url + target, _FORWARD_S, headers=headers)
+        except PeerError as error:
+            return error
 
 
-class Peers:
-    """All other members. Belongs to one event loop."""
+def _refused(answer: PeerAnswer) -> Told:
+    raise PeerError(f"it answers with status {answer.status}")
 
-    def __init__(self, own_id: str, token: str | None, tls: ssl.SSLContext | None, deadline_s: float) -> None:
-        """token: sent to the members. tls: trusts their certificates; None: that of the system."""
-        self._own_id = own_id
-        self._deadline_s = deadline_s
+
+class Connections:
+    """Open connections to all members. Belongs to one event loop, in which the first request opens the pool."""
+
+    def __init__(self, token: str | None, tls: ssl.SSLContext | None) -> None:
+        """token: sent with each request. tls: trusts the members' certificates; None: as the system does."""
         self._headers = {"Content-Type": "application/msgpack"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._http = httpx.AsyncClient(
-            verify=tls or True,
-            timeout=None,  # noqa: S113  (`Peer.ask` has a deadline for everything)
-            trust_env=False,
-            limits=httpx.Limits(
-                max_connections=MAX_MEMBERS * _CONNECTIONS_PER_MEMBER,
-                max_keepalive_connections=MAX_MEMBERS * _CONNECTIONS_PER_MEMBER,
-                keepalive_expiry=_KEEPALIVE_S,
-            ),
+        self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(
+        self, method: str, url: str, deadline_s: float, *, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> PeerAnswer:
+        """Send a request and receive the whole answer. Raises PeerError."""
+        session = self._session = self._session or self._opened()
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                session.request(method, url, data=body, headers=headers, allow_redirects=False) as answer,
+            ):
+                if answer.content_length is not None and answer.content_length > _MAX_ANSWER_BYTES:
+                    raise PeerError(f"its answer has more than {_MAX_ANSWER_BYTES} bytes")
+                return PeerAnswer(answer.status, await answer.read(), answer.content_type)
+        except TimeoutError:
+            reason = f"no answer within {deadline_s:g} s"
+        except aiohttp.ClientConnectorError as error:
+            reason = connection_reason(error.os_error) or str(error)
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+        raise PeerError(reason)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(
+            ssl=self._tls or True, limit=0, limit_per_host=_CONNECTIONS_PER_MEMBER, keepalive_timeout=_KEEPALIVE_S
         )
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(),  # `send` has a deadline for everything
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+class Peers:
+    """All other members."""
+
+    def __init__(self, own_id: str, connections: Connections, deadline_s: float) -> None:
+        self._own_id = own_id
+        self._connections = connections
+        self._deadline_s = deadline_s
         self._peers: dict[str, Peer] = {}
 
     def of(self, members: Iterable[Member]) -> list[Peer]:
@@ -105,10 +135,10 @@ class Peers:
         for member in members:
             if member.id != self._own_id:
                 known = self._peers.get(member.id)
-                found[member.id] = known or Peer(member, self._http, self._headers, self._deadline_s)
+                found[member.id] = known or Peer(member, self._connections, self._deadline_s)
         self._peers = found
         return list(found.values())
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        await self._connections.close()

@@ -44,6 +44,7 @@ PROTOCOL = "kvsight"
 _VERSION = 0
 _POLL_MS = 500
 _HEARTBEATS_PER_SESSION = 6
+_CLOCK_S = 0.5
 _METADATA_AGE_MS = 5000
 """Time after which added partitions are noticed."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
@@ -74,12 +75,23 @@ class Membership:
         self._topic = settings.events_topic
         self._session_s = shards.group_session_s
         self._joined = asyncio.Event()
+        self._awake_at = time.monotonic()
+        self._doubtful_until = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
     @property
     def is_assigned(self) -> bool:
         """Whether this process has been in the group."""
         return self.assignment is not NOBODY
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether this process stood still for so long that others may have its partitions by now.
+
+        Until a new assignment, or until a heartbeat would have shown that it is no member any longer.
+        """
+        now = time.monotonic()
+        return now < self._doubtful_until or now - self._awake_at > self._session_s
 
     @property
     def own(self) -> frozenset[int]:
@@ -103,12 +115,23 @@ class Membership:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Be a member during a block. Leaving it leaves the group, so that the others take over at once."""
-        task = asyncio.create_task(keep_running(self._run, "consumer group", logger), name="consumer-group")
+        parts = {"consumer group": self._run, "consumer group clock": self._watch_clock}
+        tasks = [asyncio.create_task(keep_running(part, name, logger), name=name) for name, part in parts.items()]
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_clock(self) -> None:
+        while True:
+            now = time.monotonic()
+            if now - self._awake_at > self._session_s:
+                self._doubtful_until = now + self._session_s / 2
+                logger.warning("this process stood still for %.1f s", now - self._awake_at)
+            self._awake_at = now
+            await asyncio.sleep(_CLOCK_S)
 
     async def _run(self) -> None:
         while True:
@@ -160,6 +183,7 @@ class Membership:
         own = assignment.partitions_of(self.id)
         self.lent = frozenset(self.held) - own if was_in_touch and assignment.has(self.id) else frozenset()
         self.assignment = assignment
+        self._doubtful_until, self._awake_at = 0.0, time.monotonic()
         self._joined.set()
         logger.info(
             "consumer group %s: %d of %d partitions, %d members",

@@ -53,6 +53,8 @@ class Share:
 
     def claims(self) -> dict[int, bool]:
         """Return the partitions that this member answers for -> whether their views are up to date with the log."""
+        if self.membership.is_doubtful:
+            return {}
         is_ready = self._progress.is_caught_up
         return {
             partition: is_ready and partition in self._begun and not self._progress.is_behind(partition)

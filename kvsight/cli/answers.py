@@ -62,6 +62,9 @@ def answer_lines(answer: Mapping[str, Any], asked: Asked, streams: Sequence[Stre
     elif not known:
         yield "No worker holds any of it."
     yield from _absent_lines(asked, known, held)
+    for lacking in answer["missing"] if isinstance(answer.get("missing"), list) else ():
+        partitions = ", ".join(map(str, lacking["partitions"]))
+        yield f"missing: the workers of partitions {partitions} ({lacking['member']}: {lacking['reason']})"
 
 
 def _instances(answer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

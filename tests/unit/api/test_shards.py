@@ -43,6 +43,7 @@ class Fixed:
     def __init__(self, name: str, assignment: Assignment) -> None:
         self.id, self.assignment, self.group = name, assignment, "g"
         self.lent: frozenset[int] = frozenset()
+        self.is_doubtful = False
 
     @property
     def wanted(self) -> frozenset[int]:
