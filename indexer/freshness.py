@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from indexer.lateness import LATE_S
 from indexer.views import View, ViewState
-from kv_events.streams import HEARTBEAT_S
-
-LATE_S = 2 * HEARTBEAT_S + 0.5
-"""Silence after which two heartbeats are missing."""
 
 NO_HEARTBEAT = "no heartbeat"
 """Reason of a view that is stale because of silence."""
@@ -82,8 +79,11 @@ class Freshness:
         return self.expired_before(), self.syncing_before(), self.late_before()
 
     def is_late(self, view: View) -> bool:
-        """Return whether two heartbeats of the worker are missing, for example because the event log is unreadable."""
-        return view.heard_tick < self.late_before()
+        """Return whether two heartbeats of the worker are missing, for example because the event log is unreadable.
+
+        So are they while the batches arrive that have waited for the end of an outage.
+        """
+        return view.heard_tick < self.late_before() or view.is_behind
 
     def reason(self, view: View) -> str:
         """Return why the view cannot be fully trusted, or "" if it can."""

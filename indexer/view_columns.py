@@ -7,8 +7,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED = range(3)
-"""What the publisher said with its newest batch: nothing, that its stream is incomplete, or that no other follows."""
+FAULT_NONE, FAULT_DOUBTED, FAULT_CLOSED = range(3)
+"""What the newest batch shows beside its pages: nothing; that its stream is incomplete, as the publisher said, or that
+newer batches are on the way; that no other batch follows."""
 
 _FIRST_SIZE: Final = 64
 
@@ -20,7 +21,7 @@ class ViewColumns:
         self.states: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
         """[n] position in `ViewState` of the state from the batches alone: LIVE, SYNCING or STALE."""
         self.faults: npt.NDArray[np.uint8] = np.zeros(_FIRST_SIZE, np.uint8)
-        """[n] one of FAULT_NONE, FAULT_DEGRADED, FAULT_CLOSED."""
+        """[n] one of FAULT_NONE, FAULT_DOUBTED, FAULT_CLOSED."""
         self.heard_at: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)
         """[n] `View.heard_at`."""
         self.heard_tick: npt.NDArray[np.float64] = np.zeros(_FIRST_SIZE)

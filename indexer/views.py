@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from indexer.index import SLICE_PAGES, Marks, OverlapIndex
+from indexer.lateness import LATE_S, Lateness
 from indexer.position import START, Admission, Position
 from indexer.tenant_limits import TENANT_PAGES
-from indexer.view_columns import FAULT_CLOSED, FAULT_DEGRADED, FAULT_NONE, ViewColumns
+from indexer.view_columns import FAULT_CLOSED, FAULT_DOUBTED, FAULT_NONE, ViewColumns
 from kv_events.codec import DecodedBatch, RemovedPages, Step, StoredPages
 from kv_events.digest import digest_bytes, page_counts
 from kv_events.schema import CLOSED, ENGINE_UNHEARD, AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -91,6 +92,10 @@ class View:
     """Partition of the newest batch in the log."""
     refused_now: int = 0
     """Pages refused since the last resync or clear. The digest cannot match before the next one."""
+    lateness: Lateness = field(default_factory=Lateness)
+    """That of the newest batch."""
+    is_behind: bool = False
+    """Whether the newest batch tells of the past, or is being applied after a silence."""
     _degraded_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -132,9 +137,8 @@ class View:
 
     @degraded_reason.setter
     def degraded_reason(self, reason: str) -> None:
-        fault = FAULT_CLOSED if reason == CLOSED else FAULT_DEGRADED if reason else FAULT_NONE
-        self.columns.faults[self.number] = fault
         self._degraded_reason = reason
+        self._note_fault()
 
     @property
     def epoch(self) -> int:
@@ -184,7 +188,11 @@ class View:
         """
         if batch.degraded_reason != ENGINE_UNHEARD or self.heard_at == 0.0:
             self.heard_at = at
+        was_late = tick - self.heard_tick > LATE_S
         self.heard_tick = max(self.heard_tick, tick)
+        self.lateness.note(batch.timestamp, tick)
+        self.is_behind = was_late or self.lateness.is_behind
+        self._note_fault()
 
     def apply(self, batch: DecodedBatch) -> Iterator[None]:
         """Apply an admitted batch in slices. Queries can run between two slices."""
@@ -194,6 +202,7 @@ class View:
 
     def confirm(self, batch: DecodedBatch) -> None:
         """Compare the digests after a batch. If they are equal, the view is correct regardless of earlier errors."""
+        self.is_behind = self.lateness.is_behind
         self.degraded_reason = batch.degraded_reason
         if self.marks is not None:
             if self.heard_tick - self.resync_began > _LONGEST_RESYNC_S:
@@ -226,6 +235,13 @@ class View:
         """Count pages for which there was no room."""
         self.counters.refused_pages += num_pages
         self.refused_now += num_pages
+
+    def _note_fault(self) -> None:
+        if self.is_closed:
+            fault = FAULT_CLOSED
+        else:
+            fault = FAULT_DOUBTED if self.degraded_reason or self.is_behind else FAULT_NONE
+        self.columns.faults[self.number] = fault
 
     def _begin_epoch(self, batch: DecodedBatch, *, is_restart: bool) -> None:
         if is_restart:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 import numpy as np
 
-from indexer.freshness import LATE_S
+from indexer.lateness import LATE_S
 from tests.chaos.engine import Engine
 from tests.chaos.rig import Rig, Service
 

@@ -121,6 +121,8 @@ def test_when_all_faults_end_the_view_becomes_the_pages_of_the_engine(
     steps: list[tuple[object, ...]], survivor: int
 ) -> None:
     router, publishers = Router(), [Stream(), Stream()]
+    for publisher in publishers:
+        publisher.clock = lambda: router.now
     late: list[LogRecord] = []
     for step in steps:
         take_step(router, publishers, late, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -66,6 +66,7 @@ class Stream:
         self.epoch = 1
         self.seq = 0
         self.held: set[tuple[int, int]] = set()
+        self.clock: Callable[[], float] = time.time
 
     def restart(self) -> None:
         """Start a new incarnation that holds nothing."""
@@ -77,7 +78,7 @@ class Stream:
         """Return the next record."""
         for event in events:
             self._track(event)
-        now = time.time() if now is None else float(now)  # an integer is encoded otherwise, and no batch is plain
+        now = self.clock() if now is None else float(now)  # an integer is encoded otherwise, and no batch is plain
         payload = encode_batch(
             self.id,
             self.block_size,

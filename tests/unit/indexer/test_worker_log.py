@@ -63,6 +63,7 @@ def watched(caplog: pytest.LogCaptureFixture) -> Watched:
 
 def test_each_change_of_a_workers_life_is_one_line(watched: Watched) -> None:
     stream = Stream()
+    stream.clock = lambda: watched.now
     watched.read(stream.batch(stored((0, [1]))))
     assert watched.lines() == ["w0/0 joined"]
     stream.batch(stored((0, [2])))  # lost
