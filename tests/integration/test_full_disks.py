@@ -40,7 +40,7 @@ def test_a_full_disk_under_an_event_log_costs_freshness_alone(tmp_path: Path) ->
     log = tmp_path / "log"
     with (
         PublishingProcess("w", KVSIGHT_EVENT_LOG_DIR=log) as engine,
-        ServiceProcess(tmp_path, KVSIGHT_EVENT_LOG_DIR=log) as service,
+        ServiceProcess(tmp_path, KVSIGHT_EVENT_LOG_DIR=log, KVSIGHT_WORKER_TTL_S=300) as service,
     ):
         engine.store(1, 2, 3)
         wait_until(lambda: is_right(service, engine), 60, "the view before")

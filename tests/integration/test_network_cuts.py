@@ -37,6 +37,7 @@ def site(linked_kafka: LinkedKafka, redis_url: str, tmp_path_factory: pytest.Tem
             "KVSIGHT_KAFKA": links["SERVICES"].address,
             "KVSIGHT_REDIS": f"redis://{redis.address}/7",  # a database of its own
             "KVSIGHT_SNAPSHOT_INTERVAL_S": 0.5,
+            "KVSIGHT_WORKER_TTL_S": 300,  # no worker expires, however slow the machine is
         }
         with ServiceProcess(folder, **topics | settings) as service:
             service.wait_until_ready()

@@ -27,7 +27,8 @@ def clock(tmp_path: Path) -> SteppedClock:
 
 @pytest.fixture
 def topics(kafka_bootstrap: str) -> dict[str, Any]:
-    return own_topics(kafka_bootstrap)
+    """A worker expires after less than the step, and not because the machine is slow."""
+    return own_topics(kafka_bootstrap, KVSIGHT_WORKER_TTL_S=300)
 
 
 @pytest.fixture
