@@ -53,19 +53,30 @@ def listen(settings: ApiSettings) -> socket.socket:
         raise CannotListenError(settings.host, settings.port, error.strerror or str(error)) from None
 
 
-def reserve(settings: ApiSettings) -> socket.socket:
-    """Return a socket that keeps an address for `share` and does not listen. The caller closes it.
+@contextmanager
+def reserve(settings: ApiSettings) -> Iterator[socket.socket]:
+    """Yield a socket that keeps an address for `share` and does not listen.
 
-    Raises what `listen` raises. Sockets that share a port do not notice that another service has it, so it is tried
-    without sharing first.
+    Raises what `listen` raises. Sockets that share a port do not notice that another service has it. So it is tried
+    without sharing first, and a name of this machine keeps out another service that shares.
     """
     with listen(settings) as free:
         family, address = free.family, free.getsockname()
-    return _sharing(family, address)
+    with socket.socket(socket.AF_UNIX) as name, _sharing(family, address) as reserved:
+        try:
+            name.bind(f"\0kvsight:{address[0]}:{address[1]}")
+        except OSError:
+            raise PortInUseError(settings.host, address[1]) from None
+        yield reserved
 
 
-def share(reserved: socket.socket) -> socket.socket:
-    """Return another socket of the same address. Once it listens, it gets its part of the connections."""
+def share(reserved: socket.socket, settings: ApiSettings) -> socket.socket:
+    """Return another socket of the same address. Once it listens, it gets its part of the connections.
+
+    Raises InvalidValueError for files of TLS.
+    """
+    if settings.tls is not None:
+        settings.tls.check_server()
     return _sharing(reserved.family, reserved.getsockname())
 
 
@@ -180,6 +191,11 @@ class _ReplicaServer(_Server):
     def __init__(self, app: Starlette, settings: ApiSettings, replica: Replica) -> None:
         super().__init__(app, settings, headers_of(replica))
         self._replica = replica
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tell the others when this process accepts connections."""
+        await super().startup(sockets)
+        self._replica.shared.note_serving(self._replica.number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End. Further signals change nothing: a service manager may send one to every process, as the parent does."""

@@ -43,7 +43,12 @@ def _serve(pipe: Connection, count: int) -> None:
     with reserve(_SETTINGS) as reserved, tempfile.TemporaryDirectory() as folder:
 
         def run(replica: Replica) -> None:
-            run_server(create_app(filled_consumer(), _SETTINGS, replica=replica), _SETTINGS, share(reserved), replica)
+            run_server(
+                create_app(filled_consumer(), _SETTINGS, replica=replica),
+                _SETTINGS,
+                share(reserved, _SETTINGS),
+                replica,
+            )
 
         Supervisor(SharedState(count, Path(folder)), run, lambda: pipe.send(url_of(reserved, _SETTINGS))).run()
 

@@ -25,6 +25,7 @@ PATH: Final = "/metrics"
 _OF_EACH = frozenset({"kvsight_ready", "kvsight_log_up", "kvsight_log_down_seconds", "kvsight_log_lag_records"})
 """Gauges that each process has for itself, with the label `process`."""
 _ADDED_GAUGES = frozenset({"kvsight_event_clients", "kvsight_decisions_queued"})
+_TIMEOUT_S: Final = 5.0
 _CUMULATIVE = frozenset({"counter", "histogram"})
 
 
@@ -61,7 +62,7 @@ class SharedMetrics:
     async def text(self) -> bytes:
         """Return the metrics of all processes in text format 0.0.4."""
         others = self._replica.others()
-        answers = await asyncio.gather(*(self._siblings.get(number, PATH) for number in others))
+        answers = await asyncio.gather(*(self._siblings.get(number, PATH, _TIMEOUT_S) for number in others))
         merged = _Merged(LOG_COUNTERS)
         up = GaugeMetricFamily("kvsight_process_up", "1 for a process that answers", labels=["process"])
         found = {n: None if a is None or a.is_error else a.content for n, a in zip(others, answers, strict=True)}

@@ -126,7 +126,6 @@ class Replica:
 
         while must_wait():  # noqa: ASYNC110  (other processes change it)
             await asyncio.sleep(_POLL_S)
-        self.shared.note_serving(self.number)
 
     @asynccontextmanager
     async def beating(self, why_not_ready: Callable[[], str], degraded: Callable[[], str]) -> AsyncIterator[None]:

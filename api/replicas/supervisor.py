@@ -97,7 +97,8 @@ class Supervisor:
         now = time.monotonic()
         # the first one alone, so that a mistake in the settings shows once
         for number, slot in enumerate(self._slots if self._has_listened else self._slots[:1]):
-            if slot.process is None and slot.start_at <= now:
+            is_last = not self._alive() and slot.started_at + 2 * _FIRST_PAUSE_S <= now
+            if slot.process is None and (is_last or slot.start_at <= now):
                 self._start(number, slot)
 
     def _start(self, number: int, slot: _Slot) -> None:
@@ -224,7 +225,7 @@ class Supervisor:
         try:
             self._run(Replica(number, self._shared))
         except (KvsightError, OSError) as error:
-            sys.stderr.write(f"kvsight: {error}\n")
+            sys.stderr.write(f"kvsight: process {number}: {error}\n")
             sys.exit(EXIT_FAILED)
         finally:
             if is_orphan(parent_pid):  # nobody else removes it

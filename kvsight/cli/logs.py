@@ -75,8 +75,13 @@ def configure_logs(level: Level, form: Format = Format.TEXT) -> None:
         logging.getLogger(name).setLevel(threshold)
 
 
-def name_process(number: int) -> None:
-    """Let each line name the process that writes it, one of several of a service."""
+def name_process(number: int, *, is_quiet: bool) -> None:
+    """Let each line name the process that writes it, one of several of a service.
+
+    is_quiet: another process logs the changes of workers.
+    """
+    if is_quiet:
+        logging.getLogger("indexer.worker_log").setLevel(logging.CRITICAL)
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
             handler.formatter.static_fields = {"process": number}

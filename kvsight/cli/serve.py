@@ -157,8 +157,8 @@ def _serve_in_several(indexer: IndexerSettings, settings: ApiSettings) -> None:
     with reserve(settings) as reserved, TemporaryDirectory(prefix="kvsight-", ignore_cleanup_errors=True) as folder:
 
         def run(replica: Replica) -> None:
-            name_process(replica.number)
-            run_server(_application(indexer, settings, replica), settings, share(reserved), replica)
+            name_process(replica.number, is_quiet=not replica.leads)
+            run_server(_application(indexer, settings, replica), settings, share(reserved, settings), replica)
 
         def note_listening() -> None:
             where = url_of(reserved, settings)

@@ -13,6 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from api.errors import PortInUseError
+from api.server import reserve
+from api.settings import ApiSettings
 from tests.support.commands import kvsight
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.processes import children_of
@@ -242,7 +245,8 @@ def test_one_process_writes_the_snapshots_and_all_load_them(
         service.wait_until_all_are_ready()
         wait_until(lambda: "kvsight_snapshots_written_total 0.0" not in service.get("/metrics").text, 60, "a snapshot")
         service.terminate()
-        assert "[1] indexer.snapshots" not in service.log.read_text()
+        assert "[0] indexer.worker_log" in service.log.read_text()
+        assert "[1] indexer.worker_log" not in service.log.read_text()
         service.start()
         service.wait_until_all_are_ready()
         wait_until(lambda: len(service.pages("w0")) == len(engine.held), 60, "the pages")
@@ -338,6 +342,15 @@ def test_a_tokens_limit_holds_over_all_processes(topics: dict[str, Any], tmp_pat
         assert httpx.get(service.url + "/workers", headers=headers, timeout=30).status_code == 200
         answers = service.from_each("/workers", headers=headers)
         assert {answer.status_code for answer in answers.values()} == {429}
+
+
+def test_two_services_that_start_at_once_do_not_share_a_port() -> None:
+    with reserve(ApiSettings(port=0)) as first:
+        settings = ApiSettings(port=first.getsockname()[1])
+        with pytest.raises(PortInUseError), reserve(settings):
+            pass
+    with reserve(settings):
+        pass
 
 
 def test_a_port_in_use_is_not_shared_with_another_service(service: Replicas, topics: dict[str, Any]) -> None:
