@@ -23,7 +23,8 @@ from indexer.settings import IndexerSettings
 from indexer.snapshots.base import Piece, SnapshotDamagedError
 from indexer.views import RESYNC_CUT_OFF, View, ViewCounters, ViewState
 from kv_events.digest import DIGEST_WORDS, digest_bytes
-from kv_events.errors import KvsightError
+from kv_events.errors import InvalidValueError, KvsightError
+from kv_events.limits import MAX_NAME_BYTES
 from kv_events.schema import NUM_MEDIA
 from kv_events.streams import StreamId
 
@@ -211,6 +212,9 @@ def _exact_image(view: View) -> _ExactImage:
 
 
 def _restore(namespaces: Namespaces, part: _NamespaceImage) -> None:
+    for name in (part.model, part.tenant, *(v.worker for v in part.views)):
+        if not 1 <= len(name.encode()) <= MAX_NAME_BYTES:
+            raise InvalidValueError("image", name, f"names of 1 .. {MAX_NAME_BYTES} bytes")
     digests = {v.number: np.frombuffer(v.digest, "<u8", DIGEST_WORDS).copy() for v in part.views}
     words_per_set = max(part.words_per_set, NUM_MEDIA)
     sets = np.frombuffer(part.sets, "<u8").reshape(-1, words_per_set)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +24,7 @@ from kv_events.errors import InvalidValueError
 from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
+from tests.support.terminal import ENVIRONMENT, command
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
@@ -156,6 +159,25 @@ async def test_an_open_stream_of_events_ends_with_its_token(file: Path) -> None:
             assert (await client.get("/workers", headers=as_(name))).status_code == status
         listening["stays"].cancel()
         await asyncio.gather(*listening.values(), return_exceptions=True)
+
+
+async def test_top_waits_out_a_limit_of_requests(file: Path) -> None:
+    replace(file, table("slow", "read", limit=1))
+    async with a_service(file) as client:
+        process = await asyncio.create_subprocess_exec(
+            *command("top", "--json", "--interval", 0.1, "--url", client.base_url),
+            env={**ENVIRONMENT, "KVSIGHT_API_TOKEN": secret("slow")},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        lines = [await process.stdout.readline() for _ in range(3)]  # two of them after refusals
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        _, errors = await process.communicate()
+        assert (process.returncode, all(lines)) == (0, True), errors
+        assert [json.loads(line)["num_workers"] for line in lines] == [1, 1, 1]
+        assert b"more requests with this token than it permits in a second" in errors
 
 
 def replace(file: Path, text: str) -> None:
