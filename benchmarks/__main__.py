@@ -12,6 +12,7 @@ from benchmarks.report import Figure, as_json, show
 NAMES = (
     "index",
     "replay",
+    "restart",
     "explain",
     "publish",
     "radix",

@@ -1,0 +1,174 @@
+"""Restarts from a snapshot, and what writing one costs queries. `python -m benchmarks.bench_restart [--json FILE]`
+
+A snapshot of 1M pages of 64 workers is in a folder and in Redis. `kvsight serve` is started until `GET /ready`
+succeeds; files are in the page cache and kernels are compiled. Then a loop asks for prompts without a pause while
+snapshots are written: the longest turn of the loop is the longest time that a query waits. CPU time includes that of
+threads which do not hold the interpreter, so a turn is at most as long as shown; it does not depend on other programs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+import uvloop
+
+from benchmarks.report import Figure, figure, main
+from indexer.namespaces import Namespaces
+from indexer.settings import IndexerSettings
+from indexer.slices import Slices
+from indexer.snapshots.base import SnapshotStore
+from indexer.snapshots.folder import FolderStore
+from indexer.snapshots.image import SnapshotParts, take
+from indexer.snapshots.keeper import SnapshotKeeper
+from indexer.snapshots.redis import RedisStore
+from kv_events.codec import StoredPages
+from kv_events.event_log import EventLogWriter
+from kv_events.streams import StreamId
+from kvsight.cli.allocator import keep_freed_memory
+from tests.support.servers.redis_server import RedisServer
+
+NUM_WORKERS, CHAIN_PAGES = 64, 125
+RESTARTS, SNAPSHOTS = 5, 10
+
+
+def filled(num_pages: int) -> Namespaces:
+    """Return views that hold distinct pages."""
+    namespaces, random = Namespaces(IndexerSettings()), np.random.default_rng(1)
+    views = [namespaces.add_view(StreamId("m", "default", f"w{n}", 0), 16) for n in range(NUM_WORKERS)]
+    starts = np.packbits([1] + [0] * (CHAIN_PAGES - 1), bitorder="little")
+    for number in range(num_pages // CHAIN_PAGES):
+        view, hashes = views[number % NUM_WORKERS], random.integers(1, 2**64, CHAIN_PAGES, dtype=np.uint64)
+        chain = StoredPages(0, hashes, hashes, starts, np.zeros(1, np.uint64))
+        view.index.store(view.number, chain, 0, CHAIN_PAGES)
+    return namespaces
+
+
+async def _copied(namespaces: Namespaces) -> SnapshotParts:
+    parts: SnapshotParts = await Slices().run(take(namespaces, {0: 0}, time.time()))
+    return parts
+
+
+async def _save(store: SnapshotStore, namespaces: Namespaces) -> None:
+    keeper = SnapshotKeeper(store, IndexerSettings(), 0.0)
+    await keeper.close(lambda: _copied(namespaces))
+    if not keeper.written:
+        raise RuntimeError("the snapshot could not be written")
+
+
+def restarts(folder: Path, *options: str) -> list[tuple[float, float]]:
+    """Return the seconds from each start until the service is ready, and the CPU seconds of its process by then."""
+    return [_restart(folder, *options) for _ in range(RESTARTS)]
+
+
+def _restart(folder: Path, *options: str) -> tuple[float, float]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "kvsight", "serve", "--port", str(port), "--event-log-dir", str(folder / "log")]
+    began = time.perf_counter()
+    process = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
+    try:
+        while not _is_ready(f"http://127.0.0.1:{port}/ready"):
+            if process.poll() is not None:
+                raise RuntimeError(f"kvsight serve has ended with {process.returncode}")
+            time.sleep(0.01)
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return time.perf_counter() - began, sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    finally:
+        process.send_signal(signal.SIGKILL)  # a last snapshot would differ
+        process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
+
+
+async def longest_turns(namespaces: Namespaces, run: Callable[[], Awaitable[object]]) -> tuple[float, float]:
+    """Return the longest turn of a loop that asks without a pause while `run` runs: milliseconds, of CPU time and of
+    the clock.
+    """
+    (namespace,) = namespaces
+    prompt = namespace.index.live_entries()[:64].astype(np.uint64)
+    cpu, clock = [], []
+
+    async def ask() -> None:
+        while True:
+            began_cpu, began = time.process_time(), time.perf_counter()
+            namespace.index.find(prompt)
+            await asyncio.sleep(0)
+            cpu.append(time.process_time() - began_cpu)
+            clock.append(time.perf_counter() - began)
+
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0.1)
+    cpu.clear()
+    clock.clear()
+    await run()
+    asking.cancel()
+    return 1e3 * max(cpu), 1e3 * max(clock)
+
+
+def turns(num_pages: int, store: Callable[[], SnapshotStore], name: str) -> list[Figure]:
+    """Measure the longest turns without and with a snapshot."""
+    namespaces = filled(num_pages)
+
+    async def measure() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        await _save(store(), namespaces)
+        quiet = [await longest_turns(namespaces, lambda: asyncio.sleep(0.3)) for _ in range(SNAPSHOTS)]
+        busy = [await longest_turns(namespaces, lambda: _save(store(), namespaces)) for _ in range(SNAPSHOTS)]
+        return quiet, busy
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        quiet, busy = runner.run(measure())
+    return [
+        figure(f"longest turn of the loop, no snapshot, {name}, CPU time", "ms", [each[0] for each in quiet]),
+        figure(f"the same while a snapshot is written, {name}", "ms", [each[0] for each in busy], "<= 5"),
+        figure(f"the same by the clock, {name}", "ms", [each[1] for each in busy]),
+    ]
+
+
+def run() -> list[Figure]:
+    """Return all figures."""
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        server = RedisServer(folder)
+        server.restart()
+        settings = IndexerSettings(redis=server.url)
+        with EventLogWriter(folder / "log"):
+            pass
+        figures = []
+        try:
+            snapshots: dict[str, tuple[Callable[[], SnapshotStore], list[str]]] = {
+                "folder": (lambda: FolderStore(folder / "snapshots"), ["--snapshot-dir", str(folder / "snapshots")]),
+                "Redis": (lambda: RedisStore(settings), ["--redis", server.url]),
+            }
+            million = filled(1_000_000)
+            for name, (store, options) in snapshots.items():
+                asyncio.run(_save(store(), million))
+                measured = restarts(folder, *options)
+                figures.append(figure(f"start until ready, 1M pages in {name}", "s", [m[0] for m in measured], "<= 3"))
+                figures.append(figure("the same, CPU time", "s", [m[1] for m in measured]))
+                figures += turns(1_000_000, store, f"1M pages to {name}")
+            figures += turns(10_000_000, snapshots["folder"][0], "10M pages to folder")
+        finally:
+            server.kill()
+        return figures
+
+
+if __name__ == "__main__":
+    main("restart", run)
