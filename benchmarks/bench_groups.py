@@ -2,7 +2,7 @@
 
 What a query costs on a group of two, compared with one service, and how fast one and two members apply a log. All
 members, the broker and the caller share one machine. 16 workers hold 64 pages of a prompt; one caller asks for them
-over one connection. The log of the second part has 4,000 records with 512 new pages each, of 64 workers, in 8
+over one connection. The log of the second part has 2,000 records with 512 new pages each, of 256 workers, in 8
 partitions.
 """
 
@@ -36,8 +36,8 @@ from tests.support.log.records import Stream, stored
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
-PAGES, HOLDERS, QUERIES = 64, 16, 1000
-RUNS, RECORDS, PAGES_PER_RECORD, WORKERS, PARTITIONS = 3, 4000, 512, 64, 8
+PAGES, HOLDERS, QUERIES = 64, 16, 600
+RUNS, RECORDS, PAGES_PER_RECORD, WORKERS, PARTITIONS = 3, 2000, 512, 256, 8
 _SEED = 1
 _BATCHES = re.compile(r"^kvsight_batches_applied_total (\S+)$", re.MULTILINE)
 
@@ -60,7 +60,7 @@ async def publish(settings: dict[str, Any], records: list[LogRecord]) -> None:
     async with AIOKafkaProducer(bootstrap_servers=kafka, max_batch_size=2**20, linger_ms=5) as producer:
         sent = []
         for number, record in enumerate(records):
-            partition = number % WORKERS % PARTITIONS
+            partition = number % PARTITIONS
             sent.append(await producer.send(topic, record.payload, key=record.key, partition=partition))
         await asyncio.gather(*sent)
 
