@@ -1,4 +1,6 @@
-"""A short chaos run with fixed seeds. `make chaos` runs for as long as you like."""
+"""A short chaos run with fixed seeds. `make chaos` runs for as long as you like, and also judges times and lies, which
+depend on the speed of the machine.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +26,4 @@ def test_every_view_equals_its_cache_after_any_fault(seed: int, tmp_path: Path) 
     names = [name for name, fault in FAULTS.items() if fault.hold_s <= 3 and "burst" not in name]
     report = run(tmp_path, seed, _MINUTES, names, told.append, _INJECTIONS)
     assert told, "no fault was injected"
-    assert report.is_true, "\n".join([plain_table([report]), *(line for each in told for line in each.details)])
+    assert report.is_healed, "\n".join([plain_table([report]), *(line for each in told for line in each.details)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -33,7 +32,7 @@ class Sighting(NamedTuple):
     state: str
     reason: str
     wrong_s: float
-    """Seconds since the cache was as the view shows. If it never was: since the view was first seen so."""
+    """Seconds since the cache was as the view shows. If it never was: since the view was seen to show the same."""
 
     @property
     def is_right(self) -> bool:
@@ -62,7 +61,7 @@ class Watch:
         self._newest: dict[tuple[str, str], Sighting] = {}
         self._right_since: dict[str, float | None] = {}
         self._wrong: list[Sighting] = []  # of live views
-        self._unknown_since: dict[tuple[str, str], float] = {}
+        self._unknown: dict[tuple[str, str], tuple[float, bytes]] = {}  # digest that no cache had, and since when
         self._is_ended = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -122,9 +121,9 @@ class Watch:
         rows, place = engine.rows(), (service.name, engine.name)
         (same,) = np.nonzero((rows["digest"] == shown).all(axis=1))
         if not len(same):
-            return at - self._unknown_since.setdefault(place, at)
-        with suppress(KeyError):
-            del self._unknown_since[place]
+            since, before = self._unknown.get(place, (at, b""))
+            self._unknown[place] = (since if before == shown.tobytes() else at, shown.tobytes())
+            return at - self._unknown[place][0]
         last = int(same[-1])
         return 0.0 if last == len(rows) - 1 else max(0.0, at - float(rows["at"][last + 1]))
 
