@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from api.shards.wire import PATH, Told, decode_told
 from indexer.shards.assignment import Member
@@ -47,7 +48,7 @@ class Peer:
         """Send a question. Raises PeerError, also if the answer is not there in time."""
         self.failure = ""
         try:
-            answer = await self._connections.send("POST", self.member.url + PATH, self._deadline_s, body=body)
+            answer = await self._connections.ask(self.member.url + PATH, body, self._deadline_s)
             told: Told = decode_told(answer.body) if answer.status == _OK else _refused(answer)
         except PeerError as error:
             self.failure = str(error)
@@ -60,9 +61,12 @@ class Peer:
         raise PeerError(self.failure)
 
     async def forward(self, method: str, target: str, headers: dict[str, str]) -> PeerAnswer | PeerError:
-        """Send another request, without a body. target: path and query. Returns the error if there is no answer."""
+        """Send another request, without a body. Returns the error if there is no answer.
+
+        target: path and query, percent-encoded. headers: of the request, which has no token but theirs.
+        """
         try:
-            return await self._connections.send(method, self.member.url + target, _FORWARD_S, headers=headers)
+            return await self._connections.send(method, self.member.url + target, _FORWARD_S, headers)
         except PeerError as error:
             return error
 
@@ -75,22 +79,27 @@ class Connections:
     """Open connections to all members. Belongs to one event loop, in which the first request opens the pool."""
 
     def __init__(self, token: str | None, tls: ssl.SSLContext | None) -> None:
-        """token: sent with each request. tls: trusts the members' certificates; None: as the system does."""
-        self._headers = {"Content-Type": "application/msgpack"}
+        """token: sent with each question. tls: trusts the members' certificates; None: as the system does."""
+        self._own_headers = {"Content-Type": "application/msgpack"}
         if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+            self._own_headers["Authorization"] = f"Bearer {token}"
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
+    async def ask(self, url: str, body: bytes, deadline_s: float) -> PeerAnswer:
+        """Send a question with this member's own token. Raises PeerError."""
+        return await self.send("POST", url, deadline_s, self._own_headers, body)
+
     async def send(
-        self, method: str, url: str, deadline_s: float, *, body: bytes = b"", headers: dict[str, str] | None = None
+        self, method: str, url: str, deadline_s: float, headers: dict[str, str], body: bytes = b""
     ) -> PeerAnswer:
-        """Send a request and receive the whole answer. Raises PeerError."""
+        """Send a request and receive the whole answer. url: percent-encoded, sent as it is. Raises PeerError."""
         session = self._session = self._session or self._opened()
         try:
+            target = URL(url, encoded=True)
             async with (
                 asyncio.timeout(deadline_s),
-                session.request(method, url, data=body, headers=headers, allow_redirects=False) as answer,
+                session.request(method, target, data=body, headers=headers, allow_redirects=False) as answer,
             ):
                 if answer.content_length is not None and answer.content_length > _MAX_ANSWER_BYTES:
                     raise PeerError(f"its answer has more than {_MAX_ANSWER_BYTES} bytes")
@@ -99,7 +108,7 @@ class Connections:
             reason = f"no answer within {deadline_s:g} s"
         except aiohttp.ClientConnectorError as error:
             reason = connection_reason(error.os_error) or str(error)
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
         raise PeerError(reason)
 
@@ -109,7 +118,6 @@ class Connections:
         )
         return aiohttp.ClientSession(
             connector=connector,
-            headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(),  # `send` has a deadline for everything
         )
