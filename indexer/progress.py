@@ -19,7 +19,7 @@ class Progress:
         """Whether everything that was in the event log at the start has been applied."""
         self.positions: dict[int, int] = {}
         """Partition -> offset of the next record to apply."""
-        self._goal: Mapping[int, int] | None = None
+        self._goal: dict[int, int] | None = None
         self._behind: dict[int, int] = {}  # partition that was added -> its end at that time, until it is reached
 
     @property
@@ -30,7 +30,7 @@ class Progress:
     def start(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> None:
         """Record that the event log was opened. begins: first offset that is read, by partition; ends: current end."""
         self.positions |= begins
-        self._goal = ends
+        self._goal = dict(ends)
 
     def add(self, partition: int, end: int) -> None:
         """Record that a partition is read, too. end: its current end."""
@@ -40,6 +40,8 @@ class Progress:
         """Record that a partition is read no longer."""
         self.positions.pop(partition, None)
         self._behind.pop(partition, None)
+        if self._goal is not None:
+            self._goal.pop(partition, None)
 
     def is_behind(self, partition: int) -> bool:
         """Return whether an added partition has records of before that are not applied yet."""
@@ -74,7 +76,7 @@ class Progress:
     def update_ends(self, ends: Mapping[int, int]) -> None:
         """Record the ends of the event log that a probe found."""
         if self.is_caught_up:
-            self._goal = ends
+            self._goal = dict(ends)
 
     def lag(self) -> int | None:
         """Records that are not applied yet, as of the last probe. None before the first."""

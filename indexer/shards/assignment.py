@@ -15,9 +15,12 @@ MAX_PARTITIONS = 4096
 """Bound on the partitions of a topic that a group shares."""
 
 _MAX_BYTES = 2**20
+_MAX_AHEAD_MS = 24 * 3600 * 1000
+"""Generations are times at least. One that is so far in the future comes from a wrong clock or from a stranger."""
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Url = Annotated[str, msgspec.Meta(max_length=MAX_URL_LENGTH)]
+_Generation = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Partition = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Partitions = Annotated[list[_Partition], msgspec.Meta(max_length=MAX_PARTITIONS)]
 
@@ -28,7 +31,7 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
     id: _Id
     """Chosen anew at each start of a process."""
     url: _Url
-    generation: int
+    generation: _Generation
     """That of the newest assignment that it knows. 0: none."""
     held: _Partitions
     """Partitions whose views it keeps."""
@@ -45,9 +48,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """Which member keeps the views of which partitions. All members get the same one."""
 
-    generation: int
+    generation: _Generation
     """Grows with each assignment of a group."""
-    before: int
+    before: _Generation
     """Generation of the newest assignment that any member knew."""
     members: list[Member]
 
@@ -100,10 +103,15 @@ def share_out(candidates: Collection[Candidate], partitions: Collection[int], no
 
     now_ms: milliseconds since 1970, so that generations also grow when a whole group restarts.
     """
-    before = max((each.generation for each in candidates), default=0)
+
+    def generation(each: Candidate) -> int:
+        return each.generation if each.generation <= now_ms + _MAX_AHEAD_MS else 0
+
+    before = max(map(generation, candidates), default=0)
     # who holds most stays; among several that hold a partition, the one with the newest assignment keeps it
-    ordered = sorted(candidates, key=lambda each: (-each.generation, -len(each.held), each.id))
-    chosen = ordered[:MAX_MEMBERS]
+    ordered = sorted(candidates, key=lambda each: (-generation(each), -len(each.held), each.id))
+    by_id = {each.id: each for each in reversed(ordered)}  # ids are chosen at random: two that are equal are hostile
+    chosen = [each for each in ordered if by_id[each.id] is each][:MAX_MEMBERS]
     shares = _shares(chosen, sorted(partitions)[:MAX_PARTITIONS])
     members = [Member(each.id, each.url, sorted(shares[each.id])) for each in chosen]
     return Assignment(max(before + 1, now_ms), before, sorted(members, key=lambda member: member.id))

@@ -49,7 +49,7 @@ class Share:
         self._applier = applier
         self._progress = progress
         self._slices = slices
-        self._begun: set[int] = set()  # partitions that the source reads
+        self._begun: set[int] | None = None  # partitions that the source reads; None: it has not been told yet
 
     def claims(self) -> dict[int, bool]:
         """Return the partitions that this member answers for -> whether their views are up to date with the log."""
@@ -57,7 +57,7 @@ class Share:
             return {}
         is_ready = self._progress.is_caught_up
         return {
-            partition: is_ready and partition in self._begun and not self._progress.is_behind(partition)
+            partition: is_ready and partition in (self._begun or ()) and not self._progress.is_behind(partition)
             for partition in self.membership.wanted
         }
 
@@ -87,7 +87,7 @@ class Share:
     async def _begin(self) -> None:
         try:
             begins = await self._source.read_only(self._progress.positions, self._progress.positions)
-            new = begins.keys() - self._begun
+            new = begins.keys() - (self._begun or set())
             ends = await self._source.ends() if new else {}
         except SourceUnavailableError:
             return  # the reader notes the outage, and this is tried again
