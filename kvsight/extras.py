@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from kv_events.errors import KvsightError
 
-SERVE = ("aiohttp", "fastapi", "fastapi_offline", "httptools", "prometheus_client", "redis", "uvicorn")
+SERVE = ("aiohttp", "fastapi", "fastapi_offline", "httptools", "prometheus_client", "redis", "uvicorn", "yarl")
 """Modules that the extra `serve` brings."""
 
 ANALYSIS = ("bokeh", "jinja2", "pyarrow")
