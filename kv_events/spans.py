@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import (
+    NoOpTracer,
     Span,
     SpanKind,
     Status,
@@ -29,6 +31,8 @@ from kv_events.errors import InvalidValueError
 from kv_events.tracing import Headers
 
 __all__ = ["Span", "Spans"]
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["producer", "consumer", "server"]
 
@@ -113,10 +117,18 @@ class Spans:
                 provider = get_tracer_provider()
                 if isinstance(provider, TracerProvider):
                     self._ended.set()  # the program ends it
+                    self._tracer = provider.get_tracer("kvsight")
                 else:
-                    provider = self._create_provider()
-                self._tracer = provider.get_tracer("kvsight")
+                    self._tracer = self._own_tracer()
             return self._tracer
+
+    def _own_tracer(self) -> Tracer:
+        try:
+            return self._create_provider().get_tracer("kvsight")
+        except Exception as error:  # noqa: BLE001  (exporters raise many kinds for wrong values of `OTEL_*`)
+            self._ended.set()
+            logger.warning("no traces are sent: %s (see the variables OTEL_*)", error)
+            return NoOpTracer()
 
     def _create_provider(self) -> TracerProvider:
         """Create a provider that ends with the process.

@@ -101,7 +101,7 @@ def _target(scope: Scope) -> str | None:
         return None
     given = QueryParams(scope["query_string"]).multi_items()
     query = urlencode([each for each in given if each[0] in _PARAMETERS[action]], quote_via=quote, errors="replace")
-    return path + (f"?{query}" if query else "")
+    return f"{path}?{query}" if query else str(path)
 
 
 def _header(scope: Scope, name: str) -> str | None:

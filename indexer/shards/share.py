@@ -49,7 +49,7 @@ class Share:
         self._applier = applier
         self._progress = progress
         self._slices = slices
-        self._begun: set[int] | None = None  # partitions that the source reads; None: it has not been told yet
+        self._begun: frozenset[int] | None = None  # partitions that the source reads; None: it has not been told yet
 
     def claims(self) -> dict[int, bool]:
         """Return the partitions that this member answers for -> whether their views are up to date with the log."""
@@ -82,12 +82,12 @@ class Share:
 
     def note_start(self, begins: Mapping[int, int]) -> None:
         """Record that the source was started. begins: see `Source.start`."""
-        self._begun = set(begins)
+        self._begun = frozenset(begins)
 
     async def _begin(self) -> None:
         try:
             begins = await self._source.read_only(self._progress.positions, self._progress.positions)
-            new = begins.keys() - (self._begun or set())
+            new = begins.keys() - (self._begun or frozenset())
             ends = await self._source.ends() if new else {}
         except SourceUnavailableError:
             return  # the reader notes the outage, and this is tried again
@@ -95,7 +95,7 @@ class Share:
             self._progress.positions[partition] = begins[partition]
             self._progress.add(partition, ends.get(partition, 0))
             self._progress.catch_up(partition)
-        self._begun = set(begins)
+        self._begun = frozenset(begins)
 
     async def _take_over(self, partition: int) -> int:
         """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
