@@ -210,11 +210,15 @@ async def test_records_that_are_not_sampled_have_no_headers(kafka_bootstrap: str
     assert found == {sampler: {is_sampled} for sampler, is_sampled in sampled.items()}
 
 
-def test_without_a_collector_records_are_applied_and_everything_ends(topics: dict[str, Any], tmp_path: Path) -> None:
-    nowhere: dict[str, Any] = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}",
-        "OTEL_BSP_SCHEDULE_DELAY": "10",
-    }
+@pytest.mark.parametrize(
+    "variables",
+    [{"OTEL_BSP_SCHEDULE_DELAY": "10"}, {"OTEL_BSP_MAX_QUEUE_SIZE": "100"}],
+    ids=["good", "queue smaller than a batch"],
+)
+def test_without_a_collector_records_are_applied_and_everything_ends(
+    topics: dict[str, Any], tmp_path: Path, variables: dict[str, str]
+) -> None:
+    nowhere: dict[str, Any] = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}", **variables}
     worker = uuid.uuid4().hex
     with (
         PublishingProcess(worker, **topics, **nowhere) as engine,
