@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,7 +16,7 @@ from indexer.settings import IndexerSettings
 from indexer.shards.copies import copy_views
 from indexer.slices import Slices
 from indexer.snapshots.base import SnapshotStore
-from indexer.snapshots.image import SnapshotParts, take
+from indexer.snapshots.image import Snapshot, SnapshotParts, take
 from indexer.snapshots.keeper import SnapshotKeeper
 from indexer.sources.base import DivisibleSource, SourceUnavailableError
 from indexer.views import View
@@ -74,8 +75,10 @@ class Share:
         wanted, positions = self.membership.wanted, self._progress.positions
         for partition in positions.keys() - wanted:
             await self._give_up(partition)
-        for partition in sorted(wanted - positions.keys()):
-            positions[partition] = await self._take_over(partition)
+        new = sorted(wanted - positions.keys())
+        # at once, because a store that hangs is waited for
+        for partition, snapshot in zip(new, await asyncio.gather(*map(self._load, new)), strict=True):
+            positions[partition] = 0 if snapshot is None else await self._take_over(partition, snapshot)
         self.membership.held = sorted(positions)
         if self._begun != wanted:
             await self._begin()
@@ -97,13 +100,13 @@ class Share:
             self._progress.catch_up(partition)
         self._begun = frozenset(begins)
 
-    async def _take_over(self, partition: int) -> int:
-        """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
+    async def _load(self, partition: int) -> Snapshot | None:
         keeper = SnapshotKeeper(self._store(partition), self._settings, time.monotonic())
         self._keepers[partition] = keeper
-        snapshot = await keeper.load()
-        if snapshot is None:
-            return 0
+        return await keeper.load()
+
+    async def _take_over(self, partition: int, snapshot: Snapshot) -> int:
+        """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
         source, views = snapshot.namespaces, snapshot.namespaces.views
         tick = time.monotonic()
         await self._slices.run(copy_views(views, source, self._applier.namespaces, partition, tick))
