@@ -124,6 +124,11 @@ class Gatherer:
             ready = {(p, each.member) for each in told for p, is_ready in each.claims.items() if is_ready}
             self._membership.release([p for p in lent if p in owned and (p, owned[p].id) in ready])
 
+    def check_joined(self) -> None:
+        """Raise ProblemError (503) before the first assignment, when nobody to ask is known."""
+        if not self._membership.is_assigned:
+            raise not_joined(self._membership.group)
+
     async def answer(self, questions: Sequence[tuple[Question, Numbers]]) -> Answered:
         """Return the answers to some questions."""
         prompts = [await self._prompt(*each) for each in questions]
@@ -267,6 +272,12 @@ class Gatherer:
             Missing(sorted(partitions), min(self._since[p] for p in partitions), url, reason)
             for (url, reason), partitions in sorted(lacking.items())
         ]
+
+
+def not_joined(group: str) -> ProblemError:
+    """Return the problem of a request that comes before the first assignment."""
+    detail = f"this service has not joined the consumer group {group} yet, see /ready"
+    return ProblemError(503, "unavailable", detail, retry_after_s=1)
 
 
 def _packed(hashes: Numbers) -> bytes:

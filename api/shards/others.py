@@ -14,6 +14,9 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.problems import MEDIA_TYPE as PROBLEM_TYPE
+from api.problems import ProblemError
+from api.shards.gather import not_joined
 from api.shards.peers import PeerAnswer, PeerError, Peers
 from api.shards.wire import MISSING_HEADER
 from indexer.shards.assignment import Member
@@ -30,7 +33,28 @@ _PARAMETERS = {
     "view": frozenset({"dp_rank", "model", "tenant", "limit", "cursor"}),
     "resync": frozenset({"dp_rank", "model", "tenant"}),
 }
-_decode_list = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_DEFINITE = frozenset({HTTPStatus.OK, HTTPStatus.ACCEPTED, HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY})
+"""Answers that only a member gives that has the worker."""
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """What tells a worker of a list from others, and which of two views of it is better."""
+
+    model_name: str
+    routing_group: str
+    block_size: int
+    instance_id: str
+    state: str
+    age_ms: int
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The lower the better."""
+        return _TRUST.get(self.state, len(_TRUST)), self.age_ms
+
+
+_split_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_listed = msgspec.json.Decoder(_Listed).decode
 
 
 class AskOthers:
@@ -51,28 +75,45 @@ class AskOthers:
             await self._app(scope, receive, send)
             return
         own = await _captured(self._app, scope, receive)
-        if scope["path"] == _ALL and own.status_code == HTTPStatus.OK:
+        is_list = scope["path"] == _ALL and own.status_code == HTTPStatus.OK
+        if (is_list or own.status_code == HTTPStatus.NOT_FOUND) and not self._membership.is_assigned:
+            own = not_joined(self._membership.group).response()
+        elif is_list:
             own = await self._all_workers(scope, target, own)
         elif own.status_code == HTTPStatus.NOT_FOUND:
             own = await self._first_that_knows(scope, target, own)
         await own(scope, receive, send)
 
     async def _all_workers(self, scope: Scope, target: str, own: Response) -> Response:
-        lists, missing = [_decode_list(own.body)], []
+        lists, missing = [_listed(bytes(own.body))], []
         for member, answer in await self._ask(scope, target):
-            workers = _workers(answer)
-            if workers is None:
-                missing += member.partitions
-            else:
-                lists.append(workers)
-        headers = {MISSING_HEADER: ",".join(map(str, sorted(missing)))} if missing else {}
-        return Response(msgspec.json.encode(_distinct(lists)), headers=headers, media_type=_JSON)
+            try:
+                if isinstance(answer, PeerError) or answer.status != HTTPStatus.OK:
+                    missing.append(member)
+                else:
+                    lists.append(_listed(answer.body))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                missing.append(member)
+        body = b"[" + b",".join(_distinct(lists)) + b"]"
+        return Response(body, headers=_missing_header(missing), media_type=_JSON)
 
     async def _first_that_knows(self, scope: Scope, target: str, own: Response) -> Response:
-        for _, answer in await self._ask(scope, target):
-            if not isinstance(answer, PeerError) and answer.status != HTTPStatus.NOT_FOUND:
-                return Response(answer.body, answer.status, media_type=answer.content_type)
-        return own
+        """Return the answer of the member that has the worker. A 404 says that no member has it."""
+        silent: list[tuple[Member, str]] = []
+        for member, answer in await self._ask(scope, target):
+            if isinstance(answer, PeerError):
+                silent.append((member, str(answer)))
+            elif answer.status in _DEFINITE:
+                media_type = _JSON if answer.status < HTTPStatus.BAD_REQUEST else PROBLEM_TYPE
+                return Response(answer.body, answer.status, media_type=media_type)
+            elif answer.status != HTTPStatus.NOT_FOUND:
+                silent.append((member, f"it answers with status {answer.status}"))
+        if not silent:
+            return own
+        detail = f"no member that answers has the worker; {silent[0][0].url}: {silent[0][1]}"
+        response = ProblemError(503, "unavailable", detail, retry_after_s=1).response()
+        response.headers.update(_missing_header(member for member, _ in silent))
+        return response
 
     async def _ask(self, scope: Scope, target: str) -> list[tuple[Member, PeerAnswer | PeerError]]:
         authorization = _header(scope, "authorization")
@@ -109,29 +150,26 @@ def _header(scope: Scope, name: str) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
-def _workers(answer: PeerAnswer | PeerError) -> list[dict[str, Any]] | None:
-    """Return the workers that a member lists, or None if it does not answer."""
-    if isinstance(answer, PeerError) or answer.status != HTTPStatus.OK:
-        return None
-    try:
-        return _decode_list(answer.body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+def _missing_header(members: Iterable[Member]) -> dict[str, str]:
+    """Return the header that names the partitions of members that do not answer."""
+    partitions = sorted(partition for member in members for partition in member.partitions)
+    return {MISSING_HEADER: ",".join(map(str, partitions))} if partitions else {}
 
 
-def _distinct(lists: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _listed(body: bytes) -> list[tuple[_Listed, msgspec.Raw]]:
+    """Return the workers of a list with their JSON. Raises msgspec.DecodeError."""
+    return [(_decode_listed(raw), raw) for raw in _split_list(body)]
+
+
+def _distinct(lists: Iterable[list[tuple[_Listed, msgspec.Raw]]]) -> list[msgspec.Raw]:
     """Join lists of workers. While partitions move, two members may have a worker: the better view counts."""
-    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    found: dict[tuple[object, ...], tuple[_Listed, msgspec.Raw]] = {}
     for workers in lists:
-        for worker in workers:
-            name = tuple(worker.get(field) for field in ("model_name", "routing_group", "block_size", "instance_id"))
-            if name not in found or _rank(worker) < _rank(found[name]):
-                found[name] = worker
-    return [found[name] for name in sorted(found, key=str)]
-
-
-def _rank(worker: dict[str, Any]) -> tuple[int, float]:
-    return _TRUST.get(worker.get("state", ""), len(_TRUST)), worker.get("age_ms", 0)
+        for worker, raw in workers:
+            name = worker.model_name, worker.routing_group, worker.block_size, worker.instance_id
+            if name not in found or worker.rank < found[name][0].rank:
+                found[name] = worker, raw
+    return [found[name][1] for name in sorted(found, key=str)]
 
 
 async def _captured(app: ASGIApp, scope: Scope, receive: Receive) -> Response:

@@ -15,7 +15,8 @@ from api.shards.wire import PATH, Told, decode_told
 from indexer.shards.assignment import Member
 from kv_events.tls import connection_reason
 
-_FORWARD_S = 10.0
+_FORWARD_DEADLINES = 2
+"""Deadlines that a forwarded request may take: lists and pages are larger than answers to questions."""
 _KEEPALIVE_S = 4.0  # the server closes idle connections after 5
 _CONNECTIONS_PER_MEMBER = 32
 _MAX_ANSWER_BYTES = 256 * 2**20
@@ -65,8 +66,9 @@ class Peer:
 
         target: path and query, percent-encoded. headers: of the request, which has no token but theirs.
         """
+        deadline_s = _FORWARD_DEADLINES * self._deadline_s
         try:
-            return await self._connections.send(method, self.member.url + target, _FORWARD_S, headers)
+            return await self._connections.send(method, self.member.url + target, deadline_s, headers)
         except PeerError as error:
             return error
 

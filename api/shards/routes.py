@@ -45,6 +45,10 @@ class ShardRoutes(HotRoutes):
         """Path -> ASGI application for POST."""
         return super().endpoints() | {PATH: HotEndpoint(self._tell, _GROWTH * self._max_body_bytes + _ROOM)}
 
+    def _check_ready(self) -> None:
+        self._gatherer.check_joined()
+        super()._check_ready()
+
     async def _query(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
         return await self._one(await self._in_thread(body, decoded, body, codec, BY_TOKENS))

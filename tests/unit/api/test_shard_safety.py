@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -13,10 +15,13 @@ from aiohttp import web
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.shards.gather import Gatherer
 from api.shards.others import AskOthers
 from api.shards.peers import Connections, Peers
+from api.shards.routes import ShardRoutes
 from indexer.shards.assignment import Assignment, Member
 from indexer.shards.membership import Membership
+from tests.support.log.hand_fed import HandFed
 
 TOKEN = "the-token-of-this-member"
 DEADLINE_S = 5.0
@@ -60,7 +65,8 @@ async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
 async def call(app: ASGIApp, path: str, method: str = "GET", authorization: str | None = None) -> Response:
     """Send a request whose path is exactly this one, which clients would change."""
     raw_path, _, query = path.partition("?")
-    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    headers = [(b"content-type", b"application/json")]
+    headers += [] if authorization is None else [(b"authorization", authorization.encode())]
     scope = {"type": "http", "method": method, "path": unquote(raw_path), "raw_path": raw_path.encode()}
     scope |= {"query_string": query.encode(), "headers": headers}
     messages: list[Message] = []
@@ -127,3 +133,89 @@ async def test_a_forwarded_request_has_the_path_of_its_route_and_the_rights_of_i
     async with member(handler) as other, asking(other, own=nobody) as app:
         assert (await call(app, path, method, authorization)).status_code == 200
     assert asked == [(method, forwarded, authorization)]
+
+
+def answering(status: int, document: Any = None) -> Handler:
+    async def handler(_request: web.Request) -> web.Response:
+        return web.json_response(document, status=status)
+
+    return handler
+
+
+async def hang(_request: web.Request) -> web.Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+async def test_the_member_that_has_a_worker_answers_whatever_others_say(status: int) -> None:
+    async with (
+        member(answering(status), 1) as first,
+        member(answering(200, {"pages": []}), 2) as second,
+        asking(first, second, own=nobody) as app,
+    ):
+        answer = await call(app, "/workers/w/view")
+    assert (answer.status_code, answer.body) == (200, b'{"pages": []}')
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503, 302])
+async def test_a_worker_is_unknown_only_if_all_members_say_so(status: int) -> None:
+    async with (
+        member(answering(404), 1) as first,
+        member(answering(status), 2) as second,
+        asking(first, own=nobody) as all_answer,
+        asking(first, second, own=nobody) as app,
+    ):
+        assert (await call(all_answer, "/workers/w/view")).status_code == 404
+        answer = await call(app, "/workers/w/view")
+    assert answer.status_code == 503
+    assert f"status {status}" in bytes(answer.body).decode()
+    assert (answer.headers["Retry-After"], answer.headers["Kvsight-Missing"]) == ("1", "2")
+
+
+async def test_a_member_that_hangs_costs_a_list_of_workers_two_deadlines_and_is_named() -> None:
+    async with member(hang) as other, asking(other, own=nobody, deadline_s=0.1) as app:
+        async with asyncio.timeout(9):  # without a bound, it hangs for ever
+            workers = await call(app, "/workers")
+            view = await call(app, "/workers/w/view")
+    assert (workers.status_code, workers.body, workers.headers["Kvsight-Missing"]) == (200, b"[]", "1")
+    assert (view.status_code, view.headers["Kvsight-Missing"]) == (503, "1")
+
+
+def worker(**fields: Any) -> dict[str, Any]:
+    names = {"model_name": "m", "routing_group": "default", "block_size": 4, "instance_id": "w"}
+    return names | {"state": "live", "age_ms": 5, "more": [1]} | fields
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, [1], [{}], [worker(state=[])], [worker(age_ms="x")], [worker(block_size=None)], "x", None]
+)
+async def test_a_list_of_workers_that_cannot_be_read_is_missing(wrong: Any) -> None:
+    good = [worker(), worker(age_ms=3), worker(state="stale", age_ms=1), worker(instance_id="a")]
+    async with (
+        member(answering(200, wrong), 1) as first,
+        member(answering(200, good), 2) as second,
+        asking(first, second, own=nobody) as app,
+    ):
+        answer = await call(app, "/workers")
+    assert (answer.status_code, answer.headers["Kvsight-Missing"]) == (200, "1")
+    assert json.loads(bytes(answer.body)) == [worker(instance_id="a"), worker(age_ms=3)]
+
+
+@pytest.mark.parametrize("path", ["/workers", "/workers/w/view"])
+async def test_before_it_has_joined_a_member_says_so(path: str) -> None:
+    async with asking(own=nobody, is_assigned=False) as app:
+        answer = await call(app, path)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert b"has not joined the consumer group g yet" in answer.body
+
+
+async def test_before_it_has_joined_a_member_refuses_queries() -> None:
+    membership: Any = SimpleNamespace(group="g", is_assigned=False)
+    nothing: Any = None
+    gatherer = Gatherer(nothing, membership, nothing)
+    routes = ShardRoutes(HandFed().consumer, gatherer, nothing, 1000, must_be_ready=False)
+    for path in ("/query", "/query_by_hash", "/query/batch"):
+        answer = await call(routes.endpoints()[path], path, "POST")
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert b"has not joined the consumer group g yet" in answer.body
