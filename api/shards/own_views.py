@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from api.encoded_answers import age_ms
-from api.shards.wire import ANY_BLOCK_SIZE, MAX_NAMES, Ask, Asked, Found, Row, Told
+from api.shards.wire import ANY_BLOCK_SIZE, MAX_BLOCK_SIZES, MAX_NAMES, Ask, Asked, Found, Row, Told
 from indexer.consumer import Consumer
 from indexer.namespaces import Namespace
 from indexer.scores import stream_scores
@@ -65,7 +65,8 @@ class OwnViews:
             packed = ask.hashes.get(namespace.key.block_size, ask.hashes.get(ANY_BLOCK_SIZE))
             if packed is not None:
                 rows += self._rows(namespace, packed)
-        return Found([namespace.key.block_size for namespace in namespaces], rows, [])
+        block_sizes = [namespace.key.block_size for namespace in namespaces]
+        return Found(block_sizes[:MAX_BLOCK_SIZES], rows, [])
 
     def _rows(self, namespace: Namespace, packed: bytes) -> list[Row]:
         consumer = self._consumer

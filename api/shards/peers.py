@@ -28,7 +28,6 @@ class PeerAnswer(NamedTuple):
 
     status: int
     body: bytes
-    content_type: str
 
 
 class PeerError(Exception):
@@ -53,7 +52,7 @@ class Peer:
             told: Told = decode_told(answer.body) if answer.status == _OK else _refused(answer)
         except PeerError as error:
             self.failure = str(error)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.failure = "its answer cannot be read"
         else:
             if told.member == self.member.id:
@@ -80,12 +79,15 @@ def _refused(answer: PeerAnswer) -> Told:
 class Connections:
     """Open connections to all members. Belongs to one event loop, in which the first request opens the pool."""
 
-    def __init__(self, token: str | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, token: str | None, tls: ssl.SSLContext | None, *, max_answer_bytes: int = _MAX_ANSWER_BYTES
+    ) -> None:
         """token: sent with each question. tls: trusts the members' certificates; None: as the system does."""
         self._own_headers = {"Content-Type": "application/msgpack"}
         if token is not None:
             self._own_headers["Authorization"] = f"Bearer {token}"
         self._tls = tls
+        self._max_answer_bytes = max_answer_bytes
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(self, url: str, body: bytes, deadline_s: float) -> PeerAnswer:
@@ -103,9 +105,7 @@ class Connections:
                 asyncio.timeout(deadline_s),
                 session.request(method, target, data=body, headers=headers, allow_redirects=False) as answer,
             ):
-                if answer.content_length is not None and answer.content_length > _MAX_ANSWER_BYTES:
-                    raise PeerError(f"its answer has more than {_MAX_ANSWER_BYTES} bytes")
-                return PeerAnswer(answer.status, await answer.read(), answer.content_type)
+                return PeerAnswer(answer.status, await self._whole(answer))
         except TimeoutError:
             reason = f"no answer within {deadline_s:g} s"
         except aiohttp.ClientConnectorError as error:
@@ -114,12 +114,25 @@ class Connections:
             reason = str(error) or type(error).__name__
         raise PeerError(reason)
 
+    async def _whole(self, answer: aiohttp.ClientResponse) -> bytes:
+        """Return the body. Nothing is decompressed: a few bytes could become more than the memory holds."""
+        if answer.headers.get("Content-Encoding", "identity") != "identity":
+            raise PeerError("its answer cannot be read: it is compressed")
+        body = bytearray()
+        async for part in answer.content.iter_any():
+            body += part
+            if len(body) > self._max_answer_bytes:
+                raise PeerError(f"its answer has more than {self._max_answer_bytes} bytes")
+        return bytes(body)
+
     def _opened(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
             ssl=self._tls or True, limit=0, limit_per_host=_CONNECTIONS_PER_MEMBER, keepalive_timeout=_KEEPALIVE_S
         )
         return aiohttp.ClientSession(
             connector=connector,
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(),  # `send` has a deadline for everything
         )

@@ -7,15 +7,24 @@ from typing import Annotated
 import msgspec
 
 from api.query_requests import MAX_QUERIES_PER_BATCH
-from indexer.shards.assignment import Assignment
+from indexer.shards.assignment import MAX_PARTITIONS, Assignment
+from indexer.views import STATES
+from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
 
 MISSING_HEADER = "Kvsight-Missing"
 """Header of an answer that lacks partitions, which it names."""
 PATH = "/shards/query"
 ANY_BLOCK_SIZE = 0
 
+MAX_BLOCK_SIZES = 64
+"""Bound on the block sizes of a model that a member names: each costs a hashing of the prompt."""
 MAX_NAMES = 100
 """Bound on the names of models that a member tells a caller of an unknown one."""
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Partition = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -30,7 +39,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Asked(msgspec.Struct, frozen=True, array_like=True):
     """What one member asks another one."""
 
-    generation: int
+    generation: _Number
     """That of the newest assignment that the asking member knows."""
     prompts: Annotated[list[Ask], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
 
@@ -38,26 +47,28 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of a prompt that one stream holds, in tokens. See `indexer.scores.StreamScore`."""
 
-    partition: int
-    worker: str
-    dp_rank: int
-    gpu: int
-    cpu: int
-    disk: int
-    external: int
-    state: int
+    partition: _Partition
+    worker: _Name
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
+    gpu: _Number
+    cpu: _Number
+    disk: _Number
+    external: _Number
+    state: Annotated[int, msgspec.Meta(ge=0, lt=len(STATES))]
     """Index in `indexer.views.STATES`."""
-    age_ms: int
-    reusable: int | None
+    age_ms: _Number
+    reusable: _Number | None
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
     """The answer to one prompt."""
 
-    block_sizes: list[int]
+    block_sizes: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]], msgspec.Meta(max_length=MAX_BLOCK_SIZES)
+    ]
     """Those that the member's workers of the model use. Sizes for which it got no hashes have no rows."""
     rows: list[Row]
-    known: list[tuple[str, str]]
+    known: Annotated[list[tuple[_Name, _Name]], msgspec.Meta(max_length=MAX_NAMES)]
     """Models and tenants of this member, if it does not know the one that was asked for."""
 
 
@@ -65,10 +76,10 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     """What one member tells another one."""
 
     member: str
-    generation: int
-    claims: dict[int, bool]
+    generation: _Number
+    claims: Annotated[dict[_Partition, bool], msgspec.Meta(max_length=MAX_PARTITIONS)]
     """Partition that the member answers for -> whether its views are up to date with the log."""
-    found: list[Found]
+    found: Annotated[list[Found], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
     assignment: Assignment | None = None
     """The newest assignment, if the asking member has an older one."""
 

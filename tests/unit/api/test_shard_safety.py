@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,8 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.shards.gather import Gatherer
 from api.shards.others import AskOthers
-from api.shards.peers import Connections, Peers
+from api.shards.peers import Connections, PeerError, Peers
 from api.shards.routes import ShardRoutes
+from api.shards.wire import Told, encode
 from indexer.shards.assignment import Assignment, Member
 from indexer.shards.membership import Membership
 from tests.support.log.hand_fed import HandFed
@@ -219,3 +221,86 @@ async def test_before_it_has_joined_a_member_refuses_queries() -> None:
         answer = await call(routes.endpoints()[path], path, "POST")
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         assert b"has not joined the consumer group g yet" in answer.body
+
+
+MEMBER = "member-1"
+ROW = (1, "w", 0, 4, 0, 0, 0, 0, 5, None)
+
+
+def told(**fields: Any) -> list[Any]:
+    """An answer to one prompt, as another member sends it."""
+    good = {"member": MEMBER, "generation": 7, "claims": {1: True}, "block_sizes": [4], "rows": [ROW], "known": []}
+    member, generation, claims, *found = (good | fields).values()
+    return [member, generation, claims, [found], None]
+
+
+def in_row(place: int, value: object) -> list[Any]:
+    return told(rows=[[*ROW[:place], value, *ROW[place + 1 :]]])
+
+
+async def ask(body: bytes, headers: dict[str, str] | None = None, **bounds: int) -> Told:
+    """Ask a member that sends this body in parts."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        assert request.headers["Accept-Encoding"] == "identity"
+        response = web.StreamResponse(headers=headers)
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for start in range(0, len(body), 1000):
+            await response.write(body[start : start + 1000])
+        return response
+
+    async with member(handler) as other:
+        peers = Peers("me", Connections(TOKEN, None, **bounds), 30)
+        try:
+            (peer,) = peers.of([other])
+            return await peer.ask(b"")
+        finally:
+            await peers.close()
+
+
+async def test_a_good_answer_can_be_read() -> None:
+    (found,) = (await ask(encode(told()))).found
+    assert (found.rows[0].worker, found.block_sizes) == ("w", [4])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        told(generation=2**64 - 1),
+        told(generation=-1),
+        told(block_sizes=[0]),
+        told(block_sizes=[-3]),
+        told(block_sizes=[65_537]),
+        told(block_sizes=[4] * 65),
+        told(known=[("m", "t")] * 101),
+        told(known=[("m" * 257, "t")]),
+        told(claims={-1: True}),
+        told(claims=dict.fromkeys(range(4097), True)),
+        in_row(0, -1),
+        in_row(1, "w" * 257),
+        in_row(2, 65_536),
+        in_row(3, -1),
+        in_row(7, 4),
+        in_row(7, -1),
+        in_row(8, 2**63),
+        in_row(9, -1),
+        {},
+        None,
+    ],
+)
+async def test_an_answer_beyond_its_bounds_cannot_be_read(answer: Any) -> None:
+    with pytest.raises(PeerError, match=r"^its answer cannot be read$"):
+        await ask(encode(answer))
+
+
+async def test_an_answer_that_is_nested_deeply_cannot_be_read() -> None:
+    with pytest.raises(PeerError, match=r"^its answer cannot be read$"):
+        await ask(encode(told())[:-1].replace(b"\x95", b"\x96", 1) + b"\xc0" + b"\x91" * 100_000 + b"\xc0")
+
+
+async def test_an_answer_in_parts_has_a_bound_and_none_is_decompressed() -> None:
+    with pytest.raises(PeerError, match=r"^its answer has more than 5000 bytes$"):
+        await ask(bytes(100_000), max_answer_bytes=5000)
+    with pytest.raises(PeerError, match="compressed"):
+        await ask(gzip.compress(encode(told())), {"Content-Encoding": "gzip"})
