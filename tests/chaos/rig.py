@@ -272,7 +272,7 @@ class Rig:
     def _end(self) -> None:
         if self._asker is not None:
             self._asker.kill()
-        ends = [*(engine.kill for engine in self.all_engines), *(service.kill for service in self.services)]
+        ends = [*(engine.kill for engine in self.all_engines), *(service.close for service in self.services)]
         for end in (*ends, self.bridge.kill, self.redis.kill, self.broker.close, self.links["REDIS"].close):
             end()
 

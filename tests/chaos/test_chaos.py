@@ -15,15 +15,15 @@ from tests.chaos.run import Outcome, run
 
 assert tests.chaos.faults  # fills the table
 _INJECTIONS = 4
-_MINUTES = 0.5
+_MINUTES = 0.3
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_view_equals_its_cache_after_any_fault(seed: int, tmp_path: Path) -> None:
     told: list[Outcome] = []
     names = [name for name, fault in FAULTS.items() if fault.hold_s <= 3 and "burst" not in name]
     report = run(tmp_path, seed, _MINUTES, names, told.append, _INJECTIONS)
-    assert told, "no fault was injected"
+    assert told
     assert report.is_healed, "\n".join([plain_table([report]), *(line for each in told for line in each.details)])

@@ -70,6 +70,11 @@ class ServiceProcess:
         if self._process is not None:
             self._process.kill()
 
+    def close(self) -> None:
+        """Kill it, and close the connections to it."""
+        self.kill()
+        self._http.close()
+
     def terminate(self) -> None:
         """Send SIGTERM and wait for the end."""
         assert self._process is not None
@@ -78,7 +83,7 @@ class ServiceProcess:
 
     def wait_until_ready(self) -> None:
         """Return once `GET /ready` succeeds."""
-        wait_until(lambda: self.get("/ready").status_code == 200, deadline_s=60, what="the service to be ready")
+        wait_until(lambda: self.get("/ready").status_code == 200, deadline_s=300, what="the service to be ready")
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:
         """Send a GET request."""
@@ -116,5 +121,4 @@ class ServiceProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.kill()
-        self._http.close()
+        self.close()
