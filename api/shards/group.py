@@ -42,7 +42,8 @@ class ShardGroup:
         tls = None
         if settings.group_ca_file is not None:
             tls = TlsFiles("group", settings.group_ca_file, None, None, None).context()
-        self._peers = Peers(membership.id, Connections(_token(settings, api), tls), settings.group_deadline_s)
+        connections = Connections(_token(settings, api), tls, serves_tls=api.tls_cert_file is not None)
+        self._peers = Peers(membership.id, connections, settings.group_deadline_s)
         self.gatherer = Gatherer(self._own, membership, self._peers)
         """Answers questions for the whole group."""
 

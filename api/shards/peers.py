@@ -80,9 +80,18 @@ class Connections:
     """Open connections to all members. Belongs to one event loop, in which the first request opens the pool."""
 
     def __init__(
-        self, token: str | None, tls: ssl.SSLContext | None, *, max_answer_bytes: int = _MAX_ANSWER_BYTES
+        self,
+        token: str | None,
+        tls: ssl.SSLContext | None,
+        *,
+        serves_tls: bool = False,
+        max_answer_bytes: int = _MAX_ANSWER_BYTES,
     ) -> None:
-        """token: sent with each question. tls: trusts the members' certificates; None: as the system does."""
+        """token: sent with each question. tls: trusts the members' certificates; None: as the system does.
+
+        serves_tls: this member has TLS itself, so no token is sent to an address without it.
+        """
+        self._serves_tls = serves_tls
         self._own_headers = {"Content-Type": "application/msgpack"}
         if token is not None:
             self._own_headers["Authorization"] = f"Bearer {token}"
@@ -98,6 +107,8 @@ class Connections:
         self, method: str, url: str, deadline_s: float, headers: dict[str, str], body: bytes = b""
     ) -> PeerAnswer:
         """Send a request and receive the whole answer. url: percent-encoded, sent as it is. Raises PeerError."""
+        if self._serves_tls and "Authorization" in headers and not url.startswith("https://"):
+            raise PeerError("its address is without TLS, so it gets no token")
         session = self._session = self._session or self._opened()
         try:
             target = URL(url, encoded=True)

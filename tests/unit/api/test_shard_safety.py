@@ -238,7 +238,7 @@ def in_row(place: int, value: object) -> list[Any]:
     return told(rows=[[*ROW[:place], value, *ROW[place + 1 :]]])
 
 
-async def ask(body: bytes, headers: dict[str, str] | None = None, **bounds: int) -> Told:
+async def ask(body: bytes, headers: dict[str, str] | None = None, max_answer_bytes: int = 2**20) -> Told:
     """Ask a member that sends this body in parts."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -251,7 +251,7 @@ async def ask(body: bytes, headers: dict[str, str] | None = None, **bounds: int)
         return response
 
     async with member(handler) as other:
-        peers = Peers("me", Connections(TOKEN, None, **bounds), 30)
+        peers = Peers("me", Connections(TOKEN, None, max_answer_bytes=max_answer_bytes), 30)
         try:
             (peer,) = peers.of([other])
             return await peer.ask(b"")
@@ -304,3 +304,25 @@ async def test_an_answer_in_parts_has_a_bound_and_none_is_decompressed() -> None
         await ask(bytes(100_000), max_answer_bytes=5000)
     with pytest.raises(PeerError, match="compressed"):
         await ask(gzip.compress(encode(told())), {"Content-Encoding": "gzip"})
+
+
+@pytest.mark.parametrize("authorization", ["Bearer the-token-of-the-caller", None])
+async def test_a_member_with_tls_sends_no_token_to_an_address_without_it(authorization: str | None) -> None:
+    asked = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("Authorization"))
+        return web.json_response([])
+
+    async with member(handler) as other:
+        peers = Peers("me", Connections(TOKEN, None, serves_tls=True), 30)
+        try:
+            (peer,) = peers.of([other])
+            with pytest.raises(PeerError, match="without TLS"):
+                await peer.ask(b"")
+            headers = {} if authorization is None else {"Authorization": authorization}
+            is_refused = isinstance(await peer.forward("GET", "/workers", headers), PeerError)
+        finally:
+            await peers.close()
+    assert is_refused == (authorization is not None)
+    assert asked == ([] if is_refused else [None])
