@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvsight.schemas.events import BatchApplied, ClientDropped, FeedEvent, StateChanged
     from kvsight.schemas.explanations import BatchPosition, Evidence, Explanation, Finding, WorkerExplanation
     from kvsight.schemas.page import Fleet, FleetRank, FleetWorker, StateChange
-    from kvsight.schemas.queries import PeerAnswer, PeerInstance
+    from kvsight.schemas.queries import Missing, PeerAnswer, PeerInstance
     from kvsight.schemas.workers import Listener, RadixView, ViewPage, Worker
     from publisher import EventPublisher, PublisherSettings
     from publisher.sinks.file import FileSink
@@ -60,6 +60,7 @@ _HOMES = {
     "KvsightHttpError": "kvsight.errors",
     "Listener": "kvsight.schemas.workers",
     "Outcome": "kvsight.decisions",
+    "Missing": "kvsight.schemas.queries",
     "PeerAnswer": "kvsight.schemas.queries",
     "PeerInstance": "kvsight.schemas.queries",
     "Prompt": "kvsight.prompts",
@@ -107,6 +108,7 @@ __all__ = [
     "KvsightError",
     "KvsightHttpError",
     "Listener",
+    "Missing",
     "Outcome",
     "PeerAnswer",
     "PeerInstance",

@@ -33,8 +33,8 @@ import numpy as np
 from kvsight import (
     AsyncClient, BatchApplied, BatchPosition, Client, ClientDropped, Decision, DecisionsAccepted, Evidence,
     Explanation, FeedEvent, Finding, Fleet, FleetRank, FleetWorker, InvalidValueError, KvsightConnectionError,
-    KvsightError, KvsightHttpError, Listener, Outcome, PeerAnswer, PeerInstance, Prompt, RadixView, RetryPolicy,
-    StateChange, StateChanged, StorageMedium, UnexpectedAnswerError, ViewPage, Worker, WorkerChoice,
+    KvsightError, KvsightHttpError, Listener, Missing, Outcome, PeerAnswer, PeerInstance, Prompt, RadixView,
+    RetryPolicy, StateChange, StateChanged, StorageMedium, UnexpectedAnswerError, ViewPage, Worker, WorkerChoice,
     WorkerExplanation, best_worker, rank_workers, sequence_hashes,
 )
 
@@ -55,6 +55,7 @@ with Client(url, retry=RetryPolicy(attempts=2)) as client:
     first, refused = client.query_batch([Prompt("m", seq_hashes=hashes), Prompt("other", tokens)])
     assert isinstance(first, PeerAnswer) and isinstance(first.instances["one"], PeerInstance), first
     assert first.instances["one"].gpu == 16, first
+    assert Missing([1], 0.0, "http://b:1", "connection refused") and not first.missing, first  # no shard group
     assert isinstance(refused, KvsightHttpError) and isinstance(refused, KvsightError), refused
     (worker,) = client.workers()
     assert isinstance(worker, Worker) and isinstance(worker.listeners[0], Listener), worker

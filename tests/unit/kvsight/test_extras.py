@@ -10,7 +10,8 @@ import pytest
 
 from kvsight.extras import SERVE
 
-NEEDED = "fastapi, fastapi_offline, httptools, prometheus_client, redis, uvicorn: pip install 'kvsight[serve]'\n"
+PACKAGES = "aiohttp, fastapi, fastapi_offline, httptools, prometheus_client, redis, uvicorn, yarl"
+NEEDED = f"{PACKAGES}: pip install 'kvsight[serve]'\n"
 
 
 def run_without(modules: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
