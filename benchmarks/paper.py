@@ -216,7 +216,7 @@ def plans(fleet: Fleet) -> list[str]:
     for plan in (replicas(fleet), by_namespace(fleet), by_partition(fleet)):
         needs = "not possible", f"{plan.memory_gb:,.2f} GB", "", ""
         if plan.processes:
-            memory = f"{plan.memory_gb:,.2f} GB", f"{plan.processes * plan.memory_gb:,.0f} GB"
+            memory = f"{plan.memory_gb:,.2f} GB", f"{plan.processes * plan.memory_gb:,.1f} GB"
             needs = f"{plan.processes:,}", *memory, f"{plan.from_kafka_mb_s:,.0f} MB/s"
         rows.append((plan.mode, f"{plan.applying:.2f}", *needs))
     return table("| mode | cores for events, each | processes | memory, each | memory, all | read from Kafka |", rows)

@@ -35,7 +35,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
     processes: Annotated[
         int | None,
-        typer.Option(help="Processes that share the port, each with an index.", envvar="KVSIGHT_PROCESSES"),
+        typer.Option(help="Processes that share the port.", envvar="KVSIGHT_PROCESSES"),
     ] = None,
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
@@ -60,9 +60,7 @@ def serve(
     record_max_bytes: Annotated[
         str | None, typer.Option(help="Bound on the size of the log: 20GiB.", envvar="KVSIGHT_RECORD_MAX_BYTES")
     ] = None,
-    group: Annotated[
-        str | None, typer.Option(help="Share the partitions with the members of this group.", envvar="KVSIGHT_GROUP")
-    ] = None,
+    group: Annotated[str | None, typer.Option(help="Share partitions with this group.", envvar="KVSIGHT_GROUP")] = None,
     advertise_url: Annotated[
         str | None, typer.Option(help="Address of this member for the others.", envvar="KVSIGHT_ADVERTISE_URL")
     ] = None,

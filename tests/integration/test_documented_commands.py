@@ -28,6 +28,9 @@ from tests.unit.docs.test_code_blocks import blocks, commands
 
 NOT_HERE = {
     "docker": "needs Docker; tests/unit/deploy checks the files, and test_compose_services.py runs the services",
+    "KVSIGHT_PROCESSES=4": "needs Docker",
+    "KVSIGHT_TENANT_LIMITS_FILE=/etc/kvsight/tenants.toml": "see test_tenant_limits.py",
+    "make chaos": "takes ten minutes; a short run is in tests/chaos",
     "VLLM_MODEL=Qwen/Qwen3-0.6B": "needs Docker and a GPU",
     "helm": "needs a cluster; tests/unit/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",

@@ -23,6 +23,7 @@ RECORDS = st.lists(
         st.binary(max_size=20),
         st.binary(max_size=60),
         st.integers(0, 255),
+        headers=st.just(()),  # a log does not keep those of Kafka
     ),
     min_size=1,
     max_size=12,
