@@ -31,6 +31,7 @@ NOT_HERE = {
     "KVSIGHT_PROCESSES=4": "needs Docker",
     "KVSIGHT_TENANT_LIMITS_FILE=/etc/kvsight/tenants.toml": "see test_tenant_limits.py",
     "make chaos": "takes ten minutes; a short run is in tests/chaos",
+    "KVSIGHT_ALLOWED_HOSTS=kvsight.example,localhost,127.0.0.1": "see tests/integration/test_browsers.py",
     "VLLM_MODEL=Qwen/Qwen3-0.6B": "needs Docker and a GPU",
     "helm": "needs a cluster; tests/unit/deploy/test_kubernetes.py renders the chart",
     "kubectl": "needs a cluster",
