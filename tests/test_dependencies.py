@@ -155,6 +155,6 @@ except KvsightConnectionError as error:
     assert used.returncode == 0, used.stderr
     assert used.stdout.startswith("http://127.0.0.1:9/workers")
     refused = run(kvsight, "serve")
-    missing = "fastapi, fastapi_offline, httptools, prometheus_client, redis, uvicorn"
+    missing = "aiohttp, fastapi, fastapi_offline, httptools, prometheus_client, redis, uvicorn, yarl"
     line = f"kvsight serve needs {missing}: pip install 'kvsight[serve]'\n"
     assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", line)

@@ -120,9 +120,14 @@ class Replica:
         """Return when this process may accept connections: once it is ready. At once if no other process serves that
         has been ready, because callers are better off with any answer.
         """
+        told_by = time.monotonic() + 2 * BEAT_S  # another process may be ready and not have said so yet
+
+        def others_answer() -> bool:
+            answers = self.shared.is_serving if time.monotonic() < told_by else self.shared.knows_all
+            return any(map(answers, self.others()))
 
         def must_wait() -> bool:
-            return bool(why_not_ready()) and any(map(self.shared.knows_all, self.others())) and not self.is_ending
+            return bool(why_not_ready()) and others_answer() and not self.is_ending
 
         while must_wait():  # noqa: ASYNC110  (other processes change it)
             await asyncio.sleep(_POLL_S)
