@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from contextlib import suppress
-from typing import Any, NamedTuple
-
-import httpx
+from typing import NamedTuple
 
 from api.dump import STORAGE_TIERS
 from kv_events.schema import MEDIA
@@ -73,17 +70,10 @@ def _differences(service: Service, engines: list[Engine], truths: dict[str, Trut
     return found
 
 
-def _dump(service: Service) -> dict[str, Any]:
-    """Return `GET /dump`. A connection that a fault has broken is tried again; the asker counts such ones."""
-    with suppress(httpx.TransportError):
-        return dict(service.get("/dump").json())
-    return dict(service.get("/dump").json())
-
-
 def _viewed(service: Service) -> dict[tuple[str, str, str], set[int]]:
     """Return the pages of `GET /dump` by namespace, worker and medium."""
     pages: dict[tuple[str, str, str], set[int]] = defaultdict(set)
-    for name, namespace in _dump(service).items():
+    for name, namespace in service.get("/dump").json().items():
         model_and_tenant = ":".join(name.split(":")[:2])
         for event in namespace["events"]:
             place = model_and_tenant, event["worker_id"], _TIER_OF[event["storage_tier"]]

@@ -117,7 +117,13 @@ class _Run:
         self._be_quiet(5 * _QUIET_S)
         end = time.monotonic() + 60 * minutes
         while not outcomes or (time.monotonic() < end and (most is None or len(outcomes) < most)):
-            outcome = self._injection(len(outcomes), next(self._deck))
+            faults = next(self._deck)
+            try:
+                outcome = self._injection(len(outcomes), faults)
+            except Exception as error:
+                names = ", ".join(each.name for each in faults)
+                error.add_note("\n".join([f"seed {self._seed}, injection {len(outcomes)}: {names}", *self._tails()]))
+                raise
             outcomes.append(outcome)
             show(outcome)
             self._be_quiet(_QUIET_S)

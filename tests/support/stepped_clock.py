@@ -26,7 +26,7 @@ class SteppedClock(Mapping[str, str]):
         self.set(0)
 
     def step(self, ahead_s: int) -> None:
-        """`set`, and return when the processes that run have followed."""
+        """`set`, and wait for as long as processes may take to follow. They do not tell when they have."""
         self.set(ahead_s)
         time.sleep(_FOLLOWED_S)
 
