@@ -113,9 +113,12 @@ def ingest_rate(kafka: str, members: int, folder: Path, batches: list[LogRecord]
         began = time.perf_counter()
         for each in found:
             os.kill(each.pid, signal.SIGCONT)
-        while sum(float(_BATCHES.findall(each.get("/metrics").text)[0]) for each in found) < len(batches):
-            time.sleep(0.02)
+        wait_until(lambda: _num_applied(found) >= len(batches), 600, "all batches to be applied")
         return len(batches) * PAGES_PER_RECORD / (time.perf_counter() - began)
+
+
+def _num_applied(members: list[ServiceProcess]) -> float:
+    return sum(float(_BATCHES.findall(each.get("/metrics").text)[0]) for each in members)
 
 
 def run() -> list[Figure]:

@@ -37,6 +37,7 @@ from kv_events.event_log import EventLogWriter
 from kv_events.streams import StreamId
 from kvsight.cli.allocator import keep_freed_memory
 from tests.support.servers.redis_server import RedisServer
+from tests.support.waiting import wait_until
 
 NUM_WORKERS, CHAIN_PAGES = 64, 125
 RESTARTS, SNAPSHOTS = 5, 10
@@ -79,10 +80,10 @@ def _restart(folder: Path, *options: str) -> tuple[float, float]:
     began = time.perf_counter()
     process = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
     try:
-        while not _is_ready(f"http://127.0.0.1:{port}/ready"):
-            if process.poll() is not None:
-                raise RuntimeError(f"kvsight serve has ended with {process.returncode}")
-            time.sleep(0.01)
+        url = f"http://127.0.0.1:{port}/ready"
+        wait_until(lambda: process.poll() is not None or _is_ready(url), 600, "kvsight serve to be ready")
+        if process.returncode is not None:
+            raise RuntimeError(f"kvsight serve has ended with {process.returncode}")
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         return time.perf_counter() - began, sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     finally:
