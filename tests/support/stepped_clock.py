@@ -12,6 +12,7 @@ _FOLLOWED_S = 2.0
 _READ_AT_EXEC = {
     "FAKETIME_CACHE_DURATION": "0",  # in seconds; the file is read again within the next one
     "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    "FAKETIME_FORCE_MONOTONIC_FIX": "0",  # else a thread that waits for the interpreter lock spins
     "NO_FAKE_STAT": "1",  # the times of files stay true; numba's cache depends on them
 }
 
