@@ -34,6 +34,8 @@ _CHECK_S = 5.0
 """Time for one connection of a check."""
 _TOKEN_COMMAND_S = 4.0
 _MAX_TOKEN_BYTES = 64 * 2**10
+_METADATA_PAUSE_S = 0.1
+"""Least time between two requests of a client for metadata."""
 _LOG_PERIOD_S = 600.0
 _MAX_TEMPLATE, _MAX_TEMPLATES = 200, 500
 _REFUSED_LOGIN = "it refuses the token"
@@ -189,19 +191,20 @@ class KafkaConnection:
         return closed
 
     def _adapt(self, client: Any) -> None:
-        """Change one AIOKafkaClient in two ways.
+        """Change one AIOKafkaClient in three ways.
 
-        It does not create topics: a broker creates each one that it is asked about, unless the request forbids it.
+        It does not create topics: a broker creates each one that it is asked about, unless the request forbids it. It
+        asks for metadata only so often: aiokafka asks without a pause while a topic that it reads does not exist.
         aiokafka sends its requests for metadata, and only these, to what `_get_conn` returns. And it connects with the
         present content of the files, where aiokafka keeps that of its start.
         """
-        get_connection = client._get_conn
+        get_connection, pace = client._get_conn, _Pace(_METADATA_PAUSE_S)
 
         async def get_metadata_connection(node: Any, **options: Any) -> _MetadataConnection | None:
             if not any(kept.connected() for (kept_node, _), kept in client._conns.items() if kept_node == node):
                 self._refresh(client)
             connection = await get_connection(node, **options)
-            return None if connection is None else _MetadataConnection(connection)
+            return None if connection is None else _MetadataConnection(connection, pace)
 
         client._get_conn = get_metadata_connection
 
@@ -361,16 +364,32 @@ def _is_without_secrets(line: logging.LogRecord) -> bool:
     return line.levelno > logging.DEBUG
 
 
+class _Pace:
+    """A pause after each of several things."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._next_at = 0.0
+
+    async def wait(self) -> None:
+        """Return when the next one may begin."""
+        now = time.monotonic()
+        if now < self._next_at:
+            await asyncio.sleep(self._next_at - now)
+        self._next_at = time.monotonic() + self._pause_s
+
+
 class _MetadataConnection:
     """A connection that asks about topics without creating them."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, pace: _Pace) -> None:
         self._connection = connection
+        self._pace = pace
 
-    def send(self, request: Any) -> Awaitable[Any]:
+    async def send(self, request: Any) -> Any:
+        await self._pace.wait()
         request._allow_auto_topic_creation = False
-        answer: Awaitable[Any] = self._connection.send(request)
-        return answer
+        return await self._connection.send(request)
 
 
 class _TokenProvider:

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError)
 _RETRY_S = 1.0
+_LOOK_S = 1.0
+"""Time without requests after which the control topic is looked for."""
 _NO_TIME = -1
 _TIME_MARGIN_MS = 60_000
 """Well above the pauses between attempts to send the same record."""
@@ -127,9 +129,12 @@ class KafkaSink:
         """Yield the requests of the control topic, and None for any other message."""
         while self._consumer is not None:
             try:
-                message = await self._consumer.getone()
+                message = await asyncio.wait_for(self._consumer.getone(), _LOOK_S)
             except ConsumerStoppedError:
                 return
+            except TimeoutError:
+                await self._restore_control_topic()
+                continue
             except (CorruptRecordException, UnicodeDecodeError):
                 await self._consumer.seek_to_end()  # requests that are skipped with it are repeated
                 yield None
@@ -208,6 +213,16 @@ class KafkaSink:
         names = {self._settings.events_topic, self._settings.control_topic}
         if names - set(await describe_topics(self._producer, names)):
             await self._create_missing_topics()
+
+    async def _restore_control_topic(self) -> None:
+        """Create it if it was deleted. A consumer knows that from its last attempt to read."""
+        topic = self._settings.control_topic
+        if self._consumer is None or self._consumer.partitions_for_topic(topic):
+            return
+        try:
+            await self._create_missing_topics()
+        except KafkaUnreachableError as error:
+            self._limited_logger.warning("it does not exist any longer: %s", error)
 
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None

@@ -89,6 +89,10 @@ class ServiceProcess:
         """Send a GET request."""
         return self._http.get(path, params=parameters)
 
+    def post(self, path: str) -> httpx.Response:
+        """Send a POST request without a body."""
+        return self._http.post(path)
+
     def query(self, model: str, hashes: list[int]) -> httpx.Response:
         """Ask who holds a prompt, by sequence hashes."""
         return self._http.post("/query_by_hash", json={"model_name": model, "seq_hashes": hashes})
