@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.chaos.asker import ANSWER_ROW
+from tests.chaos.asker import ANSWER_ROW, LEFT_OUT
 from tests.chaos.rig import Service
 
 _BEFORE_S, _AFTER_S = 0.1, 0.3  # an answer may end this much before or after its process is known to be away or back
@@ -69,3 +69,8 @@ def live_dips(answers: Answers, least_tokens: int) -> int:
     """Return the number of answers in which a live view claims fewer tokens of a held prompt than its engine holds."""
     held = answers.rows["held"]
     return int(((held >= 0) & (held < least_tokens)).sum())
+
+
+def left_out(answers: Answers) -> int:
+    """Return the number of answers that lack an engine and do not say that something is missing."""
+    return int((answers.rows["held"] == LEFT_OUT).sum())

@@ -20,7 +20,9 @@ ANSWER_ROW = np.dtype(
     [("at", "<f8"), ("seconds", "<f8"), ("status", "<u2"), ("service", "u1"), ("engine", "u1"), ("held", "<i4")]
 )
 """at: time of the monotonic clock at which the question was sent. status: 0 for a connection that failed. held: tokens
-of the prompt that a live view claims; -1 if the answer has no live view of the engine."""
+of the prompt that a live view claims; NOT_LIVE if the view is not live, or in what the answer says is missing;
+LEFT_OUT if the answer has no view of the engine and does not say that something is missing."""
+NOT_LIVE, LEFT_OUT = -1, -2
 _TIMEOUT_S = 60.0
 _RETRY_S = 0.02
 
@@ -51,6 +53,7 @@ class _Instance(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     instances: dict[str, _Instance] = {}
+    missing: list[msgspec.Raw] = []
 
 
 class _Asker:
@@ -86,14 +89,20 @@ class _Asker:
             response = self._connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException):
-            return 0, -1
+            return 0, NOT_LIVE
         if response.status != http.client.OK:
-            return response.status, -1
-        instance = self._decoder.decode(body).instances.get(self._options.prompts[number].worker)
-        return response.status, instance.longest_matched if instance is not None and instance.state == "live" else -1
+            return response.status, NOT_LIVE
+        return response.status, _held(self._decoder.decode(body), self._options.prompts[number].worker)
 
     def _new_connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self._options.ports[self._service], timeout=_TIMEOUT_S)
+
+
+def _held(answer: _Answer, worker: str) -> int:
+    instance = answer.instances.get(worker)
+    if instance is None:
+        return NOT_LIVE if answer.missing else LEFT_OUT
+    return instance.longest_matched if instance.state == "live" else NOT_LIVE
 
 
 def _main(options: AskerOptions) -> None:

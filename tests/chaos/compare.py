@@ -35,12 +35,12 @@ def compare(rig: Rig, deadline_s: float) -> list[Difference]:
         truths = {engine.name: engine.truth() for engine in engines}
         give_up = time.monotonic() + deadline_s
         while any(
-            not _is_equal(service, engine, truths[engine.name]) for service in rig.services for engine in engines
+            not _is_equal(service, engine, truths[engine.name]) for service in rig.all_services for engine in engines
         ):
             if time.monotonic() > give_up:
                 break
             time.sleep(0.1)
-        return [each for service in rig.services for each in _differences(service, engines, truths)]
+        return [each for service in rig.all_services for each in _differences(rig, service, engines, truths)]
     finally:
         for engine in engines:
             engine.work()
@@ -51,8 +51,8 @@ def _is_equal(service: Service, engine: Engine, truth: Truth) -> bool:
     return listener is not None and (listener["state"], listener["digest"]) == ("live", truth.digest)
 
 
-def _differences(service: Service, engines: list[Engine], truths: dict[str, Truth]) -> list[Difference]:
-    viewed, workers = _viewed(service), service.get("/workers").json()
+def _differences(rig: Rig, service: Service, engines: list[Engine], truths: dict[str, Truth]) -> list[Difference]:
+    viewed, workers = _viewed(_sharers(rig, service)), service.get("/workers").json()
     found = []
     for engine in engines:
         truth, where = truths[engine.name], (service.name, engine.name)
@@ -70,12 +70,18 @@ def _differences(service: Service, engines: list[Engine], truths: dict[str, Trut
     return found
 
 
-def _viewed(service: Service) -> dict[tuple[str, str, str], set[int]]:
+def _sharers(rig: Rig, service: Service) -> list[Service]:
+    """Return the services that have the views of a service: of a group, each member dumps its own."""
+    return rig.members if service in rig.members else [service]
+
+
+def _viewed(services: list[Service]) -> dict[tuple[str, str, str], set[int]]:
     """Return the pages of `GET /dump` by namespace, worker and medium."""
     pages: dict[tuple[str, str, str], set[int]] = defaultdict(set)
-    for name, namespace in service.get("/dump").json().items():
-        model_and_tenant = ":".join(name.split(":")[:2])
-        for event in namespace["events"]:
-            place = model_and_tenant, event["worker_id"], _TIER_OF[event["storage_tier"]]
-            pages[place] |= {block["block_hash"] for block in event["event"]["data"]["stored"]["blocks"]}
+    for service in services:
+        for name, namespace in service.get("/dump").json().items():
+            model_and_tenant = ":".join(name.split(":")[:2])
+            for event in namespace["events"]:
+                place = model_and_tenant, event["worker_id"], _TIER_OF[event["storage_tier"]]
+                pages[place] |= {block["block_hash"] for block in event["event"]["data"]["stored"]["blocks"]}
     return pages

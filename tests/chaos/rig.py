@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,10 +129,11 @@ class Rig:
 
     Engines: caches of different kinds and two tenants. All but the last one have queues that an outage of some seconds
     overflows. A further one is read by a bridge. Services: the first one keeps a recording, and its snapshots in a
-    folder, the others keep theirs in Redis. Each kind of client reaches each server over a link of its own.
+    folder, the others keep theirs in Redis, as do the members of a shard group. Each kind of client reaches each server
+    over a link of its own.
     """
 
-    def __init__(self, folder: Path, *, num_services: int = 2) -> None:
+    def __init__(self, folder: Path, *, num_services: int = 2, num_members: int = 2) -> None:
         self.folder = folder
         self.broker = LinkedKafka(_made(folder / "kafka"), ["ENGINES", "SERVICES"])
         self.redis = RedisServer(_made(folder / "redis"))
@@ -153,14 +155,22 @@ class Rig:
             requests_per_s=4,
         )
         self.services = [self.new_service(f"service-{number}", has_redis=number > 0) for number in range(num_services)]
+        self.group = f"group-{uuid.uuid4().hex}"
+        self.members = [self.new_member(f"member-{number}") for number in range(num_members)]
         self.answers = folder / "answers"
         self._asker: PreparedProcess | None = None
         self._num_twins = 0
+        self._num_added = 0
 
     @property
     def all_engines(self) -> list[Engine]:
         """Those with publishers of their own, and the one that a bridge reads."""
         return [*self.engines, self.bridged]
+
+    @property
+    def all_services(self) -> list[Service]:
+        """Those that read everything, and the members of the group."""
+        return [*self.services, *self.members]
 
     @property
     def events_topic(self) -> str:
@@ -182,8 +192,19 @@ class Rig:
         twin.start()
         return twin
 
-    def new_service(self, name: str, *, has_redis: bool) -> Service:
-        """Return a service that is not started."""
+    def new_member(self, name: str) -> Service:
+        """Return a member of the group that is not started."""
+        return self.new_service(name, has_redis=True, KVSIGHT_GROUP=self.group)
+
+    def start_further_member(self) -> Service:
+        """Start one more member of the group. The caller closes it."""
+        self._num_added += 1
+        member = self.new_member(f"added-member-{self._num_added}")
+        member.start()
+        return member
+
+    def new_service(self, name: str, *, has_redis: bool, **variables: object) -> Service:
+        """Return a service that is not started. variables: further settings."""
         folder = self.folder / name
         kept: dict[str, object] = {
             "KVSIGHT_SNAPSHOT_DIR": folder / "snapshots",
@@ -192,7 +213,8 @@ class Rig:
         }
         if has_redis:
             kept = {"KVSIGHT_REDIS": f"redis://{self.links['REDIS'].address}/0"}
-        return Service(name, folder, **self._over("SERVICES"), **kept, KVSIGHT_SNAPSHOT_INTERVAL_S=SNAPSHOT_INTERVAL_S)
+        more = {"KVSIGHT_SNAPSHOT_INTERVAL_S": SNAPSHOT_INTERVAL_S, **variables}
+        return Service(name, folder, **self._over("SERVICES"), **kept, **more)
 
     # --- what strangers and operators may do -----------------------------------------------------------------------
 
@@ -246,9 +268,9 @@ class Rig:
             for engine in self.all_engines:
                 engine.start()
             self.bridge.start(self.bridged)
-            for service in self.services:
+            for service in self.all_services:
                 service.launch()
-            for service in self.services:
+            for service in self.all_services:
                 service.wait_until_it_listens()
                 service.wait_until_ready()
                 service.note_ready()
@@ -263,7 +285,7 @@ class Rig:
 
     def _ask(self) -> None:
         prompts = [Asked(e.name, e.stream.model, e.stream.tenant, pinned_prompt(e.name)) for e in self.all_engines]
-        options = AskerOptions([service.port for service in self.services], prompts, str(self.answers))
+        options = AskerOptions([service.port for service in self.all_services], prompts, str(self.answers))
         with (self.folder / "asker.log").open("ab") as output, Path(os.devnull).open() as nothing:
             streams = nothing.fileno(), output.fileno(), output.fileno()
             argument = msgspec.json.encode(options).decode()
@@ -272,7 +294,7 @@ class Rig:
     def _end(self) -> None:
         if self._asker is not None:
             self._asker.kill()
-        ends = [*(engine.kill for engine in self.all_engines), *(service.close for service in self.services)]
+        ends = [*(engine.kill for engine in self.all_engines), *(service.close for service in self.all_services)]
         for end in (*ends, self.bridge.kill, self.redis.kill, self.broker.close, self.links["REDIS"].close):
             end()
 

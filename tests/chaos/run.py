@@ -11,7 +11,7 @@ from random import Random
 
 import msgspec
 
-from tests.chaos.answers import Answers, joined, live_dips, read_answers
+from tests.chaos.answers import Answers, joined, left_out, live_dips, read_answers
 from tests.chaos.compare import compare
 from tests.chaos.engine import PINNED_TOKENS
 from tests.chaos.faults.fault import FAULTS, Fault
@@ -27,6 +27,8 @@ _STABLE_S = 1.0
 _PATIENCE = 12
 """A run waits so many times the bound of a fault, to see whether the views become right at all."""
 _TAIL_LINES = 15
+_SPARES_ENGINES = frozenset({"group", "redis"})
+"""Parts whose faults leave every engine known to every service all the time."""
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -49,8 +51,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """Questions to a service that was dead, stopped or starting."""
     divergent_pages: int
     lies: int
-    """Views that were `live` and had been wrong for longer than two heartbeats, and answers from a live view with fewer
-    tokens than the engine holds."""
+    """Views that were `live` and had been wrong for longer than two heartbeats, answers from a live view with fewer
+    tokens than the engine holds, and answers of a group that leave an engine out without a word."""
     longest_wrong_s: float
     """Longest time for which a live view had been wrong."""
     load: float
@@ -145,7 +147,7 @@ class _Run:
         right_at = self._converged_at(healed, _PATIENCE * within_s)
         faulty_until = time.monotonic()
         differences = compare(self._rig, _PATIENCE * within_s)
-        answers = read_answers(self._rig.answers, self._rig.services, began, faulty_until)
+        answers = read_answers(self._rig.answers, self._rig.all_services, began, faulty_until)
         self._faulty.append(answers)
         wrong = self._watch.wrong_since(began)
         lies = [each for each in wrong if each.is_lie]
@@ -161,7 +163,9 @@ class _Run:
             errors=answers.num_errors,
             refused=answers.num_refused,
             divergent_pages=sum(each.pages for each in differences),
-            lies=len({(each.service, each.engine) for each in lies}) + live_dips(answers, PINNED_TOKENS),
+            lies=len({(each.service, each.engine) for each in lies})
+            + live_dips(answers, PINNED_TOKENS)
+            + (left_out(answers) if all(each.touches <= _SPARES_ENGINES for each in faults) else 0),
             longest_wrong_s=max((each.wrong_s for each in wrong), default=0.0),
             load=os.getloadavg()[0],
             details=[],
@@ -202,14 +206,14 @@ class _Run:
     def _be_quiet(self, seconds: float) -> None:
         since = time.monotonic()
         time.sleep(seconds)
-        self._quiet.append(read_answers(self._rig.answers, self._rig.services, since, time.monotonic()))
+        self._quiet.append(read_answers(self._rig.answers, self._rig.all_services, since, time.monotonic()))
 
     def _resent(self) -> dict[tuple[str, int], int]:
         stats = {engine.name: engine.stats() for engine in self._rig.all_engines}
         return {(name, each.epoch): each.resync_pages for name, each in stats.items()}
 
     def _tails(self) -> Iterator[str]:
-        for log in (*(each.log for each in self._rig.services), *(each.log for each in self._rig.all_engines)):
+        for log in (*(each.log for each in self._rig.all_services), *(each.log for each in self._rig.all_engines)):
             yield f"--- {log}"
             if log.exists():
                 yield from log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]

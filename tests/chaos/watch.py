@@ -69,7 +69,7 @@ class Watch:
     def right_since(self) -> float | None:
         """Time since which all views of all services have been right in every look. None: some are not."""
         with self._lock:
-            since = [self._right_since.get(service.name) for service in self._rig.services]
+            since = [self._right_since.get(service.name) for service in self._rig.all_services]
         known = [each for each in since if each is not None]
         return max(known) if len(known) == len(since) else None
 
@@ -128,7 +128,7 @@ class Watch:
         return 0.0 if last == len(rows) - 1 else max(0.0, at - float(rows["at"][last + 1]))
 
     def __enter__(self) -> Self:
-        for service in self._rig.services:
+        for service in self._rig.all_services:
             thread = threading.Thread(target=self._run, args=(service,), name=f"watch:{service.name}", daemon=True)
             thread.start()
             self._threads.append(thread)
