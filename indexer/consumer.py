@@ -230,7 +230,7 @@ class Consumer:
         await self._start_reading()
 
     async def _load_snapshot(self) -> None:
-        snapshot = await self._snapshots.load()
+        snapshot = await self._snapshots.load(self._clock())
         if snapshot is not None:
             self.applier.namespaces = snapshot.namespaces
             self.progress.positions = snapshot.positions

@@ -26,7 +26,6 @@ class Freshness:
         """Whether the event log has records from before the start that are not applied yet. No view is live then."""
         self._ttl_s = ttl_s
         self._clock = clock
-        self._began_at = now
         self.log_read_at = now
         """Time up to which the event log was read."""
         self.resumed_at = now
@@ -71,8 +70,7 @@ class Freshness:
 
     def late_before(self) -> float:
         """Return the time such that views which were heard last before it miss two heartbeats."""
-        at = (self.log_read_at if self._clock is None else self._clock()) - LATE_S
-        return at if self._began_at < at else -math.inf
+        return (self.log_read_at if self._clock is None else self._clock()) - LATE_S
 
     def bounds(self) -> tuple[float, float, float]:
         """Return `expired_before`, `syncing_before` and `late_before`."""

@@ -20,19 +20,17 @@ logger = logging.getLogger(__name__)
 _NO_HASHES = np.zeros(0, np.uint64)
 
 
-def copy_views(
-    views: Iterable[View], source: Namespaces, target: Namespaces, partition: int, tick: float
-) -> Iterator[None]:
+def copy_views(views: Iterable[View], source: Namespaces, target: Namespaces, partition: int) -> Iterator[None]:
     """Copy views with their pages, in slices. Streams that the target knows already are left out.
 
     views: of `source`, which must not change before the end. Views that do not fit are left out: their publishers send
-    everything again. partition: that of the copies. tick: time at which they count as heard, see `View.heard_tick`.
+    everything again. partition: that of the copies.
     """
     for view in views:
         if target.view(view.stream) is None:
             try:
                 copy = yield from _copy(view, source.block_size(view.stream), target)
-                copy.partition, copy.heard_tick = partition, tick
+                copy.partition = partition
             except IndexFullError as error:
                 logger.warning("%s is not copied: %s", view.stream.key, error)
 
@@ -49,7 +47,7 @@ def _copy(view: View, block_size: int, target: Namespaces) -> Generator[None, No
                 yield
     copy.position, copy.counters = view.position, replace(view.counters)
     copy.state, copy.stale_reason, copy.degraded_reason = view.state, view.stale_reason, view.degraded_reason
-    copy.heard_at, copy.agreed_at = view.heard_at, view.agreed_at
+    copy.heard_at, copy.heard_tick, copy.agreed_at = view.heard_at, view.heard_tick, view.agreed_at
     return copy
 
 

@@ -103,13 +103,12 @@ class Share:
     async def _load(self, partition: int) -> Snapshot | None:
         keeper = SnapshotKeeper(self._store(partition), self._settings, time.monotonic())
         self._keepers[partition] = keeper
-        return await keeper.load()
+        return await keeper.load(time.time())
 
     async def _take_over(self, partition: int, snapshot: Snapshot) -> int:
         """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
         source, views = snapshot.namespaces, snapshot.namespaces.views
-        tick = time.monotonic()
-        await self._slices.run(copy_views(views, source, self._applier.namespaces, partition, tick))
+        await self._slices.run(copy_views(views, source, self._applier.namespaces, partition))
         logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
         return snapshot.positions.get(partition, 0)
 
@@ -151,7 +150,7 @@ class Share:
         """Copy the views of a partition in slices, between two records."""
         copies = Namespaces(self._settings)
         source, position = self._applier.namespaces, self._progress.positions[partition]
-        await self._slices.run(copy_views(self._views(partition), source, copies, partition, 0.0))
+        await self._slices.run(copy_views(self._views(partition), source, copies, partition))
         parts: SnapshotParts = await self._slices.run(take(copies, {partition: position}, time.time()))
         return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from indexer.settings import IndexerSettings
@@ -34,16 +35,25 @@ class SnapshotKeeper:
         self._interval = Interval(settings.snapshot_interval_s, now + settings.snapshot_interval_s)
         self._saving: asyncio.Task[None] | None = None
 
-    async def load(self) -> Snapshot | None:
-        """Return the newest snapshot, or None if there is none that can be read."""
+    async def load(self, now: float) -> Snapshot | None:
+        """Return the newest snapshot, or None if there is none that can be read.
+
+        now: seconds since 1970. Its views are as old as they were heard.
+        """
         if self._store is None:
             return None
         try:
             data = await self._store.load()
-            return None if data is None else await asyncio.to_thread(unpack, data, self._settings)
+            if data is None:
+                return None
+            snapshot = await asyncio.to_thread(unpack, data, self._settings)
         except (SnapshotStoreError, SnapshotDamagedError) as error:
             logger.warning("no snapshot loaded, reading the log from its beginning: %s", error)
             return None
+        tick = time.monotonic()
+        for view in snapshot.namespaces.views:
+            view.heard_tick = tick - max(0.0, now - view.heard_at)
+        return snapshot
 
     async def save_when_due(self, now: float, copy: Callable[[], Awaitable[SnapshotParts]]) -> None:
         """Copy the views and start to write them if an interval has passed and the last snapshot is complete."""

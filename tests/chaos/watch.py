@@ -90,7 +90,8 @@ class Watch:
                 try:
                     if service.is_starting and client.get("/ready").is_success:
                         service.note_ready()
-                    workers = client.get("/workers").json()
+                    answer = client.get("/workers")
+                    workers = answer.json() if answer.is_success else None
                 except (httpx.TransportError, ValueError):
                     workers = None
                 self._note(service, at, workers)

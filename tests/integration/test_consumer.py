@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from indexer.applier import Applier
 from indexer.consumer import Consumer
 from indexer.dead_letters import DeadLetters
+from indexer.freshness import NO_HEARTBEAT
+from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
 from indexer.replay import Replay, log_records
 from indexer.scores import score
@@ -31,9 +34,12 @@ from tests.support.waiting import async_wait_until
 SETTINGS = IndexerSettings(max_pages=100_000, resync_retry_s=0.2)
 
 
-def new_consumer(log: MemoryLog, folder: Path | None = None, settings: IndexerSettings = SETTINGS) -> Consumer:
+def new_consumer(
+    log: MemoryLog, folder: Path | None = None, settings: IndexerSettings = SETTINGS, ahead_s: float = 0.0
+) -> Consumer:
     store = FolderStore(folder) if folder else None
-    return Consumer(MemorySource(log), Applier(Namespaces(settings), DeadLetters()), settings, store)
+    applier = Applier(Namespaces(settings), DeadLetters())
+    return Consumer(MemorySource(log), applier, settings, store, lambda: time.time() + ahead_s)
 
 
 def put(log: MemoryLog, record: LogRecord) -> None:
@@ -120,6 +126,23 @@ async def test_a_restart_loads_the_snapshot_and_reads_only_what_came_since(tmp_p
         assert view is not None
         assert (view.state, sum(view.num_pages)) == (ViewState.LIVE, len(stream.held))
         view.index.check()
+
+
+async def test_a_view_that_was_heard_long_before_the_restart_is_live_from_the_next_record_on(tmp_path: Path) -> None:
+    log, stream = MemoryLog(), Stream()
+    put(log, stream.batch(stored((0, [1]))))
+    first = new_consumer(log, tmp_path)
+    async with first.running():
+        await caught_up(first, log)
+    second = new_consumer(log, tmp_path, ahead_s=LATE_S + 1)
+    async with second.running():
+        await caught_up(second, log)
+        view = second.namespaces.view(stream.id)
+        assert view is not None
+        assert (second.freshness.state(view), second.freshness.reason(view)) == (ViewState.STALE, NO_HEARTBEAT)
+        put(log, stream.batch(stored((1, [2])), now=time.time() + LATE_S + 1))
+        await caught_up(second, log)
+        assert second.freshness.state(view) is ViewState.LIVE
 
 
 async def test_a_damaged_snapshot_is_a_cold_start(tmp_path: Path) -> None:
