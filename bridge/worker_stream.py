@@ -10,7 +10,7 @@ from bridge.decoding.runs import ClearedRun, Run
 from bridge.naming.event_translator import EventTranslator
 from bridge.naming.identity import RegistrationDefaults, StreamIdentity
 from kv_events.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
 from kv_events.streams import StreamId
 from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher, PublisherStats
@@ -72,6 +72,7 @@ class WorkerStream:
         self._retired: list[EventPublisher] = []
         self._spare: EventPublisher | None = None  # made before the block size of its incarnation was known
         self._is_receiving = False
+        self._is_replaying = False
         self._is_incomplete = False  # the engine may hold pages that its events since then did not name
         self._translator = self._new_translator()
         self._update_degraded_reason()
@@ -94,6 +95,11 @@ class WorkerStream:
     def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first."""
         self._is_receiving = is_receiving
+        self._update_degraded_reason()
+
+    def set_replaying(self, is_replaying: bool) -> None:
+        """Note whether the events are of the past. False at first."""
+        self._is_replaying = is_replaying
         self._update_degraded_reason()
 
     def begin_late(self) -> None:
@@ -153,9 +159,15 @@ class WorkerStream:
         )
 
     def _update_degraded_reason(self) -> None:
-        reason = BATCHES_LOST if self._is_incomplete else self._translator.block_size_mismatch
         if self._translator.publisher is not None:
-            self._translator.publisher.set_degraded_reason(reason if self._is_receiving else ENGINE_UNHEARD)
+            self._translator.publisher.set_degraded_reason(self._degraded_reason())
+
+    def _degraded_reason(self) -> str:
+        if not self._is_receiving:
+            return ENGINE_UNHEARD
+        if self._is_incomplete:
+            return BATCHES_LOST
+        return REPLAYING if self._is_replaying else self._translator.block_size_mismatch
 
     def _forget(self, block_size: int) -> None:
         """Begin with an empty translator, and with a publisher whose block size is not certain yet."""

@@ -74,6 +74,8 @@ ENGINE_UNHEARD = "engine not heard"
 """Degraded reason: the publisher cannot reach its engine, or has received nothing from it since it connected."""
 BATCHES_LOST = "batches lost"
 """Degraded reason: the publisher missed events of its engine that are permanently lost."""
+REPLAYING = "replaying"
+"""Degraded reason: the publisher applies batches that its engine sent some time ago."""
 
 CLOSED = "closed"
 """Degraded reason of the last batch of an epoch: the publisher has been closed, and no batch follows."""
@@ -150,7 +152,7 @@ class DegradedBatch(EventBatch, frozen=True, array_like=True, gc=False):
     """
 
     degraded_reason: str = ""
-    """A short text: `ENGINE_UNHEARD`, `BATCHES_LOST`, `CLOSED` or another. Empty: none."""
+    """A short text: `ENGINE_UNHEARD`, `BATCHES_LOST`, `REPLAYING`, `CLOSED` or another. Empty: none."""
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

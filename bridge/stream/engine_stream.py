@@ -227,14 +227,22 @@ class EngineStream:
         """
         if self._replay is None or time.monotonic() < self._no_replay_before or self._restart_limit.is_exceeded():
             return False
+        try:
+            return await self._replay_all(self._replay, may_be_new, attempts or self._attempts, live)
+        finally:
+            self._rank_streams.set_replaying(False)
+
+    async def _replay_all(
+        self, replay: ReplayClient, may_be_new: bool, attempts: int, live: zmq.asyncio.Socket | None
+    ) -> bool:
         deadline = time.monotonic() + self._deadline_s
         num_failed = restarts = 0
         is_reachable = True
-        while is_reachable and num_failed < (attempts or self._attempts) and restarts < _MAX_RESTARTS:
+        while is_reachable and num_failed < attempts and restarts < _MAX_RESTARTS:
             expected, before = self._sequence.expected, self._counters.restarts
             self._counters.replays += 1
             try:
-                if await self._replay_once(self._replay, may_be_new, deadline, live):
+                if await self._replay_once(replay, may_be_new, deadline, live):
                     return True
             except ReplayInterruptedError:
                 await self._apply_waiting()
@@ -266,6 +274,7 @@ class EngineStream:
                 elif position > 0 and seq > sequence.expected and not self._is_known_hole(seq):
                     return False  # the engine dropped a part of the answer
                 if seq >= sequence.expected:
+                    self._rank_streams.set_replaying(True)
                     self._apply(seq, payload)
                     self._counters.replayed_batches += 1
                 position += 1

@@ -50,6 +50,7 @@ class RankStreams:
         self.waiting_bytes = 0
         """Total size of the batches that wait."""
         self._is_receiving = False
+        self._is_replaying = False
         self._is_incomplete = False  # batches of this incarnation are missing
         self._streams: dict[int, WorkerStream] = {}
         self._open(registered.dp_rank)
@@ -93,6 +94,13 @@ class RankStreams:
             self._is_receiving = is_receiving
             for stream in self._streams.values():
                 stream.set_receiving(is_receiving)
+
+    def set_replaying(self, is_replaying: bool) -> None:
+        """Note whether the batches that are taken are of the past. False at first."""
+        if is_replaying != self._is_replaying:
+            self._is_replaying = is_replaying
+            for stream in self._streams.values():
+                stream.set_replaying(is_replaying)
 
     def begin_late(self) -> None:
         """Note that the first batches of this incarnation are missing."""
@@ -199,6 +207,7 @@ class RankStreams:
         if stream is not None:
             self._streams[rank] = stream
             stream.set_receiving(self._is_receiving)
+            stream.set_replaying(self._is_replaying)
             if self._is_incomplete:
                 stream.begin_late()
         return stream

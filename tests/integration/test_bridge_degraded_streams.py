@@ -8,7 +8,9 @@ import logging
 import pytest
 
 from bridge.stream.engine_stream import EngineStream
-from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD
+from kv_events.codec import decode_batch
+from kv_events.digest import page_counts
+from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
@@ -45,6 +47,28 @@ async def test_an_idle_engine_with_a_replay_socket_is_heard() -> None:
         async with LiveBridge(**IDLE) as bridge:
             await bridge.read(engine, block_size=4)
             await bridge.degrades("")
+
+
+async def test_a_replay_degrades_the_stream_until_all_of_the_past_is_applied() -> None:
+    with ZmqEngine() as engine:
+        async with LiveBridge(**IDLE) as bridge:
+            await bridge.read(engine)
+            engine.send(store(0))
+            await bridge.shows(pages(0))
+            await bridge.degrades("")
+            before = bridge.log.next_offset
+            for number in range(1, 3000):
+                engine.send(store(number), "dropped")
+            engine.send(store(3000))
+            await bridge.shows(pages(*range(3001)))
+            await bridge.degrades("")
+            batches = [decode_batch(record.payload) for record in bridge.log.read(before, 10_000)]
+    counts = {
+        reason: [sum(page_counts(b.digest)) for b in batches if b.degraded_reason == reason]
+        for reason in ("", REPLAYING)
+    }
+    assert len(counts[REPLAYING]) > 1
+    assert min(counts[""]) >= 3000
 
 
 @pytest.mark.parametrize("replay", [False, True])
