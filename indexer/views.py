@@ -123,7 +123,10 @@ class View:
 
     @property
     def heard_tick(self) -> float:
-        """The newest batch on the clock of `Freshness`."""
+        """Time up to which the view is known to be right, on the clock of `Freshness`.
+
+        It is the arrival of the newest batch, less its lateness.
+        """
         return self.columns.heard_tick.item(self.number)
 
     @heard_tick.setter
@@ -189,8 +192,8 @@ class View:
         if batch.degraded_reason != ENGINE_UNHEARD or self.heard_at == 0.0:
             self.heard_at = at
         was_late = tick - self.heard_tick > LATE_S
-        self.heard_tick = max(self.heard_tick, tick)
         self.lateness.note(batch.timestamp, tick)
+        self.heard_tick = max(self.heard_tick, tick - min(self.lateness.seconds, LATE_S))
         self.is_behind = was_late or self.lateness.is_behind
         self._note_fault()
 

@@ -33,6 +33,8 @@ class Sighting(NamedTuple):
     reason: str
     wrong_s: float
     """Seconds since the cache was as the view shows. If it never was: since the view was seen to show the same."""
+    epoch: int = -1
+    seq: int = -1
 
     @property
     def is_right(self) -> bool:
@@ -116,7 +118,8 @@ class Watch:
         shown = np.frombuffer(bytes.fromhex(listener["digest"]), "<u8")
         wrong_s = self._wrong_s(service, engine, at, shown) if engine.running else 0.0
         state = listener["state"] if engine.running else "dead engine"
-        return Sighting(at, service.name, engine.name, state, listener["stale_reason"], wrong_s)
+        told = listener["stale_reason"], wrong_s, listener["epoch"], listener["seq"]
+        return Sighting(at, service.name, engine.name, state, *told)
 
     def _wrong_s(self, service: Service, engine: Engine, at: float, shown: Any) -> float:
         rows, place = engine.rows(), (service.name, engine.name)
