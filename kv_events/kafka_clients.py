@@ -191,12 +191,13 @@ class KafkaConnection:
         return closed
 
     def _adapt(self, client: Any) -> None:
-        """Change one AIOKafkaClient in three ways.
+        """Change one AIOKafkaClient in four ways.
 
         It does not create topics: a broker creates each one that it is asked about, unless the request forbids it. It
         asks for metadata only so often: aiokafka asks without a pause while a topic that it reads does not exist.
         aiokafka sends its requests for metadata, and only these, to what `_get_conn` returns. And it connects with the
-        present content of the files, where aiokafka keeps that of its start.
+        present content of the files, where aiokafka keeps that of its start. A connection that has just been lost is an
+        error of Kafka, see `_report_loss`.
         """
         get_connection, pace = client._get_conn, _Pace(_METADATA_PAUSE_S)
 
@@ -204,7 +205,10 @@ class KafkaConnection:
             if not any(kept.connected() for (kept_node, _), kept in client._conns.items() if kept_node == node):
                 self._refresh(client)
             connection = await get_connection(node, **options)
-            return None if connection is None else _MetadataConnection(connection, pace)
+            if connection is None:
+                return None
+            _report_loss(connection)
+            return _MetadataConnection(connection, pace)
 
         client._get_conn = get_metadata_connection
 
@@ -326,6 +330,12 @@ async def _first_success(attempts: Sequence[Callable[[], Awaitable[Any]]]) -> No
     raise KafkaUnreachableError("; ".join(reasons))
 
 
+def check_fetching(consumer: Any) -> None:
+    """Raise RuntimeError if a started consumer reads no longer. aiokafka only logs that."""
+    if consumer._fetcher.error_future.done():
+        raise RuntimeError("aiokafka has ended its reading")
+
+
 class _OncePerPeriod(logging.Filter):
     """Passes each kind of warning once in ten minutes: while a broker is away, aiokafka logs 40 lines a second.
 
@@ -362,6 +372,28 @@ def _limit_log_lines() -> None:
 def _is_without_secrets(line: logging.LogRecord) -> bool:
     """Whether a log line of aiokafka's connections may be shown: its DEBUG lines contain passwords and tokens."""
     return line.levelno > logging.DEBUG
+
+
+def _report_loss(connection: Any) -> None:
+    """Let a connection raise KafkaConnectionError if it was lost a moment ago.
+
+    A write then raises RuntimeError under uvloop, which ends aiokafka's fetching or its place in a group for good.
+    """
+    from aiokafka.conn import CloseReason
+    from aiokafka.errors import KafkaConnectionError
+
+    if "send" in vars(connection):
+        return
+    send = connection.send
+
+    def send_or_close(request: Any, expect_response: bool = True) -> Any:
+        try:
+            return send(request, expect_response=expect_response)
+        except RuntimeError as error:
+            connection.close(reason=CloseReason.CONNECTION_BROKEN)
+            raise KafkaConnectionError(f"{error}") from error
+
+    connection.send = send_or_close
 
 
 class _Pace:

@@ -16,6 +16,7 @@ from kv_events.codec import encode_resync
 from kv_events.kafka_clients import (
     KafkaConnection,
     KafkaUnreachableError,
+    check_fetching,
     describe_topics,
     stop_consumer,
     stop_producer,
@@ -111,6 +112,7 @@ class KafkaSource:
         try:
             if self._found != self._assigned:
                 await self._assign_new(self._begin_at)
+            check_fetching(self._consumer)  # the consumer's loop starts again
             return self._accepted(await self._consumer.getmany(timeout_ms=_FETCH_WAIT_MS, max_records=_MAX_RECORDS))
         except _UNREADABLE:
             return [record for tp in sorted(self._assigned) for record in await self._fetch_carefully(tp)]

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.errors import KafkaConnectionError
+from aiokafka.protocol.metadata import MetadataRequest
 
-from kv_events.kafka_clients import stop_consumer, stop_producer
+from kv_events.kafka_clients import KafkaConnection, check_fetching, stop_consumer, stop_producer
+from kv_events.kafka_settings import KafkaSettings
 from tests.support.servers.kafka_broker import KafkaBroker
 
 _NOWHERE = "127.0.0.1:1"
@@ -39,6 +42,34 @@ async def test_aiokafka_has_the_private_fields_that_are_refreshed() -> None:
     consumer = AIOKafkaConsumer(bootstrap_servers=_NOWHERE)
     fields = {"_conns", "_get_conn", "_ssl_context", "_sasl_plain_password"}
     assert fields <= set(dir(consumer._client)), "adapt KafkaConnection._refresh in kv_events/kafka_clients.py"
+    await consumer.stop()
+
+
+async def test_a_write_to_a_lost_connection_is_an_error_of_kafka_by_a_failure_put_in(kafka_broker: KafkaBroker) -> None:
+    """uvloop raises RuntimeError in the moment between the loss and its report."""
+
+    def fail(_data: bytes) -> None:
+        raise RuntimeError("the handler is closed")
+
+    consumer = KafkaConnection(KafkaSettings(kafka=kafka_broker.bootstrap)).consumer()
+    await consumer.start()
+    await consumer.topics()
+    for connection in list(consumer._client._conns.values()):
+        connection._writer.write = fail
+        with pytest.raises(KafkaConnectionError):
+            connection.send(MetadataRequest([]))
+    assert await consumer.topics() is not None
+    await consumer.stop()
+
+
+async def test_a_consumer_that_aiokafka_has_given_up_is_noticed(kafka_broker: KafkaBroker) -> None:
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka_broker.bootstrap)
+    await consumer.start()
+    check_fetching(consumer)
+    consumer._fetcher.error_future.cancel()
+    await asyncio.wait([consumer._fetcher.error_future])
+    with pytest.raises(RuntimeError):
+        check_fetching(consumer)
     await consumer.stop()
 
 
