@@ -19,6 +19,7 @@ _STEADY_WITHIN_S = 0.3
 class Lateness:
     """The lateness of a stream's newest batch, against the most punctual one before it.
 
+    At first, both clocks are believed to be right: the first batch may be late as well.
     After an outage, a publisher first sends the batches that have waited. They are right about a time that has passed.
     A batch whose time is before that of its predecessor shows that a clock was set back; so does a lateness that stays
     the same for some seconds.
@@ -32,9 +33,16 @@ class Lateness:
     _steady_tick: float = 0.0  # of the batch that the steady lateness is counted from
     _steady_s: float = math.inf  # its lateness
 
-    def note(self, made_at: float, tick: float) -> None:
-        """Record the arrival of a batch. made_at: by the publisher's clock. tick: by ours, which never goes back."""
-        self._transit_s += _DRIFT * (tick - self._tick)
+    def note(self, made_at: float, at: float, tick: float) -> None:
+        """Record the arrival of a batch.
+
+        made_at: by the publisher's clock. at: by ours, in seconds since 1970, too. tick: by our clock that never goes
+        back.
+        """
+        if self._transit_s == math.inf:
+            self._transit_s = tick - at
+        else:
+            self._transit_s += _DRIFT * (tick - self._tick)
         transit_s = tick - made_at
         if made_at < self._made_at or transit_s < self._transit_s or self._is_steady(transit_s - self._transit_s, tick):
             self._transit_s = transit_s

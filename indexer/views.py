@@ -192,7 +192,7 @@ class View:
         if batch.degraded_reason != ENGINE_UNHEARD or self.heard_at == 0.0:
             self.heard_at = at
         was_late = tick - self.heard_tick > LATE_S
-        self.lateness.note(batch.timestamp, tick)
+        self.lateness.note(batch.timestamp, at, tick)
         self.heard_tick = max(self.heard_tick, tick - min(self.lateness.seconds, LATE_S))
         self.is_behind = was_late or self.lateness.is_behind
         self._note_fault()

@@ -137,7 +137,10 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seq: int
     """0, 1, 2, ... without holes inside an epoch."""
     timestamp: float
-    """Time at which the batch was closed, in seconds since 1970."""
+    """Time up to which the batch tells what the worker held, in seconds since 1970.
+
+    Changes that wait for later batches are not older.
+    """
     events: list[msgspec.Raw]
     """`WireEvent`s. Empty in a heartbeat."""
     digest: bytes

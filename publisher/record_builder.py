@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
 from kv_events.schema import CLOSED, ResyncRequest, SnapshotBegin, SnapshotEnd
+from publisher.backlog import Backlog
 from publisher.change_kernels import advance_digest
 from publisher.change_queue import PageChanges
 from publisher.change_tracker import ChangeTracker
@@ -72,6 +73,7 @@ class RecordBuilder:
         self._tracker = tracker
         self._digest = empty_digest()  # state after the last record
         self._sent_degraded_reason = ""  # in the last record
+        self._backlog = Backlog()
         self._resync: _ActiveResync | None = None
         self._pending: _PendingResync | None = _PendingResync(_FIRST_REASON, 0)
         # times of `_clock`, which never goes back
@@ -227,14 +229,16 @@ class RecordBuilder:
 
     def _changes_record(self, now: float) -> OutRecord | None:
         """Return a batch of changes, or None if an overflow has just dropped all of them."""
+        self._backlog.look(self._tracker.num_queued, now)
         changes, tokens, digest = self._tracker.take()
         if not len(changes.kinds):
             return None
         if digest is None:
             advance_digest(self._digest, changes.kinds, changes.hashes)
+            as_of = min(now, self._backlog.take(len(changes.kinds)))
         else:
-            self._digest = digest
-        return self._record(now, pack(changes, tokens), len(changes.kinds))
+            self._digest, as_of = digest, now
+        return self._record(now, pack(changes, tokens), len(changes.kinds), as_of=as_of)
 
     def _heartbeat(self, now: float) -> OutRecord:
         """Return a record without events. If no changes wait, it carries the ledger's digest.
@@ -243,15 +247,25 @@ class RecordBuilder:
         """
         return self._record(now, [], 0, self._tracker.digest_if_idle())
 
-    def _record(self, now: float, events: list[bytes], num_pages: int, digest: Digest | None = None) -> OutRecord:
+    def _record(
+        self,
+        now: float,
+        events: list[bytes],
+        num_pages: int,
+        digest: Digest | None = None,
+        as_of: float | None = None,
+    ) -> OutRecord:
+        """as_of: time up to which the record tells what the worker held. None: now."""
         digest = self._digest if digest is None else digest
+        if as_of is None or as_of == now:
+            self._backlog.end(now)
         self._sent_degraded_reason = self.degraded_reason
         payload = encode_batch(
             self._stream,
             self._settings.block_size,
             self.epoch,
             self.seq,
-            now,
+            now if as_of is None else as_of,
             events,
             digest_bytes(digest),
             self._sent_degraded_reason,

@@ -14,12 +14,30 @@ from indexer.views import ViewState
 from tests.support.log.records import Stream, stored
 
 
+class Heard:
+    """A stream whose reader's clock shows 1000 at its tick 0."""
+
+    def __init__(self) -> None:
+        self.lateness = Lateness()
+
+    def note(self, made_at: float, tick: float) -> None:
+        self.lateness.note(made_at, 1000 + tick, tick)
+
+    @property
+    def is_behind(self) -> bool:
+        return self.lateness.is_behind
+
+    @property
+    def seconds(self) -> float:
+        return self.lateness.seconds
+
+
 @pytest.mark.parametrize("ahead_s", [0, 3600, -3600])
 def test_batches_that_waited_for_the_end_of_an_outage_are_late(ahead_s: float) -> None:
-    lateness = Lateness()
+    lateness = Heard()
     for second in range(10):
         lateness.note(1000 + ahead_s + second, second)
-        assert not lateness.is_behind
+    assert not lateness.is_behind
     shown = []
     for second in range(10, 40):  # all arrive within 0.3 s, 30 s after the first one was made
         lateness.note(1000 + ahead_s + second, 40 + (second - 10) / 100)
@@ -29,9 +47,26 @@ def test_batches_that_waited_for_the_end_of_an_outage_are_late(ahead_s: float) -
     assert not lateness.is_behind
 
 
+def test_the_first_batches_after_a_restart_may_be_late() -> None:
+    lateness = Heard()
+    for tenth in range(100):  # all arrive at once, 10 s after the first one was made
+        lateness.note(1000 + tenth / 10, 10 + tenth / 1000)
+        assert lateness.is_behind == (10 - tenth / 10 + tenth / 1000 > LATE_S)
+
+
+@pytest.mark.parametrize("ahead_s", [10, -10])
+def test_another_clock_of_a_new_stream_is_believed_after_some_seconds(ahead_s: float) -> None:
+    lateness, verdicts = Heard(), []
+    for tenth in range(50):
+        lateness.note(1000 + ahead_s + tenth / 10, tenth / 10)
+        verdicts.append(lateness.is_behind)
+    assert verdicts[0] == (ahead_s < 0)
+    assert not any(verdicts[30:])
+
+
 @pytest.mark.parametrize("step_s", [3600, -3600])
 def test_a_clock_that_is_set_makes_no_batch_late(step_s: float) -> None:
-    lateness = Lateness()
+    lateness = Heard()
     for second in range(10):
         lateness.note(1000 + second, second)
     for second in range(10, 20):
@@ -40,7 +75,7 @@ def test_a_clock_that_is_set_makes_no_batch_late(step_s: float) -> None:
 
 
 def test_a_clock_that_is_set_back_during_an_outage_is_believed_after_some_seconds() -> None:
-    lateness = Lateness()
+    lateness = Heard()
     lateness.note(1000, 0)
     verdicts = []
     for tenth in range(50):
@@ -51,7 +86,7 @@ def test_a_clock_that_is_set_back_during_an_outage_is_believed_after_some_second
 
 
 def test_a_reader_that_falls_behind_sees_it() -> None:
-    lateness = Lateness()
+    lateness = Heard()
     for second in range(30):
         lateness.note(1000 + second / 2, second)  # it reads half as fast as the publisher writes
     assert lateness.is_behind
