@@ -3,8 +3,9 @@
 Usage: `python -m tests.chaos.engine JSON`, with the publisher's settings in `KVSIGHT_*` variables. The JSON object has
 the fields of `EngineOptions`. The engine serves requests at a steady rate. `Engine` lists the orders that it takes.
 
-After each request it appends a row to its history: the time (of the monotonic clock, which all processes share) and the
-digest of its cache, counted from a walk of the cache. The publisher's ledger is not asked.
+After each request, and after each eviction for one, it appends a row to its history: the time (of the monotonic clock,
+which all processes share) and the digest of its cache, counted from a walk of the cache. The publisher's ledger is not
+asked.
 """
 
 from __future__ import annotations
@@ -203,12 +204,18 @@ class _Life:
         self.num_requests = 0
         self._requests = self._workload(options.seed, pinned_prompt(name))
         self._history = os.open(options.history, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._evict, worker.cache.evict = worker.cache.evict, self._evict_and_note  # type: ignore[method-assign]
 
     def serve(self) -> None:
         """Serve the next request and write a row of history."""
         self.worker.serve(next(self._requests))
         self.num_requests += 1
         self.note()
+
+    def _evict_and_note(self, params: Any) -> Any:
+        result = self._evict(params)
+        self.note()
+        return result
 
     def note(self) -> None:
         """Write a row of history."""

@@ -124,8 +124,6 @@ class Watch:
     def _wrong_s(self, service: Service, engine: Engine, at: float, shown: Any) -> float:
         rows, place = engine.rows(), (service.name, engine.name)
         (same,) = np.nonzero((rows["digest"] == shown).all(axis=1))
-        if len(same) and (rows["digest"][0] == shown).all():
-            same = same[:0]  # the pinned prompt alone: so it is again in the middle of a request that evicts all else
         if not len(same):
             since, before = self._unknown.get(place, (at, b""))
             self._unknown[place] = (since if before == shown.tobytes() else at, shown.tobytes())
