@@ -125,13 +125,15 @@ def create_app(
     app.state.scene = scene
     app.state.feed = feed = EventFeed(consumer, settings.max_event_clients)
     must_be_ready = not settings.answer_before_ready
+    hot: HotRoutes
     if group is None:
-        hot = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
+        hot, tells = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants), None
     else:
-        hot = group.routes(settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
+        hot = routes = group.routes(settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
+        tells = routes.tells()
     endpoints = hot.endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
-    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants, is_used=group is None)
+    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants, tells)
     if tenants is not None:
         metrics.registry.register(TenantMetrics(consumer, tenants))
     if registrations is not None:

@@ -1,14 +1,17 @@
 """The hot lane: usual queries, from the bytes of a request to the bytes of its answer in one call.
 
 It accepts what nearly all callers send and answers exactly as the routes of `api.hot` do. For everything else it
-returns None, and the request takes the way through FastAPI, which also reports all errors.
+returns None, and the request takes the way through FastAPI, which also reports all errors. Of a member of a group, it
+answers what the other members ask.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import TypeAlias
 
 from api.answer_writer import Plan, Times
 from api.answers import Answers
@@ -33,6 +36,9 @@ logger = logging.getLogger(__name__)
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
+Tell: TypeAlias = Callable[[bytes], bytes | None]
+"""msgpack -> msgpack. None: the question must take the usual way."""
+
 
 class HotLane:
     """Answers usual queries of one application."""
@@ -44,15 +50,18 @@ class HotLane:
         tokens: Tokens,
         metrics: HttpMetrics,
         tenants: TenantQueries | None = None,
-        *,
-        is_used: bool = True,
+        tells: Mapping[str, Tell] | None = None,
     ) -> None:
-        """tenants: bounds on their queries, if any. is_used: if False, all requests take the usual way."""
-        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if is_used else {}
+        """tenants: bounds on their queries, if any. tells: path -> what answers questions of a group's other members.
+
+        A member of a group answers nothing else here, because queries wait for the other members.
+        """
+        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if tells is None else {}
+        self._tells = tells
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = Heads(
-            fields, tokens, max_body_bytes, with_traces=with_traces, is_allowed_host=settings.is_allowed_host
+            tells or fields, tokens, max_body_bytes, with_traces=with_traces, is_allowed_host=settings.is_allowed_host
         )
         self._consumer = consumer
         self._tenants = tenants
@@ -69,7 +78,7 @@ class HotLane:
         self.direct = DirectConnections(self._plan, self._times, metrics.queries.note_alike) if can_be_direct else None
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
-        """Return the JSON answer to the body data[start:], or None if the request must take the usual way."""
+        """Return the answer to the body data[start:], or None if the request must take the usual way."""
         if self._must_be_ready and not self._consumer.ready:
             return None
         if head.limit is not None and head.limit.wait_s():
@@ -93,6 +102,8 @@ class HotLane:
         return body
 
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
+        if self._tells is not None:
+            return self._tells[head.path](data[start:]) if head.content_type in _PACKED else None
         if head.content_type == "application/json":
             return self._answer_json(self._envelopes[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
@@ -140,6 +151,11 @@ class HotLane:
         except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
             self._limited_logger.warning("queries of direct connections take the usual way: %r", error)
             return None
+
+    @property
+    def media_type(self) -> bytes:
+        """The last part of the media type of all answers."""
+        return b"json" if self._tells is None else b"msgpack"
 
     def _times(self) -> Times:
         return (time.time(), *self._consumer.freshness.bounds())

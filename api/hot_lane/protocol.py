@@ -156,7 +156,7 @@ class HotProtocol(BoundedProtocol):
         )
 
     def _respond(self, body: bytes) -> None:
-        head = HEAD % (b"200 OK", self.response_headers(), len(body), b"json")
+        head = HEAD % (b"200 OK", self.response_headers(), len(body), self._lane.media_type)
         if len(body) > _LARGE_ANSWER:
             self.transport.writelines((head, body))
         else:

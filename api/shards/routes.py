@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question
 from api.shards.gather import Gatherer
 from api.shards.own_views import OwnViews
-from api.shards.wire import MISSING_HEADER, PATH, decode_asked, encode
+from api.shards.wire import MISSING_HEADER, PATH, Asked, decode_asked, encode
 from api.tenant_queries import TenantQueries
 from indexer.consumer import Consumer
 from kvsight.schemas.queries import Missing
@@ -97,15 +98,30 @@ class ShardRoutes(HotRoutes):
         rate.note()
 
     async def _tell(self, body: Body, codec: Codec) -> Response:
-        try:
-            asked = await asyncio.to_thread(decode_asked, body) if is_large(body) else decode_asked(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProblemError(400, "malformed-body", f"body: {error}") from None
-        for ask in asked.prompts:
-            for packed in ask.hashes.values():
-                if len(packed) % 8:
-                    raise ProblemError(422, "invalid-value", "hashes: expected a multiple of 8 bytes", "hashes")
+        asked = await asyncio.to_thread(_asked, body) if is_large(body) else _asked(body)
         return Response(encode(await self._own.tell(asked)), media_type="application/msgpack")
+
+    def tells(self) -> dict[str, Callable[[bytes], bytes | None]]:
+        """Path -> what answers its small requests without a task, or returns None for a request that needs one."""
+        return {PATH: self._tell_at_once}
+
+    def _tell_at_once(self, body: bytes) -> bytes | None:
+        if is_large(body):
+            return None
+        asked = _asked(body)
+        return encode(self._own.tell_at_once(asked)) if len(asked.prompts) <= 1 else None
+
+
+def _asked(body: Body) -> Asked:
+    try:
+        asked = decode_asked(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProblemError(400, "malformed-body", f"body: {error}") from None
+    for ask in asked.prompts:
+        for packed in ask.hashes.values():
+            if len(packed) % 8:
+                raise ProblemError(422, "invalid-value", "hashes: expected a multiple of 8 bytes", "hashes")
+    return asked
 
 
 def _marked(response: Response, missing: list[Missing]) -> Response:

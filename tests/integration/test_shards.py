@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
 
+from api.shards.wire import Ask, Asked, Told, decode_told, encode
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
@@ -67,6 +70,32 @@ def check_the_routes_about_workers(first: ServiceProcess, second: ServiceProcess
     wait_until(lambda: first.listener("w0")["counters"]["resyncs"] > max(resyncs), 60, "a resync")
 
 
+def check_what_members_ask_each_other(service: ServiceProcess) -> None:
+    """A question with a length is answered at once, one in chunks the usual way."""
+
+    def told(body: bytes, *, in_chunks: bool) -> Told:
+        content = iter([body]) if in_chunks else body
+        headers = {"Content-Type": "application/msgpack"}
+        answer = httpx.post(f"{service.url}/shards/query", content=content, headers=headers, timeout=60)
+        assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/msgpack")
+        return decode_told(answer.content)
+
+    def without_ages(told: Told) -> Told:
+        for found in told.found:
+            found.rows[:] = [msgspec.structs.replace(row, age_ms=0) for row in found.rows]
+        return told
+
+    one = Ask(MODEL, "default", {4: np.arange(1, 5, dtype="<u8").tobytes()})
+    for asks in ([], [one], [one, Ask("unknown", "default", {})]):
+        body = encode(Asked(0, asks))
+        at_once, usual = (without_ages(told(body, in_chunks=in_chunks)) for in_chunks in (False, True))
+        assert at_once == usual
+        assert len(at_once.found) == len(asks)
+    assert at_once.found[0].rows
+    bad = httpx.post(f"{service.url}/shards/query", content=b"\xc1", headers={"Content-Type": "application/msgpack"})
+    assert bad.status_code == 400
+
+
 def is_shared_out(service: ServiceProcess) -> bool:
     """Whether a member has two partitions, is up to date, and keeps none that another one has taken over."""
     shards = service.get("/shards").json()
@@ -89,6 +118,7 @@ def check_a_killed_member(settings: dict[str, Any], folder: Path) -> None:
         assert answers_for_all(second)
 
         check_the_routes_about_workers(first, second)
+        check_what_members_ask_each_other(first)
         wait_until(lambda: len(list(folder.glob("snapshots/*.kvsnap"))) == 4, 60, "a snapshot of each partition")
 
         second.kill()
