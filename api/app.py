@@ -127,13 +127,13 @@ def create_app(
     must_be_ready = not settings.answer_before_ready
     hot: HotRoutes
     if group is None:
-        hot, tells = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants), None
+        hot, answers = HotRoutes(consumer, settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants), None
     else:
         hot = routes = group.routes(settings.max_body_bytes, must_be_ready=must_be_ready, tenants=tenants)
-        tells = routes.tells()
+        answers = routes.answers()
     endpoints = hot.endpoints()
     metrics = HttpMetrics(consumer, endpoints, feed, settings.metrics_max_workers)
-    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants, tells)
+    app.state.lane = lane = HotLane(consumer, settings, tokens, metrics, tenants, answers)
     if tenants is not None:
         metrics.registry.register(TenantMetrics(consumer, tenants))
     if registrations is not None:

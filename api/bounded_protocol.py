@@ -54,7 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
 
     def data_received(self, data: bytes) -> None:
-        if self.rest:
+        if self.rest or self.is_answering():
             self.hold_rest(data)
             return
         self.take(data)
@@ -64,6 +64,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def take(self, data: bytes) -> None:
         """Handle data that does not wait for an answer to an earlier request."""
         self.feed(data)
+
+    def is_answering(self) -> bool:
+        """Return whether an answer is being made, apart from those of the application."""
+        return False
 
     def is_arriving(self) -> bool:
         """Return whether a request has arrived in part."""

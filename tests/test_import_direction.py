@@ -69,6 +69,7 @@ ROOMS = {
         "decoding",
         "encoded_answers",
         "hot",
+        "hot_lane",
         "openapi",
         "problems",
         "query_requests",

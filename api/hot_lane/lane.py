@@ -1,17 +1,17 @@
 """The hot lane: usual queries, from the bytes of a request to the bytes of its answer in one call.
 
 It accepts what nearly all callers send and answers exactly as the routes of `api.hot` do. For everything else it
-returns None, and the request takes the way through FastAPI, which also reports all errors. Of a member of a group, it
-answers what the other members ask.
+returns None, and the request takes the way through FastAPI, which also reports all errors. In a member of a group, the
+answer to a query comes later, because the other members are asked, and their own questions are answered here as well.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import TypeAlias
+from typing import NamedTuple
 
 from api.answer_writer import Plan, Times
 from api.answers import Answers
@@ -36,8 +36,14 @@ logger = logging.getLogger(__name__)
 _PACKED = frozenset({"application/msgpack", "application/x-msgpack"})
 _MAX_BODY_BYTES = 2**21  # room for `MAX_TOKENS_OF_TEXT` numbers; more are hashed in another thread
 
-Tell: TypeAlias = Callable[[bytes], bytes | None]
-"""msgpack -> msgpack. None: the question must take the usual way."""
+
+class GroupAnswers(NamedTuple):
+    """How a member of a group answers, by path. An answer that is None: the request must take the usual way."""
+
+    tells: Mapping[str, Callable[[bytes], bytes | None]]
+    """Questions of other members: msgpack -> msgpack."""
+    asks: Mapping[str, Callable[[bytes, str], Awaitable[bytes | None]]]
+    """Queries: body and its media type -> JSON."""
 
 
 class HotLane:
@@ -50,18 +56,19 @@ class HotLane:
         tokens: Tokens,
         metrics: HttpMetrics,
         tenants: TenantQueries | None = None,
-        tells: Mapping[str, Tell] | None = None,
+        group: GroupAnswers | None = None,
     ) -> None:
-        """tenants: bounds on their queries, if any. tells: path -> what answers questions of a group's other members.
-
-        A member of a group answers nothing else here, because queries wait for the other members.
-        """
-        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if tells is None else {}
-        self._tells = tells
+        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: this is none."""
+        fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
+        self._group = group
         self._spans = open_spans()
         max_body_bytes, with_traces = min(settings.max_body_bytes, _MAX_BODY_BYTES), self._spans is not None
         self.heads = Heads(
-            tells or fields, tokens, max_body_bytes, with_traces=with_traces, is_allowed_host=settings.is_allowed_host
+            fields if group is None else [*group.tells, *group.asks],
+            tokens,
+            max_body_bytes,
+            with_traces=with_traces,
+            is_allowed_host=settings.is_allowed_host,
         )
         self._consumer = consumer
         self._tenants = tenants
@@ -79,9 +86,7 @@ class HotLane:
 
     def answer(self, head: Head, data: bytes, start: int) -> bytes | None:
         """Return the answer to the body data[start:], or None if the request must take the usual way."""
-        if self._must_be_ready and not self._consumer.ready:
-            return None
-        if head.limit is not None and head.limit.wait_s():
+        if self._is_refused(head):
             return None
         began = time.perf_counter()
         # a span that never ends, because the request takes the usual way, is not sent
@@ -101,9 +106,37 @@ class HotLane:
                 end_request(span, HTTPStatus.OK)
         return body
 
+    def answer_later(self, head: Head, data: bytes, start: int) -> Awaitable[bytes | None] | None:
+        """Return what `answer` would, once other members have been asked. None: they need not be asked for this one."""
+        ask = None if self._group is None else self._group.asks.get(head.path)
+        if ask is None or self._spans is not None or self._is_refused(head):
+            return None
+        return self._gathered(ask(data[start:], head.content_type), head)
+
+    async def _gathered(self, asking: Awaitable[bytes | None], head: Head) -> bytes | None:
+        began = time.perf_counter()
+        try:
+            body = await asking
+        except ProblemError:
+            return None
+        except Exception as error:  # noqa: BLE001  (the usual way reports it, if it fails as well)
+            self._limited_logger.warning("a query takes the usual way: %r", error)
+            return None
+        if body is not None:
+            if head.limit is not None:
+                head.limit.note()
+            self._metrics.queries.note(head.path, time.perf_counter() - began)
+        return body
+
+    def _is_refused(self, head: Head) -> bool:
+        if self._must_be_ready and not self._consumer.ready:
+            return True
+        return head.limit is not None and head.limit.wait_s() > 0
+
     def _answer(self, head: Head, data: bytes, start: int) -> bytes | None:
-        if self._tells is not None:
-            return self._tells[head.path](data[start:]) if head.content_type in _PACKED else None
+        if self._group is not None:
+            tell = self._group.tells.get(head.path)
+            return None if tell is None or head.content_type not in _PACKED else tell(data[start:])
         if head.content_type == "application/json":
             return self._answer_json(self._envelopes[head.path], data, start)
         return self._answer_packed(head, data[start:]) if head.content_type in _PACKED else None
@@ -152,10 +185,9 @@ class HotLane:
             self._limited_logger.warning("queries of direct connections take the usual way: %r", error)
             return None
 
-    @property
-    def media_type(self) -> bytes:
-        """The last part of the media type of all answers."""
-        return b"json" if self._tells is None else b"msgpack"
+    def media_type(self, head: Head) -> bytes:
+        """Return the last part of the media type of the answer."""
+        return b"msgpack" if self._group is not None and head.path in self._group.tells else b"json"
 
     def _times(self) -> Times:
         return (time.time(), *self._consumer.freshness.bounds())

@@ -10,6 +10,7 @@ the ordinary protocol, as if they had arrived just now.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from api.bounded_protocol import HEAD, BoundedProtocol
@@ -33,6 +34,8 @@ class HotProtocol(BoundedProtocol):
         self._held = bytearray()  # the part of a request in the lane that has arrived
         self._missing = 0
         self._answered_at = 0.0  # by the clock of the loop
+        self._answering: asyncio.Task[None] | None = None  # to a request whose answer comes later
+        self._is_ending = False
         self._direct = lane.direct
         self._direct_as: int | None = None  # the file descriptor, while this connection is direct
         self._until_direct = _ANSWERS_BEFORE_DIRECT
@@ -85,17 +88,38 @@ class HotProtocol(BoundedProtocol):
         if self._missing < 0:
             self.hold_rest(data[end:])
             data = data[:end]
+        later = self._lane.answer_later(head, data, start)
+        if later is not None:
+            self._answering = self.loop.create_task(self._answer_later(later, head, data), name="query")
+            return True
         body = self._lane.answer(head, data, start)
         if body is None:
             self.feed(data)
             return True
         if self.rest:
             self.loop.call_soon(self.go_on)
-        self._respond(body)
+        self._respond(body, head)
         self._until_direct -= 1
         if self._until_direct <= 0:
             self._consider_direct(head, data, start)
         return True
+
+    async def _answer_later(self, later: Awaitable[bytes | None], head: Head, data: bytes) -> None:
+        body = await later
+        self._answering = None
+        if self.transport.is_closing():
+            return
+        if body is None:
+            self.feed(data)
+        else:
+            self._respond(body, head)
+            self.go_on()
+        if self._is_ending:
+            super().shutdown()
+
+    def is_answering(self) -> bool:
+        """Return whether the answer to a request of the lane comes later."""
+        return self._answering is not None
 
     def _consider_direct(self, head: Head, data: bytes, start: int) -> None:
         """Make the connection direct if this request repeats the one before."""
@@ -149,14 +173,15 @@ class HotProtocol(BoundedProtocol):
         """Return whether no request is in progress, the client reads its answers and the server is not overloaded."""
         return (
             not self.is_parsing
+            and self._answering is None
             and (self.cycle is None or self.cycle.response_complete)
             and not self.flow.write_paused
             and not self.transport.is_closing()
             and len(self.connections) <= self._max_connections
         )
 
-    def _respond(self, body: bytes) -> None:
-        head = HEAD % (b"200 OK", self.response_headers(), len(body), self._lane.media_type)
+    def _respond(self, body: bytes, request: Head) -> None:
+        head = HEAD % (b"200 OK", self.response_headers(), len(body), self._lane.media_type(request))
         if len(body) > _LARGE_ANSWER:
             self.transport.writelines((head, body))
         else:
@@ -180,7 +205,7 @@ class HotProtocol(BoundedProtocol):
         """
         self.timeout_keep_alive_task = None
         idle_s = self.loop.time() - self._last_answer_at()
-        if self._held:
+        if self._held or self._answering is not None:
             return
         if idle_s < self.timeout_keep_alive:
             self._wait_for_request(self.timeout_keep_alive - idle_s)
@@ -191,6 +216,9 @@ class HotProtocol(BoundedProtocol):
     def shutdown(self) -> None:
         """End the connection after the request that is arriving."""
         self._end_direct()
+        self._is_ending = True
+        if self._answering is not None:
+            return
         if self._held:
             self.feed(self._take_held())
         super().shutdown()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Collection
+from functools import partial
 
 import msgspec
 from starlette.responses import Response
 
-from api.decoding import Body, Codec, decode_query_batch, is_large
+from api.decoding import Body, Codec, codec_of, decode_query_batch, is_large
 from api.hot import HotEndpoint, HotRoutes, decoded, json_response
+from api.hot_lane.lane import GroupAnswers
 from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question
 from api.shards.gather import Gatherer
@@ -101,9 +103,18 @@ class ShardRoutes(HotRoutes):
         asked = await asyncio.to_thread(_asked, body) if is_large(body) else _asked(body)
         return Response(encode(await self._own.tell(asked)), media_type="application/msgpack")
 
-    def tells(self) -> dict[str, Callable[[bytes], bytes | None]]:
-        """Path -> what answers its small requests without a task, or returns None for a request that needs one."""
-        return {PATH: self._tell_at_once}
+    def answers(self) -> GroupAnswers:
+        """Return how small requests are answered without FastAPI."""
+        asks = {"/query": partial(self._ask_at_once, BY_TOKENS), "/query_by_hash": partial(self._ask_at_once, BY_HASH)}
+        return GroupAnswers({PATH: self._tell_at_once}, asks)
+
+    async def _ask_at_once(self, fields: Collection[str], body: bytes, content_type: str) -> bytes | None:
+        """Answer a query if nothing is missing. What is missing goes into a header, too."""
+        if is_large(body) or self._tenants is not None or self._gatherer.missing:
+            return None
+        self._gatherer.check_joined()
+        (found,), missing = await self._gatherer.answer([decoded(body, codec_of(content_type), fields)])
+        return None if missing or isinstance(found, ProblemError) else found
 
     def _tell_at_once(self, body: bytes) -> bytes | None:
         if is_large(body):

@@ -149,8 +149,7 @@ class _Run:
         differences = compare(self._rig, _PATIENCE * within_s)
         answers = read_answers(self._rig.answers, self._rig.all_services, began, faulty_until)
         self._faulty.append(answers)
-        wrong = self._watch.wrong_since(began)
-        lies = [each for each in wrong if each.is_lie]
+        wrong, lies = self._watch.wrong_since(began), self._watch.lies_since(began)
         outcome = Outcome(
             number=number,
             faults=[each.name for each in faults],

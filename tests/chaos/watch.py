@@ -19,7 +19,10 @@ _TIMEOUT_S = 5.0
 FRESH_S = 1.0
 """A view whose cache was as it shows within this time is right: its newest record may be on the way."""
 LIE_S = LATE_S + 2 * _EVERY_S
-"""A view that is `live` and has been wrong for longer is a lie: two heartbeats are missing by then."""
+"""A view that is `live` and has been wrong for longer, in two looks in a row, is a lie: two heartbeats are missing.
+
+One look may show the middle of a request, in which the cache is for a moment as it was some time ago.
+"""
 
 
 class Sighting(NamedTuple):
@@ -41,7 +44,7 @@ class Sighting(NamedTuple):
         return self.state == "live" and self.wrong_s < FRESH_S
 
     @property
-    def is_lie(self) -> bool:
+    def may_be_lie(self) -> bool:
         return self.state == "live" and self.wrong_s > LIE_S
 
 
@@ -59,10 +62,11 @@ class Watch:
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._newest: dict[tuple[str, str], Sighting] = {}
         self._right_since: dict[str, float | None] = {}
         self._wrong: list[Sighting] = []  # of live views
+        self._lies: list[Sighting] = []
         self._unknown: dict[tuple[str, str], tuple[float, bytes]] = {}  # digest that no cache had, and since when
         self._is_ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -84,6 +88,11 @@ class Watch:
         """Return the sightings of live views that were not right, from a time on."""
         with self._lock:
             return [each for each in self._wrong if each.at >= at]
+
+    def lies_since(self, at: float) -> list[Sighting]:
+        """Return the sightings that are lies, from a time on."""
+        with self._lock:
+            return [each for each in self._lies if each.at >= at]
 
     def _run(self, service: Service) -> None:
         with httpx.Client(base_url=service.url, timeout=_TIMEOUT_S) as client:
@@ -107,6 +116,12 @@ class Watch:
             ]
         is_right = all(each.is_right for each in seen) and not service.is_away
         with self._lock:
+            before = [self._newest.get((each.service, each.engine)) for each in seen]
+            self._lies += [
+                each
+                for each, last in zip(seen, before, strict=True)
+                if each.may_be_lie and last is not None and last.may_be_lie
+            ]
             self._newest |= {(each.service, each.engine): each for each in seen}
             since = self._right_since.get(service.name)
             self._right_since[service.name] = (at if since is None else since) if is_right else None

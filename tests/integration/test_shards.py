@@ -21,6 +21,7 @@ import numpy as np
 
 from api.shards.wire import Ask, Asked, Told, decode_told, encode
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
+from tests.support.servers.lines import Line, body_of, every_kind, request, run
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.waiting import wait_until
 
@@ -96,6 +97,21 @@ def check_what_members_ask_each_other(service: ServiceProcess) -> None:
     assert bad.status_code == 400
 
 
+async def check_many_requests_of_one_connection(service: ServiceProcess) -> None:
+    """Answers come in the order of the requests, although those to queries wait for the other member."""
+    by_hash = request(body_of(seq_hashes=[1, 2, 3, 4]), "/query_by_hash")
+    kinds = [by_hash, by_hash, *every_kind()] * 4
+    one_by_one, at_once = await Line.connect(service.url), await Line.connect(service.url)
+    expected = [await one_by_one.ask(each, pieces=1 + number % 3) for number, each in enumerate(kinds)]
+    assert b'"w3"' in expected[0][2]
+    at_once.writer.write(b"".join(kinds))
+    assert [await at_once.answer() for _ in kinds] == expected
+    at_once.writer.write(by_hash)
+    await at_once.close()
+    await one_by_one.close()
+    assert answers_for_all(service)
+
+
 def is_shared_out(service: ServiceProcess) -> bool:
     """Whether a member has two partitions, is up to date, and keeps none that another one has taken over."""
     shards = service.get("/shards").json()
@@ -119,6 +135,7 @@ def check_a_killed_member(settings: dict[str, Any], folder: Path) -> None:
 
         check_the_routes_about_workers(first, second)
         check_what_members_ask_each_other(first)
+        run(check_many_requests_of_one_connection(second))
         wait_until(lambda: len(list(folder.glob("snapshots/*.kvsnap"))) == 4, 60, "a snapshot of each partition")
 
         second.kill()
