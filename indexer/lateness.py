@@ -10,6 +10,7 @@ from kv_events.streams import HEARTBEAT_S
 LATE_S = 2 * HEARTBEAT_S + 0.5
 """Silence after which two heartbeats are missing. A batch that is later than this tells of the past."""
 
+_JITTER_S = 1.0
 _DRIFT = 0.001  # of two clocks, seconds a second
 _STEADY_S = 2.5
 _STEADY_WITHIN_S = 0.3
@@ -48,6 +49,11 @@ class Lateness:
             self._transit_s = transit_s
         self.seconds = transit_s - self._transit_s
         self._made_at, self._tick = made_at, tick
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds by which the newest batch tells of the past, at most LATE_S. Small differences are none."""
+        return min(self.seconds, LATE_S) if self.seconds > _JITTER_S else 0.0
 
     @property
     def is_behind(self) -> bool:

@@ -125,7 +125,7 @@ class View:
     def heard_tick(self) -> float:
         """Time up to which the view is known to be right, on the clock of `Freshness`.
 
-        It is the arrival of the newest batch, less its lateness.
+        It is the arrival of the newest batch, or up to LATE_S before it, if the batch was late.
         """
         return self.columns.heard_tick.item(self.number)
 
@@ -193,7 +193,7 @@ class View:
             self.heard_at = at
         was_late = tick - self.heard_tick > LATE_S
         self.lateness.note(batch.timestamp, at, tick)
-        self.heard_tick = max(self.heard_tick, tick - min(self.lateness.seconds, LATE_S))
+        self.heard_tick = max(self.heard_tick, tick - self.lateness.lag_s)
         self.is_behind = was_late or self.lateness.is_behind
         self._note_fault()
 

@@ -31,6 +31,7 @@ class _ActiveResync:
     changes: PageChanges
     digest: Digest
     reason: str
+    began_at: float
     position: int = 0
 
     @property
@@ -129,8 +130,9 @@ class RecordBuilder:
         self._last_resync_at = self._clock
         self.num_resyncs += 1
         self.is_resyncing = True
+        self._backlog.end(self._last_now)
         held = self._tracker.restart()
-        self._resync = _ActiveResync(resync_changes(held), held.digest, reason)
+        self._resync = _ActiveResync(resync_changes(held), held.digest, reason, self._last_now)
 
     @property
     def is_lingering(self) -> bool:
@@ -142,7 +144,7 @@ class RecordBuilder:
         self._advance(now)
         is_requested = self._pending is not None or self._tracker.is_broken or self._tracker.has_lost_events
         unseen_request = is_requested and self._resync_at is None
-        if unseen_request or self.degraded_reason != self._sent_degraded_reason:
+        if unseen_request or self._is_reason_new:
             return 0.0
         due = [self._last_record_at + self._settings.heartbeat_s]
         if self.is_lingering:
@@ -150,6 +152,10 @@ class RecordBuilder:
         if self._resync_at is not None:
             due.append(self._resync_at)
         return max(0.0, min(due) - self._clock)
+
+    @property
+    def _is_reason_new(self) -> bool:
+        return self.degraded_reason != self._sent_degraded_reason
 
     def goodbye(self, now: float) -> OutRecord:
         """Return the last record of the epoch. Readers then leave the worker out of scores."""
@@ -190,14 +196,11 @@ class RecordBuilder:
             self.begin_resync()
         if self._resync is not None:
             return self._resync_record(self._resync, now)
-        if self._changes_due(force):
+        if self._changes_due(force or self._is_reason_new):
             record = self._changes_record(now)
             if record is not None:
                 return record
-        if (
-            self.degraded_reason != self._sent_degraded_reason
-            or self._clock - self._last_record_at >= self._settings.heartbeat_s
-        ):
+        if self._is_reason_new or self._clock - self._last_record_at >= self._settings.heartbeat_s:
             return self._heartbeat(now)
         return None
 
@@ -216,7 +219,7 @@ class RecordBuilder:
             self._resync = None
             self.is_resyncing = False
         self._digest = resync.digest
-        return self._record(now, events, len(part.kinds))
+        return self._record(now, events, len(part.kinds), as_of=min(now, resync.began_at))
 
     def _changes_due(self, force: bool) -> bool:
         """Return whether changes are due: at once after a pause, under load one record per linger time."""
@@ -259,7 +262,8 @@ class RecordBuilder:
         digest = self._digest if digest is None else digest
         if as_of is None or as_of == now:
             self._backlog.end(now)
-        self._sent_degraded_reason = self.degraded_reason
+        if self.degraded_reason or not self._tracker.num_queued:  # a reason holds for all changes that came under it
+            self._sent_degraded_reason = self.degraded_reason
         payload = encode_batch(
             self._stream,
             self._settings.block_size,

@@ -58,7 +58,7 @@ class HotLane:
         tenants: TenantQueries | None = None,
         group: GroupAnswers | None = None,
     ) -> None:
-        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: this is none."""
+        """tenants: bounds on their queries, if any. group: how a member of a group answers. None: it is in no group."""
         fields = {"/query": BY_TOKENS, "/query_by_hash": BY_HASH} if group is None else {}
         self._group = group
         self._spans = open_spans()
@@ -107,9 +107,12 @@ class HotLane:
         return body
 
     def answer_later(self, head: Head, data: bytes, start: int) -> Awaitable[bytes | None] | None:
-        """Return what `answer` would, once other members have been asked. None: they need not be asked for this one."""
+        """Return an answer that comes once other members have been asked. None: `answer` decides.
+
+        A query with a limited token takes the usual way, which counts it before it asks.
+        """
         ask = None if self._group is None else self._group.asks.get(head.path)
-        if ask is None or self._spans is not None or self._is_refused(head):
+        if ask is None or self._spans is not None or head.limit is not None or self._is_refused(head):
             return None
         return self._gathered(ask(data[start:], head.content_type), head)
 
@@ -123,8 +126,6 @@ class HotLane:
             self._limited_logger.warning("a query takes the usual way: %r", error)
             return None
         if body is not None:
-            if head.limit is not None:
-                head.limit.note()
             self._metrics.queries.note(head.path, time.perf_counter() - began)
         return body
 

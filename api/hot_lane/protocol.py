@@ -98,7 +98,7 @@ class HotProtocol(BoundedProtocol):
             return True
         if self.rest:
             self.loop.call_soon(self.go_on)
-        self._respond(body, head)
+        self._respond(body, self._lane.media_type(head))
         self._until_direct -= 1
         if self._until_direct <= 0:
             self._consider_direct(head, data, start)
@@ -112,10 +112,11 @@ class HotProtocol(BoundedProtocol):
         if body is None:
             self.feed(data)
         else:
-            self._respond(body, head)
-            self.go_on()
+            self._respond(body, self._lane.media_type(head))
         if self._is_ending:
             super().shutdown()
+        elif body is not None:
+            self.go_on()
 
     def is_answering(self) -> bool:
         """Return whether the answer to a request of the lane comes later."""
@@ -180,8 +181,9 @@ class HotProtocol(BoundedProtocol):
             and len(self.connections) <= self._max_connections
         )
 
-    def _respond(self, body: bytes, request: Head) -> None:
-        head = HEAD % (b"200 OK", self.response_headers(), len(body), self._lane.media_type(request))
+    def _respond(self, body: bytes, media_type: bytes) -> None:
+        status = b"200 OK\r\nconnection: close" if self._is_ending else b"200 OK"
+        head = HEAD % (status, self.response_headers(), len(body), media_type)
         if len(body) > _LARGE_ANSWER:
             self.transport.writelines((head, body))
         else:

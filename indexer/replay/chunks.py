@@ -23,6 +23,7 @@ from indexer.namespaces import NamespaceKey
 from indexer.replay.replay import FORGET_EVERY_MS, Replay
 from indexer.until import Until
 from indexer.views import View, ViewState
+from kv_events.batch_column_kernels import TIME
 from kv_events.batch_columns import BatchColumns, decode_chunk
 from kv_events.bundles import I64Vector
 from kv_events.codec import batch_names, decode_batch
@@ -36,6 +37,7 @@ _NO_SPACE = -1
 _MOST_NAMES = 65_536
 _MOST_PARTITIONS = 4096
 _MOST_SEQ = 2**62
+_PUNCTUAL_MS = 250  # well below what `indexer.lateness` takes for late
 _NEVER, _MOST_OFFSET = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 Mask = npt.NDArray[np.bool_]
@@ -130,6 +132,7 @@ class ChunkApplier:
         wanted = is_event if wanted is None else wanted & is_event
         numbers = self._numbered(columns)
         self._witness.hold_back(columns)
+        _hold_back_late(columns, chunk.timestamps_ms[start:stop])
         self._hold_back_turns(columns, chunk.timestamps_ms[start:stop], wanted)
         first_index, at = chunk.first_index + start, 0
         while at < len(wanted):
@@ -268,7 +271,14 @@ class ChunkApplier:
         self._spaces.clear()
 
 
+def _hold_back_late(columns: BatchColumns, times_ms: I64Vector) -> None:
+    """Let the batches that tell of a time before their record take the long way."""
+    (plain,) = np.nonzero(columns.arrays.plain)
+    batch_ms = columns.arrays.batches[plain, TIME].view(np.float64) * 1000
+    columns.arrays.plain[plain[np.abs(batch_ms - times_ms[plain]) > _PUNCTUAL_MS]] = False
+
+
 def _is_simple(view: View) -> bool:
     """Return whether plain batches leave the view live as long as the digests are equal."""
-    is_sound = view.state is ViewState.LIVE and not view.degraded_reason and not view.refused_now
+    is_sound = view.state is ViewState.LIVE and not (view.degraded_reason or view.refused_now or view.is_behind)
     return is_sound and view.marks is None and view.next_seq < _MOST_SEQ

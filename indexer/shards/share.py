@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from indexer.applier import Applier
+from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
 from indexer.progress import Progress
 from indexer.settings import IndexerSettings
@@ -108,6 +109,8 @@ class Share:
     async def _take_over(self, partition: int, snapshot: Snapshot) -> int:
         """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
         source, views = snapshot.namespaces, snapshot.namespaces.views
+        for view in views:  # late, but not expired before the log was read
+            view.heard_tick = max(view.heard_tick, time.monotonic() - LATE_S)
         await self._slices.run(copy_views(views, source, self._applier.namespaces, partition))
         logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
         return snapshot.positions.get(partition, 0)

@@ -42,6 +42,7 @@ class SnapshotKeeper:
         """
         if self._store is None:
             return None
+        tick = time.monotonic()
         try:
             data = await self._store.load()
             if data is None:
@@ -50,7 +51,6 @@ class SnapshotKeeper:
         except (SnapshotStoreError, SnapshotDamagedError) as error:
             logger.warning("no snapshot loaded, reading the log from its beginning: %s", error)
             return None
-        tick = time.monotonic()
         for view in snapshot.namespaces.views:
             view.heard_tick = tick - max(0.0, now - view.heard_at)
         return snapshot

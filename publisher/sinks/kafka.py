@@ -27,6 +27,7 @@ from aiokafka.errors import (
 )
 from aiokafka.partitioner import DefaultPartitioner
 
+from kv_events.backoff import Backoff
 from kv_events.codec import decode_resync
 from kv_events.errors import InvalidValueError, RecordRejectedError, check_type, shorten
 from kv_events.kafka_clients import (
@@ -51,6 +52,7 @@ _FOR_GOOD = (InvalidTopicError, MessageSizeTooLargeError, RecordTooLargeError)
 _RETRY_S = 1.0
 _LOOK_S = 1.0
 """Time without requests after which the control topic is looked for."""
+_LONGEST_PAUSE_S = 60.0
 _NO_TIME = -1
 _TIME_MARGIN_MS = 60_000
 """Well above the pauses between attempts to send the same record."""
@@ -74,6 +76,7 @@ class KafkaSink:
             f"Kafka at {self._connection.bootstrap} takes no records",
             f"Kafka at {self._connection.bootstrap} takes records",
         )
+        self._restoring = Backoff(_LOOK_S, _LONGEST_PAUSE_S)  # of the control topic
         self._is_compared = False  # whether differences between topics and settings have been logged
         self._limited_logger = RateLimitedLogger(logger, f"control topic {settings.control_topic}")
         self._producer: Any = None
@@ -129,7 +132,8 @@ class KafkaSink:
         """Yield the requests of the control topic, and None for any other message."""
         while self._consumer is not None:
             try:
-                message = await asyncio.wait_for(self._consumer.getone(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):
+                    message = await self._consumer.getone()
             except ConsumerStoppedError:
                 return
             except TimeoutError:
@@ -223,6 +227,9 @@ class KafkaSink:
             await self._create_missing_topics()
         except KafkaUnreachableError as error:
             self._limited_logger.warning("it does not exist any longer: %s", error)
+            await self._restoring.pause()
+        else:
+            self._restoring.reset()
 
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None

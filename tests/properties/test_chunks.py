@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from indexer.replay import Replay
 from indexer.replay.chunks import ChunkApplier, PlainRun
 from indexer.settings import IndexerSettings
+from indexer.views import ViewState
 from kv_events.batch_column_kernels import (
     DIGEST,
     END_EVENT,
@@ -217,6 +218,30 @@ def test_most_batches_of_a_sound_log_are_applied_as_chunks(tmp_path: Path) -> No
     for chunk in written(tmp_path, records):
         ChunkApplier(Replay(), witness).apply(chunk, 0, len(chunk.rows))
     assert witness.single == [0, 1, 2]
+
+
+def test_batches_that_waited_for_the_end_of_an_outage_are_as_late_in_chunks(tmp_path: Path) -> None:
+    stream, records = Stream("w-0"), list[LogRecord]()
+    for i in range(600):  # two batches a second; those of half a minute arrive when it has passed
+        made_at = i / 2
+        arrived_at = max(made_at, 130.0) if 200 <= i < 260 else made_at
+        record = stream.batch(stored((0, [i + 1])), now=made_at)
+        records.append(record._replace(timestamp_ms=int(arrived_at * 1000)))
+    replay, states = Replay(), []
+    applier = ChunkApplier(replay)
+    one_after_another, expected = Replay(), []
+    for chunk in written(tmp_path, records):
+        for start in range(0, len(chunk.rows), 5):
+            stop = min(start + 5, len(chunk.rows))
+            applier.apply(chunk, start, stop)
+            for number in range(start, stop):
+                one_after_another.apply(chunk.record(number))
+            for shown, each in ((states, replay), (expected, one_after_another)):
+                (view,) = each.namespaces.views
+                shown.append((each.freshness.state(view), each.freshness.reason(view)))
+    assert states == expected
+    assert {state for state, _ in states} == {ViewState.LIVE, ViewState.STALE}
+    assert states[-1][0] is ViewState.LIVE
 
 
 def test_an_index_that_grows_between_chunks_and_in_them_is_followed(tmp_path: Path) -> None:

@@ -59,3 +59,42 @@ def test_records_that_follow_an_outage_tell_of_the_past_until_the_last_one() -> 
     assert times(NOW + 30, 2) == [0, 0]  # the changes came at any time since the last record
     store(tracker, 101, 2 * _PAGES)
     assert times(NOW + 31) == [30, 30, 31]
+
+
+def test_a_resync_tells_of_its_beginning_and_the_changes_behind_it_of_theirs() -> None:
+    settings = PublisherSettings(
+        model="m", worker="w", block_size=4, ledger_pages=1000, batch_pages=_PAGES, heartbeat_s=1000
+    )
+    tracker = ChangeTracker(settings)
+    builder = RecordBuilder(settings, tracker, epoch=1)
+    builder.take_records(NOW, force=True)
+    store(tracker, 1, 3 * _PAGES)
+    builder.take_records(NOW + 1, force=True)
+    builder.request_resync("test")
+    assert len(builder.take_records(NOW + 10, force=True, max_records=1)) == 1
+    store(tracker, 101, 2 * _PAGES)
+    times = [decode_batch(each.payload).timestamp - NOW for each in builder.take_records(NOW + 40, force=True)]
+    assert times == [10, 10, 10, 40]  # two parts of the resync, and the changes, which may be as old as it
+
+
+def test_a_degraded_reason_holds_for_all_changes_that_came_under_it() -> None:
+    settings = PublisherSettings(
+        model="m", worker="w", block_size=4, ledger_pages=1000, batch_pages=_PAGES, linger_ms=1000
+    )
+    tracker = ChangeTracker(settings)
+    builder = RecordBuilder(settings, tracker, epoch=1)
+
+    def reasons(now: float) -> list[tuple[int, str]]:
+        batches = [decode_batch(record.payload) for record in builder.take_records(now)]
+        return [(len(batch.steps), batch.degraded_reason) for batch in batches]
+
+    reasons(NOW)
+    builder.degraded_reason = "replaying"
+    assert reasons(NOW + 0.1) == [(0, "replaying")]
+    store(tracker, 1, 3 * _PAGES)
+    builder.degraded_reason = ""
+    assert reasons(NOW + 0.2) == [(1, "replaying"), (1, "replaying"), (1, "")]
+    store(tracker, 101, 1)
+    assert reasons(NOW + 0.3) == []
+    builder.degraded_reason = "batches lost"
+    assert reasons(NOW + 0.4) == [(1, "batches lost")]
