@@ -227,9 +227,9 @@ def test_batches_that_waited_for_the_end_of_an_outage_are_as_late_in_chunks(tmp_
         arrived_at = max(made_at, 130.0) if 200 <= i < 260 else made_at
         record = stream.batch(stored((0, [i + 1])), now=made_at)
         records.append(record._replace(timestamp_ms=int(arrived_at * 1000)))
-    replay, states = Replay(), []
+    replay, states = Replay(), list[tuple[ViewState, str]]()
     applier = ChunkApplier(replay)
-    one_after_another, expected = Replay(), []
+    one_after_another, expected = Replay(), list[tuple[ViewState, str]]()
     for chunk in written(tmp_path, records):
         for start in range(0, len(chunk.rows), 5):
             stop = min(start + 5, len(chunk.rows))
