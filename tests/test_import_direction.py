@@ -133,6 +133,7 @@ ROOMS = {
         "applier",
         "errors",
         "index",
+        "lateness",
         "namespaces",
         "progress",
         "settings",
