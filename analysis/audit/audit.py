@@ -72,4 +72,4 @@ def audit_log(
 def _batch_ms(record: LogRecord) -> int:
     """Return the time of a batch, of which the decisions before it are judged first."""
     time_s = batch_time(record.payload)
-    return record.timestamp_ms if time_s is None else max(record.timestamp_ms, milliseconds(time_s))
+    return record.timestamp_ms if time_s is None else milliseconds(time_s)

@@ -71,8 +71,13 @@ def test_three_members_talk_over_tls_with_a_token_of_their_own(kafka_bootstrap: 
             found = answer(service)
             return sorted(found.get("instances", {})) == sorted(WORKERS) and "missing" not in found
 
+        def members_of(service: ServiceProcess) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = client.get(f"{service.url}/shards").json()["members"]
+            return found
+
+        wait_until(lambda: len(members_of(first)) == 3, 90, "three members")
         wait_until(lambda: has_all(first) and has_all(second), 90, "answers of three members")
-        members = client.get(f"{first.url}/shards").json()["members"]
+        members = members_of(first)
         assert sorted(len(member["partitions"]) for member in members) == [2, 2, 2]
         assert {member["url"] for member in members} == {first.url, second.url, third.url}
         refused = answer(third)
