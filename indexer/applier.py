@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from indexer.dead_letters import DeadLetters
 from indexer.errors import IndexFullError
+from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.tenant_gate import Arrival, TenantGate
 from indexer.views import View
@@ -25,13 +26,13 @@ class Applier:
         self,
         namespaces: Namespaces,
         dead_letters: DeadLetters,
-        is_silent: Callable[[View, float], bool] = lambda _view, _tick: False,
+        freshness: Freshness | None = None,
         tenants: TenantGate | None = None,
     ) -> None:
-        """is_silent: see `Freshness.is_silent`. tenants: None: tenants have no limits of their own."""
+        """freshness: None: no worker is ever silent. tenants: None: tenants have no limits of their own."""
         self.namespaces = namespaces
         self.dead_letters = dead_letters
-        self.is_silent = is_silent
+        self.freshness = freshness
         self._tenants = tenants
         self.on_applied: list[Callable[[View, DecodedBatch], None]] = []
         """Called after each batch that was applied; must not raise."""
@@ -63,7 +64,7 @@ class Applier:
 
     def _apply(self, batch: DecodedBatch, partition: int, heard_at: float, heard_tick: float) -> Iterator[None]:
         view = self.namespaces.view(batch.stream)
-        is_silent = view is not None and self.is_silent(view, heard_tick)
+        is_silent = view is not None and self.freshness is not None and self.freshness.is_silent(view, heard_tick)
         if view is not None and self.namespaces.block_size(batch.stream) != batch.block_size:
             if batch.epoch <= view.epoch and not is_silent:
                 raise RecordRejectedError("block_size", _other_block_size(batch, self.namespaces))
@@ -73,12 +74,12 @@ class Applier:
                 raise IndexFullError("holder sets, so that the old pages stay", 0)
         if view is None:
             arrival = Arrival(batch, heard_at, heard_tick)
-            if self._tenants and not (yield from self._tenants.admits(self.namespaces, arrival, self.is_silent)):
+            if self._tenants and not (yield from self._tenants.admits(self.namespaces, arrival, self.freshness)):
                 return
             yield from self.namespaces.make_room(batch.stream, batch.block_size)
             view = self.namespaces.add_view(batch.stream, batch.block_size)
         if self._tenants is not None:
-            yield from self._tenants.bound_pages(self.namespaces, view, heard_tick, self.is_silent)
+            yield from self._tenants.bound_pages(self.namespaces, view, heard_tick, self.freshness)
         if view.admit(batch, is_silent=is_silent):
             view.partition = partition
             view.hear(batch, heard_at, heard_tick)

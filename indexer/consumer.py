@@ -95,7 +95,7 @@ class Consumer:
         """The life of the workers. Its `on_change` receives each change."""
         applier.on_applied.append(lambda view, _batch: self.worker_log.note(view))
         self.freshness.is_catching_up = True
-        applier.is_silent = self.freshness.is_silent
+        applier.freshness = self.freshness
 
     @property
     def namespaces(self) -> Namespaces:

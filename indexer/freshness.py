@@ -42,10 +42,17 @@ class Freshness:
         return self.log_read_at - max(view.heard_tick, self.resumed_at)
 
     def is_silent(self, view: View, tick: float) -> bool:
-        """Return whether the worker had been silent for the time-to-live when a record arrived. tick: the arrival.
+        """Return whether two heartbeats were missing when a record arrived, so that its sender may be followed.
 
-        A closed publisher is silent at once. Otherwise never true during an outage of the event log, and never while
-        the records of the past are read at the start.
+        tick: the arrival. A closed publisher is silent at once. Otherwise never true after an outage of the event log
+        until two heartbeats are missing again, and never while the records of the past are read at the start.
+        """
+        return view.is_closed or tick - max(view.arrived_tick, self.resumed_at) > min(LATE_S, self._ttl_s)
+
+    def is_expired(self, view: View, tick: float) -> bool:
+        """Return whether the worker had been silent for the time-to-live when a record of any worker arrived.
+
+        tick: the arrival. The exceptions of `is_silent` apply.
         """
         return view.is_closed or tick - max(view.heard_tick, self.resumed_at) > self._ttl_s
 

@@ -51,6 +51,11 @@ class Lateness:
         self._made_at, self._tick = made_at, tick
 
     @property
+    def arrived_tick(self) -> float:
+        """Arrival of the newest batch by our clock that never goes back."""
+        return self._tick
+
+    @property
     def lag_s(self) -> float:
         """Seconds by which the newest batch tells of the past, at most LATE_S. Small differences are none."""
         return min(self.seconds, LATE_S) if self.seconds > _JITTER_S else 0.0

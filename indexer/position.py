@@ -43,8 +43,8 @@ class Position(NamedTuple):
 
     Applying a batch twice changes nothing, because a number below `next_seq` is a duplicate. There are two exceptions.
     After a gap, a number that the gap skipped was never applied, so the number that jumped ahead was wrong or early.
-    After a silence of the time-to-live, whatever arrives is followed: its publisher lives, and the one that was
-    followed before does not. So no epoch and no number, forged ones included, can shut out a publisher for longer.
+    After a silence of two heartbeats, whatever arrives is followed: its publisher lives, and the one that was followed
+    before does not. So no epoch and no number, forged ones included, can shut out a publisher for longer.
     """
 
     epoch: int = -1
@@ -55,7 +55,7 @@ class Position(NamedTuple):
     def after(self, epoch: int, seq: int, *, is_silent: bool) -> tuple[Admission, Position]:
         """Judge a batch. Returns the verdict and the position behind the batch, or this position if it is refused.
 
-        is_silent: whether no batch has been applied for the time-to-live, while the log could be read.
+        is_silent: whether no batch has been applied for two heartbeats, while the log could be read.
         """
         if epoch > self.epoch or (epoch < self.epoch and is_silent):
             late = Admission.NEW_EPOCH_LATE if seq else Admission.NEW_EPOCH

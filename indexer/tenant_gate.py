@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import NamedTuple
 
+from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces, RefusedStream
 from indexer.tenant_limits import TENANT_STREAMS, TenantLimits
 from indexer.views import View
@@ -19,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _MAX_LOOKS = 4096
-
-IsSilent = Callable[[View, float], bool]
-"""See `Freshness.is_silent`."""
 
 
 class Arrival(NamedTuple):
@@ -43,13 +41,15 @@ class TenantGate:
         self._next_look: dict[str, float] = {}  # by tenant: `heard_tick` from which expired views are looked for again
         self._limited_logger = RateLimitedLogger(logger, "a worker stream is refused")
 
-    def admits(self, namespaces: Namespaces, arrival: Arrival, is_silent: IsSilent) -> Generator[None, None, bool]:
+    def admits(
+        self, namespaces: Namespaces, arrival: Arrival, freshness: Freshness | None
+    ) -> Generator[None, None, bool]:
         """Return whether a stream without a view may have one. In slices."""
         batch, at, tick = arrival
         tenant = batch.stream.tenant
         most = self._limits.of(tenant).worker_streams
         if most is not None and namespaces.num_streams(tenant) >= most:
-            yield from self._drop_an_expired_view(namespaces, batch.stream, tick, is_silent)
+            yield from self._drop_an_expired_view(namespaces, batch.stream, tick, freshness)
             if namespaces.num_streams(tenant) >= most:
                 refused = RefusedStream(TENANT_STREAMS, batch.block_size, batch.epoch, batch.seq, at, tick)
                 if namespaces.refuse(batch.stream, refused):
@@ -64,21 +64,21 @@ class TenantGate:
         return True
 
     def bound_pages(
-        self, namespaces: Namespaces, view: View, tick: float, is_silent: IsSilent
+        self, namespaces: Namespaces, view: View, tick: float, freshness: Freshness | None
     ) -> Generator[None, None, None]:
         """Bound the index of a view to what the other namespaces of its tenant leave. In slices."""
         tenant = view.stream.tenant
         most = self._limits.of(tenant).pages
         if most is not None and namespaces.num_pages(tenant) >= most:
-            yield from self._drop_an_expired_view(namespaces, view.stream, tick, is_silent)
+            yield from self._drop_an_expired_view(namespaces, view.stream, tick, freshness)
         others = namespaces.num_pages(tenant) - view.index.num_pages
         view.index.limit_pages(None if most is None else max(0, most - others))
 
     def _drop_an_expired_view(
-        self, namespaces: Namespaces, stream: StreamId, tick: float, is_silent: IsSilent
+        self, namespaces: Namespaces, stream: StreamId, tick: float, freshness: Freshness | None
     ) -> Generator[None, None, None]:
         """Forget the tenant's view that expired first, except that of `stream`. Looks for one once a second."""
-        if tick < self._next_look.get(stream.tenant, -math.inf):
+        if freshness is None or tick < self._next_look.get(stream.tenant, -math.inf):
             return
         if len(self._next_look) >= _MAX_LOOKS:
             self._next_look.clear()
@@ -87,7 +87,7 @@ class TenantGate:
             view
             for namespace in namespaces.of_tenant(stream.tenant)
             for view in namespace.views.values()
-            if view.stream != stream and is_silent(view, tick)
+            if view.stream != stream and freshness.is_expired(view, tick)
         ]
         if expired:
             yield from namespaces.forget(min(expired, key=lambda view: view.heard_tick).stream)

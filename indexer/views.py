@@ -134,6 +134,11 @@ class View:
         self.columns.heard_tick[self.number] = tick
 
     @property
+    def arrived_tick(self) -> float:
+        """Arrival of the newest batch, on the same clock."""
+        return max(self.heard_tick, self.lateness.arrived_tick)
+
+    @property
     def degraded_reason(self) -> str:
         """Why the publisher called its stream incomplete with the newest batch. A resync would not help."""
         return self._degraded_reason

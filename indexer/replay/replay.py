@@ -28,7 +28,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         self.freshness = Freshness(self.settings.worker_ttl_s, 0.0)
-        self.applier = Applier(Namespaces(self.settings), DeadLetters(), self.freshness.is_silent)
+        self.applier = Applier(Namespaces(self.settings), DeadLetters(), self.freshness)
         self.now = 0.0
         """Time of the newest record applied, in seconds since 1970."""
         self.positions: dict[int, int] = {}

@@ -57,7 +57,7 @@ class Router:
     def __init__(self) -> None:
         self.now = 1000.0
         self.freshness = Freshness(TTL_S, self.now)
-        self.applier = Applier(Namespaces(SETTINGS), DeadLetters(), self.freshness.is_silent)
+        self.applier = Applier(Namespaces(SETTINGS), DeadLetters(), self.freshness)
         self._planner = ResyncPlanner(SETTINGS, self.freshness, seed=0)
 
     def wait(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from indexer.applier import Applier
 from indexer.dead_letters import DeadLetters
 from indexer.freshness import Freshness
+from indexer.lateness import LATE_S
 from indexer.namespaces import Namespaces
 from indexer.settings import IndexerSettings
 from indexer.views import View, ViewState
@@ -204,17 +205,46 @@ def test_a_late_batch_with_an_old_block_size_changes_nothing(applier: Applier) -
     assert dict(applier.dead_letters.counts) == {"block_size": 2}
 
 
-def test_a_publisher_whose_clock_was_set_back_is_believed_once_the_old_one_is_expired(applier: Applier) -> None:
-    late, early = Stream(), Stream()
-    late.epoch = 9
-    apply(applier, late.batch(stored((0, [1]))), early.batch(stored((0, [2]))))
-    view = view_of(applier, late)
-    assert held(view) == {(1, 0)}
-    applier.is_silent = lambda _view, _tick: True
-    early.seq = 0
-    early.held = set()
-    apply(applier, early.batch(stored((0, [3]))))
+@pytest.mark.parametrize(("ttl_s", "silence_s"), [(10.0, LATE_S), (2.0, 2.0)])
+def test_a_smaller_epoch_is_believed_when_the_larger_one_misses_two_heartbeats(
+    applier: Applier, ttl_s: float, silence_s: float
+) -> None:
+    applier.freshness = Freshness(ttl_s, now=0.0)
+    large, small = Stream(), Stream()
+    large.epoch = 9
+    apply(applier, large.batch(stored((0, [1])), now=100.0), small.batch(stored((0, [2])), now=100.0 + silence_s))
+    view = view_of(applier, large)
+    assert (view.epoch, held(view)) == (9, {(1, 0)})
+    small.restart()
+    small.epoch = 1
+    apply(applier, small.batch(stored((0, [3])), now=100.1 + silence_s))
     assert (view.epoch, view.state, held(view)) == (1, ViewState.LIVE, {(3, 0)})
+
+
+def test_a_smaller_epoch_is_not_believed_after_an_outage_before_two_heartbeats_are_missing(applier: Applier) -> None:
+    applier.freshness = Freshness(ttl_s=10.0, now=0.0)
+    large, small = Stream(), Stream()
+    large.epoch = 9
+    apply(applier, large.batch(now=100.0))
+    applier.freshness.note_log_read(100.0)
+    applier.freshness.note_log_read(500.0)  # back after 400 s
+    apply(applier, small.batch(now=500.0 + LATE_S))
+    view = view_of(applier, large)
+    assert view.epoch == 9
+    apply(applier, small.batch(now=500.1 + LATE_S))
+    assert view.epoch == 1
+
+
+def test_a_batch_that_arrives_twice_is_applied_once_however_late_it_is(applier: Applier) -> None:
+    applier.freshness = Freshness(ttl_s=10.0, now=0.0)
+    stream = Stream()
+    apply(applier, stream.batch(stored((0, [1])), now=100.0))
+    late = stream.batch(stored((1, [2])), now=101.0)
+    for tick in (160.0, 160.1):
+        for _ in applier.apply(late, tick):
+            pass
+    view = view_of(applier, stream)
+    assert (view.counters.duplicate_batches, view.counters.gaps, view.state) == (1, 0, ViewState.LIVE)
 
 
 def test_forgetting_the_last_view_frees_the_namespace(applier: Applier) -> None:

@@ -28,7 +28,7 @@ class Watched:
         self._caplog = caplog
         self._freshness = Freshness(TTL_S, self.now)
         self._log = WorkerLog(self._freshness)
-        self._applier = Applier(Namespaces(IndexerSettings(max_pages=1000)), DeadLetters(), self._freshness.is_silent)
+        self._applier = Applier(Namespaces(IndexerSettings(max_pages=1000)), DeadLetters(), self._freshness)
         self._applier.on_applied.append(lambda view, _batch: self._log.note(view))
         self.look()
 
