@@ -16,14 +16,14 @@ from tests.chaos.compare import compare
 from tests.chaos.engine import PINNED_TOKENS
 from tests.chaos.faults.fault import FAULTS, Fault
 from tests.chaos.rig import Rig
-from tests.chaos.watch import Watch
+from tests.chaos.watch import FRESH_S, Watch
 
 _OVERLAP = 0.3
 """Share of the injections with two faults at once."""
 _QUIET_S = 2.0
 """Time without a fault after each one."""
-_STABLE_S = 1.0
-"""Time for which all views must stay right."""
+_STABLE_S = FRESH_S + 1.0
+"""Time for which all views must stay right. A view that shows another cache is found to be wrong after FRESH_S."""
 _PATIENCE = 12
 """A run waits so many times the bound of a fault, to see whether the views become right at all."""
 _TAIL_LINES = 15
