@@ -226,11 +226,13 @@ async def test_a_large_prompt_is_kept_and_its_end_left_out() -> None:
 async def test_a_large_body_is_checked_and_encoded_without_holding_the_loop() -> None:
     candidates = [{"worker": f"worker-{number}", "tokens": 8, "score": 1.5} for number in range(1024)]
     body = msgspec.msgpack.encode({"decisions": [{**DECIDED, "candidates": candidates}] * 150})
+    spent_s = [0.0]  # by all threads, in each run
     async with rig(max_queued_bytes=2**30) as service:
 
         async def post() -> None:
-            headers = {"content-type": "application/msgpack"}
+            headers, before = {"content-type": "application/msgpack"}, time.process_time()
             answer = await service.client.post("/decisions", content=body, headers=headers)
             assert answer.json() == {"accepted": 150, "dropped": 0}
+            spent_s.append(time.process_time() - before)
 
-        await check_turns(post, lambda turns: max(turns) < sum(turns) / 3)
+        await check_turns(post, lambda turns: max(turns) < spent_s[-1] / 3)
