@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from kv_events.streams import HEARTBEAT_S
 
@@ -16,8 +17,7 @@ _STEADY_S = 2.5
 _STEADY_WITHIN_S = 0.3
 
 
-@dataclass(slots=True)
-class Lateness:
+class Lateness(msgspec.Struct, array_like=True):
     """The lateness of a stream's newest batch, against the most punctual one before it.
 
     At first, both clocks are believed to be right: the first batch may be late as well.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from indexer.index import IndexImage
+from indexer.lateness import Lateness
 from indexer.namespaces import Namespace, Namespaces
 from indexer.position import Position
 from indexer.settings import IndexerSettings
@@ -43,6 +45,8 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     """One byte for each page of the namespace, if a resync is in progress."""
     agreed_at: float = 0.0
     missing_batches: int = 0
+    lateness: Lateness | None = None
+    is_behind: bool = False
 
 
 class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
@@ -208,6 +212,8 @@ def _exact_image(view: View) -> _ExactImage:
         marks,
         view.agreed_at,
         view.missing_batches,
+        copy(view.lateness),
+        view.is_behind,
     )
 
 
@@ -251,6 +257,7 @@ def _restore_exactly(view: View, exact: _ExactImage) -> None:
     view.heard_tick, view.refused_now, view.resync_began = exact.heard_tick, exact.refused_now, exact.resync_began
     view.agreed_at, view.missing_batches = exact.agreed_at, exact.missing_batches
     view.position = view.position._replace(first_missing=exact.first_missing)
+    view.lateness, view.is_behind = exact.lateness or Lateness(), exact.is_behind
     if exact.marks is not None:
         view.marks = view.index.new_marks()
         view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

@@ -7,6 +7,7 @@ from random import Random
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,6 +120,23 @@ def test_steps_forward_and_back_equal_a_replay_from_the_beginning(seed: int, len
             if views is not None and at is not None:
                 assert timeline.index == at
                 assert facts(views) == facts(from_the_beginning(Path(name), Until(offset=at)))
+
+
+@pytest.mark.parametrize("late_s", [0.0, 8.0])
+def test_a_key_frame_continues_while_batches_are_late_or_a_clock_is_wrong(tmp_path: Path, late_s: float) -> None:
+    stream = Stream()
+    with EventLogWriter(tmp_path) as writer:
+        for second in range(40):
+            record = stream.batch(stored((0, [second + 1])), now=1000.0 + second)  # by a clock that is an hour behind
+            late_ms = 1000 * late_s if 10 <= second < 30 else 0
+            writer.append(record._replace(timestamp_ms=record.timestamp_ms + 3_600_000 + round(late_ms)))
+            if second == 11:
+                writer.flush(sync=False)
+                LogIndexer(tmp_path, SETTINGS, frame_cost=0).advance()
+    timeline = Timeline(tmp_path, SETTINGS)
+    for offset in range(10, 40):
+        moment = Until(offset=offset)
+        assert facts(timeline.at(moment)) == facts(from_the_beginning(tmp_path, moment)), moment
 
 
 @given(SEEDS)
