@@ -33,6 +33,7 @@ from kv_events.errors import InvalidValueError, RecordRejectedError, check_type,
 from kv_events.kafka_clients import (
     KafkaConnection,
     KafkaUnreachableError,
+    check_fetching,
     describe_topics,
     stop_consumer,
     stop_producer,
@@ -138,6 +139,7 @@ class KafkaSink:
                 return
             except TimeoutError:
                 await self._restore_control_topic()
+                await self._restore_consumer()
                 continue
             except (CorruptRecordException, UnicodeDecodeError):
                 await self._consumer.seek_to_end()  # requests that are skipped with it are repeated
@@ -231,6 +233,19 @@ class KafkaSink:
         else:
             self._restoring.reset()
 
+    async def _restore_consumer(self) -> None:
+        """Replace the consumer if it reads no longer."""
+        given_up = self._consumer
+        if given_up is None or self._producer is None:
+            return
+        try:
+            check_fetching(given_up)
+        except RuntimeError as error:
+            self._limited_logger.warning("%s; listening again", error)
+            with contextlib.suppress(KafkaError, KafkaUnreachableError, OSError):  # repeated at the next look
+                await self._start_consumer()
+                await stop_consumer(given_up)
+
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
@@ -244,10 +259,14 @@ class KafkaSink:
             enable_auto_commit=False,
             auto_offset_reset="latest",
         )
+        try:
+            await consumer.start()
+            consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
+            await consumer.seek_to_end()
+        except BaseException:
+            await stop_consumer(consumer)
+            raise
         self._consumer = consumer
-        await consumer.start()
-        consumer.assign([TopicPartition(topic, partition) for partition in sorted(partitions)])
-        await consumer.seek_to_end()
 
 
 class _WorkerPartitioner:

@@ -20,6 +20,7 @@ from kv_events.codec import encode_resync
 from kv_events.schema import BlockStored, ResyncRequest, StorageMedium
 from publisher import EventPublisher, PublisherSettings
 from publisher.sinks import create_sink
+from publisher.sinks.kafka import KafkaSink
 from tests.support.log.records import Stream
 from tests.support.waiting import async_wait_until
 
@@ -42,8 +43,8 @@ async def topics(kafka_bootstrap: str) -> AsyncIterator[Topics]:
     await producer.stop()
 
 
-def publisher_of(topics: Topics) -> EventPublisher:
-    settings = PublisherSettings(
+def settings_of(topics: Topics) -> PublisherSettings:
+    return PublisherSettings(
         model="m",
         worker="w",
         block_size=4,
@@ -54,6 +55,10 @@ def publisher_of(topics: Topics) -> EventPublisher:
         resync_min_interval_s=0,
         ledger_pages=10_000,
     )
+
+
+def publisher_of(topics: Topics) -> EventPublisher:
+    settings = settings_of(topics)
     return EventPublisher(settings, create_sink(settings))
 
 
@@ -80,6 +85,25 @@ async def test_a_publisher_answers_requests_after_anything_else_on_the_control_t
         await async_wait_until(lambda: publisher.stats().resyncs == 2, 30, "the resync")
         assert publisher.stats().skipped_requests == len(NOT_REQUESTS) + 1
         assert publisher.stats().failure is None
+
+
+async def test_a_publisher_that_aiokafka_has_stopped_reading_for_listens_again_by_a_failure_put_in(
+    topics: Topics,
+) -> None:
+    settings = settings_of(topics)
+    sink = KafkaSink(settings)
+    async with EventPublisher(settings, sink) as publisher:
+        await async_wait_until(lambda: publisher.stats().next_seq, 30, "the first record")
+        reading = sink._consumer._fetcher.error_future
+        reading.cancel()
+
+        async def resync() -> bool:
+            request = ResyncRequest(publisher.stream.key, publisher.epoch, "nobody listens")
+            await topics.producer.send_and_wait(topics.control, encode_resync(request))
+            return publisher.stats().resyncs >= 2
+
+        await async_wait_until(resync, 30, "the resync")
+        assert reading.done()
 
 
 async def test_an_indexer_skips_and_counts_records_that_are_no_batches(topics: Topics) -> None:
