@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from indexer.lateness import LATE_S
 from indexer.views import View, ViewState
+from kv_events.streams import HEARTBEAT_S
 
 NO_HEARTBEAT = "no heartbeat"
 """Reason of a view that is stale because of silence."""
@@ -25,6 +26,8 @@ class Freshness:
         self.is_catching_up = False
         """Whether the event log has records from before the start that are not applied yet. No view is live then."""
         self._ttl_s = ttl_s
+        self.longest_pause_s = min(ttl_s / 2, LATE_S - HEARTBEAT_S)
+        """Time between two moments at which the log could be read, above which it was unavailable."""
         self._clock = clock
         self.log_read_at = now
         """Time up to which the event log was read."""
@@ -33,7 +36,7 @@ class Freshness:
 
     def note_log_read(self, now: float) -> None:
         """Record that the event log could be read at this time."""
-        if now - self.log_read_at > self._ttl_s / 2:
+        if now - self.log_read_at > self.longest_pause_s:
             self.resumed_at = now
         self.log_read_at = max(self.log_read_at, now)
 
@@ -45,9 +48,10 @@ class Freshness:
         """Return whether two heartbeats were missing when a record arrived, so that its sender may be followed.
 
         tick: the arrival. A closed publisher is silent at once. Otherwise never true after an outage of the event log
-        until two heartbeats are missing again, and never while the records of the past are read at the start.
+        until two heartbeats are missing again, and never while the records of the past are read at the start. A
+        time-to-live that is shorter than two heartbeats counts instead.
         """
-        return view.is_closed or tick - max(view.arrived_tick, self.resumed_at) > min(LATE_S, self._ttl_s)
+        return view.is_closed or tick - max(view.silent_from, self.resumed_at) > min(LATE_S, self._ttl_s)
 
     def is_expired(self, view: View, tick: float) -> bool:
         """Return whether the worker had been silent for the time-to-live when a record of any worker arrived.

@@ -17,7 +17,7 @@ _STEADY_S = 2.5
 _STEADY_WITHIN_S = 0.3
 
 
-class Lateness(msgspec.Struct, array_like=True):
+class Lateness(msgspec.Struct, array_like=True):  # its fields are part of key frames
     """The lateness of a stream's newest batch, against the most punctual one before it.
 
     At first, both clocks are believed to be right: the first batch may be late as well.
@@ -51,9 +51,9 @@ class Lateness(msgspec.Struct, array_like=True):
         self._made_at, self._tick = made_at, tick
 
     @property
-    def arrived_tick(self) -> float:
-        """Arrival of the newest batch by our clock that never goes back."""
-        return self._tick
+    def is_plain(self) -> bool:
+        """Whether the clocks agree, so that no batch that is punctual by both tells of the past."""
+        return abs(self._transit_s) < _JITTER_S / 2
 
     @property
     def lag_s(self) -> float:

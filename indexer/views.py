@@ -94,6 +94,11 @@ class View:
     """Pages refused since the last resync or clear. The digest cannot match before the next one."""
     lateness: Lateness = field(default_factory=Lateness)
     """That of the newest batch."""
+    silent_from: float = -math.inf
+    """Time from which on a silence counts, on the clock of `Freshness`.
+
+    It is the arrival of the newest batch, or later the moment from which its partition is read here.
+    """
     is_behind: bool = False
     """Whether the newest batch tells of the past, or is being applied after a silence."""
     _degraded_reason: str = ""
@@ -132,11 +137,6 @@ class View:
     @heard_tick.setter
     def heard_tick(self, tick: float) -> None:
         self.columns.heard_tick[self.number] = tick
-
-    @property
-    def arrived_tick(self) -> float:
-        """Arrival of the newest batch, on the same clock."""
-        return max(self.heard_tick, self.lateness.arrived_tick)
 
     @property
     def degraded_reason(self) -> str:
@@ -199,6 +199,7 @@ class View:
         was_late = tick - self.heard_tick > LATE_S
         self.lateness.note(batch.timestamp, at, tick)
         self.heard_tick = max(self.heard_tick, tick - self.lateness.lag_s)
+        self.silent_from = max(self.silent_from, tick)
         self.is_behind = was_late or self.lateness.is_behind
         self._note_fault()
 

@@ -20,6 +20,7 @@ from kv_events.batch_column_kernels import (
     PAGES,
     SEQ,
     STARTS,
+    TIME,
     BatchArrays,
 )
 from kv_events.bundles import BoolVector, F64Vector, I64Matrix, I64Vector, U8Input, U8Vector, U64Matrix, reader, spread
@@ -29,18 +30,18 @@ from kv_events.log_kernels import OFFSET, PARTITION, TIMESTAMP_MS
 from kv_events.page_table import CAPACITY
 from kv_events.page_table_kernels import num_entries
 
-NUM_STREAM_FIELDS = 13
+NUM_STREAM_FIELDS = 14
 (
-    SPACE, NUMBER, LAST_EPOCH, NEXT_SEQ, HEARD_MS, LATEST_MS, AGREED_MS,
+    SPACE, NUMBER, LAST_EPOCH, NEXT_SEQ, HEARD_MS, LATEST_MS, AGREED_MS, MADE_AT,
     BATCHES, STORED, REMOVED, KNOWN, UNKNOWN, REFUSED,
 ) = range(NUM_STREAM_FIELDS)  # fmt: skip
 """Columns of streams. SPACE: row of the index in `Tracked.spaces`, or -1 if no batch of the stream can be applied here.
 HEARD_MS: time of the last record applied; LATEST_MS: the latest time; AGREED_MS: HEARD_MS when the digests were equal
-for the last time. BATCHES to REFUSED are counted from 0."""
+for the last time. MADE_AT: the time in the last batch, the bits of a float64. BATCHES to REFUSED are counted from 0."""
 
 NUM_CLOCK_FIELDS = 4
 NOW, LOG_READ_AT, RESUMED_AT, LONGEST_PAUSE = range(NUM_CLOCK_FIELDS)
-"""Columns of the clock: see `Replay.now` and `Freshness`. LONGEST_PAUSE: half of the time-to-live."""
+"""Columns of the clock: see `Replay.now` and `Freshness`. LONGEST_PAUSE: `Freshness.longest_pause_s`."""
 
 HANDED_BACK, DOUBTED = range(2)
 """Why `apply_batches` ended early: the next record is not for it, or the view of the last one is not right after it."""
@@ -153,6 +154,7 @@ def apply_batches(data, rows, arrays, wanted, numbers, tracked, start, stop, mos
         stream[NEXT_SEQ] += 1
         stream[HEARD_MS] = rows[i, TIMESTAMP_MS]
         stream[LATEST_MS] = max(stream[LATEST_MS], rows[i, TIMESTAMP_MS])
+        stream[MADE_AT] = arrays.batches[i, TIME]
         tracked.offsets[partition] = max(tracked.offsets[partition], rows[i, OFFSET] + 1)
         _pass_time(tracked.clock, rows[i, TIMESTAMP_MS])
         pages = _read_pages(tracked.spaces[stream[SPACE]])

@@ -13,6 +13,7 @@ from indexer.index import SLICE_PAGES, OverlapIndex
 from indexer.kernels.batches import (
     BATCHES,
     DOUBTED,
+    MADE_AT,
     NUM_CLOCK_FIELDS,
     NUM_STREAM_FIELDS,
     SPACE,
@@ -184,7 +185,7 @@ class ChunkApplier:
         """Apply records until one has to take the long way. Returns (end, whether the digest of the last differs)."""
         replay, tracked = self._replay, self._tracked
         freshness = replay.freshness
-        tracked.clock[:] = replay.now, freshness.log_read_at, freshness.resumed_at, replay.settings.worker_ttl_s / 2
+        tracked.clock[:] = replay.now, freshness.log_read_at, freshness.resumed_at, freshness.longest_pause_s
         end, num_touched, reason = apply_batches(
             np.frombuffer(columns.data, np.uint8),
             columns.rows,
@@ -198,16 +199,19 @@ class ChunkApplier:
         )
         replay.now, freshness.log_read_at, freshness.resumed_at, _ = tracked.clock.tolist()
         touched = tracked.touched[:num_touched]
-        for number, facts in zip(touched.tolist(), tracked.streams[touched].tolist(), strict=True):
-            self._update(self._views[number], number, facts)
+        made_at = tracked.streams[touched, MADE_AT].view(np.float64).tolist()
+        for number, facts, made in zip(touched.tolist(), tracked.streams[touched].tolist(), made_at, strict=True):
+            self._update(self._views[number], number, facts, made)
         tracked.streams[touched, BATCHES:] = 0
         return end, reason == DOUBTED
 
-    def _update(self, view: View, number: int, facts: list[int]) -> None:
-        """Write what the kernel has done to a view."""
-        _, _, _, next_seq, heard_ms, latest_ms, agreed_ms, batches, stored, removed, known, unknown, refused = facts
+    def _update(self, view: View, number: int, facts: list[int], made_at: float) -> None:
+        """Write what the kernel has done to a view. made_at: time of the last batch."""
+        _, _, _, next_seq, heard_ms, latest_ms, agreed_ms, _, batches, stored, removed, known, unknown, refused = facts
         view.position = view.position._replace(next_seq=next_seq)
         view.heard_at, view.heard_tick = heard_ms / 1000, max(view.heard_tick, latest_ms / 1000)
+        view.lateness.note(made_at, view.heard_at, view.heard_at)
+        view.silent_from = max(view.silent_from, latest_ms / 1000)
         if agreed_ms != _NEVER:
             view.agreed_at = agreed_ms / 1000
         view.index.digest(view.number)[:] = self._tracked.digests[number]
@@ -249,7 +253,7 @@ class ChunkApplier:
         self._views[number] = view
         space = self._space(NamespaceKey(stream.model, stream.tenant, block_size), view.index)
         tracked = self._tracked
-        tracked.streams[number] = space, view.number, view.epoch, view.next_seq, 0, _NEVER, _NEVER, 0, 0, 0, 0, 0, 0
+        tracked.streams[number] = space, view.number, view.epoch, view.next_seq, 0, _NEVER, _NEVER, 0, 0, 0, 0, 0, 0, 0
         tracked.digests[number] = view.index.digest(view.number)
 
     def _space(self, key: NamespaceKey, index: OverlapIndex) -> int:
@@ -281,4 +285,4 @@ def _hold_back_late(columns: BatchColumns, times_ms: I64Vector) -> None:
 def _is_simple(view: View) -> bool:
     """Return whether plain batches leave the view live as long as the digests are equal."""
     is_sound = view.state is ViewState.LIVE and not (view.degraded_reason or view.refused_now or view.is_behind)
-    return is_sound and view.marks is None and view.next_seq < _MOST_SEQ
+    return is_sound and view.lateness.is_plain and view.marks is None and view.next_seq < _MOST_SEQ

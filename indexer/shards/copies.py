@@ -48,6 +48,7 @@ def _copy(view: View, block_size: int, target: Namespaces) -> Generator[None, No
     copy.position, copy.counters = view.position, replace(view.counters)
     copy.state, copy.stale_reason, copy.degraded_reason = view.state, view.stale_reason, view.degraded_reason
     copy.heard_at, copy.heard_tick, copy.agreed_at = view.heard_at, view.heard_tick, view.agreed_at
+    copy.silent_from = view.silent_from
     return copy
 
 

@@ -109,8 +109,9 @@ class Share:
     async def _take_over(self, partition: int, snapshot: Snapshot) -> int:
         """Restore the views of a partition from its snapshot. Returns the offset of the first record to apply."""
         source, views = snapshot.namespaces, snapshot.namespaces.views
-        for view in views:  # late, but not expired before the log was read
-            view.heard_tick = max(view.heard_tick, time.monotonic() - LATE_S)
+        now = time.monotonic()
+        for view in views:  # late, but neither expired nor silent before the log was read
+            view.heard_tick, view.silent_from = max(view.heard_tick, now - LATE_S), now
         await self._slices.run(copy_views(views, source, self._applier.namespaces, partition))
         logger.info("partition %d: snapshot of %d views loaded", partition, len(views))
         return snapshot.positions.get(partition, 0)

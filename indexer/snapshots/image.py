@@ -43,10 +43,11 @@ class _ExactImage(msgspec.Struct, frozen=True, array_like=True):
     resync_began: float
     marks: bytes | None
     """One byte for each page of the namespace, if a resync is in progress."""
-    agreed_at: float = 0.0
-    missing_batches: int = 0
-    lateness: Lateness | None = None
-    is_behind: bool = False
+    agreed_at: float
+    missing_batches: int
+    lateness: Lateness
+    silent_from: float
+    is_behind: bool
 
 
 class _ViewImage(msgspec.Struct, frozen=True, array_like=True):
@@ -213,6 +214,7 @@ def _exact_image(view: View) -> _ExactImage:
         view.agreed_at,
         view.missing_batches,
         copy(view.lateness),
+        view.silent_from,
         view.is_behind,
     )
 
@@ -257,7 +259,7 @@ def _restore_exactly(view: View, exact: _ExactImage) -> None:
     view.heard_tick, view.refused_now, view.resync_began = exact.heard_tick, exact.refused_now, exact.resync_began
     view.agreed_at, view.missing_batches = exact.agreed_at, exact.missing_batches
     view.position = view.position._replace(first_missing=exact.first_missing)
-    view.lateness, view.is_behind = exact.lateness or Lateness(), exact.is_behind
+    view.lateness, view.silent_from, view.is_behind = exact.lateness, exact.silent_from, exact.is_behind
     if exact.marks is not None:
         view.marks = view.index.new_marks()
         view.marks[view.index.live_entries()] = np.frombuffer(exact.marks, np.uint8)

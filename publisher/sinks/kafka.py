@@ -242,9 +242,11 @@ class KafkaSink:
             check_fetching(given_up)
         except RuntimeError as error:
             self._limited_logger.warning("%s; listening again", error)
-            with contextlib.suppress(KafkaError, KafkaUnreachableError, OSError):  # repeated at the next look
+            try:
                 await self._start_consumer()
-                await stop_consumer(given_up)
+            except (KafkaError, KafkaUnreachableError, OSError):
+                return  # repeated at the next look
+            await stop_consumer(given_up)
 
     async def _stop_producer(self) -> None:
         producer, self._producer = self._producer, None

@@ -122,19 +122,24 @@ def test_steps_forward_and_back_equal_a_replay_from_the_beginning(seed: int, len
                 assert facts(views) == facts(from_the_beginning(Path(name), Until(offset=at)))
 
 
+@pytest.mark.parametrize("frame_at", [None, 19, 21])
 @pytest.mark.parametrize("late_s", [0.0, 8.0])
-def test_a_key_frame_continues_while_batches_are_late_or_a_clock_is_wrong(tmp_path: Path, late_s: float) -> None:
+@pytest.mark.parametrize(("first_clock_s", "second_clock_s"), [(0, 0), (0, -7), (0, 7), (2, 0), (-3600, -3600)])
+def test_late_batches_and_wrong_clocks_replay_equally_however_they_are_read(
+    tmp_path: Path, frame_at: int | None, late_s: float, first_clock_s: int, second_clock_s: int
+) -> None:
     stream = Stream()
     with EventLogWriter(tmp_path) as writer:
-        for second in range(40):
-            record = stream.batch(stored((0, [second + 1])), now=1000.0 + second)  # by a clock that is an hour behind
+        for second in range(45):
+            clock_s = first_clock_s if second < 20 else second_clock_s
+            record = stream.batch(stored((0, [second + 1])), now=100_000.0 + second + clock_s)
             late_ms = 1000 * late_s if 10 <= second < 30 else 0
-            writer.append(record._replace(timestamp_ms=record.timestamp_ms + 3_600_000 + round(late_ms)))
-            if second == 11:
+            writer.append(record._replace(timestamp_ms=round(1000 * (100_000 + second) + late_ms)))
+            if second == frame_at:
                 writer.flush(sync=False)
                 LogIndexer(tmp_path, SETTINGS, frame_cost=0).advance()
     timeline = Timeline(tmp_path, SETTINGS)
-    for offset in range(10, 40):
+    for offset in range(5, 45):
         moment = Until(offset=offset)
         assert facts(timeline.at(moment)) == facts(from_the_beginning(tmp_path, moment)), moment
 
