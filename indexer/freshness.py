@@ -26,18 +26,24 @@ class Freshness:
         self.is_catching_up = False
         """Whether the event log has records from before the start that are not applied yet. No view is live then."""
         self._ttl_s = ttl_s
-        self.longest_pause_s = min(ttl_s / 2, LATE_S - HEARTBEAT_S)
-        """Time between two moments at which the log could be read, above which it was unavailable."""
+        self.longest_pauses_s = ttl_s / 2, min(ttl_s / 2, LATE_S - HEARTBEAT_S)
+        """Times between two readings of the log above which `resumed_at` and `unbroken_since` begin again."""
         self._clock = clock
         self.log_read_at = now
         """Time up to which the event log was read."""
         self.resumed_at = now
         """Time at which the event log became available for the last time."""
+        self.unbroken_since = now
+        """The same after pauses that are short for a worker to expire, but with which two heartbeats may be missed."""
 
     def note_log_read(self, now: float) -> None:
         """Record that the event log could be read at this time."""
-        if now - self.log_read_at > self.longest_pause_s:
+        pause_s = now - self.log_read_at
+        longest_s, longest_unbroken_s = self.longest_pauses_s
+        if pause_s > longest_s:
             self.resumed_at = now
+        if pause_s > longest_unbroken_s:
+            self.unbroken_since = now
         self.log_read_at = max(self.log_read_at, now)
 
     def silence_s(self, view: View) -> float:
@@ -51,7 +57,7 @@ class Freshness:
         until two heartbeats are missing again, and never while the records of the past are read at the start. A
         time-to-live that is shorter than two heartbeats counts instead.
         """
-        return view.is_closed or tick - max(view.silent_from, self.resumed_at) > min(LATE_S, self._ttl_s)
+        return view.is_closed or tick - max(view.silent_from, self.unbroken_since) > min(LATE_S, self._ttl_s)
 
     def is_expired(self, view: View, tick: float) -> bool:
         """Return whether the worker had been silent for the time-to-live when a record of any worker arrived.

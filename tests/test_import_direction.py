@@ -128,7 +128,7 @@ ROOMS = {
         "views",
     },
     "indexer.recording": {"slices", "sources", "until"},
-    "indexer.snapshots": {"errors", "index", "namespaces", "position", "settings", "slices", "views"},
+    "indexer.snapshots": {"errors", "index", "lateness", "namespaces", "position", "settings", "slices", "views"},
     "indexer.shards": {
         "applier",
         "errors",

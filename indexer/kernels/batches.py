@@ -39,9 +39,9 @@ NUM_STREAM_FIELDS = 14
 HEARD_MS: time of the last record applied; LATEST_MS: the latest time; AGREED_MS: HEARD_MS when the digests were equal
 for the last time. MADE_AT: the time in the last batch, the bits of a float64. BATCHES to REFUSED are counted from 0."""
 
-NUM_CLOCK_FIELDS = 4
-NOW, LOG_READ_AT, RESUMED_AT, LONGEST_PAUSE = range(NUM_CLOCK_FIELDS)
-"""Columns of the clock: see `Replay.now` and `Freshness`. LONGEST_PAUSE: `Freshness.longest_pause_s`."""
+NUM_CLOCK_FIELDS = 6
+NOW, LOG_READ_AT, RESUMED_AT, UNBROKEN_SINCE, LONGEST_PAUSE, LONGEST_UNBROKEN = range(NUM_CLOCK_FIELDS)
+"""Columns of the clock: see `Replay.now` and `Freshness`. The last two: `Freshness.longest_pauses_s`."""
 
 HANDED_BACK, DOUBTED = range(2)
 """Why `apply_batches` ended early: the next record is not for it, or the view of the last one is not right after it."""
@@ -83,8 +83,11 @@ def _is_next(stream, arrays, i, most_pages):
 @array_helper
 def _pass_time(clock, timestamp_ms):
     clock[NOW] = max(clock[NOW], timestamp_ms / 1000.0)
-    if clock[NOW] - clock[LOG_READ_AT] > clock[LONGEST_PAUSE]:
+    pause_s = clock[NOW] - clock[LOG_READ_AT]
+    if pause_s > clock[LONGEST_PAUSE]:
         clock[RESUMED_AT] = clock[NOW]
+    if pause_s > clock[LONGEST_UNBROKEN]:
+        clock[UNBROKEN_SINCE] = clock[NOW]
     clock[LOG_READ_AT] = max(clock[LOG_READ_AT], clock[NOW])
 
 

@@ -185,7 +185,13 @@ class ChunkApplier:
         """Apply records until one has to take the long way. Returns (end, whether the digest of the last differs)."""
         replay, tracked = self._replay, self._tracked
         freshness = replay.freshness
-        tracked.clock[:] = replay.now, freshness.log_read_at, freshness.resumed_at, freshness.longest_pause_s
+        tracked.clock[:] = (
+            replay.now,
+            freshness.log_read_at,
+            freshness.resumed_at,
+            freshness.unbroken_since,
+            *freshness.longest_pauses_s,
+        )
         end, num_touched, reason = apply_batches(
             np.frombuffer(columns.data, np.uint8),
             columns.rows,
@@ -197,7 +203,7 @@ class ChunkApplier:
             len(wanted),
             SLICE_PAGES,
         )
-        replay.now, freshness.log_read_at, freshness.resumed_at, _ = tracked.clock.tolist()
+        replay.now, freshness.log_read_at, freshness.resumed_at, freshness.unbroken_since, *_ = tracked.clock.tolist()
         touched = tracked.touched[:num_touched]
         made_at = tracked.streams[touched, MADE_AT].view(np.float64).tolist()
         for number, facts, made in zip(touched.tolist(), tracked.streams[touched].tolist(), made_at, strict=True):

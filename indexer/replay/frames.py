@@ -22,7 +22,7 @@ from kv_events.records import LogRecord
 
 FRAME_SUFFIX: Final = ".kvframe"
 
-_MAGIC = b"KVSFRM01"
+_MAGIC = b"KVSFRM02"
 _LENGTHS_BYTES = 8
 _SETTINGS = ("max_pages", "max_set_bytes", "max_streams", "max_namespaces", "worker_ttl_s", "forget_after_s")
 """Settings on which views depend."""
@@ -50,6 +50,7 @@ class FrameHead(msgspec.Struct, frozen=True, array_like=True):
     settings: dict[str, float]
     log_read_at: float
     resumed_at: float
+    unbroken_since: float
     num_records: int
     rejected: dict[str, int]
     """Reason -> records that could not be applied."""
@@ -89,6 +90,7 @@ def save_frame(folder: Path, replay: Replay, next_index: int, last_record: int) 
         settings_of_views(replay.settings),
         replay.freshness.log_read_at,
         replay.freshness.resumed_at,
+        replay.freshness.unbroken_since,
         replay.applier.records,
         dict(replay.applier.dead_letters.counts),
         replay.lacks_beginning,
@@ -142,6 +144,7 @@ def load_frame(frame: Frame, settings: IndexerSettings) -> Replay:
     replay.applier.records, replay.applier.dead_letters.counts = head.num_records, Counter(head.rejected)
     replay.now, replay.positions = snapshot.taken_at, dict(head.positions)
     replay.freshness.log_read_at, replay.freshness.resumed_at = head.log_read_at, head.resumed_at
+    replay.freshness.unbroken_since = head.unbroken_since
     replay.lacks_beginning = head.lacks_beginning
     return replay
 

@@ -26,7 +26,8 @@ class MovingViews:
         """Open a moment. Raises OSError."""
         self._timeline = timeline
         self._skipped: list[int] = []  # indices of records before `_next_index` that do not belong to the moment
-        self._clock: tuple[float, float, float] | None = None  # of the newest record, if time has passed since then
+        # of the newest record, if time has passed since then
+        self._clock: tuple[float, float, float, float] | None = None
         self.moment = moment
         """Where the views are."""
         if moment.positions is not None:
@@ -58,12 +59,13 @@ class MovingViews:
         """
         freshness, had_skipped = self.views.freshness, bool(self._skipped)
         if self._clock is not None:
-            self.views.now, freshness.log_read_at, freshness.resumed_at = self._clock
+            self.views.now, freshness.log_read_at, freshness.resumed_at, freshness.unbroken_since = self._clock
             self._clock = None
-        resumed_at = freshness.resumed_at
+        resumed_at, unbroken_since = freshness.resumed_at, freshness.unbroken_since
         is_in_order = self._apply(moment)
         # the end of a pause is found by the first record after it, which may be another one in the order of the log
-        return is_in_order and not (had_skipped and freshness.resumed_at != resumed_at)
+        had_pause = (freshness.resumed_at, freshness.unbroken_since) != (resumed_at, unbroken_since)
+        return is_in_order and not (had_skipped and had_pause)
 
     def _apply(self, moment: Until) -> bool:
         """Apply what belongs to a moment and is not applied yet. Returns False if a partition is out of order."""
@@ -98,5 +100,6 @@ class MovingViews:
         return all(record.offset >= self.views.positions.get(record.partition, 0) for record in late)
 
     def _pass_time(self, views: Replay, time_s: float) -> None:
-        self._clock = views.now, views.freshness.log_read_at, views.freshness.resumed_at
+        freshness = views.freshness
+        self._clock = views.now, freshness.log_read_at, freshness.resumed_at, freshness.unbroken_since
         self._timeline.pass_time(views, time_s)

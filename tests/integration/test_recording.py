@@ -152,6 +152,10 @@ def lacks_key_frames(folder: Path) -> list[int]:
     return [int(path.stem) for path in later if not path.with_suffix(".kvframe").exists()]
 
 
+def has_applied(service: ServiceProcess, engine: PublishingProcess, after: int) -> bool:
+    return service.listener("w").get("seq", -1) > after and service.pages("w") == engine.held
+
+
 @pytest.mark.timeout(400)
 def test_a_recording_beside_a_service_keeps_its_bound_and_opens_at_its_first_record(
     topics: dict[str, Any], tmp_path: Path
@@ -164,8 +168,10 @@ def test_a_recording_beside_a_service_keeps_its_bound_and_opens_at_its_first_rec
         engine.store(*pages(100))
         wait_until(lambda: any(folder.glob("*.kvlog")), what="the recording")
         for number in range(1, 1000):
+            seq = service.listener("w").get("seq", -1)
             engine.store(*pages(20_000, 100_000 * number))
             engine.remove(*pages(20_000, 100_000 * number))
+            wait_until(partial(has_applied, service, engine, seq), 120, "the removal")
             wait_until(lambda: not lacks_key_frames(folder), 120, "the key frames")
             if EventLogReader(folder).first_index:
                 break

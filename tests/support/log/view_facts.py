@@ -23,7 +23,7 @@ def facts(replay: Replay) -> dict[str, Any]:
     return {
         "now": replay.now,
         "records": (replay.applier.records, dict(replay.applier.dead_letters.counts)),
-        "clock": (replay.freshness.log_read_at, replay.freshness.resumed_at),
+        "clock": (replay.freshness.log_read_at, replay.freshness.resumed_at, replay.freshness.unbroken_since),
         "views": {view.stream: _view_facts(replay, view) for view in replay.namespaces.views},
     }
 

@@ -201,7 +201,7 @@ def test_damaged_key_frames_and_time_indices_are_named(log: Path) -> None:
     assert kvsight("log", "index", log).exit_code == 0
     times = min(log.glob("*.kvtimes"))
     frame = log / f"{5:020d}.kvframe"
-    frame.write_bytes(b"KVSFRM01 and more")
+    frame.write_bytes(b"KVSFRM02 and more")
     damage(times, 20)
     done = kvsight("log", "verify", log)
     assert done.exit_code == 1
