@@ -27,6 +27,8 @@ REMEMBERED = 1 << NUM_MEDIA
 """Set for each entry of a shared table, which remembers blocks that are no longer held."""
 RECENTLY_USED = 2 << NUM_MEDIA
 """The entry was used since the last search for entries to drop."""
+COPIED = 4 << NUM_MEDIA
+"""The block was stored again while it was held: its row of `more_copies` is valid."""
 
 # elements of tally
 HELD, MOST_HELD = range(2)
@@ -39,6 +41,9 @@ class Blocks(NamedTuple):
     columns: U32Matrix
     """[capacity + 1, 2] entry of the block's page, valid while the block is held; state, 0 for a free entry. The last
     row stays free."""
+    more_copies: U32Matrix
+    """[capacity + 1, 4] copies of the block on each medium beyond the first. Only written for blocks with copies, so
+    that it costs no memory otherwise."""
     tally: I64Vector
     """[2] number of blocks held; the largest such number, as far as recorded."""
 
@@ -63,7 +68,12 @@ class BlockTable(Protocol):
 
 def make_blocks(capacity: int) -> Blocks:
     """Create an empty table for at most `capacity` entries. Reserves address space, not memory."""
-    return Blocks(page_table.make_table(capacity), zeros((capacity + 1, 2), np.uint32), np.zeros(2, np.int64))
+    return Blocks(
+        page_table.make_table(capacity),
+        zeros((capacity + 1, 2), np.uint32),
+        zeros((capacity + 1, NUM_MEDIA), np.uint32),
+        np.zeros(2, np.int64),
+    )
 
 
 def states(blocks: Blocks) -> npt.NDArray[np.uint32]:

@@ -13,6 +13,8 @@ from kv_events.schema import NUM_MEDIA
 # kinds of change: stores on medium 0 .. 3, removals from medium 0 .. 3, everything cleared
 REMOVAL = NUM_MEDIA
 CLEARED = 2 * NUM_MEDIA
+# only in events: removals of one copy of a block, which stays held while it has others
+COPY_REMOVAL = 3 * NUM_MEDIA
 NUM_RANKS = 2 * NUM_MEDIA
 """Number of kinds that can occur in a span."""
 

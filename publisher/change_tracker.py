@@ -131,6 +131,11 @@ class ChangeTracker:
                 else:
                     self._ledger.change(part, extra_key)
 
+    def require_groups(self, num_groups: int) -> None:
+        """See `Ledger.require_groups`."""
+        with self._lock:
+            self._ledger.require_groups(num_groups)
+
     def _can_defer(self, call: tuple[EngineEvent, ...]) -> bool:
         if not self._is_deferring or len(call) > _MAX_DEFERRED_PAGES:
             return False

@@ -19,12 +19,14 @@ from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.hashing import U32Array, U64Array, namespace_seed, sequence_hashes, token_array
 from kv_events.limits import MAX_EXTRA_KEY_BYTES, MAX_HASHES_PER_QUERY
 from kv_events.schema import MEDIUM_INDEX, NUM_MEDIA, BlockRemoved, BlockStored
-from publisher.change_kernels import REMOVAL
+from publisher.change_kernels import COPY_REMOVAL, REMOVAL
 
 MAX_PAGES_PER_EVENT = MAX_HASHES_PER_QUERY
 
 _MASK64 = 2**64 - 1
-_REMOVALS = np.arange(REMOVAL, REMOVAL + NUM_MEDIA, dtype=np.uint8).reshape(NUM_MEDIA, 1)
+_REMOVALS, _COPY_REMOVALS = (
+    np.arange(first, first + NUM_MEDIA, dtype=np.uint8).reshape(NUM_MEDIA, 1) for first in (REMOVAL, COPY_REMOVAL)
+)
 _NO_PARENT, _HAS_NO_PARENT = np.zeros(1, np.uint64), np.zeros(1, np.uint8)
 # if a C long has 64 bits, `array` converts to it three times as fast as to a long long
 _SIGNED, _UNSIGNED = ("l", "L") if array("l").itemsize == 8 else ("q", "Q")
@@ -67,7 +69,8 @@ class EventColumns(NamedTuple):
     """Stores and removals of several events of one namespace, in order."""
 
     kinds: npt.NDArray[np.uint8]
-    """[m] medium for a store, REMOVAL + medium for a removal. Events with larger values are skipped."""
+    """[m] medium for a store, REMOVAL + medium for a removal of all copies, COPY_REMOVAL + medium for that of one.
+    Events with other values are skipped."""
     pages: StoredColumns
     """The pages of the events. For removals, only block hashes and lengths are used."""
 
@@ -109,10 +112,11 @@ class EventColumns(NamedTuple):
         )
 
     @classmethod
-    def removed(cls, block_hashes: U64Array, medium: int) -> EventColumns:
-        """Return one event that removes all pages from one medium."""
+    def removed(cls, block_hashes: U64Array, medium: int, *, is_copy: bool = False) -> EventColumns:
+        """Return one event that removes pages from one medium. is_copy: one copy of each; otherwise all copies."""
         lengths = np.array([len(block_hashes)], np.int64)
-        return cls(_REMOVALS[medium], StoredColumns(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT))
+        kinds = (_COPY_REMOVALS if is_copy else _REMOVALS)[medium]
+        return cls(kinds, StoredColumns(block_hashes, block_hashes, lengths, _NO_PARENT, _HAS_NO_PARENT))
 
 
 def medium_index(medium: Any) -> int:

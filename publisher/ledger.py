@@ -27,6 +27,7 @@ from publisher.ledger_kernels import (
     SLICE_PAGES,
     LedgerArrays,
     find_entry,
+    require_groups,
 )
 from publisher.queue_kernels import queue_cleared
 
@@ -69,6 +70,7 @@ class Ledger:
             page_words=zeros((capacity, 2), np.uint64),
             page_stored_in=zeros(capacity, np.uint32),
             page_changed=np.zeros(-(-capacity // SLICE_PAGES), np.bool_),
+            num_groups=np.ones(1, np.int64),
             found=np.empty(FOUND_BLOCKS, np.int64),
             digest=empty_digest(),
             counts=np.zeros(len(COUNT_NAMES), np.int64),
@@ -79,6 +81,8 @@ class Ledger:
     @property
     def num_pages(self) -> int:
         """Number of distinct pages held on any medium."""
+        if self._arrays.num_groups[0] > 1:  # the table also has pages that only some groups hold
+            return int(np.count_nonzero(self._arrays.page_media[: self._num_used]))
         return page_table.num_live(self._arrays.pages)
 
     def digest(self) -> Digest:
@@ -100,6 +104,14 @@ class Ledger:
         self._blocks.change_pages(self._resident, self._queue, events.kinds, events.pages, salt, queued)
         return queued
 
+    def require_groups(self, num_groups: int) -> None:
+        """Require that so many blocks carry a page, one for each attention group. The number never falls.
+
+        Pages that fewer blocks carry are removed. Costs a few ms per million pages.
+        """
+        self._arrays.num_groups[0] = num_groups
+        require_groups(self._resident, self._queue, self._num_used)
+
     def clear(self) -> None:
         """Remove all pages.
 
@@ -108,7 +120,8 @@ class Ledger:
         arrays = self._arrays
         self._blocks.clear_residency()
         arrays.page_media[: self._num_used] = 0
-        arrays.page_copies[arrays.digest[:NUM_MEDIA] != 0, : self._num_used] = 0
+        is_used = arrays.digest[:NUM_MEDIA] != 0 if arrays.num_groups[0] == 1 else slice(None)
+        arrays.page_copies[is_used, : self._num_used] = 0
         page_table.clear(arrays.pages)
         arrays.digest[:] = 0
         queue_cleared(self._queue)
@@ -175,6 +188,7 @@ class Ledger:
         page_table.check(arrays.blocks.table)
         page_table.check(arrays.pages)
         page_media, page_copies = arrays.page_media[: self._num_used], arrays.page_copies[:, : self._num_used]
+        num_groups = int(arrays.num_groups[0])
         pages, media = arrays.blocks.columns[: page_table.high_water(arrays.blocks.table)].T
         _check_equal("entries", int(np.count_nonzero(media)), page_table.num_live(arrays.blocks.table))
         live = np.flatnonzero(media & ON_MEDIA)
@@ -186,7 +200,7 @@ class Ledger:
             copies = np.bincount(on_medium, minlength=self._num_used)
             _check_equal("copies", copies.tolist(), page_copies[medium].tolist())
             held = np.flatnonzero(page_media >> medium & 1)
-            _check_equal("held", held.tolist(), np.flatnonzero(copies).tolist())
+            _check_equal("held", held.tolist(), np.flatnonzero(copies >= num_groups).tolist())
             advance_digest(digest, np.full(len(held), medium, np.uint8), arrays.pages.keys[held])
         _check_equal("digest", digest.tolist(), arrays.digest.tolist())
 

@@ -32,8 +32,8 @@ from kv_events.kernels import array_function, array_helper, array_kernel
 from kv_events.page_table import Table
 from kv_events.page_table_kernels import AHEAD, fetch, find, find_or_insert, remove, was_used
 from kv_events.schema import NUM_MEDIA
-from publisher.blocks import HELD, PAGE, STATE, Blocks, is_held
-from publisher.change_kernels import CLEARED, REMOVAL
+from publisher.blocks import COPIED, HELD, PAGE, STATE, Blocks, is_held
+from publisher.change_kernels import CLEARED, COPY_REMOVAL, REMOVAL
 from publisher.event_columns import StoredColumns
 from publisher.queue_kernels import SPAN, QueueArrays, append
 
@@ -62,7 +62,7 @@ class LedgerArrays(NamedTuple):
     blocks: Blocks
     pages: Table
     page_media: U8Vector
-    """[capacity] bit m is set if some block carries the page on medium m. 0 marks a free entry."""
+    """[capacity] bit m is set if the page is held on medium m: `num_groups` blocks carry it there. 0 for a free entry."""
     page_copies: U32Matrix
     """[4, capacity] number of blocks that carry the page, per medium. 0 for a free entry."""
     page_words: U64Matrix
@@ -73,6 +73,8 @@ class LedgerArrays(NamedTuple):
     Bit m of the lower four bits is set if the page was stored on medium m in that span."""
     page_changed: BoolVector
     """[capacity / SLICE_PAGES, rounded up] whether `page_media` changed in the slice since it was last copied."""
+    num_groups: I64Vector
+    """[1] attention groups that must all hold a page."""
     found: I64Vector
     """[FOUND_BLOCKS] scratch space for the entries of blocks that are about to be removed."""
     digest: U64Vector
@@ -177,8 +179,16 @@ def _release_block(ledger, entry, page, is_shared):
     ledger.blocks.tally[HELD] -= 1
     if not is_shared:
         remove(ledger.blocks.table, entry)
-    if ledger.page_media[page] == 0:
+    if ledger.page_media[page] == 0 and (ledger.num_groups[0] == 1 or _has_no_block(ledger, page)):
         remove(ledger.pages, page)
+
+
+@array_helper
+def _has_no_block(ledger, page):
+    num_blocks = np.uint32(0)
+    for medium in range(NUM_MEDIA):
+        num_blocks |= ledger.page_copies[medium, page]
+    return num_blocks == 0
 
 
 @array_helper
@@ -207,9 +217,9 @@ def _parent_name(ledger, key):
 
 @array_helper
 def _add_copy(ledger, page, medium):
-    """Count one more block that carries the page on a medium. Returns True for the first one."""
+    """Count one more block that carries the page on a medium. Returns True if the page is now held there."""
     ledger.page_copies[medium, page] += np.uint32(1)
-    if ledger.page_copies[medium, page] > 1:
+    if ledger.page_copies[medium, page] != ledger.num_groups[0]:
         ledger.counts[_STORED_AGAIN] += 1
         return False
     ledger.page_media[page] |= np.uint8(1 << medium)
@@ -221,15 +231,38 @@ def _add_copy(ledger, page, medium):
 
 @array_helper
 def _drop_copy(ledger, page, medium):
-    """Count one block less that carries the page on a medium. Returns True for the last one."""
+    """Count one block less that carries the page on a medium. Returns True if the page is no longer held there."""
     ledger.page_copies[medium, page] -= np.uint32(1)
-    if ledger.page_copies[medium, page] > 0:
+    if ledger.page_copies[medium, page] != ledger.num_groups[0] - 1:
         return False
+    _leave_medium(ledger, page, medium)
+    return True
+
+
+@array_helper
+def _leave_medium(ledger, page, medium):
     ledger.page_media[page] &= np.uint8(~(1 << medium))
     ledger.page_changed[page >> SLICE_BITS] = True
     remove_page(ledger.digest, medium, ledger.pages.keys[page])
     ledger.counts[_REMOVED] += 1
-    return True
+
+
+@array_helper
+def _add_to_block(blocks, entry, medium):
+    """Count one more copy of a block."""
+    if blocks.columns[entry, STATE] & np.uint32(COPIED) == 0:
+        blocks.columns[entry, STATE] |= np.uint32(COPIED)
+        blocks.more_copies[entry, :] = np.uint32(0)  # values of an earlier life
+    blocks.more_copies[entry, medium] += np.uint32(1)
+
+
+@array_helper
+def _take_from_block(blocks, entry, medium, is_copy):
+    """Take one copy of a block away, or all. Returns whether the block is still on the medium."""
+    if blocks.columns[entry, STATE] & np.uint32(COPIED) == 0 or blocks.more_copies[entry, medium] == 0:
+        return False
+    blocks.more_copies[entry, medium] = blocks.more_copies[entry, medium] - np.uint32(1) if is_copy else np.uint32(0)
+    return is_copy
 
 
 @array_helper
@@ -244,6 +277,7 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
         name = ledger.pages.keys[page]
     bit = np.uint32(1 << medium)
     if ledger.blocks.columns[entry, STATE] & bit:
+        _add_to_block(ledger.blocks, entry, medium)
         ledger.counts[_STORED_AGAIN] += 1
         return name, False
     ledger.blocks.columns[entry, STATE] |= bit
@@ -294,8 +328,8 @@ def _find_blocks(ledger, block_hashes, start, stop, salt, entry, is_shared):
 
 
 @array_helper
-def _remove_block(ledger, queue, entry, block_hash, medium, is_shared):
-    """Remove a block from a medium.
+def _remove_block(ledger, queue, entry, block_hash, medium, is_copy, is_shared):
+    """Remove one copy of a block from a medium, or all copies.
 
     entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
     state no longer has the bit of the medium.
@@ -304,16 +338,19 @@ def _remove_block(ledger, queue, entry, block_hash, medium, is_shared):
     if entry < 0 or ledger.blocks.columns[entry, STATE] & bit == 0:
         ledger.counts[_REMOVED_UNKNOWN] += 1
         return
+    if _take_from_block(ledger.blocks, entry, medium, is_copy):
+        return
     page = np.int64(ledger.blocks.columns[entry, PAGE])
     if _drop_copy(ledger, page, medium):
         _queue_removal(ledger, queue, page, medium, block_hash)
     ledger.blocks.columns[entry, STATE] &= ~bit
     if not is_held(ledger.blocks, entry):
+        ledger.blocks.columns[entry, STATE] &= ~np.uint32(COPIED)
         _release_block(ledger, entry, page, is_shared)
 
 
 @array_helper
-def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_shared):
+def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_copy, is_shared):
     """Remove the pages of one event.
 
     Returns the entry of the last block, next to which the first block of the next event is expected.
@@ -322,7 +359,7 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_sh
         end = min(first + FOUND_BLOCKS, stop)
         entry = _find_blocks(ledger, block_hashes, first, end, salt, entry, is_shared)
         for i in range(first, end):
-            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_shared)
+            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_copy, is_shared)
     return entry
 
 
@@ -336,7 +373,7 @@ def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
     def change_pages(ledger, queue, kinds, pages, salt, queued):
         """Apply the events of one namespace in order, and queue each page that became resident or was removed.
 
-        kinds: uint8[m], medium for a store, REMOVAL + medium for a removal; events with larger values are skipped.
+        kinds: uint8[m], see `EventColumns.kinds`.
         pages: m events. salt: salt of the namespace. queued: bool[n], set for each stored page that became resident on
         its medium.
         """
@@ -353,12 +390,14 @@ def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
                 name, stored = _store(ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, is_shared)
                 if stop > start:
                     previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
-            elif kind < CLEARED:
+            elif kind < CLEARED or COPY_REMOVAL <= kind < COPY_REMOVAL + NUM_MEDIA:
                 while event + 1 < pages.lengths.shape[0] and kinds[event + 1] == kind:  # merge adjacent removals
                     event += 1
                     stop += pages.lengths[event]
+                is_copy = kind >= COPY_REMOVAL
+                medium = kind - COPY_REMOVAL if is_copy else kind - REMOVAL
                 removed = _remove(
-                    ledger, queue, pages.block_hashes, start, stop, salt, kind - REMOVAL, removed, is_shared
+                    ledger, queue, pages.block_hashes, start, stop, salt, medium, removed, is_copy, is_shared
                 )
                 is_held = False
             start = stop
@@ -366,6 +405,20 @@ def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
 
     kernel: Callable[..., None] = change_pages
     return kernel
+
+
+@array_kernel(types.void, LedgerArrays, QueueArrays, types.int64)
+def require_groups(ledger, queue, num_entries):
+    """Remove the pages that fewer than `num_groups` blocks carry, after that number has grown.
+
+    num_entries: upper bound of the used entries of pages.
+    """
+    for page in range(num_entries):
+        for medium in range(NUM_MEDIA):
+            is_on_medium = ledger.page_media[page] >> np.uint8(medium) & np.uint8(1)
+            if is_on_medium and ledger.page_copies[medium, page] < ledger.num_groups[0]:
+                _leave_medium(ledger, page, medium)
+                _queue_removal(ledger, queue, page, medium, ledger.page_words[page, FIRST_BLOCK])
 
 
 @array_kernel(types.int64, types.uint64, spread(Table))

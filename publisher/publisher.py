@@ -130,6 +130,11 @@ class EventPublisher:
             self._builder.request_resync("internal error")
         self._drain.wake()
 
+    def require_groups(self, num_groups: int) -> None:
+        """Count a page as held only while so many blocks carry it, one for each attention group. See `Ledger`."""
+        self._tracker.require_groups(num_groups)
+        self._drain.wake()
+
     def take_records(self, now: float, *, force: bool = False) -> list[OutRecord]:
         """Return the records due at `now` (seconds since 1970), or all with `force`. For a publisher never started.
 
