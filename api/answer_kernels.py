@@ -43,8 +43,6 @@ _MATCHED_DP = _fixed(b',"matched_dp":{')
 _WEIGHTED = _fixed(b',"weighted":')
 _WEIGHTED_DP = _fixed(b',"weighted_dp":{')
 
-_REUSABLE = _fixed(b',"reusable":')
-_REUSABLE_DP = _fixed(b',"reusable_dp":{')
 
 _MOST_DECIMALS = 6
 _LARGEST_EXACT = 2.0**53
@@ -359,34 +357,6 @@ def _put_weighted(out, at, roster, pages, held, query, block_size, weights):
 
 
 @array_helper
-def _put_reusable(out, at, roster, pages, reusable, held, query, block_size):
-    """Write the reusable tokens of a worker with group streams, and of each of its ranks."""
-    if len(reusable) == 0:
-        return at
-    has_groups, most, stream = False, np.int64(0), held.first
-    while stream >= 0:
-        has_groups |= reusable[stream] >= 0
-        most = max(most, _reusable_of(pages, reusable, stream))
-        stream = _following(roster, stream, query)
-    if not has_groups:
-        return at
-    at = _put(out, at, _REUSABLE, 0, len(_REUSABLE) - MARGIN)
-    at = put_number(out, at, most * block_size)
-    at = _put(out, at, _REUSABLE_DP, 0, len(_REUSABLE_DP) - MARGIN)
-    written, stream = 0, held.first
-    while stream >= 0:
-        at = _put_key(out, at, written, roster.ranks[stream])
-        at = put_number(out, at, _reusable_of(pages, reusable, stream) * block_size)
-        written, stream = written + 1, _following(roster, stream, query)
-    return _put_byte(out, at, _CLOSE)
-
-
-@array_helper
-def _reusable_of(pages, reusable, stream):
-    return reusable[stream] if reusable[stream] >= 0 else np.int64(pages[stream, EXTERNAL])
-
-
-@array_helper
 def _put_scores(out, at, roster, pages, streams, query, block_size):
     """Write the tokens on the devices: worker -> rank -> tokens, without zeros."""
     written = 0
@@ -404,15 +374,15 @@ def _put_scores(out, at, roster, pages, streams, query, block_size):
 
 
 @array_helper
-def put_answer(out, start, roster, layout, times, streams, pages, reusable, block_size, weights):
+def put_answer(out, start, roster, layout, times, streams, pages, group_states, block_size, weights):
     """Write an answer, up to the end of its list of workers.
 
     out: uint8[n], which has room for twice the names of all workers, `BYTES_PER_WORKER` and `BYTES_PER_RANK` for each
     one. start: index in `out` after the beginning of the answer. times: seconds since 1970, and `expired_before`,
     `syncing_before` and `late_before` of `Freshness`. streams: int32[n], pages: uint32[streams, 4]: from `find`.
-    Expired streams are left out. reusable: int64[streams], pages that each stream can reuse, -1 for those without group
-    streams; or [0]. weights: float64[4], or [0] without weights. Returns the length of the answer, or -1 if a weighted
-    number needs another form.
+    Expired streams are left out. group_states: uint8[streams], see `indexer.reuse`; or [0] if there are no groups.
+    weights: float64[4], or [0] without weights. Returns the length of the answer, or -1 if a weighted number needs
+    another form.
     """
     now, expired_before, syncing_before, late_before = times
     roster.query[0] += 1
@@ -420,6 +390,8 @@ def put_answer(out, start, roster, layout, times, streams, pages, reusable, bloc
     for number in streams:
         stream = np.int64(number)
         roster.shown[stream] = _shown_state(roster, stream, expired_before, syncing_before, late_before)
+        if len(group_states) > 0:
+            roster.shown[stream] = max(roster.shown[stream], group_states[stream])
         if roster.shown[stream] != _EXPIRED:
             roster.found_in[stream] = query
     if layout.has_scores[0]:
@@ -447,6 +419,5 @@ def put_answer(out, start, roster, layout, times, streams, pages, reusable, bloc
             at = _put_weighted(out, at, roster, pages, held, query, block_size, weights)
             if at < 0:
                 return at
-        at = _put_reusable(out, at, roster, pages, reusable, held, query, block_size)
         at = _put_byte(out, at, _CLOSE)
     return _put_byte(out, _put_byte(out, at, _CLOSE), _CLOSE)

@@ -17,7 +17,7 @@ from api.questions import Numbers, Question
 from indexer.freshness import Freshness
 from indexer.index import Matches
 from indexer.namespaces import Namespace
-from indexer.reuse import reusable_pages
+from indexer.reuse import reusable
 from kv_events.bundles import Resident, resident
 from kv_events.hashing import process_base
 from kv_events.limits import MAX_HASHES_PER_QUERY, MAX_TOKENS_PER_QUERY
@@ -88,14 +88,18 @@ class AnswerWriter:
         if not namespace.groups:
             length, end, _ = plan.answer(prompt, UNKNOWN, 0, times)
             return length, end
-        found, end, num_pages = plan.answer(prompt, UNKNOWN, 1, times)
+        found, end, num_positions = plan.answer(prompt, UNKNOWN, 1, times)
         if end < 0:
             return -1, end
-        desk = self._desk
-        hashes = prompt[-1] if prompt[0] == SEQUENCE_HASHES else desk.hashes[:num_pages]
+        desk, kind = self._desk, prompt[0]
+        num_pages = num_positions // namespace.key.block_size if kind in (TEXT, TOKENS) else num_positions
+        hashes = prompt[-1] if kind == SEQUENCE_HASHES else desk.hashes[:num_pages]
         matches = Matches(desk.streams[:found], desk.pages[: namespace.index.most_streams])
-        reusable = reusable_pages(namespace, hashes, matches, freshness)
-        desk.reusable[: len(reusable)] = reusable
+        known_positions = num_positions if kind in (TEXT, TOKENS) else None
+        left = reusable(namespace, hashes, matches, freshness, known_positions)
+        found = len(left.matches.streams)
+        desk.streams[:found] = left.matches.streams
+        desk.group_states[: len(left.states)] = left.states
         return plan.answer(prompt, found, 1, times)[0], end
 
     def plan(self, question: Question, namespace: Namespace) -> Plan:

@@ -41,7 +41,8 @@ class Answers:
             if written is not None:
                 return written
         hashes = partial(question.hashes, numbers)
-        return encoded_answer(question, score_all(asked, hashes, freshness), now)
+        scores = score_all(asked, hashes, freshness, question.num_positions(numbers))
+        return encoded_answer(question, scores, now)
 
     def answer_text(
         self, question: Question, text: bytes, start: int, namespaces: Namespaces, freshness: Freshness, now: float

@@ -53,10 +53,6 @@ def _weighted_dp(worker: WorkerScore, weights: Weights | None) -> dict[int, floa
     return {rank: tiers.weighted(weights) for rank, tiers in worker.ranks.items()}
 
 
-def _reusable_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:
-    return UNSET if worker.reusable_by_rank is None else worker.reusable_by_rank
-
-
 def peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float) -> PeerAnswer:
     """Return the answer in Dynamo's dialect."""
     instances = {
@@ -72,8 +68,6 @@ def peer_answer(scores: list[WorkerScore], weights: Weights | None, now: float) 
             matched_dp=_matched_dp(worker),
             weighted=_weighted(worker, weights),
             weighted_dp=_weighted_dp(worker, weights),
-            reusable=worker.reusable if worker.has_groups else UNSET,
-            reusable_dp=_reusable_dp(worker),
         )
         for worker in scores
     }
@@ -101,8 +95,6 @@ def rfc_instances(scores: list[WorkerScore], weights: Weights | None, now: float
             matched_dp=_matched_dp(worker),
             weighted=_weighted(worker, weights),
             weighted_dp=_weighted_dp(worker, weights),
-            reusable=worker.reusable if worker.has_groups else UNSET,
-            reusable_dp=_reusable_dp(worker),
         )
         for worker in scores
     }

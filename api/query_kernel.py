@@ -15,7 +15,6 @@ from kv_events.bundles import (
     BYTES,
     F64Vector,
     I32Vector,
-    I64Vector,
     U8Vector,
     U32Input,
     U32Matrix,
@@ -56,8 +55,8 @@ class Desk(NamedTuple):
     """[streams] found streams."""
     pages: U32Matrix
     """[streams, 4] pages of each found stream."""
-    reusable: I64Vector
-    """[streams] pages that a found stream can reuse, -1 for those without group streams."""
+    group_states: U8Vector
+    """[streams] see `indexer.reuse.Reuse`."""
     weights: F64Vector
     """[4]"""
     out: U8Vector
@@ -72,7 +71,7 @@ class Desk(NamedTuple):
             np.zeros(LONG_STATE_WORDS, np.uint64),
             np.empty(0, np.int32),
             np.empty((0, NUM_MEDIA), np.uint32),
-            np.empty(0, np.int64),
+            np.empty(0, np.uint8),
             np.zeros(NUM_MEDIA),
             np.empty(0, np.uint8),
         )
@@ -87,7 +86,7 @@ class Desk(NamedTuple):
             desk = desk._replace(
                 streams=np.empty(num_streams, np.int32),
                 pages=np.empty((num_streams, NUM_MEDIA), np.uint32),
-                reusable=np.empty(num_streams, np.int64),
+                group_states=np.empty(num_streams, np.uint8),
             )
         if len(self.out) < num_bytes:
             desk = desk._replace(out=np.empty(2 * num_bytes, np.uint8))
@@ -114,11 +113,11 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, l
 
     Returns (bytes of the answer, index of the "]" in the text, 0). The bytes are -1 if a weighted number needs another
     form. The index is -1 if the text must be read in another way. With group streams, the first call only finds: it
-    returns (number of streams, index of the "]", number of pages in `desk.hashes`). The caller then computes
-    `desk.reusable` and calls again.
+    returns (number of streams, index of the "]", number of the prompt's tokens or token pairs, or of its hashes). The
+    caller then shortens what was found, in `desk`, to what can be reused, and calls again.
     """
     kind, block_size, is_bigram, found, has_weights, has_groups, begin = question
-    end = start
+    end, num_positions = start, len(hashes)
     if found < 0:
         if kind == TEXT:
             count, end = read_tokens(text, start, desk.read)
@@ -126,7 +125,8 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, l
                 return np.int64(-1), end, np.int64(0)
             tokens = desk.tokens[:count]
         if kind <= TOKENS:
-            rolled = desk.rolled[: max(np.int64(0), len(tokens) - is_bigram) // block_size]
+            num_positions = max(np.int64(0), len(tokens) - is_bigram)
+            rolled = desk.rolled[: num_positions // block_size]
             hash_each_window(tokens, block_size + is_bigram, block_size, seeds[0], desk.long_state, rolled)
             roll_each(rolled, seeds[1], _NO_PARENT, False, rolled)
             hashes = desk.hashes[: len(rolled)]
@@ -135,10 +135,11 @@ def answer(text, start, tokens, hashes, question, seeds, lookup, desk, roster, l
             hashes = desk.hashes[: len(hashes)]
         found = find_prefixes(lookup, hashes, desk.streams, desk.pages)
         if has_groups:
-            return np.int64(found), end, np.int64(len(hashes))
-    reusable, weights = desk.reusable[: has_groups * len(desk.reusable)], desk.weights[: has_weights * NUM_MEDIA]
+            return np.int64(found), end, np.int64(num_positions)
+    group_states = desk.group_states[: has_groups * len(desk.group_states)]
+    weights = desk.weights[: has_weights * NUM_MEDIA]
     length = put_answer(
-        desk.out, begin, roster, layout, times, desk.streams[:found], desk.pages, reusable, block_size, weights
+        desk.out, begin, roster, layout, times, desk.streams[:found], desk.pages, group_states, block_size, weights
     )
     return np.int64(length), end, np.int64(0)
 

@@ -78,6 +78,10 @@ class Question:
             return sequence_hashes(numbers, block_size, int(self.seed), is_bigram=self.is_bigram)
         return rolling_hashes(numbers) if self.field == "block_hashes" else numbers
 
+    def num_positions(self, numbers: Numbers) -> int | None:
+        """Return the tokens or token pairs of the prompt. None if it is given by hashes."""
+        return max(0, len(numbers) - self.is_bigram) if self.field == "token_ids" else None
+
     @cached_property
     def seed(self) -> np.uint64:
         """Seed of the local hashes."""

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
-from bridge.naming.identity import RegistrationDefaults
+from bridge.naming.identity import EngineRules, RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
 from bridge.stream.engine_stream import EngineStream
@@ -190,7 +190,8 @@ class EngineReader:
         if engine.replay_endpoint is not None:
             replay = ReplayClient(self._context, engine.replay_endpoint, settings.bridge_replay_timeout_s)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
-        defaults = RegistrationDefaults(engine.block_size, engine.lora_name, engine.cache_salt)
+        rules = EngineRules(engine.eagle, engine.count_copies, engine.attention_chunk_size or 0)
+        defaults = RegistrationDefaults(engine.block_size, engine.lora_name, engine.cache_salt, rules)
         return EngineStream(stream, defaults, self._registry, self._decoder, self.counters, replay, self._threads)
 
 

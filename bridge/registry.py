@@ -63,6 +63,6 @@ class StreamRegistry:
                 del self._streams[stream.stream]
                 self._registered.discard(stream.stream)
 
-    def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable) -> EventPublisher:
+    def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         own = {**stream._asdict(), "block_size": block_size}
         return EventPublisher(PublisherSettings(**{**self._template, **own}), self._sink.lane(stream), blocks)

@@ -13,7 +13,7 @@ from kv_events.endpoints import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
 from kv_events.settings import KvsightSettings, argument
-from kv_events.streams import DEFAULT_TENANT
+from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
 
 MAX_RANKS = 1024
 """Bound on the ranks of one entry."""
@@ -71,6 +71,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Adapter of pages whose events name none."""
     cache_salt: str = ""
     """Salt of pages whose events name none."""
+    eagle: bool = False
+    """Whether the engine speculates with EAGLE or MTP. It then computes one more block of every prompt."""
+    count_copies: bool = True
+    """Whether a repeated store is one more copy of the block, so that the page is held until all copies are removed.
+    False for vLLM where requests ask for `kv_cache_report_mode: full`: it then repeats stores of blocks that it has."""
+    attention_chunk_size: int | None = None
+    """Tokens of a chunk of chunked local attention, which vLLM's events do not name."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -121,6 +128,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidValueError("dp_rank", self.dp_rank, f"0 .. {MAX_DP_RANK - self.num_ranks + 1}")
         if self.block_size is not None and not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise InvalidValueError("block_size", self.block_size, f"1 .. {MAX_BLOCK_SIZE}")
+        if self.attention_chunk_size is not None and not 1 <= self.attention_chunk_size <= MAX_GROUP_SIZE:
+            raise InvalidValueError("attention_chunk_size", self.attention_chunk_size, f"1 .. {MAX_GROUP_SIZE}")
 
 
 def is_name(text: str) -> bool:

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from bridge.counters import BridgeCounters
-from bridge.decoding.runs import BadEvent, ClearedRun, Location, PageEvents, RemovedRun, Run, StoredRun
+from bridge.decoding.runs import AttentionSpec, BadEvent, ClearedRun, Location, PageEvents, RemovedRun, Run, StoredRun
 from bridge.naming.event_translator import EventTranslator
-from bridge.naming.identity import StreamIdentity
+from bridge.naming.identity import EngineRules, StreamIdentity
 from kv_events.errors import KvsightError
 from kv_events.hashing import U64Array
 from kv_events.rate_limited_logger import RateLimitedLogger
-from kv_events.schema import BATCHES_LOST
+from kv_events.schema import BATCHES_LOST, CLOSED
+from kv_events.streams import group_model
 from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 _LOCATIONS = (Location("GPU"), Location("CPU"))
 """By cache level."""
 _MASK64 = 2**64 - 1
-_FULL, _WINDOW = "full_attention", "sliding_window"
+_STATES = -1
+"""The `window_size` of recurrent states."""
 
 
 class _BadEventError(KvsightError):
@@ -40,8 +42,9 @@ class _BadEventError(KvsightError):
 def from_tensorrt(event: Mapping[str, Any], block_size: int, widest_window: int = 0) -> list[Run]:
     """Convert a polled event to runs. Unknown fields are ignored; an invalid event becomes a BadEvent.
 
-    block_size: the engine's `tokens_per_block`, which events do not name. widest_window: see `widest_window_of`. Only
-    pages of layers with this window, or with none, stand for a whole prefix.
+    block_size: the engine's `tokens_per_block`, which events do not name. widest_window: see `widest_window_of`; layers
+    with this window, or with none, have full attention. So have all others of the first cache manager, which names no
+    `layer_group_id`: it reuses only a prefix that all windows hold without a gap.
     """
     try:
         return list(_runs(event, block_size, widest_window))
@@ -64,19 +67,21 @@ class PolledEvents:
     def __init__(
         self,
         settings: PublisherSettings,
-        make_publisher: Callable[[PublisherSettings, BlockTable], EventPublisher],
+        make_publisher: Callable[[PublisherSettings, BlockTable | None], EventPublisher],
         *,
         name_pages: int = 4_000_000,
     ) -> None:
-        """settings: those of rank 0. make_publisher: called once for each rank, with its settings and its table of
-        blocks; makes a publisher for exclusive use. name_pages: most former pages to remember for each rank.
+        """settings: those of rank 0. make_publisher: called for each rank, and for each of its group streams, with the
+        settings and the table of blocks; makes a publisher for exclusive use. name_pages: most former pages to remember
+        for each rank.
         """
         self.counters = BridgeCounters()
         self._settings = settings
         self._make_publisher = make_publisher
         self._name_pages = name_pages
         self._widest_window = 0
-        self._rank_streams: dict[int, tuple[EventTranslator, EventPublisher]] = {}
+        self._rank_streams: dict[int, EventTranslator] = {}
+        self._is_degraded: set[int] = set()  # ranks
         self._last_ids: dict[int, int] = {}
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -93,57 +98,70 @@ class PolledEvents:
             except Exception:
                 logger.exception("an event of TensorRT-LLM is left out")
                 self.counters.bad_events["error"] += 1
-                for translator, publisher in self._rank_streams.values():
+                for rank, translator in self._rank_streams.items():
                     translator.clear()
-                    publisher.set_degraded_reason(BATCHES_LOST)
+                    self._is_degraded.add(rank)
+        for rank, translator in self._rank_streams.items():
+            translator.end_batch()
+            reason = BATCHES_LOST if rank in self._is_degraded else translator.problem
+            for publisher in translator.publishers:
+                publisher.set_degraded_reason(reason)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         rank = _integer(event.get("attention_dp_rank") or 0)
-        translator, publisher = self._rank(rank)
+        translator = self._rank(rank)
         number, last = event.get("event_id"), self._last_ids.get(rank)
         if isinstance(number, int):
             if last is not None and number != last + 1:
                 self.counters.losses += 1
                 translator.apply(ClearedRun())
-                publisher.set_degraded_reason(BATCHES_LOST)
+                self._is_degraded.add(rank)
             self._last_ids[rank] = number
         self.counters.events += 1
         for run in from_tensorrt(event, self._settings.block_size, self._widest_window):
             translator.apply(run)
             if isinstance(run, BadEvent) and run.may_remove:
-                publisher.set_degraded_reason(BATCHES_LOST)
+                self._is_degraded.add(rank)
 
-    def _rank(self, rank: int) -> tuple[EventTranslator, EventPublisher]:
+    def _rank(self, rank: int) -> EventTranslator:
         if rank not in self._rank_streams:
             settings = PublisherSettings(**{**self._settings.model_dump(), "dp_rank": rank})
-            translator = EventTranslator(
-                StreamIdentity(settings.model, settings.tenant),
+
+            def make_publisher(_: int, group: str, blocks: BlockTable | None) -> EventPublisher:
+                model = group_model(settings.model, group) if group else settings.model
+                return self._make_publisher(settings.model_copy(update={"model": model}), blocks)
+
+            self._rank_streams[rank] = EventTranslator(
+                StreamIdentity(settings.model, settings.tenant, rules=EngineRules(count_copies=False)),
                 self.counters,
                 RateLimitedLogger(logger, f"engine {settings.stream.key}"),
-                lambda _, blocks: self._make_publisher(settings, blocks),
+                make_publisher,
+                lambda publisher: publisher.set_degraded_reason(CLOSED),
                 block_size=settings.block_size,
                 ledger_pages=settings.ledger_pages,
                 name_pages=self._name_pages,
             )
-            assert translator.publisher is not None  # the block size is given
-            self._rank_streams[rank] = translator, translator.publisher
         return self._rank_streams[rank]
 
 
 def _runs(event: Mapping[str, Any], block_size: int, widest_window: int) -> Iterator[Run]:
     data, window, layers = event["data"], event.get("window_size"), event.get("layer_group_id")
-    attention_group = _optional(window if layers is None else layers)
-    kind = _FULL if window is None or _integer(window) >= widest_window else _WINDOW
+    attention_group = window if layers is None else _optional(layers)
+    spec = AttentionSpec("full_attention")
+    if window == _STATES:
+        spec = AttentionSpec("mamba")
+    elif window is not None and _integer(window) < widest_window and layers is not None:
+        spec = AttentionSpec("sliding_window", window)
     match data["type"]:
         case "stored":
-            yield from _stored(data, block_size, attention_group, kind)
+            yield from _stored(data, block_size, attention_group, spec)
         case "removed":
             hashes = _hashes(data["block_hashes"])
             yield from (
                 RemovedRun(hashes, location, attention_group) for location in _LOCATIONS
             )  # the event does not name the level
         case "updated":
-            yield from _moved(data, block_size, attention_group, kind)
+            yield from _moved(data, block_size, attention_group, spec)
         case "created":
             pass
         case _:
@@ -155,7 +173,9 @@ def _is_store(event: Mapping[str, Any]) -> bool:
     return isinstance(data, Mapping) and data.get("type") == "stored"
 
 
-def _stored(data: Mapping[str, Any], block_size: int, attention_group: int | None, kind: str) -> Iterator[Run]:
+def _stored(
+    data: Mapping[str, Any], block_size: int, attention_group: int | None, spec: AttentionSpec
+) -> Iterator[Run]:
     """A chain of pages: one run for each cache level in turn."""
     parent = None if data.get("parent_hash") is None else _hash(data["parent_hash"])
     for level, stretch in groupby(data["blocks"], lambda block: block.get("cache_level") or 0):
@@ -171,7 +191,7 @@ def _stored(data: Mapping[str, Any], block_size: int, attention_group: int | Non
             block_size=block_size,
             location=_LOCATIONS[_integer(level)],
             attention_group=attention_group,
-            spec_kind=kind,
+            spec=spec,
             lora_name="",
             cache_salt="",
             extra_keys=extra if any(extra) else [],
@@ -179,7 +199,7 @@ def _stored(data: Mapping[str, Any], block_size: int, attention_group: int | Non
         parent = int(hashes[-1])
 
 
-def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None, kind: str) -> Iterator[Run]:
+def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None, spec: AttentionSpec) -> Iterator[Run]:
     """A move between cache levels. An update of the priority alone moves nothing."""
     levels = data.get("cache_level")
     if levels is None:
@@ -189,7 +209,7 @@ def _moved(data: Mapping[str, Any], block_size: int, attention_group: int | None
     no_tokens = np.empty(0, np.uint32)
     yield StoredRun(
         PageEvents.stored(hashes, None), no_tokens, 0, is_bigram=False, block_size=block_size, location=new,
-        attention_group=attention_group, spec_kind=kind, lora_name="", cache_salt="", extra_keys=[],
+        attention_group=attention_group, spec=spec, lora_name="", cache_salt="", extra_keys=[],
     )  # fmt: skip
     yield RemovedRun(hashes, old, attention_group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from bridge.naming.event_translator import EventTranslator
 from bridge.naming.identity import RegistrationDefaults, StreamIdentity
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
-from kv_events.streams import StreamId
+from kv_events.streams import StreamId, group_model
 from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher, PublisherStats
 
@@ -20,7 +21,7 @@ _OLD_DEADLINE_S = 0.2
 
 
 class StreamStatus(NamedTuple):
-    """Status of one worker stream."""
+    """Status of one worker stream or group stream."""
 
     stream: StreamId
     block_size: int | None
@@ -29,7 +30,7 @@ class StreamStatus(NamedTuple):
     publisher: PublisherStats | None
     """None until the block size is known."""
     names: int
-    """Pages whose hashes are remembered."""
+    """Pages whose hashes are remembered for all streams of the worker."""
 
     @property
     def pages_held(self) -> int:
@@ -40,7 +41,7 @@ class StreamStatus(NamedTuple):
 class StreamContext(NamedTuple):
     """What a worker stream needs of the registry that opened it."""
 
-    new_publisher: Callable[[StreamId, int, BlockTable], EventPublisher]
+    new_publisher: Callable[[StreamId, int, BlockTable | None], EventPublisher]
     """(stream, block size, its table of blocks) -> a publisher that is not started."""
     release: Callable[[WorkerStream], None]
     """Called when the stream is closed."""
@@ -78,18 +79,19 @@ class WorkerStream:
         self._update_degraded_reason()
 
     @property
-    def block_size_mismatch(self) -> str:
-        """See `EventTranslator.block_size_mismatch`."""
-        return self._translator.block_size_mismatch
+    def problem(self) -> str:
+        """See `EventTranslator.problem`."""
+        return self._translator.problem
 
     def apply(self, run: Run) -> None:
-        """Apply one run of events."""
-        before = self._translator.publisher
+        """Apply one run of events, at once or in `end_batch`."""
         self._translator.apply(run)
-        if before is not None and before is not self._translator.publisher:  # the block size changed
-            self._retired.append(before)
         if isinstance(run, ClearedRun):
             self._is_incomplete = False
+
+    def end_batch(self) -> None:
+        """Apply what waited for the end of the engine's batch."""
+        self._translator.end_batch()
         self._update_degraded_reason()
 
     def set_receiving(self, is_receiving: bool) -> None:
@@ -121,7 +123,6 @@ class WorkerStream:
         old = self._translator.publisher
         self._is_incomplete = False
         if old is not None and old is not self._spare:  # a spare one has published nothing yet
-            self._retired.append(old)
             if is_certain:
                 self._forget(old.block_size)
             else:
@@ -133,64 +134,70 @@ class WorkerStream:
         while self._unstarted:
             await self._unstarted.pop(0).start()
         while self._retired:
-            await self._retired.pop().aclose(_OLD_DEADLINE_S, goodbye=False)
+            old = self._retired.pop()
+            await old.aclose(_OLD_DEADLINE_S, goodbye=old.stream != self.stream)  # the engine may have lost the group
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
         """Publish what is queued for at most `deadline_s`. clear: first publish that the worker holds no pages."""
         try:
             await self.settle()
-            publisher = self._translator.publisher
             if clear:
                 self._translator.clear()
-            if publisher is not None:
-                await publisher.aclose(deadline_s, goodbye=not self.is_replaced)
+            goodbye = not self.is_replaced
+            await asyncio.gather(*(each.aclose(deadline_s, goodbye=goodbye) for each in self._translator.publishers))
         finally:
             self._home.release(self)
 
-    def status(self) -> StreamStatus:
-        """Current status."""
-        publisher = self._translator.publisher
-        return StreamStatus(
-            self.stream,
-            self._translator.block_size,
-            None if publisher is None else publisher.epoch,
-            None if publisher is None else publisher.stats(),
-            self._translator.num_remembered,
-        )
+    def status(self) -> list[StreamStatus]:
+        """Current status of the stream and of its group streams."""
+        size, names = self._translator.block_size, self._translator.num_remembered
+        own = StreamStatus(self.stream, size, None, None, names)
+        found = [
+            StreamStatus(each.stream, size, each.epoch, each.stats(), names) for each in self._translator.publishers
+        ]
+        return found or [own]
 
     def _update_degraded_reason(self) -> None:
-        if self._translator.publisher is not None:
-            self._translator.publisher.set_degraded_reason(self._degraded_reason())
+        reason = self._degraded_reason()
+        for publisher in self._translator.publishers:
+            publisher.set_degraded_reason(reason)
 
     def _degraded_reason(self) -> str:
         if not self._is_receiving:
             return ENGINE_UNHEARD
         if self._is_incomplete:
             return BATCHES_LOST
-        return REPLAYING if self._is_replaying else self._translator.block_size_mismatch
+        return REPLAYING if self._is_replaying else self._translator.problem
 
     def _forget(self, block_size: int) -> None:
         """Begin with an empty translator, and with a publisher whose block size is not certain yet."""
+        self._translator.close()
         self._translator = self._new_translator()
         if self._translator.publisher is None:
             self._spare = self._translator.open_publisher(block_size)
 
     def _new_translator(self) -> EventTranslator:
+        own = self._defaults
         return EventTranslator(
-            StreamIdentity(self.stream.model, self.stream.tenant, self._defaults.lora_name, self._defaults.cache_salt),
+            StreamIdentity(self.stream.model, self.stream.tenant, own.lora_name, own.cache_salt, own.rules),
             self._counters,
             self._limited_logger,
             self._publisher_of_size,
+            self._retired.append,
             block_size=self._defaults.block_size,
             ledger_pages=self._home.ledger_pages,
             name_pages=self._home.name_pages,
         )
 
-    def _publisher_of_size(self, block_size: int, blocks: BlockTable) -> EventPublisher:
+    def _publisher_of_size(self, block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
         """The spare publisher if its block size is right, else a new one."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.block_size == block_size:
-            return spare
-        publisher = self._home.new_publisher(self.stream, block_size, blocks)
+        stream = self.stream
+        if group:
+            stream = stream._replace(model=group_model(stream.model, group))
+        else:
+            spare, self._spare = self._spare, None
+            if spare is not None and spare.block_size == block_size:
+                return spare
+        publisher = self._home.new_publisher(stream, block_size, blocks)
         self._unstarted.append(publisher)
         return publisher

@@ -248,16 +248,13 @@ class OverlapIndex:
         self,
         holders: npt.NDArray[np.uint32],
         streams: npt.NDArray[np.int64],
-        window: int,
+        rule: tuple[int, int, int, int],
+        steps: npt.NDArray[np.int64],
+        behind: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
     ) -> bool:
-        """Shorten prefixes until each stream holds the last `window` pages of its prefix, or the whole prefix if it is
-        shorter, on any tier. Returns whether any prefix became shorter.
-
-        holders: holder sets of the prompt's pages. streams: [k]; prefixes of stream -1 are not changed. window: pages,
-        at least 1. lengths: [k] pages, at most len(holders); updated.
-        """
-        return bool(trim_to_reusable(self._pages.sets.words, holders, streams, window, lengths))
+        """Shorten prefixes until each one can end where it ends. See the kernel."""
+        return bool(trim_to_reusable(self._pages.sets.words, holders, streams, rule, steps, behind, lengths))
 
     def shared_prefixes(self, most: int) -> Generator[None, None, list[U64Array]]:
         """Find the prefixes of which most pages are held by several streams, in slices of a fraction of a millisecond.

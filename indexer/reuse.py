@@ -1,13 +1,16 @@
-"""Reusable prefixes: the part of the matched pages from which an engine can continue.
+"""What an engine can reuse of the pages that its worker holds.
 
 Full KV can be reused at every page, a recurrent state only after the page at whose end it was taken, and a sliding
 window only if it is complete. Workers publish their states and windows in group streams (see `kv_events.streams`), each
-of which has its own index.
+of which has its own index. The rules are those of vLLM's `find_longest_cache_hit`; engines with other rules publish
+what makes them equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,48 +18,114 @@ import numpy.typing as npt
 from indexer.freshness import Freshness
 from indexer.index import Matches
 from indexer.namespaces import GroupStreams, Namespace
-from indexer.view_columns import FAULT_CLOSED, ViewColumns
-from indexer.views import View
+from indexer.view_columns import FAULT_CLOSED
+from indexer.views import STATES, View, ViewState
 from kv_events.hashing import U64Array
-from kv_events.streams import group_window
+from kv_events.streams import Group, parse_group
 
-NO_GROUPS = -1
 _NO_STREAM = -1
+_EXPIRED = STATES.index(ViewState.EXPIRED)
+
+_Trim = Callable[[npt.NDArray[np.int64]], bool]
 
 
-def reusable_pages(
-    namespace: Namespace, hashes: U64Array, matches: Matches, freshness: Freshness
-) -> npt.NDArray[np.int64]:
-    """Return int64[streams]: the pages that each stream of `matches` can reuse, on any tier. -1: it has no groups.
+class Reuse(NamedTuple):
+    """What the streams of a match can reuse."""
 
-    An expired group stream counts as empty. hashes: uint64[n], C order. matches: the result of the main namespace.
+    matches: Matches
+    """The streams that can reuse anything, with the pages that they can reuse, by tier."""
+    states: npt.NDArray[np.uint8]
+    """[streams] position in `ViewState` of the least trusted group stream of each stream; 0 for those without."""
+
+
+def reusable(
+    namespace: Namespace, hashes: U64Array, matches: Matches, freshness: Freshness, num_positions: int | None
+) -> Reuse:
+    """Shorten matches to what the engines can reuse. Overwrites `matches.pages`.
+
+    An expired group stream counts as empty. Streams without groups are not changed. hashes: uint64[n], C order.
+    matches: the result of the main namespace. num_positions: tokens of the prompt, of which an engine computes the last
+    one in any case; None: not known.
     """
-    lengths = matches.pages[matches.streams, -1].astype(np.int64)
-    hashes = hashes[: lengths.max(initial=0)]
-    has_groups = np.zeros(len(lengths), np.bool_)
-    steps = []
+    found = _with_unlimited(namespace, len(hashes), matches)
+    rules = _Rules(len(found), namespace.key.block_size)
+    states = np.zeros(len(matches.pages), np.uint8)
+    lengths = matches.pages[found].astype(np.int64)
     for name, group in namespace.groups.items():
-        streams = _streams_in(namespace, name, group)[matches.streams]
-        lengths[(streams != _NO_STREAM) & _are_expired(group.columns, streams, freshness)] = 0
-        has_groups |= streams != _NO_STREAM
-        window = -(-group_window(name) // namespace.key.block_size)
-        steps.append(partial(group.index.trim_to_reusable, group.index.holders(hashes), streams, window))
-    while any(step(lengths) for step in steps):
-        pass  # all groups must allow a prefix to end at the same page
-    reusable = np.full(len(matches.pages), NO_GROUPS, np.int64)
-    reusable[matches.streams] = np.where(has_groups, lengths, NO_GROUPS)
-    return reusable
+        streams = _streams_in(namespace, name, group)[found]
+        has_group = streams != _NO_STREAM
+        group_states = np.where(has_group, freshness.states(group.columns, streams), 0).astype(np.uint8)
+        lengths[group_states == _EXPIRED] = 0
+        states[found] = np.maximum(states[found], group_states)
+        rules.add(parse_group(name), group, streams)
+    rules.trim(lengths, hashes, num_positions)
+    matches.pages[found] = lengths
+    return Reuse(Matches(found[lengths[:, -1] > 0], matches.pages), states)
 
 
-def _are_expired(columns: ViewColumns, streams: npt.NDArray[np.int64], freshness: Freshness) -> npt.NDArray[np.bool_]:
-    """Return bool[streams], as `Freshness.state` decides. Stream -1 gives any value."""
-    is_silent = columns.heard_tick[streams] < freshness.expired_before()
-    expired: npt.NDArray[np.bool_] = is_silent | (columns.faults[streams] == FAULT_CLOSED)
-    return expired
+def _with_unlimited(namespace: Namespace, num_pages: int, matches: Matches) -> npt.NDArray[np.int32]:
+    """Return the found streams and those without full attention, for which every page counts as held."""
+    group = namespace.groups.get("nofull")
+    if group is None:
+        return matches.streams
+    unlimited = np.flatnonzero(_streams_in(namespace, "nofull", group) != _NO_STREAM).astype(np.int32)
+    matches.pages[unlimited] = num_pages
+    return np.union1d(matches.streams, unlimited)
+
+
+class _Rules:
+    """The rules of the groups of some streams."""
+
+    def __init__(self, num_streams: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._has_groups = np.zeros(num_streams, np.bool_)
+        self._is_hybrid = np.zeros(num_streams, np.bool_)
+        self._recomputed = np.zeros(num_streams, np.int64)  # 1 for EAGLE
+        self._steps = np.ones(num_streams, np.int64)  # pages of which every prefix is a multiple
+        self._groups: list[tuple[Group, Namespace, npt.NDArray[np.int64]]] = []
+
+    def add(self, group: Group, namespace: Namespace, streams: npt.NDArray[np.int64]) -> None:
+        """Add a group. streams: number of each stream in the group, or -1."""
+        has_group = streams != _NO_STREAM
+        self._has_groups |= has_group
+        if group.kind == "eagle":
+            self._recomputed[has_group] = 1
+        elif group.kind == "step":
+            self._steps[has_group] = max(1, group.size // self._block_size)
+        elif group.kind != "nofull":
+            self._is_hybrid |= has_group
+            self._groups.append((group, namespace, streams))
+
+    def trim(self, lengths: npt.NDArray[np.int64], hashes: U64Array, num_positions: int | None) -> None:
+        """Shorten prefixes until all groups allow them to end. lengths: [streams, 4] pages, updated."""
+        eagle, has_groups = self._recomputed[:, np.newaxis] > 0, self._has_groups[:, np.newaxis]
+        most = len(hashes) if num_positions is None else max(0, num_positions - 1) // self._block_size
+        is_plain_eagle = eagle & ~self._is_hybrid[:, np.newaxis]
+        np.minimum(lengths, most, out=lengths, where=is_plain_eagle)  # hybrid engines look one block further
+        lengths -= self._recomputed[:, np.newaxis]
+        np.clip(lengths, 0, np.where(has_groups, most, lengths), out=lengths)
+        lengths -= lengths % self._steps[:, np.newaxis]
+        longest = int(lengths.max(initial=0))
+        steps = [self._step(*group, hashes, longest) for group in self._groups]
+        while any(step(lengths) for step in steps):
+            pass  # all groups must allow a prefix to end at the same page
+
+    def _step(
+        self, group: Group, namespace: Namespace, streams: npt.NDArray[np.int64], hashes: U64Array, longest: int
+    ) -> _Trim:
+        block = max(1, group.block // self._block_size)
+        window = -(-group.size // (block * self._block_size)) if group.kind == "swa" else 1
+        behind = self._recomputed if group.kind == "swa" else np.zeros_like(self._recomputed)
+        holders = namespace.index.holders(hashes[: longest + block])
+        rule = (window, block, group.size if group.kind == "chunk" else 0, self._block_size)
+        return partial(namespace.index.trim_to_reusable, holders, streams, rule, self._steps, behind)
 
 
 def _streams_in(namespace: Namespace, name: str, group: Namespace) -> npt.NDArray[np.int64]:
-    """Return int64[streams]: the number that each stream of the namespace has in its group, -1 if it has none."""
+    """Return int64[streams]: the number that each stream of the namespace has in its group, -1 if it has none.
+
+    A closed group stream does not count: the engine came back without the group.
+    """
     changes = (namespace.num_changes, group.num_changes)
     kept = namespace.group_streams.get(name)
     if kept is None or kept.changes != changes or kept.group is not group:
@@ -65,7 +134,7 @@ def _streams_in(namespace: Namespace, name: str, group: Namespace) -> npt.NDArra
             found = group.by_rank.get(_rank(view))
             streams[number] = _NO_STREAM if found is None else found.number
         kept = namespace.group_streams[name] = GroupStreams(group, changes, streams)
-    return kept.streams
+    return np.where(group.columns.faults[kept.streams] == FAULT_CLOSED, _NO_STREAM, kept.streams)
 
 
 def _rank(view: View) -> tuple[str, int]:

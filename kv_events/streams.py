@@ -2,7 +2,7 @@
 
 A worker with a hybrid model publishes one more stream for each *group* of layers that keeps something other than full
 KV, under a companion model: `m#mamba` for the model `m`. It is an ordinary stream. A reader without support for groups
-sees a model that no one queries.
+sees a model that no one queries. Some groups hold no pages: the existence of their stream is what they say.
 """
 
 from __future__ import annotations
@@ -25,28 +25,55 @@ DEFAULT_TENANT = "default"
 MAMBA_GROUP = "mamba"
 """A page is held on a medium if a recurrent state that is valid exactly at its end is stored there."""
 
-_GROUP = re.compile(rf"{MAMBA_GROUP}|swa:([1-9][0-9]{{0,8}})", re.ASCII)
+MAX_GROUP_SIZE = 999_999_999
+"""Bound on windows, chunks and blocks, in units."""
+
+_NUMBER = "[1-9][0-9]{0,8}"
+_GROUP = re.compile(rf"(mamba|eagle|nofull)|(chunk|step):({_NUMBER})|(swa):({_NUMBER})(?:/({_NUMBER}))?", re.ASCII)
 _COMPANION = re.compile(rf"(.+)#({_GROUP.pattern})", re.ASCII | re.DOTALL)
+
+
+class Group(NamedTuple):
+    """What a group of layers demands of the place where a reused prefix ends. Sizes are units, 1 .. MAX_GROUP_SIZE."""
+
+    kind: str
+    """`swa`, `mamba`, `chunk`: the last window, the state at the end, or all since the end's chunk began must be held.
+    Without pages: `step`: the prefix is a multiple of `size`, because the groups have blocks of several sizes; `eagle`:
+    the engine computes one more block; `nofull`: it has no full attention, so that a prefix can end wherever the other
+    groups allow."""
+    size: int = 0
+    """The window, chunk or step. 0 for the others."""
+    block: int = 0
+    """Of `swa`: size of the engine's blocks, each named by its last page. 0: that of a page."""
+
+    @property
+    def name(self) -> str:
+        """The text in companion models. Raises InvalidValueError."""
+        name = self.kind + (f":{self.size}" if self.size else "") + (f"/{self.block}" if self.block else "")
+        if not _GROUP.fullmatch(name):
+            raise InvalidValueError("group", name, _EXPECTED_GROUP)
+        return name
+
+
+_EXPECTED_GROUP = "mamba, swa:WINDOW[/BLOCK], chunk:SIZE, step:SIZE, eagle or nofull"
 
 
 def swa_group(window: int) -> str:
     """Return the group of layers with a sliding window. A page is held if its KV of these layers is stored.
 
-    window: units, 1 .. 999999999.
-
-    Raises InvalidValueError.
+    window: units before a prefix's end that must be held, 1 .. 999999999. Raises InvalidValueError.
     """
-    group = f"swa:{window}"
-    if not _GROUP.fullmatch(group):
-        raise InvalidValueError("window", window, "an integer in 1 .. 999999999")
-    return group
+    try:
+        return Group("swa", window).name
+    except InvalidValueError:
+        raise InvalidValueError("window", window, "an integer in 1 .. 999999999") from None
 
 
 def group_model(model: str, group: str) -> str:
     """Return the model name of a group's streams. Raises InvalidValueError for an invalid group or an empty model."""
     companion = f"{model}#{group}"
     if split_group(companion) != (model, group):
-        raise InvalidValueError("group", companion, f"MODEL#{MAMBA_GROUP} or MODEL#swa:WINDOW")
+        raise InvalidValueError("group", companion, f"MODEL#GROUP, where GROUP is {_EXPECTED_GROUP}")
     return companion
 
 
@@ -56,15 +83,14 @@ def split_group(model: str) -> tuple[str, str | None]:
     return (found[1], found[2]) if found else (model, None)
 
 
-def group_window(group: str) -> int:
-    """Return the number of units before a page's end that must be held for a prefix to end there.
-
-    It is 1 for a state, which belongs to the last page alone. Raises InvalidValueError.
-    """
-    found = _GROUP.fullmatch(group)
+@lru_cache(1024)
+def parse_group(name: str) -> Group:
+    """Inverse of `Group.name`. Raises InvalidValueError."""
+    found = _GROUP.fullmatch(name)
     if found is None:
-        raise InvalidValueError("group", group, f"{MAMBA_GROUP} or swa:WINDOW")
-    return int(found[1] or 1)
+        raise InvalidValueError("group", name, _EXPECTED_GROUP)
+    plain, sized, size, swa, window, block = found.groups()
+    return Group(plain or sized or swa, int(size or window or 0), int(block or 0))
 
 
 class StreamId(NamedTuple):

@@ -62,7 +62,8 @@ class LedgerArrays(NamedTuple):
     blocks: Blocks
     pages: Table
     page_media: U8Vector
-    """[capacity] bit m is set if the page is held on medium m: `num_groups` blocks carry it there. 0 for a free entry."""
+    """[capacity] bit m is set if the page is held on medium m: `num_groups` blocks carry it there. 0 for a free entry
+    too."""
     page_copies: U32Matrix
     """[4, capacity] number of blocks that carry the page, per medium. 0 for a free entry."""
     page_words: U64Matrix

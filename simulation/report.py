@@ -35,7 +35,7 @@ class WorkerLoad:
     divergent_pages: int = 0
     """Pages that either its cache or the router's view held at the end, but not both."""
     divergent_answers: int = 0
-    """With group streams: number of the last prompts whose match in its cache differs from the router's `reusable`."""
+    """With group streams: number of the last prompts whose match in its cache differs from the router's score."""
 
     @property
     def computed_tokens(self) -> int:

@@ -74,7 +74,7 @@ class Router:
         for held in self._scores(request):
             number = self._number_of_worker.get(held.worker)
             if number is not None:
-                found[number] = held.reusable
+                found[number] = held.longest_matched
         return found
 
     def num_tiers(self, request: Request) -> int:

@@ -98,7 +98,7 @@ class FunnelAudit:
         hashes = np.frombuffer(decision.sequence_hashes, "<u8")
         scores = self._scores(decision, hashes)
         held = _of_choice(decision, scores.get(decision.worker))
-        best = max((each.reusable for each in scores.values()), default=0)
+        best = max((each.longest_matched for each in scores.values()), default=0)
         stream = self._stream_number(decision, scores.get(decision.worker))
         prompt_tokens = max(decision.prompt_tokens, len(hashes) * decision.block_size)
         key = self._events.namespace_number(decision.model, decision.tenant, decision.block_size)
@@ -118,7 +118,8 @@ class FunnelAudit:
             self._lose(chosen, PREDICTED, STALE, held - predicted)
             self._gain(chosen, PREDICTED, STALE, predicted - held)
         if self._series is not None:
-            offered = [scores[each.worker].reusable if each.worker in scores else 0 for each in decision.candidates]
+            held_by = {worker: each.longest_matched for worker, each in scores.items()}
+            offered = [held_by.get(each.worker, 0) for each in decision.candidates]
             at = milliseconds(decision.timestamp)
             self._series.note_choice(at, prompt_tokens, best, held, predicted or 0, offered)
         self._waiting[decision.request_id] = chosen
@@ -127,13 +128,13 @@ class FunnelAudit:
             self._give_up()
 
     def _scores(self, decision: Decision, hashes: U64Array) -> dict[str, WorkerScore]:
-        """Worker -> what it held, according to the log."""
+        """Worker -> what it could reuse, according to the log."""
         replay = self._events.replay
         return {
             each.worker: each
             for namespace in replay.namespaces.find(decision.model, decision.tenant)
             if namespace.key.block_size == decision.block_size
-            for each in score(namespace, hashes, replay.freshness)
+            for each in score(namespace, hashes, replay.freshness, decision.prompt_tokens or None)
         }
 
     def _stream_number(self, decision: Decision, score_of_chosen: WorkerScore | None) -> int | None:
@@ -294,9 +295,7 @@ def _of_choice(decision: Decision, held: WorkerScore | None) -> int:
     if held is None:
         return 0
     if decision.dp_rank is None:
-        return held.reusable
-    if held.reusable_by_rank is not None:
-        return held.reusable_by_rank.get(decision.dp_rank, 0)
+        return held.longest_matched
     tiers = held.ranks.get(decision.dp_rank)
     return 0 if tiers is None else tiers.external
 
@@ -306,7 +305,7 @@ def _why_not_the_best(decision: Decision, scores: Mapping[str, WorkerScore], bes
     if decision.predicted_tokens is None:
         return NOT_ASKED
     seen = {each.worker: each.tokens for each in decision.candidates}
-    offered = [seen[worker] for worker, held in scores.items() if held.reusable == best and worker in seen]
+    offered = [seen[worker] for worker, held in scores.items() if held.longest_matched == best and worker in seen]
     if not offered:
         return NO_CANDIDATE if seen else UNREPORTED
     return LOAD if max(offered) > decision.predicted_tokens else STALE

@@ -164,7 +164,10 @@ class Gatherer:
 
     async def _round(self, prompts: Sequence[_Prompt]) -> list[Missing]:
         """Ask everybody once. Afterwards a prompt has hashes only for block sizes that must be asked for again."""
-        asks = [Ask(prompt.question.model, prompt.question.tenant, prompt.hashes) for prompt in prompts]
+        asks = [
+            Ask(each.question.model, each.question.tenant, each.hashes, each.question.num_positions(each.numbers))
+            for each in prompts
+        ]
         told, failures = await self._ask(asks)
         accepted, winners, missing = self._judge(told, failures)
         for number, prompt in enumerate(prompts):
@@ -299,7 +302,7 @@ def _stream(row: Row, is_ready: bool) -> StreamScore:
     if state is ViewState.LIVE and not is_ready:
         state = ViewState.SYNCING
     tiers = TierTokens(row.gpu, row.cpu, row.disk, row.external)
-    return StreamScore(row.worker, row.dp_rank, tiers, state, row.age_ms, row.partition, row.reusable)
+    return StreamScore(row.worker, row.dp_rank, tiers, state, row.age_ms, row.partition)
 
 
 def _in_words(missing: Sequence[Missing]) -> str:

@@ -70,11 +70,11 @@ class OwnViews:
         for namespace in namespaces:
             packed = ask.hashes.get(namespace.key.block_size, ask.hashes.get(ANY_BLOCK_SIZE))
             if packed is not None:
-                rows += self._rows(namespace, packed)
+                rows += self._rows(namespace, packed, ask.num_positions)
         block_sizes = [namespace.key.block_size for namespace in namespaces]
         return Found(block_sizes[:MAX_BLOCK_SIZES], rows, [])
 
-    def _rows(self, namespace: Namespace, packed: bytes) -> list[Row]:
+    def _rows(self, namespace: Namespace, packed: bytes, num_positions: int | None) -> list[Row]:
         consumer = self._consumer
         hashes, now = np.frombuffer(packed, _HASH), consumer.now()
         return [
@@ -85,9 +85,8 @@ class OwnViews:
                 *each.tiers,
                 _NUMBERS[each.state],
                 age_ms(each.heard_at, now),
-                each.reusable,
             )
-            for each in stream_scores(namespace, hashes, consumer.freshness)
+            for each in stream_scores(namespace, hashes, consumer.freshness, num_positions)
         ]
 
     def _known(self) -> list[tuple[str, str]]:

@@ -34,6 +34,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tenant: str
     hashes: dict[int, bytes]
     """Block size -> the prompt's sequence hashes, little-endian u64. `ANY_BLOCK_SIZE`: they suit every size."""
+    num_positions: _Number | None = None
+    """Tokens of the prompt. None: not known."""
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -45,7 +47,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The part of a prompt that one stream holds, in tokens. See `indexer.scores.StreamScore`."""
+    """The part of a prompt that one stream can reuse, in tokens. See `indexer.scores.StreamScore`."""
 
     partition: _Partition
     worker: _Name
@@ -57,7 +59,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     state: Annotated[int, msgspec.Meta(ge=0, lt=len(STATES))]
     """Index in `indexer.views.STATES`."""
     age_ms: _Number
-    reusable: _Number | None
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,17 @@ from bridge.decoding.event_rows import ScannedEvents
 from bridge.decoding.mooncake_events import decode_any, decode_mooncake_event, may_remove
 from bridge.decoding.payloads import Payloads
 from bridge.decoding.run_kernels import begin_run
-from bridge.decoding.runs import BadEvent, ClearedRun, Location, MixedRun, PageEvents, RemovedRun, Run, StoredRun
+from bridge.decoding.runs import (
+    AttentionSpec,
+    BadEvent,
+    ClearedRun,
+    Location,
+    MixedRun,
+    PageEvents,
+    RemovedRun,
+    Run,
+    StoredRun,
+)
 from bridge.decoding.scan_kernels import scan_batches
 from kv_events.bundles import resident
 from kv_events.engine_wire import Payload
@@ -51,6 +61,8 @@ class Batch(NamedTuple):
     runs: Iterator[tuple[Run, int]]
     """Runs, and how many events each stands for. Arrays are views of the decoder's buffers: consume the runs before the
     next batch."""
+    is_complete: bool
+    """False if more events of the last message follow in the next batch."""
 
 
 class UnreadableBatch(NamedTuple):
@@ -77,7 +89,7 @@ class Decoder(threading.local):
         if isinstance(first, UnreadableBatch):
             raise UndecodableError(first.reason)
         more = (part.runs for part in parts if isinstance(part, Batch))
-        return first._replace(runs=chain(first.runs, chain.from_iterable(more)))
+        return first._replace(runs=chain(first.runs, chain.from_iterable(more)), is_complete=True)
 
     def decode_all(self, payloads: Payloads) -> Iterator[Batch | UnreadableBatch]:
         """Decode consecutive payloads, with those of one rank in one batch."""
@@ -110,7 +122,8 @@ class Decoder(threading.local):
             is_read = scan_batches(data, readable.borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
-                yield Batch(None if rank < 0 else rank, num_bad_ranks, self._runs(readable.data, num_rows))
+                runs, is_complete = self._runs(readable.data, num_rows), not header[batches.IS_OPEN]
+                yield Batch(None if rank < 0 else rank, num_bad_ranks, runs, is_complete)
             else:
                 size = len(payloads[number - 1])
                 limit = f", at most {MAX_PAYLOAD_BYTES}" if size > MAX_PAYLOAD_BYTES else " that are not an event batch"
@@ -189,7 +202,7 @@ def _stored(
         row[columns.BLOCK_SIZE],
         _location(data, row),
         attention_group,
-        _text(data, row, columns.SPEC),
+        AttentionSpec(_text(data, row, columns.SPEC), row[columns.WINDOW]),
         lora_name,
         _text(data, row, columns.SALT),
         decode_any(extra) if extra else [],

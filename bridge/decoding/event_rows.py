@@ -9,12 +9,12 @@ from kv_events.kernels import array_helper
 
 # columns of a row
 KIND, REASON, START, STOP, SHAPE, CONTINUES = range(6)
-HASH_FROM, HASH_TO, TOKEN_FROM, TOKEN_TO, PAIRS, HAS_PARENT, PARENT, BLOCK_SIZE, GROUP, LORA_ID = range(6, 16)
+HASH_FROM, HASH_TO, TOKEN_FROM, TOKEN_TO, PAIRS, HAS_PARENT, PARENT, BLOCK_SIZE, GROUP, LORA_ID, WINDOW = range(6, 17)
 # texts and encoded extra keys: (position, length) in the payload; length 0: absent or empty
-MEDIUM, MEDIUM_LENGTH, LORA, LORA_LENGTH, SALT, SALT_LENGTH, SPEC, SPEC_LENGTH = range(16, 24)
-LOCALITY, LOCALITY_LENGTH, EXTRA, EXTRA_LENGTH = range(24, 28)
+MEDIUM, MEDIUM_LENGTH, LORA, LORA_LENGTH, SALT, SALT_LENGTH, SPEC, SPEC_LENGTH = range(17, 25)
+LOCALITY, LOCALITY_LENGTH, EXTRA, EXTRA_LENGTH = range(25, 29)
 # only in the first row of a run: row of its first store (-1: none), number of its locations, and rows that name them
-STORE_ROW, NUM_LOCATIONS, LOCATION_ROWS = range(28, 31)
+STORE_ROW, NUM_LOCATIONS, LOCATION_ROWS = range(29, 32)
 MAX_LOCATIONS = 4
 NUM_COLUMNS = LOCATION_ROWS + MAX_LOCATIONS
 

@@ -26,6 +26,7 @@ from bridge.decoding.event_rows import (
     TRUNCATED,
     TYPE,
     UNREADABLE,
+    WINDOW,
     fail,
 )
 from bridge.decoding.token_kernels import read_tokens
@@ -49,8 +50,8 @@ from kv_events.msgpack_kernels import (
 
 # fields; the first ones are strings, whose pairs of columns begin at MEDIUM
 _F_MEDIUM, _F_LORA, _F_SALT, _F_SPEC, _F_LOCALITY = range(5)
-_F_EXTRA, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_GROUP = range(5, 12)
-F_TAG, F_EVENT_TYPE, F_UNKNOWN, _F_LORA_OR_MAP = range(12, 16)
+_F_EXTRA, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_GROUP, _F_WINDOW = range(5, 13)
+F_TAG, F_EVENT_TYPE, F_UNKNOWN, _F_LORA_OR_MAP = range(13, 17)
 NUM_TEXTS = 5
 
 EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS = dictionary(
@@ -67,6 +68,7 @@ EVENT_TEXT, EVENT_BORDERS, EVENT_MEANINGS = dictionary(
         "block_size": _F_BLOCK_SIZE,
         "lora_id": _F_LORA_ID,
         "group_idx": _F_GROUP,
+        "kv_cache_spec_sliding_window": _F_WINDOW,
         "type": F_TAG,
         "event_type": F_EVENT_TYPE,
     }
@@ -79,7 +81,7 @@ _TAG_TEXT, _TAG_BORDERS, _TAG_MEANINGS = dictionary(
 STORED_FIELDS = np.array(
     [
         F_TAG, _F_HASHES, _F_PARENT, _F_TOKENS, _F_BLOCK_SIZE, _F_LORA_ID, _F_MEDIUM, _F_LORA_OR_MAP, _F_EXTRA,
-        _F_GROUP, _F_SPEC,
+        _F_GROUP, _F_SPEC, _F_WINDOW,
     ],
     np.int64,
 )  # fmt: skip
@@ -231,6 +233,8 @@ def read_field(data, at, stop, field, row, hashes, tokens):
         return _read_number(data, at, stop, row, LORA_ID)
     if field == _F_GROUP:
         return _read_number(data, at, stop, row, GROUP)
+    if field == _F_WINDOW:
+        return _read_number(data, at, stop, row, WINDOW)
     if field == _F_LORA_OR_MAP:
         return _read_lora_or_map(data, at, stop, row)
     if field == _F_EXTRA:

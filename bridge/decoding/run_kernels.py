@@ -29,6 +29,7 @@ from bridge.decoding.event_rows import (
     STORED,
     TOKEN_FROM,
     TOKEN_TO,
+    WINDOW,
 )
 from kv_events.kernels import array_function, array_helper
 
@@ -65,7 +66,7 @@ def _same_store(data, row, other):
     """Return whether two stores differ only in their pages and locations."""
     if _is_special(row) or _is_special(other) or row[SHAPE] != other[SHAPE]:
         return False
-    if row[BLOCK_SIZE] != other[BLOCK_SIZE] or row[LORA_ID] != other[LORA_ID]:
+    if row[BLOCK_SIZE] != other[BLOCK_SIZE] or row[LORA_ID] != other[LORA_ID] or row[WINDOW] != other[WINDOW]:
         return False
     return (
         _same_text(data, row, other, LORA) and _same_text(data, row, other, SALT) and _same_text(data, row, other, SPEC)

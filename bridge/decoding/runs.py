@@ -43,6 +43,11 @@ class PageEvents(NamedTuple):
             self.is_removal[here],
         )
 
+    def copy(self) -> PageEvents:
+        """A copy with memory of its own."""
+        block_hashes, lengths, parents, has_parent, is_removal = self
+        return PageEvents(block_hashes.copy(), lengths.copy(), parents.copy(), has_parent.copy(), is_removal.copy())
+
     @classmethod
     def stored(cls, block_hashes: U64Vector, parent: int | None) -> PageEvents:
         """A store event. parent: block hash of the page before the first."""
@@ -62,6 +67,15 @@ class Location(NamedTuple):
     locality: str = ""
 
 
+class AttentionSpec(NamedTuple):
+    """What a store says of its attention group, in vLLM's words."""
+
+    kind: str = ""
+    """Empty if the store does not say: full attention."""
+    window: int = 0
+    """Tokens of a sliding window. 0: none."""
+
+
 class StoredRun(NamedTuple):
     """Stored pages."""
 
@@ -75,13 +89,16 @@ class StoredRun(NamedTuple):
     """0 if the events do not say."""
     location: Location
     attention_group: int | None
-    spec_kind: str
-    """Kind of the attention group; may be empty."""
+    spec: AttentionSpec
     lora_name: str
     """Adapter's name, or its number if that is all the events say; empty for the base model."""
     cache_salt: str
     extra_keys: list[Any]
     """vLLM's `extra_keys` if one of the pages has any. Only in runs of one event."""
+
+    def copy(self) -> StoredRun:
+        """A copy that stays valid when the decoder goes on."""
+        return self._replace(events=self.events.copy(), tokens=self.tokens.copy())
 
     @classmethod
     def of_mooncake_event(cls, event: MooncakeEvent, token_ids: list[int], block_size: int) -> StoredRun:
@@ -95,7 +112,7 @@ class StoredRun(NamedTuple):
             block_size=event.block_size or block_size,
             location=Location(event.medium or ""),
             attention_group=None,
-            spec_kind="",
+            spec=AttentionSpec(),
             lora_name=event.lora_name or "",
             cache_salt=event.additional_salt or "",
             extra_keys=[],
@@ -109,6 +126,10 @@ class RemovedRun(NamedTuple):
     location: Location
     attention_group: int | None
 
+    def copy(self) -> RemovedRun:
+        """See `StoredRun.copy`."""
+        return self._replace(block_hashes=self.block_hashes.copy())
+
 
 class MixedRun(NamedTuple):
     """Stores and removals mixed, or on several media. Stored pages are whole and have tokens."""
@@ -118,6 +139,10 @@ class MixedRun(NamedTuple):
     location_indices: U8Vector
     """[m] index of each event's location in `locations`."""
     locations: list[Location]
+
+    def copy(self) -> MixedRun:
+        """See `StoredRun.copy`."""
+        return self._replace(stored=self.stored.copy(), location_indices=self.location_indices.copy())
 
     def parts(self) -> Iterator[StoredRun | RemovedRun]:
         """Split into runs of one kind and one location."""

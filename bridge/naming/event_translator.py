@@ -1,73 +1,100 @@
-"""Decoded events -> pages with sequence hashes, handed to the publisher of one worker stream.
+"""Decoded events -> pages with sequence hashes, handed to the publishers of one worker.
 
 Pages are hashed here, where their tokens are. A page that cannot be hashed, or that stands for less than its whole
 prefix, is left out and counted: a missing page costs a router less than one that does not exist.
+
+Attention groups other than full attention are published in streams of their own (see `attention_groups`). Their stores
+may leave out blocks, which are named by the stores of full attention in the same batch. They therefore wait for the end
+of the batch, as everything does that follows the first store of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.mooncake_events import MooncakeEvent
 from bridge.decoding.runs import BadEvent, ClearedRun, Location, MixedRun, RemovedRun, Run, StoredRun, hashes_of
-from bridge.naming.extra_keys import local_hashes_with_objects, read_extra_keys
-from bridge.naming.hash_translator import HashNamespace, HashTranslator, NamespaceSeed, TranslatedPages
+from bridge.naming.attention_groups import OWN_STREAM, AttentionGroups, GroupIndex
+from bridge.naming.hash_translator import HashNamespace, HashTranslator
 from bridge.naming.identity import StreamIdentity
 from bridge.naming.media import is_device
-from bridge.naming.namespaces import HashNamespaces
+from bridge.naming.page_namer import PageNamer, page_hashes, with_pages
 from bridge.naming.page_size import PageSize
 from bridge.naming.tier_mapper import TierMapper
 from kv_events.errors import shorten
-from kv_events.hashing import U64Array, local_hashes, namespace_seed
+from kv_events.hashing import U64Array
 from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.rate_limited_logger import RateLimitedLogger
 from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
 
-_seed_of = lru_cache(4096)(namespace_seed)
+
+class MakePublisher(Protocol):
+    """Makes a publisher, and again for each later one of the stream."""
+
+    def __call__(self, block_size: int, group: str, blocks: BlockTable | None, /) -> EventPublisher:
+        """group: that of a group stream; empty for the worker's own stream. blocks: table of blocks of the publisher;
+        None for one of its own.
+        """
+        ...
 
 
 class EventTranslator:
-    """Translates the events of one worker stream. Publishes as soon as the block size is known. Not thread-safe."""
+    """Translates the events of one worker. Publishes as soon as the block size is known. Not thread-safe."""
 
     def __init__(
         self,
         identity: StreamIdentity,
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
-        make_publisher: Callable[[int, BlockTable], EventPublisher],
+        make_publisher: MakePublisher,
+        drop_publisher: Callable[[EventPublisher], None],
         *,
         block_size: int | None,
         ledger_pages: int,
         name_pages: int,
     ) -> None:
-        """block_size: None to learn it from stores. make_publisher: called with the block size and the publisher's
-        table of blocks, and again for each later publisher. ledger_pages: most pages that a publisher holds.
-        name_pages: most pages remembered beyond those held.
+        """block_size: None to learn it from stores. drop_publisher: called with each publisher that is no longer used.
+        ledger_pages: most pages that a publisher holds. name_pages: most pages remembered beyond those held.
         """
         self._identity = identity
         self._counters = counters
         self._limited_logger = limited_logger
         self._make_publisher = make_publisher
+        self._drop_publisher = drop_publisher
         self._hashes = HashTranslator(ledger_pages, name_pages)
-        self._namespaces = HashNamespaces()
-        self._tier_mapper = TierMapper(counters, limited_logger)
+        self._namer = PageNamer(identity, counters, limited_logger, self._hashes)
+        self._groups = AttentionGroups(identity.rules)
+        self._mappers = {OWN_STREAM: self._new_mapper()}
         self._size = PageSize(block_size)
+        self._waiting: list[StoredRun | RemovedRun | MixedRun] = []
         if block_size is not None:
             self.open_publisher(block_size)
 
     @property
     def publisher(self) -> EventPublisher | None:
-        """None until the block size is known."""
-        return self._tier_mapper.publisher
+        """That of the worker's own stream. None until the block size is known."""
+        return self._mappers[OWN_STREAM].publisher
+
+    @property
+    def publishers(self) -> list[EventPublisher]:
+        """Those of all streams, the worker's own first."""
+        return [mapper.publisher for mapper in self._mappers.values() if mapper.publisher is not None]
 
     def open_publisher(self, block_size: int) -> EventPublisher:
-        """Publish with a new publisher from now on."""
-        self._tier_mapper.publisher = publisher = self._make_publisher(block_size, self._hashes.blocks)
+        """Publish with new publishers from now on."""
+        own = self._mappers[OWN_STREAM]
+        publisher = self._make_publisher(block_size, OWN_STREAM, self._hashes.blocks)
+        for mapper in self._mappers.values():
+            if mapper.publisher not in (None, publisher):
+                self._drop_publisher(mapper.publisher)
+            mapper.publisher = None
+        own.publisher = publisher
+        self._open_streams()
         return publisher
 
     @property
@@ -76,9 +103,9 @@ class EventTranslator:
         return self._size.tokens
 
     @property
-    def block_size_mismatch(self) -> str:
-        """Names both sizes while stores arrive and none has the registered size; else empty."""
-        return self._size.mismatch
+    def problem(self) -> str:
+        """Why scores of this worker may be wrong: its block size, or an attention group. Else empty."""
+        return self._size.mismatch or self._groups.problem
 
     @property
     def num_remembered(self) -> int:
@@ -86,101 +113,170 @@ class EventTranslator:
         return len(self._hashes)
 
     def apply(self, run: Run) -> None:
-        """Apply one run of events."""
+        """Apply one run of events, at once or in `end_batch`."""
         match run:
-            case StoredRun():
-                self._store_in_group(run)
-            case RemovedRun():
-                self._remove_in_group(run)
-            case MixedRun():
-                self._change_in_group(run)
+            case StoredRun() | RemovedRun() | MixedRun():
+                if self._waiting or not self._groups.is_settled(run):
+                    self._waiting.append(run.copy())
+                else:
+                    self._apply_to_own_stream(run)
             case ClearedRun():
                 self._counters.clears += 1
+                self.end_batch()  # the pages go, but not their hashes
                 self.clear()
             case MooncakeEvent():
                 self._apply_mooncake_event(run)
             case BadEvent():
                 self._counters.bad_events[run.reason] += 1
                 if run.may_remove:
+                    self.end_batch()
                     self.clear()
+
+    def end_batch(self) -> None:
+        """Apply the runs that waited for the end of a batch: those of full attention first."""
+        waiting, self._waiting = self._waiting, []
+        parts = [part for run in waiting for part in (run.parts() if isinstance(run, MixedRun) else (run,))]
+        news = [self._learn(part) for part in parts if isinstance(part, StoredRun)]
+        if any(news):
+            self._open_streams()
+            if self._groups.problem:
+                self._limited_logger.warning("%s", self._groups.problem)
+        for part in parts:
+            self._apply_to_own_stream(part)
+        for part in parts:
+            self._apply_to_groups(part)
 
     def replace_publisher(self, block_size: int) -> None:
         """Begin a new epoch without pages, because the engine may have restarted.
 
         Hashes stay remembered: it may be the same engine, and hashes of another one mean the same content or nothing.
         """
+        self._groups.forget()
         self.open_publisher(block_size)
         self.clear()
         self._size.forget_proof()
 
     def clear(self) -> None:
         """Publish that the worker holds no pages. Hashes stay remembered, because they keep their meaning."""
-        self._tier_mapper.clear()
+        self._waiting.clear()
+        for mapper in self._mappers.values():
+            mapper.clear()
+
+    def close(self) -> None:
+        """Drop all publishers."""
+        for publisher in self.publishers:
+            self._drop_publisher(publisher)
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    def _new_mapper(self) -> TierMapper:
+        return TierMapper(self._counters, self._limited_logger, counts_copies=self._identity.rules.count_copies)
+
+    def _learn(self, run: StoredRun) -> bool:
+        return self._groups.learn(run, is_on_device=is_device(*run.location))
+
+    def _open_streams(self) -> None:
+        """Open the streams that the groups need, once the block size is known, and close all others."""
+        needed = self._groups.streams
+        for name in [name for name in self._mappers if name not in (OWN_STREAM, *needed)]:
+            unneeded = self._mappers.pop(name).publisher
+            if unneeded is not None:
+                self._drop_publisher(unneeded)
+        for name, num_groups in needed.items():
+            mapper = self._mappers.setdefault(name, self._new_mapper())
+            if mapper.publisher is None and self.publisher is not None:
+                mapper.publisher = self._make_publisher(self.publisher.block_size, name, None)
+            if mapper.publisher is not None:
+                mapper.publisher.require_groups(num_groups)
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
-    def _store_in_group(self, run: StoredRun) -> None:
-        namespace = self._namespaces.get_or_add(run.attention_group)
-        if namespace is None:
-            self._refuse_namespace(run.attention_group, len(run.events.block_hashes))
-        elif self._namespaces.accepts_stores(run.attention_group, run.spec_kind):
-            self._store(run, namespace)
-        else:
-            self._counters.other_groups += len(run.events.block_hashes)
+    def _apply_to_own_stream(self, run: StoredRun | RemovedRun | MixedRun) -> None:
+        """Apply what a run says of full attention."""
+        own = self._mappers[OWN_STREAM]
+        match run:
+            case StoredRun():
+                if self._groups.stream_of(run.attention_group) == OWN_STREAM:
+                    self._store(run, self._groups.namespace(run.attention_group))
+            case RemovedRun():
+                for group in self._groups.removed_from(run.attention_group):
+                    namespace = self._groups.namespace(group)
+                    if namespace is not None and self._groups.stream_of(group) == OWN_STREAM:
+                        hashes = page_hashes(run.block_hashes, self._groups.scale(group))
+                        own.remove(hashes, namespace, run.location, names_group=group is not None)
+            case MixedRun():
+                self._change(run)
 
-    def _store(self, run: StoredRun, namespace: HashNamespace) -> None:
-        seed = self._seed_of_run(run)
+    def _change(self, run: MixedRun) -> None:
+        """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
+        stored = run.stored
+        namespace = self._groups.namespace(stored.attention_group)
+        is_on_device = is_device(*stored.location)
+        has_our_size = not stored.num_positions or self._size.admits(stored.block_size, is_on_device=is_on_device)
+        if namespace is None or not has_our_size:
+            for part in run.parts():
+                self._apply_to_own_stream(part)
+        else:
+            self._mappers[OWN_STREAM].change(self._namer.by_tokens(stored, namespace), run, namespace)
+
+    def _apply_to_groups(self, run: StoredRun | RemovedRun) -> None:
+        """Apply what a run says of other groups than full attention."""
+        hashes = run.block_hashes if isinstance(run, RemovedRun) else run.events.block_hashes
+        groups = [run.attention_group]
+        if isinstance(run, RemovedRun):
+            groups = self._groups.removed_from(run.attention_group)
+        for group in groups:
+            name, namespace = self._groups.stream_of(group), self._namespace(group, len(hashes))
+            if name == OWN_STREAM or namespace is None:
+                continue
+            mapper = None if name is None else self._mappers.get(name)
+            if mapper is None:
+                self._counters.other_groups += len(hashes)
+            elif isinstance(run, RemovedRun):
+                mapper.remove(hashes, namespace, run.location, names_group=group is not None)
+            else:
+                self._store_in_group(run, mapper, namespace)
+
+    def _store_in_group(self, run: StoredRun, mapper: TierMapper, namespace: HashNamespace) -> None:
+        naming = self._groups.naming()
+        if naming is not None and (run.num_positions == 0 or self._has_our_size(run)):
+            scale = self._groups.scale(run.attention_group, run.block_size)
+            mapper.store(self._namer.of_group(run, scale, naming), namespace, run.location)
+        elif run.num_positions:
+            self._refuse_size(run.block_size, len(run.events.block_hashes))
+
+    def _store(self, run: StoredRun, namespace: HashNamespace | None) -> None:
+        """Store pages of full attention, or of a pool."""
+        if namespace is None:
+            return
         if run.num_positions == 0:
-            pages = self._hashes.look_up(run.events.block_hashes, seed, namespace)
-            self._counters.unresolved_pages += len(run.events.block_hashes) - len(pages.columns.hashes)
+            pages = self._namer.look_up(run, namespace)
         else:
             whole = self._whole_pages(run)
             if whole is None:
                 return
-            pages = self._translated(whole, seed, namespace)
-        self._tier_mapper.store(pages, namespace, run.location)
+            scale = self._groups.scale(run.attention_group, run.block_size)
+            pages = self._namer.by_tokens(with_pages(whole, scale), namespace)
+        self._mappers[OWN_STREAM].store(pages, namespace, run.location)
 
-    def _seed_of_run(self, run: StoredRun) -> NamespaceSeed:
-        return NamespaceSeed(self._seed(run.lora_name, run.cache_salt), bool(run.cache_salt))
-
-    def _seed(self, lora_name: str | None, cache_salt: str | None) -> int:
-        return _seed_of(lora_name or self._identity.lora_name, cache_salt or self._identity.cache_salt)
-
-    def _translated(self, run: StoredRun, seed: NamespaceSeed, namespace: HashNamespace) -> TranslatedPages:
-        """Hash the run's pages by their tokens."""
-        objects: list[list[int]] = []
-        if run.extra_keys:
-            begins_prompt = not run.events.has_parent[0]
-            extra = read_extra_keys(run.extra_keys, run.lora_name, run.cache_salt, begins_prompt=begins_prompt)
-            objects = extra.objects
-            if extra.salt:
-                self._counters.guessed_salts += 1
-                seed = NamespaceSeed(self._seed(run.lora_name, extra.salt), is_stated=False)
-        size = max(1, run.block_size)  # 0 if all events of the run are removals
-
-        def hashed(start: int, num_pages: int, seed: int) -> U64Array:
-            tokens = run.tokens[start * size : (start + num_pages) * size + run.is_bigram]
-            if any(objects):
-                return local_hashes_with_objects(tokens, objects, size, seed, is_bigram=run.is_bigram)
-            return local_hashes(tokens, size, seed, is_bigram=run.is_bigram)
-
-        local = hashed(0, run.num_positions // size, seed.seed)
-        pages = self._hashes.translate(run.events, local, hashed, seed, namespace)
-        if pages.num_unknown:
-            self._counters.unknown_parents += pages.num_unknown
-            self._limited_logger.warning("%d stored pages left out: parent_block_hash is not known", pages.num_unknown)
-        return pages
+    def _namespace(self, key: str | GroupIndex, num_pages: int) -> HashNamespace | None:
+        """The namespace of a group or owner. None if there are too many: `num_pages` are then left out."""
+        namespace = self._groups.namespace(key)
+        if namespace is None:
+            self._counters.refused_spaces += num_pages
+            self._limited_logger.warning("pages of %s left out: too many attention groups and owners", shorten(key))
+        return namespace
 
     def _whole_pages(self, run: StoredRun) -> StoredRun | None:
-        """The full pages of the run. None if there are none, or if they have another size than the stream's."""
-        num_pages = len(run.events.block_hashes)
+        """The full blocks of the run. None if there are none, or if they have another size than the stream's."""
+        num_blocks = len(run.events.block_hashes)
         if not self._has_our_size(run):
-            self._refuse_size(run.block_size, num_pages)
+            self._refuse_size(run.block_size, num_blocks)
             return None
         num_full = run.num_positions // run.block_size
-        if run.num_positions == num_pages * run.block_size:
+        if run.num_positions == num_blocks * run.block_size:
             return run
-        if num_full + 1 != num_pages:
+        if num_full + 1 != num_blocks:
             self._counters.bad_events["token_count"] += 1
             return None
         self._counters.partial_pages += 1
@@ -192,7 +288,8 @@ class EventTranslator:
         return run._replace(events=events, num_positions=num_full * run.block_size)
 
     def _has_our_size(self, run: StoredRun) -> bool:
-        size, is_on_device = run.block_size, is_device(*run.location)
+        size = run.block_size // self._groups.scale(run.attention_group, run.block_size)
+        is_on_device = is_device(*run.location)
         if 1 <= size <= min(MAX_BLOCK_SIZE, run.num_positions) and self._size.is_changed_by(
             size, len(run.events.lengths), is_on_device=is_on_device
         ):
@@ -200,10 +297,9 @@ class EventTranslator:
         return self._size.admits(size, is_on_device=is_on_device)
 
     def _begin_with_size(self, block_size: int) -> None:
-        publisher = self._make_publisher(block_size, self._hashes.blocks)
+        self.open_publisher(block_size)
         self.clear()
         self._hashes.clear()
-        self._tier_mapper.publisher = publisher
         self._size.learn(block_size)
 
     def _refuse_size(self, block_size: int, num_pages: int) -> None:
@@ -211,42 +307,6 @@ class EventTranslator:
         self._limited_logger.warning(
             "pages of block_size %d left out, the stream's is %s", block_size, self._size.tokens
         )
-
-    def _refuse_namespace(self, key: str | int | None, num_pages: int) -> None:
-        self._counters.refused_spaces += num_pages
-        self._limited_logger.warning("pages of %s left out: too many attention groups and owners", shorten(key))
-
-    # --- removals ---------------------------------------------------------------------------------------------------
-
-    def _remove_in_group(self, run: RemovedRun) -> None:
-        for group in self._namespaces.groups_of_removal(run.attention_group):
-            accepts_removals, namespace = self._namespaces.accepts_removals(group), self._namespaces.get(group)
-            if accepts_removals and namespace is not None:
-                self._tier_mapper.remove(run.block_hashes, namespace, run.location)
-            elif accepts_removals is not None:
-                self._counters.other_groups += len(run.block_hashes)
-
-    # --- stores and removals ----------------------------------------------------------------------------------------
-
-    def _change_in_group(self, run: MixedRun) -> None:
-        """Apply a mixed run at once if it concerns one group and has the stream's block size, else part by part."""
-        stored = run.stored
-        group = stored.attention_group
-        namespace = self._namespaces.get_or_add(group)
-        is_one_group = group is not None or self._namespaces.groups_of_removal(None) in ([], [None])
-        if namespace is None or not is_one_group:
-            for part in run.parts():
-                self.apply(part)
-        elif not self._namespaces.accepts_stores(group, stored.spec_kind):
-            self._counters.other_groups += len(stored.events.block_hashes)
-        elif stored.num_positions and not self._size.admits(
-            stored.block_size, is_on_device=is_device(*stored.location)
-        ):
-            for part in run.parts():
-                self.apply(part)
-        else:
-            pages = self._translated(stored, self._seed_of_run(stored), namespace)
-            self._tier_mapper.change(pages, run, namespace)
 
     # --- events of Mooncake's RFC #1527 -----------------------------------------------------------------------------
 
@@ -260,16 +320,14 @@ class EventTranslator:
             return
         hashes = hashes_of(event)
         if event.event_type == "stored":
-            namespace = self._namespaces.get_or_add(event.owner)
-            if namespace is None:
-                self._refuse_namespace(event.owner, len(hashes))
-            else:
+            namespace = self._namespace(event.owner, len(hashes))
+            if namespace is not None:
                 self._store_mooncake_event(event, hashes, namespace)
-        elif (namespace := self._namespaces.get(event.owner)) is not None:
+        elif (known := self._groups.known_namespace(event.owner)) is not None:
             if event.event_type == "removed":
-                self._tier_mapper.remove(hashes, namespace, Location(event.medium or ""))
+                self._mappers[OWN_STREAM].remove_all(hashes, known, Location(event.medium or ""))
             else:
-                self._clear_namespace(namespace, event.medium)
+                self._clear_namespace(known, event.medium)
 
     def _store_mooncake_event(self, event: MooncakeEvent, hashes: U64Array, namespace: HashNamespace) -> None:
         if not len(hashes):
@@ -278,9 +336,9 @@ class EventTranslator:
             if event.block_size is not None and not self._size.admits(event.block_size, is_on_device=False):
                 self._refuse_size(event.block_size, len(hashes))
                 return
-            seed = NamespaceSeed(self._seed(event.lora_name, event.additional_salt), is_stated=True)
+            seed = self._namer.seed(event.lora_name, event.additional_salt)._replace(is_stated=True)
             pages = self._hashes.remember(hashes, hashes, seed, namespace)
-            self._tier_mapper.store(pages, namespace, Location(event.medium or ""))
+            self._mappers[OWN_STREAM].store(pages, namespace, Location(event.medium or ""))
         elif event.parent_hash is None and event.base_block_idx:
             self._counters.unknown_parents += len(hashes)
         else:
@@ -290,7 +348,8 @@ class EventTranslator:
         """Remove one owner's pages from one medium, or from all."""
         self._counters.clears += 1
         hashes = self._hashes.block_hashes_in(namespace)
+        own = self._mappers[OWN_STREAM]
         if medium is None:
-            self._tier_mapper.remove_everywhere(hashes, namespace)
+            own.remove_everywhere(hashes, namespace)
         else:
-            self._tier_mapper.remove(hashes, namespace, Location(medium))
+            own.remove_all(hashes, namespace, Location(medium))

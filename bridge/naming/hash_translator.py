@@ -76,6 +76,8 @@ class TranslatedPages(NamedTuple):
     ambiguous: list[AmbiguousPage]
     num_unknown: int
     """Pages left out because their parent is not known."""
+    seed: int = 0
+    """Seed of the last event's pages, if they were hashed."""
 
 
 _UNAPPLIED_PAGES = 2**20
@@ -147,7 +149,7 @@ class HashTranslator:
         )
         is_clear = cursor[NUM_AMBIGUOUS] == 0
         ambiguous = [] if is_clear else _ambiguous(out.engine_hashes[:end], columns.block_hashes, out.flags[:end])
-        return TranslatedPages(columns, ambiguous, int(cursor[NUM_UNKNOWN]))
+        return TranslatedPages(columns, ambiguous, int(cursor[NUM_UNKNOWN]), int(seeds[-1]))
 
     def look_up(self, block_hashes: U64Array, seed: NamespaceSeed, namespace: HashNamespace) -> TranslatedPages:
         """Find pages by engine hash alone. Those that are not remembered are left out."""

@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class EngineRules(NamedTuple):
+    """How an engine reuses its cache, as far as its events do not say. See `bridge.settings.EngineSettings`."""
+
+    eagle: bool = False
+    count_copies: bool = True
+    attention_chunk_size: int = 0
+    """0: not known."""
+
+
 class StreamIdentity(NamedTuple):
     """The model and tenant whose events are accepted, and the namespace of pages whose events name none."""
 
@@ -14,6 +23,7 @@ class StreamIdentity(NamedTuple):
     """Adapter of pages whose events name none."""
     cache_salt: str = ""
     """Salt of pages whose events name none."""
+    rules: EngineRules = EngineRules()
 
 
 class RegistrationDefaults(NamedTuple):
@@ -23,3 +33,4 @@ class RegistrationDefaults(NamedTuple):
     """None: as its stores say."""
     lora_name: str = ""
     cache_salt: str = ""
+    rules: EngineRules = EngineRules()

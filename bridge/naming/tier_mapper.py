@@ -15,7 +15,7 @@ from kv_events.errors import shorten
 from kv_events.hashing import U64Array
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import NUM_MEDIA, AllBlocksCleared
-from publisher.change_kernels import REMOVAL
+from publisher.change_kernels import COPY_REMOVAL, REMOVAL
 from publisher.event_columns import EventColumns, StoredColumns
 from publisher.publisher import EventPublisher
 
@@ -27,8 +27,14 @@ _NO_TIER = 128
 class TierMapper:
     """Publishes the stores and removals of one worker stream. Does nothing until `publisher` is set."""
 
-    def __init__(self, counters: BridgeCounters, limited_logger: RateLimitedLogger) -> None:
+    def __init__(self, counters: BridgeCounters, limited_logger: RateLimitedLogger, *, counts_copies: bool) -> None:
+        """counts_copies: whether a repeated store adds a copy, so that a removal takes only one away.
+
+        Copies are counted for events that name an attention group, which vLLM sends for each of its blocks, and on the
+        device. Elsewhere, engines keep one copy and may repeat its store.
+        """
         self.publisher: EventPublisher | None = None
+        self._counts_copies = counts_copies
         self._counters = counters
         self._limited_logger = limited_logger
         self._collisions = HashCollisions()
@@ -58,14 +64,26 @@ class TierMapper:
         else:
             self.publisher.publish_columns(EventColumns.stored(pages.columns, tier), namespace.label)
 
-    def remove(self, block_hashes: U64Array, namespace: HashNamespace, location: Location) -> None:
-        """Publish pages that were removed from a medium."""
+    def remove(
+        self, block_hashes: U64Array, namespace: HashNamespace, location: Location, *, names_group: bool
+    ) -> None:
+        """Publish that the engine removed pages from a medium. names_group: whether its event names a group."""
+        self._remove(block_hashes, namespace, location, self._takes_copies(tier_of(*location), names_group))
+
+    def remove_all(self, block_hashes: U64Array, namespace: HashNamespace, location: Location) -> None:
+        """Publish that no copies of pages are left on a medium."""
+        self._remove(block_hashes, namespace, location, is_copy=False)
+
+    def _remove(self, block_hashes: U64Array, namespace: HashNamespace, location: Location, is_copy: bool) -> None:
         tier = self._tier(location, len(block_hashes))
         if tier is None or self.publisher is None:
             return
         self._counters.pages_removed += len(block_hashes)
         hashes = self._collisions.all_of(block_hashes, namespace)
-        self.publisher.publish_columns(EventColumns.removed(hashes, tier), namespace.label)
+        self.publisher.publish_columns(EventColumns.removed(hashes, tier, is_copy=is_copy), namespace.label)
+
+    def _takes_copies(self, tier: int | None, names_group: bool) -> bool:
+        return self._counts_copies and (names_group or tier == 0)
 
     def remove_everywhere(self, block_hashes: U64Array, namespace: HashNamespace) -> None:
         """Publish pages that were removed from all media."""
@@ -79,7 +97,10 @@ class TierMapper:
             columns = pages.columns
             is_removal, lengths = run.stored.events.is_removal, columns.lengths
             tiers = [_NO_TIER if tier is None else tier for tier in (tier_of(*location) for location in run.locations)]
-            kinds = np.array(tiers, np.uint8)[run.location_indices] + np.uint8(REMOVAL) * is_removal
+            names_group = run.stored.attention_group is not None
+            removals = [COPY_REMOVAL if self._takes_copies(tier, names_group) else REMOVAL for tier in tiers]
+            kinds = np.array(tiers, np.uint8)[run.location_indices]
+            kinds += np.array(removals, np.uint8)[run.location_indices] * is_removal
             num_pages, num_removed = len(columns.hashes), int(lengths @ is_removal)
             if _NO_TIER in tiers:
                 self._count_unknown(run, columns)
@@ -96,7 +117,8 @@ class TierMapper:
             location = run.locations[run.location_indices[event]]
             part = pages.columns.part(slice(event, event + 1), slice(first, end))
             if run.stored.events.is_removal[event]:
-                self.remove(part.block_hashes, namespace, location)
+                names_group = run.stored.attention_group is not None
+                self.remove(part.block_hashes, namespace, location, names_group=names_group)
             else:
                 ambiguous = [
                     page._replace(position=page.position - first)

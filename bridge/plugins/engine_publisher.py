@@ -19,6 +19,7 @@ from bridge.settings import BridgeSettings
 from kv_events.errors import InvalidValueError
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import BATCHES_LOST
+from kv_events.streams import group_model
 from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
 from publisher.settings import PublisherSettings
@@ -58,6 +59,7 @@ class EnginePublisher:
             self.counters,
             self._limited_logger,
             self._start_publisher,
+            self._drop_publisher,
             block_size=None,
             ledger_pages=self._settings.ledger_pages,
             name_pages=BridgeSettings().bridge_name_pages,
@@ -65,6 +67,7 @@ class EnginePublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = Decoder()
         self._is_closed = False
+        self._degraded_reason = ""
         atexit.register(self.shutdown)  # SGLang does not call it
         self._end_metrics: Callable[[], None] = lambda: None
         if self._settings.metrics_port is not None:
@@ -96,8 +99,8 @@ class EnginePublisher:
             self._translator.clear()
             if self._replacing is not None:
                 self._replacing.join(_CLOSE_S)
-            if self._publisher is not None:
-                self._publisher.close(_CLOSE_S)
+            for publisher in self._translator.publishers:
+                publisher.close(_CLOSE_S)
             self._end_metrics()
         except Exception:  # at interpreter exit a sink may be unable to start threads
             logger.exception("the end of %s could not be published", self._settings.stream.key)
@@ -119,10 +122,13 @@ class EnginePublisher:
                 self._limited_logger.warning("an event is left out: %s", run.reason)
                 if run.may_remove:
                     self._set_degraded_reason(BATCHES_LOST)
+        self._translator.end_batch()
+        self._set_degraded_reason(self._degraded_reason)
 
     def _set_degraded_reason(self, degraded_reason: str) -> None:
-        if self._publisher is not None:
-            self._publisher.set_degraded_reason(degraded_reason)
+        self._degraded_reason = degraded_reason
+        for publisher in self._translator.publishers:
+            publisher.set_degraded_reason(degraded_reason or self._translator.problem)
 
     def _serve_metrics(self, port: int) -> None:
         """Serve the publisher's metrics. An engine runs without them if the port is taken."""
@@ -134,8 +140,13 @@ class EnginePublisher:
         except OSError as error:
             logger.warning("no metrics of %s on port %d: %s", self._settings.stream.key, port, error)
 
-    def _start_publisher(self, block_size: int, blocks: BlockTable) -> EventPublisher:
+    def _start_publisher(self, block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
         settings = PublisherSettings(**{**self._settings.model_dump(), "block_size": block_size})
+        if group:
+            settings = settings.model_copy(update={"model": group_model(settings.model, group)})
+            publisher = EventPublisher(settings, create_sink(settings), blocks)
+            publisher.start_in_thread()
+            return publisher
         old, sink = self._publisher, self._sink if self._publisher is None else create_sink(settings)
         self._publisher = publisher = EventPublisher(settings, sink, blocks)
         if old is None:
@@ -144,6 +155,10 @@ class EnginePublisher:
             self._replacing = threading.Thread(target=_replace, args=(old, publisher), daemon=True)
             self._replacing.start()
         return publisher
+
+    def _drop_publisher(self, publisher: EventPublisher) -> None:
+        if publisher.stream != self._settings.stream:  # its successor closes the worker's own
+            threading.Thread(target=publisher.close, args=(_CLOSE_S,), daemon=True).start()
 
 
 def _replace(old: EventPublisher, new: EventPublisher) -> None:

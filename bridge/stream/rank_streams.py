@@ -145,7 +145,7 @@ class RankStreams:
 
     def status(self) -> list[StreamStatus]:
         """Status of all ranks."""
-        return [stream.status() for stream in list(self._streams.values())]
+        return [status for stream in list(self._streams.values()) for status in stream.status()]
 
     def warn(self, template: str, *facts: object) -> None:
         """See `RateLimitedLogger.warning`."""
@@ -170,14 +170,16 @@ class RankStreams:
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
                         self.lose(1)
+            if batch.is_complete and stream is not None:
+                stream.end_batch()
+                if stream.problem:
+                    self.warn("its view is degraded: %s", stream.problem)
 
     def _apply_run(self, run: Run, stream: WorkerStream | None) -> None:
         if isinstance(run, MooncakeEvent) and run.dp_rank is not None:
             stream = self._stream(run.dp_rank)
         if stream is not None:
             stream.apply(run)
-            if stream.block_size_mismatch:
-                self.warn("all its pages are left out: %s", stream.block_size_mismatch)
 
     def _stream(self, rank: int | None) -> WorkerStream | None:
         """The stream of the rank that events name, or of the registered rank if they name none.

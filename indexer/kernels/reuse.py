@@ -1,7 +1,6 @@
 """Kernels on the index of a group: find where a prefix can end for a worker that holds more than KV.
 
-The index of a group holds the *marked* pages of each stream, on any tier. A prefix can end after a page if the last
-`window` pages up to and including it are marked, or all pages if there are fewer.
+The index of a group holds the *marked* pages of each stream, by tier. The rules are those of `kv_events.streams.Group`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from numba import types
 
 from indexer.kernels.apply import look_up
 from indexer.kernels.find import PageLookup
-from kv_events.bundles import I64Vector, U32Vector, U64Input, U64Matrix
+from kv_events.bundles import I64Matrix, I64Vector, U32Vector, U64Input, U64Matrix
 from kv_events.kernels import array_function, array_kernel
 from kv_events.schema import NUM_MEDIA
 
@@ -32,40 +31,67 @@ def sets_of_pages(pages, hashes, out_sets):
 
 
 @array_function
-def _is_marked(words, held, stream):
+def _is_marked(words, held, stream, tier):
+    """Return whether a page is marked on this tier or a faster one."""
     width = words.shape[1] // NUM_MEDIA
-    any_tier = _EMPTY
-    for tier in range(NUM_MEDIA):
-        any_tier |= words[held, tier * width + (stream >> 6)]
-    return (any_tier >> np.uint64(stream & 63)) & np.uint64(1) != _EMPTY
+    marks = _EMPTY
+    for faster in range(tier + 1):
+        marks |= words[held, faster * width + (stream >> 6)]
+    return (marks >> np.uint64(stream & 63)) & np.uint64(1) != _EMPTY
 
 
 @array_function
-def _longest(words, sets, stream, window, length):
-    """Return the longest prefix of at most `length` pages whose last window is marked."""
-    marked = 0
-    for i in range(length - 1, -1, -1):
-        if not _is_marked(words, np.int64(sets[i]), stream):
-            marked, length = 0, i
-            continue
-        marked += 1
-        if marked == window:
-            break
+def _end_of_window(words, sets, stream, tier, window, block, step, behind, length):
+    """Return the longest prefix, a multiple of `step`, around whose end all blocks are marked at their own ends.
+
+    window: blocks before the end, or all if there are fewer. behind: pages after it, none or one block.
+    """
+    length -= length % step
+    marked, end = 0, length + behind
+    while length > 0 and end > 0 and marked < window + behind // block:
+        if end <= sets.shape[0] and _is_marked(words, np.int64(sets[end - 1]), stream, tier):
+            marked += 1
+            end -= block
+        else:
+            length = max(np.int64(0), end - block - behind)
+            length -= length % step
+            marked, end = 0, length + behind
     return length
 
 
-@array_kernel(types.boolean, U64Matrix, U32Vector, I64Vector, types.int64, I64Vector)
-def trim_to_reusable(words, sets, streams, window, lengths):
+@array_function
+def _end_in_chunk(words, sets, stream, tier, chunk, block_size, length):
+    """Return the longest prefix whose pages are marked since its chunk began. chunk: units. block_size: of a page."""
+    for i in range(length * block_size // chunk * chunk // block_size, length):
+        if not _is_marked(words, np.int64(sets[i]), stream, tier):
+            return i
+    return length
+
+
+@array_kernel(
+    types.boolean, U64Matrix, U32Vector, I64Vector, types.UniTuple(types.int64, 4), I64Vector, I64Vector, I64Matrix
+)
+def trim_to_reusable(words, sets, streams, rule, steps, behind, lengths):
     """Shorten prefixes until each one ends at a page where it can end. Returns whether any prefix became shorter.
 
     words: uint64[sets, 4 * width]. sets: uint32[n], holder sets of the prompt's pages. streams: int64[k]; prefixes of
-    stream -1 are not changed. window: pages, at least 1. lengths: int64[k], updated: pages of each stream's prefix, at
-    most n.
+    stream -1 are not changed. rule: window in blocks, pages a block, units of a chunk (0: the window decides), units a
+    page. steps: int64[k], pages of which each prefix is a multiple. behind: int64[k], 1 where a block behind the window
+    must be held, too, else 0. lengths: int64[k, 4], updated: pages of each stream's prefix by tier, at most n.
     """
+    window, block, chunk, block_size = rule
     has_changed = False
     for k in range(streams.shape[0]):
-        if streams[k] >= 0:
-            shorter = _longest(words, sets, streams[k], window, lengths[k])
-            has_changed |= shorter < lengths[k]
-            lengths[k] = shorter
+        if streams[k] < 0:
+            continue
+        for tier in range(NUM_MEDIA):
+            length = lengths[k, tier]
+            if chunk > 0:
+                shorter = _end_in_chunk(words, sets, streams[k], tier, chunk, block_size, length)
+            else:
+                shorter = _end_of_window(
+                    words, sets, streams[k], tier, window, block, steps[k], behind[k] * block, length
+                )
+            has_changed |= shorter < length
+            lengths[k, tier] = shorter
     return has_changed

@@ -108,10 +108,9 @@ def _columns(held: Mapping[str, Mapping[str, Any]], known: Sequence[StreamRow]) 
     yield Column("best rank" if has_several else "rank", ranks, is_number=True, rank=4)
     for tier in _tiers(instances, known):
         yield Column(f"{tier} tokens", [str(fields.get(tier, "")) for fields in instances], is_number=True, rank=1)
-    for extra, rank in (("reusable", 2), ("weighted", 3)):
-        if any(extra in fields for fields in instances):
-            cells = [f"{fields[extra]:g}" if extra in fields else "" for fields in instances]
-            yield Column(extra, cells, is_number=True, rank=rank)
+    if any("weighted" in fields for fields in instances):
+        cells = [f"{fields['weighted']:g}" if "weighted" in fields else "" for fields in instances]
+        yield Column("weighted", cells, is_number=True, rank=3)
     yield Column("state", [str(fields.get("state", "")) for fields in instances], rank=2)
     yield Column("last heard", [_ago(fields) for fields in instances], is_number=True, rank=5)
 

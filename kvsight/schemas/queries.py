@@ -14,7 +14,7 @@ TierWeights: TypeAlias = tuple[float, float, float, float] | dict[str, float]
 
 
 class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of a prompt that one worker holds. Each tier includes the faster ones."""
+    """The tokens of a prompt that one worker can reuse. Each tier includes the faster ones."""
 
     longest_matched: int
     gpu: int
@@ -32,11 +32,6 @@ class PeerInstance(msgspec.Struct, frozen=True, kw_only=True):
     weighted_dp: dict[int, float] | UnsetType = UNSET
     """DP rank -> the rank's own tokens by weight; `weighted` takes each tier from the rank that holds most there.
     Absent: the worker has one rank."""
-    reusable: int | UnsetType = UNSET
-    """For workers that publish group streams (recurrent states, sliding windows): the tokens that the engine can
-    really skip, on the best rank."""
-    reusable_dp: dict[int, int] | UnsetType = UNSET
-    """DP rank -> reusable tokens."""
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -63,7 +58,7 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of a prompt that one worker holds. Each tier includes the faster ones."""
+    """The tokens of a prompt that one worker can reuse. Each tier includes the faster ones."""
 
     longest_matched: int
     gpu: int = msgspec.field(name="GPU")
@@ -78,8 +73,6 @@ class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
     """See `PeerInstance`, for this field and those below."""
     weighted: float | UnsetType = UNSET
     weighted_dp: dict[int, float] | UnsetType = UNSET
-    reusable: int | UnsetType = UNSET
-    reusable_dp: dict[int, int] | UnsetType = UNSET
 
 
 RfcAnswer: TypeAlias = dict[str, dict[str, RfcInstance]]

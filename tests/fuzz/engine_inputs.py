@@ -30,7 +30,7 @@ def _settings(block_size: int) -> PublisherSettings:
     )
 
 
-def _publisher(block_size: int, blocks: BlockTable) -> EventPublisher:
+def _publisher(block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
     return EventPublisher(_settings(block_size), MemorySink(MemoryLog()), blocks)
 
 
@@ -66,6 +66,7 @@ class BridgeTarget:
             BridgeCounters(),
             RateLimitedLogger(logging.getLogger("tests"), "engine w"),
             _publisher,
+            lambda publisher: None,
             block_size=None,
             ledger_pages=4096,
             name_pages=4096,
@@ -78,8 +79,9 @@ class BridgeTarget:
             return
         for run, _ in batch.runs:
             self._translator.apply(run)
-        if self._translator.publisher is not None:
-            _check(self._translator.publisher)
+        self._translator.end_batch()
+        for publisher in self._translator.publishers:
+            _check(publisher)
 
 
 _BLOCKS = [
@@ -102,7 +104,7 @@ def run_polled(data: bytes) -> None:
     """data: one event of TensorRT-LLM or a list of them, as msgpack or JSON."""
     publishers: list[EventPublisher] = []
 
-    def made(settings: PublisherSettings, blocks: BlockTable) -> EventPublisher:
+    def made(settings: PublisherSettings, blocks: BlockTable | None) -> EventPublisher:
         publishers.append(EventPublisher(settings, MemorySink(MemoryLog()), blocks))
         return publishers[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from typing import Any
 
 from hypothesis import given
@@ -34,6 +35,7 @@ class FakeEngine:
         self.is_bigram = is_bigram
         self.is_vllm = is_vllm  # sends a salt as extra key of a prompt's first page, and mixes it into its hashes
         self.held: dict[tuple[int, int], int] = {}  # (tier, engine's hash) -> sequence hash
+        self.copies: Counter[tuple[int, int]] = Counter()  # the same on the device, where each store adds one
         self.known: set[int] = set()  # hashes that were ever stored with their tokens
 
     @property
@@ -87,6 +89,7 @@ class FakeEngine:
                 )
             )
             self.held.update(((tier, h), name) for h, name in zip(hashes[start:stop], names[start:stop], strict=True))
+            self.copies.update((tier, h) for h in hashes[start:stop] if tier == GPU)
             self.known.update(hashes[start:stop])
         return events
 
@@ -119,11 +122,14 @@ class FakeEngine:
         here = sorted(h for t, h in self.held if t == tier)
         gone = self.rng.sample(here, min(len(here), self.rng.randint(1, 4)))
         for h in gone:
-            del self.held[tier, h]
+            self.copies[tier, h] -= 1
+            if self.copies[tier, h] <= 0:
+                del self.held[tier, h], self.copies[tier, h]
         return [removed(self.hashes(gone), self.medium(tier))]
 
     def clear(self) -> list[Event]:
         self.held.clear()
+        self.copies.clear()
         return [cleared()]
 
     def medium(self, tier: int) -> str | None:

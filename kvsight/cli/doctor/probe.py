@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-
 from kv_events.hash_seed import SEED, SEED_VARIABLE, process_seed
 from kv_events.streams import split_group
 from kvsight.cli.console import UsageError, run_until_interrupted
@@ -179,9 +177,7 @@ class Probe:
             if error.kind != "urn:kvsight:problem:unknown-model":
                 raise
             return {}
-        tokens = {
-            name: held.longest_matched if held.reusable is UNSET else held.reusable for name, held in instances.items()
-        }
+        tokens = {name: held.longest_matched for name, held in instances.items()}
         return {name: number for name, number in tokens.items() if number and self.worker in (None, name)}
 
     def _wait_for(self, fault: Callable[[], BrokenError | None]) -> None:

@@ -88,6 +88,7 @@ def reference(event: Any) -> Any:
         hashes = [hash64(value) for value in fields.get("block_hashes", [])]
         medium, locality, kind = (text(fields.get(name)) for name in ("medium", "locality", "kv_cache_spec_kind"))
         group, size = number(fields.get("group_idx")), number(fields.get("block_size")) or 0
+        spec = kind, number(fields.get("kv_cache_spec_sliding_window")) or 0
         tokens, is_bigram = raw_tokens(fields.get("token_ids"))
         parent = fields.get("parent_block_hash")
         parent = None if parent is None else hash64(parent)
@@ -103,7 +104,7 @@ def reference(event: Any) -> Any:
         case "BlockStored":
             signed = lora_id and (lora_id & MASK64) - (2**64 if lora_id & MASK64 >= 2**63 else 0)
             lora = lora or (str(signed) if signed else "")
-            return ("stored", hashes, parent, tokens, is_bigram, size, medium, locality, group, kind, lora, salt, extra)
+            return ("stored", hashes, parent, tokens, is_bigram, size, medium, locality, group, spec, lora, salt, extra)
         case "BlockRemoved":
             return ("removed", hashes, medium, locality, group)
         case "AllBlocksCleared":
@@ -140,7 +141,7 @@ def flat_stores(run: StoredRun) -> Iterator[Any]:
         parent = int(stores.parents[event]) if stores.has_parent[event] else None
         yield (
             "stored", hashes.tolist(), parent, tokens.tolist(), run.is_bigram, run.block_size, *run.location,
-            run.attention_group, run.spec_kind, run.lora_name, run.cache_salt, run.extra_keys,
+            run.attention_group, run.spec, run.lora_name, run.cache_salt, run.extra_keys,
         )  # fmt: skip
         page, token = page + length, token + num_tokens
     assert (page, token) == (len(stores.block_hashes), len(run.tokens))

@@ -13,12 +13,12 @@ from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.naming.event_translator import EventTranslator
-from bridge.naming.identity import StreamIdentity
+from bridge.naming.identity import EngineRules, StreamIdentity
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
 from kv_events.memory_log import MemoryLog
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
-from kv_events.streams import StreamId
+from kv_events.streams import StreamId, group_model, split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.blocks import BlockTable
 from publisher.sinks import MemorySink
@@ -27,6 +27,7 @@ from tests.support.engines.zmq_engine import ZmqEngine
 from tests.support.waiting import async_wait_until
 
 NOW = 1_700_000_000.0
+_NO_RULES = EngineRules()
 GPU, CPU, DISK, EXTERNAL = range(4)
 
 Pages = set[tuple[int, int]]
@@ -126,19 +127,21 @@ class Rig:
         name_pages: int = 10_000,
         ledger_pages: int = 10_000,
         model: str = "m",
+        rules: EngineRules = _NO_RULES,
         failures: Iterable[Exception] = (),
     ) -> None:
         """failures: errors of the first attempts to create a publisher."""
         self._failures = list(failures)
         self._ledger_pages = ledger_pages
         self.counters = BridgeCounters()
-        self._view = View()
+        self._views: defaultdict[str, View] = defaultdict(View)
         self._decoder = Decoder()
         self.translator = EventTranslator(
-            StreamIdentity(model, "default"),
+            StreamIdentity(model, "default", rules=rules),
             self.counters,
             RateLimitedLogger(logging.getLogger("tests"), "engine w"),
             self._publisher,
+            lambda publisher: None,
             block_size=block_size,
             ledger_pages=ledger_pages,
             name_pages=name_pages,
@@ -152,22 +155,29 @@ class Rig:
         for run, num_events in self._decoder.decode(data).runs:
             self.counters.events += num_events
             self.translator.apply(run)
+        self.translator.end_batch()
         return self
 
     @property
     def pages(self) -> Pages:
-        """Return the pages that the stream holds according to its records."""
-        publisher = self.translator.publisher
-        if publisher is not None:
-            for record in publisher.take_records(NOW, force=True):
-                self._view.read(record.payload)
-            publisher.check()
-        return self._view.pages
+        """Return the pages that the worker's own stream holds according to its records."""
+        return self.groups.get("", self._views[""].pages)
 
-    def _publisher(self, block_size: int, blocks: BlockTable) -> EventPublisher:
+    @property
+    def groups(self) -> dict[str, Pages]:
+        """Return the pages of each stream, by the name of its group."""
+        for publisher in self.translator.publishers:
+            for record in publisher.take_records(NOW, force=True):
+                self._views[split_group(publisher.stream.model)[1] or ""].read(record.payload)
+            publisher.check()
+        names = [split_group(publisher.stream.model)[1] or "" for publisher in self.translator.publishers]
+        return {name: self._views[name].pages for name in names}
+
+    def _publisher(self, block_size: int, group: str, blocks: BlockTable | None) -> EventPublisher:
         if self._failures:
             raise self._failures.pop(0)
-        settings = PublisherSettings(model="m", worker="w", block_size=block_size, ledger_pages=self._ledger_pages)
+        model = group_model("m", group) if group else "m"
+        settings = PublisherSettings(model=model, worker="w", block_size=block_size, ledger_pages=self._ledger_pages)
         return EventPublisher(settings, MemorySink(MemoryLog()), blocks)
 
 

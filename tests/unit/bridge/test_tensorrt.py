@@ -9,6 +9,7 @@ import pytest
 from bridge.decoding.runs import BadEvent
 from bridge.tensorrt import PolledEvents, from_tensorrt, widest_window_of
 from kv_events.memory_log import MemoryLog
+from kv_events.streams import split_group
 from publisher import EventPublisher, PublisherSettings
 from publisher.blocks import BlockTable
 from publisher.sinks import MemorySink
@@ -53,8 +54,8 @@ class Rig:
     def __init__(self) -> None:
         settings = PublisherSettings(model="m", worker="w", block_size=4, ledger_pages=4096)
         self.polled = PolledEvents(settings, self._publisher, name_pages=4096)
-        self._publishers: dict[int, EventPublisher] = {}
-        self._views: dict[int, View] = {}
+        self._publishers: dict[tuple[int, str], EventPublisher] = {}
+        self._views: dict[tuple[int, str], View] = {}
         self._next = 0
 
     def take(self, *data: dict[str, Any], **fields: Any) -> Rig:
@@ -67,19 +68,20 @@ class Rig:
         self._next += num_events
         return self
 
-    def pages(self, rank: int = 0) -> Pages:
-        for record in self._publishers[rank].take_records(NOW, force=True):
-            self._views[rank].read(record.payload)
-        self._publishers[rank].check()
-        return self._views[rank].pages
+    def pages(self, rank: int = 0, group: str = "") -> Pages:
+        for record in self._publishers[rank, group].take_records(NOW, force=True):
+            self._views[rank, group].read(record.payload)
+        self._publishers[rank, group].check()
+        return self._views[rank, group].pages
 
     def degraded_reason(self, rank: int = 0) -> str | None:
         self.pages(rank)
-        return self._views[rank].degraded_reason
+        return self._views[rank, ""].degraded_reason
 
-    def _publisher(self, settings: PublisherSettings, blocks: BlockTable) -> EventPublisher:
-        self._publishers[settings.dp_rank] = publisher = EventPublisher(settings, MemorySink(MemoryLog()), blocks)
-        self._views[settings.dp_rank] = View()
+    def _publisher(self, settings: PublisherSettings, blocks: BlockTable | None) -> EventPublisher:
+        key = settings.dp_rank, split_group(settings.model)[1] or ""
+        self._publishers[key] = publisher = EventPublisher(settings, MemorySink(MemoryLog()), blocks)
+        self._views[key] = View()
         return publisher
 
 
@@ -116,20 +118,36 @@ def test_blocks_of_one_chain_may_be_on_two_levels() -> None:
     assert Rig().take(chain).pages() == on(GPU, [NAMES[0], NAMES[1], NAMES[3]]) | on(CPU, [NAMES[2]])
 
 
-def test_only_the_widest_window_represents_a_whole_prefix() -> None:
+def with_windows() -> Rig:
     rig = Rig()
     for window in (32, 4096):
         rig.take({"type": "created", "num_blocks_per_cache_level": [9, 0]}, window_size=window)
-    rig.take(stored(HASHES, TOKENS), window_size=4096).take(stored(HASHES, [7] * 16), window_size=32)
-    rig.take(removed(*HASHES), window_size=32)
+    return rig
+
+
+def test_without_layer_groups_all_windows_must_hold_a_prefix() -> None:
+    rig = with_windows().take(stored(HASHES, TOKENS), window_size=4096)
+    rig.take(stored(HASHES, TOKENS), window_size=32).take(removed(13), window_size=32)
+    assert rig.pages() == on(GPU, [*NAMES[:2], NAMES[3]])
+
+
+def test_a_layer_group_with_a_window_has_a_stream_of_its_own() -> None:
+    rig = with_windows().take(stored(HASHES, TOKENS), window_size=4096, layer_group_id=0)
+    rig.take(stored(HASHES, TOKENS), window_size=32, layer_group_id=1).take(removed(13), layer_group_id=1)
     assert rig.pages() == on(GPU, NAMES)
-    assert rig.polled.counters.other_groups == 12
+    assert rig.pages(group="swa:31") == on(GPU, [*NAMES[:2], NAMES[3]])
+
+
+def test_recurrent_states_have_a_stream_of_their_own() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS), window_size=4096).take(stored(HASHES[3:], [], parent=13), window_size=-1)
+    assert rig.pages() == on(GPU, NAMES)
+    assert rig.pages(group="mamba") == on(GPU, NAMES[3:])
 
 
 def test_layer_groups_keep_equal_hashes_apart() -> None:
     rig = Rig().take(stored(HASHES, TOKENS), layer_group_id=0).take(stored(HASHES, TOKENS), layer_group_id=1)
-    assert rig.take(removed(11), layer_group_id=0).pages() == on(GPU, NAMES)
-    assert rig.take(removed(11), layer_group_id=1).pages() == on(GPU, NAMES[1:])
+    assert rig.take(removed(11), layer_group_id=0).pages() == on(GPU, NAMES[1:])
+    assert rig.take(removed(12), layer_group_id=1).pages() == on(GPU, NAMES[2:])
 
 
 def test_ranks_are_streams_of_their_own() -> None:

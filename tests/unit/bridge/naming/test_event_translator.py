@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bridge.naming.identity import EngineRules
 from tests.support.bridge.rig import CPU, DISK, EXTERNAL, GPU, Rig, on
 from tests.support.engines.event_payloads import cleared, names_of, removed, stored
 
@@ -133,10 +134,36 @@ def test_stores_of_known_and_removals_of_unknown_pages_are_normal() -> None:
     assert rig.counters.bad_events == {}
 
 
-def test_the_first_removal_takes_a_page_off_though_there_may_be_other_copies() -> None:
-    """Some engines report the removal of each copy, others that of the last one. A stale page would be worse."""
+def test_a_page_stays_until_the_last_copy_is_removed() -> None:
     rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, TOKENS), removed([14]))
-    assert rig.pages == on(GPU, NAMES[:3])
+    assert rig.pages == on(GPU, NAMES)
+    assert rig.take(removed([14]), removed([14])).pages == on(GPU, NAMES[:3])
+    assert rig.take(removed([13, 13])).pages == on(GPU, NAMES[:2])
+
+
+def test_copies_of_another_medium_or_group_are_counted_apart() -> None:
+    group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    rig = Rig().take(
+        stored(HASHES, TOKENS, **group), stored(HASHES, TOKENS, **group), stored(HASHES, [], 0, medium="CPU", **group)
+    )
+    assert rig.take(removed(HASHES, "CPU", group_idx=0)).pages == on(GPU, NAMES)
+    assert rig.take(removed(HASHES, "GPU", group_idx=0)).pages == on(GPU, NAMES)
+    assert rig.take(removed(HASHES, "GPU", group_idx=0)).pages == set()
+
+
+def test_a_clear_removes_all_copies() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, TOKENS), cleared(), stored(HASHES, TOKENS))
+    assert rig.take(removed(HASHES)).pages == set()
+
+
+@pytest.mark.parametrize("medium", ["CPU_PINNED", "DISK"])
+def test_engines_without_groups_repeat_stores_behind_the_device(medium: str) -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, medium=medium), stored(HASHES, TOKENS, medium=medium))
+    assert rig.take(removed([14], medium)).pages == on(DISK if medium == "DISK" else CPU, NAMES[:3])
+
+
+def test_copies_are_not_counted_if_the_registration_says_so() -> None:
+    rig = Rig(rules=EngineRules(count_copies=False)).take(stored(HASHES, TOKENS), stored(HASHES, TOKENS))
     assert rig.take(removed([14])).pages == on(GPU, NAMES[:3])
 
 
@@ -152,22 +179,98 @@ def test_everything_cleared_empties_all_media_and_hashes_stay() -> None:
     assert rig.take(stored([13], TOKENS[8:12], parent=12)).pages == on(GPU, NAMES[2:3])
 
 
-def test_only_groups_that_speak_for_the_whole_prefix_count() -> None:
-    rig = Rig()
-    for group, kind in enumerate(["full_attention", "mla_attention", "sink_full_attention", "sliding_window", "mamba"]):
-        tokens = [group] * 4
-        rig.take(stored([7], tokens, group_idx=group, kv_cache_spec_kind=kind))
-    assert rig.pages == on(GPU, [names_of([group] * 4)[0] for group in range(3)])
-    assert rig.counters.other_groups == 2
+def of_group(number: int, kind: str, window: int | None = None) -> dict[str, Any]:
+    more = {} if window is None else {"kv_cache_spec_sliding_window": window}
+    return {"group_idx": number, "kv_cache_spec_kind": kind, **more}
+
+
+def test_a_page_is_held_while_all_groups_of_full_attention_hold_it() -> None:
+    kinds = ["full_attention", "mla_attention", "sink_full_attention"]
+    rig = Rig().take(*(stored(HASHES, TOKENS, **of_group(number, kind)) for number, kind in enumerate(kinds)))
+    assert rig.pages == on(GPU, NAMES)
+    assert rig.take(removed([12], "GPU", group_idx=1)).pages == on(GPU, [NAMES[0], *NAMES[2:]])
+    assert rig.take(stored([12], TOKENS[4:8], parent=11, **of_group(1, kinds[1]))).pages == on(GPU, NAMES)
+
+
+def test_a_group_that_comes_later_takes_off_what_it_does_not_hold() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, **of_group(0, "full_attention")))
+    assert rig.pages == on(GPU, NAMES)
+    rig.take(stored(HASHES[:2], TOKENS[:8], **of_group(1, "mla_attention")))
+    assert rig.pages == on(GPU, NAMES[:2])
+    assert rig.take(removed(HASHES, "GPU", group_idx=0), cleared()).pages == set()
+
+
+def test_groups_of_one_specification_share_a_stream_and_must_all_hold_a_page() -> None:
+    groups = [of_group(0, "sliding_window", 7), of_group(1, "sliding_window_mla", 7), of_group(2, "sliding_window", 9)]
+    rig = Rig().take(
+        *(stored(HASHES[2:], TOKENS[8:], parent=12, **group) for group in groups),
+        stored(HASHES, TOKENS, **of_group(3, "full_attention")),
+    )
+    assert rig.groups == {"": on(GPU, NAMES), "swa:6": on(GPU, NAMES[2:]), "swa:8": on(GPU, NAMES[2:])}
+    rig.take(removed([13], "GPU", group_idx=1))
+    assert rig.groups["swa:6"] == on(GPU, NAMES[3:])
+    assert rig.groups["swa:8"] == on(GPU, NAMES[2:])
+
+
+def test_groups_that_hold_nothing_for_others_do_not_count() -> None:
+    ignored = [of_group(1, "encoder_only_attention"), of_group(2, "cross_attention"), of_group(3, "sliding_window", 1)]
+    rig = Rig().take(
+        stored(HASHES, TOKENS, **of_group(0, "full_attention")), *(stored([7], TOKENS[:4], **each) for each in ignored)
+    )
+    assert rig.groups == {"": on(GPU, NAMES)}
+    assert (rig.counters.other_groups, rig.translator.problem) == (3, "")
+
+
+@pytest.mark.parametrize("fields", [of_group(1, "holographic"), of_group(1, "sliding_window")])
+def test_a_group_whose_rule_is_not_known_is_a_problem(fields: dict[str, Any]) -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, **of_group(0, "full_attention")), stored([7], TOKENS[:4], **fields))
+    assert rig.pages == on(GPU, NAMES)
+    assert fields["kv_cache_spec_kind"] in rig.translator.problem
+
+
+def test_chunks_need_the_size_that_the_registration_names() -> None:
+    stores = [stored(HASHES, TOKENS, **of_group(n, kind)) for n, kind in ((0, ""), (1, "chunked_local_attention"))]
+    assert "attention_chunk_size" in Rig().take(*stores).translator.problem
+    rig = Rig(rules=EngineRules(attention_chunk_size=8)).take(*stores)
+    assert rig.groups == {"": on(GPU, NAMES), "chunk:8": on(GPU, NAMES)}
+
+
+def test_a_large_block_is_named_by_its_last_page_and_the_step_is_that_of_all_groups() -> None:
+    rig = Rig().take(
+        stored([12, 14], TOKENS, 8, **of_group(0, "sliding_window", 9)),
+        stored(HASHES, TOKENS, **of_group(1, "full_attention")),
+    )
+    assert rig.groups == {"": on(GPU, NAMES), "swa:8/8": on(GPU, [NAMES[1], NAMES[3]]), "step:8": set()}
+
+
+def test_large_blocks_of_full_attention_are_cut_into_pages() -> None:
+    rig = Rig().take(
+        stored(HASHES[2:], TOKENS[8:], parent=12, **of_group(0, "mamba")),
+        stored([12, 14], TOKENS, 8, **of_group(1, "full_attention")),
+    )
+    assert rig.groups == {"": on(GPU, NAMES), "mamba": on(GPU, NAMES[2:]), "step:8": set()}
+    assert rig.take(removed([14], "GPU", group_idx=1)).pages == on(GPU, NAMES[:2])
+
+
+def test_an_engine_without_full_attention_says_so_and_takes_it_back() -> None:
+    rig = Rig().take(stored([14], TOKENS, **of_group(0, "mamba")))
+    assert rig.groups == {"": set(), "mamba": on(GPU, NAMES[3:]), "nofull": set()}
+    rig.take(stored(HASHES, TOKENS, **of_group(1, "full_attention")))
+    assert rig.groups == {"": on(GPU, NAMES), "mamba": on(GPU, NAMES[3:])}
+
+
+def test_an_engine_with_eagle_has_a_stream_that_says_so() -> None:
+    rig = Rig(rules=EngineRules(eagle=True)).take(stored(HASHES, TOKENS))
+    assert rig.groups == {"": on(GPU, NAMES), "eagle": set()}
 
 
 def test_pages_are_known_by_group_and_hash() -> None:
     rig = Rig().take(
-        stored([7], TOKENS[:4], group_idx=0, kv_cache_spec_kind="full_attention"),
-        stored([7], TOKENS[:4], group_idx=1, kv_cache_spec_kind="sliding_window"),
+        stored([7], TOKENS[:4], **of_group(0, "full_attention")),
+        stored([7], TOKENS[:4], **of_group(1, "sliding_window", 5)),
         removed([7], "GPU", group_idx=1),
     )
-    assert rig.pages == on(GPU, NAMES[:1])
+    assert rig.groups == {"": on(GPU, NAMES[:1]), "swa:4": set()}
     assert rig.take(removed([7], "GPU", group_idx=0)).pages == set()
 
 
@@ -182,12 +285,15 @@ def test_removals_of_groups_that_never_stored_anything_leave_room_for_those_that
     assert rig.counters.refused_spaces == 0
 
 
-def test_a_mamba_group_may_state_a_chunk_of_tokens_and_one_hash() -> None:
-    rig = Rig().take(
-        stored([7], [1] * 3840, 768, group_idx=1, kv_cache_spec_kind="mamba"),
+@pytest.mark.parametrize("is_full_first", [True, False])
+def test_a_mamba_group_may_state_a_chunk_of_tokens_and_one_hash(is_full_first: bool) -> None:
+    stores = [
+        stored([12], [1] * 3840, 768, group_idx=1, kv_cache_spec_kind="mamba"),
         stored([8, 9, 10, 11, 12], [1] * 3840, 768, group_idx=0, kv_cache_spec_kind="full_attention"),
-    )
-    assert rig.pages == on(GPU, names_of([1] * 3840, 768))
+    ]
+    rig = Rig().take(*(reversed(stores) if is_full_first else stores))
+    names = names_of([1] * 3840, 768)
+    assert rig.groups == {"": on(GPU, names), "mamba": on(GPU, names[4:])}
     assert rig.translator.block_size == 768
 
 

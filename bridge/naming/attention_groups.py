@@ -1,0 +1,162 @@
+"""The attention groups of one engine, and in which stream each of them is published.
+
+Groups of full attention form the worker's own stream. All others form group streams, one for each specification (see
+`kv_events.streams.Group`). A page is held if all groups of its stream hold it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import gcd, lcm
+from typing import NamedTuple, TypeAlias
+
+from bridge.decoding.runs import AttentionSpec, MixedRun, RemovedRun, StoredRun
+from bridge.naming.hash_translator import HashNamespace
+from bridge.naming.identity import EngineRules
+from kv_events.errors import InvalidValueError, shorten
+from kv_events.streams import MAMBA_GROUP, MAX_GROUP_SIZE, Group
+from publisher.ledger import namespace_salt
+
+OWN_STREAM = ""
+"""Name of the worker's own stream among the names of group streams."""
+
+_FULL_KINDS = frozenset({"", "full_attention", "mla_attention", "sink_full_attention"})
+_WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+_IGNORED_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
+"""Their KV belongs to one request and is never reused."""
+_MAX_NAMESPACES = 4096
+
+GroupIndex: TypeAlias = int | None
+"""The engine's number of a group. None: its events name no group."""
+
+
+class _Known(NamedTuple):
+    spec: AttentionSpec
+    block_size: int
+    has_parts: bool = False
+    """Whether there are stores of parts of blocks. vLLM stores them for states at finer places than blocks."""
+
+
+class AttentionGroups:
+    """Learns groups from stores. Also hands out hash namespaces: one for each group, and for each owner of a pool."""
+
+    def __init__(self, rules: EngineRules) -> None:
+        self.problem = ""
+        """Why scores may be wrong: a group whose rule is not known. Else empty."""
+        self.streams: dict[str, int] = {}
+        """Streams that the groups need, by name -> number of groups that must all hold a page."""
+        self._rules = rules
+        self._namespaces: dict[str | GroupIndex, HashNamespace] = {}
+        self._known: dict[GroupIndex, _Known] = {}
+        self._stream_of: dict[GroupIndex, str | None] = {}
+        self._unit = 0
+
+    def namespace(self, key: str | GroupIndex) -> HashNamespace | None:
+        """The namespace of a group or owner. None if there are too many."""
+        namespace = self._namespaces.get(key)
+        if namespace is None and len(self._namespaces) < _MAX_NAMESPACES:
+            label = f"group {key}" if isinstance(key, int) else key
+            namespace = self._namespaces[key] = HashNamespace(label, len(self._namespaces), namespace_salt(label))
+        return namespace
+
+    def known_namespace(self, key: str) -> HashNamespace | None:
+        """The namespace of an owner. None if nothing was ever stored in it."""
+        return self._namespaces.get(key)
+
+    def forget(self) -> None:
+        """Forget all groups, because the engine may have been replaced. Namespaces keep their meaning."""
+        self.problem, self.streams, self._known, self._stream_of, self._unit = "", {}, {}, {}, 0
+
+    def naming(self) -> HashNamespace | None:
+        """The namespace in which block hashes of all groups are named: that of the finest group of full attention.
+
+        Equal prefixes have equal hashes in all groups.
+        """
+        full = [group for group, stream in self._stream_of.items() if stream == OWN_STREAM]
+        key = min(full, key=lambda group: self._known[group].block_size) if full else None
+        return self.namespace(key)
+
+    def stream_of(self, group: GroupIndex) -> str | None:
+        """The stream of a group. None if the group is not known, or has no stream."""
+        return self._stream_of.get(group)
+
+    def is_settled(self, run: StoredRun | RemovedRun | MixedRun) -> bool:
+        """Whether a run can be applied before the rest of its batch: it concerns the worker's own stream alone."""
+        if isinstance(run, RemovedRun):
+            return all(self._stream_of[group] == OWN_STREAM for group in self.removed_from(run.attention_group))
+        stored = run.stored if isinstance(run, MixedRun) else run
+        group = stored.attention_group
+        is_alone = isinstance(run, StoredRun) or self.removed_from(group) == [group]
+        if not is_alone or self._stream_of.get(group) != OWN_STREAM:
+            return False
+        known = self._known[group]
+        return (stored.spec == known.spec or not stored.spec.kind) and stored.block_size in (0, known.block_size)
+
+    def removed_from(self, group: GroupIndex) -> list[GroupIndex]:
+        """The known groups that a removal affects. One that names no group removes the hash from every group."""
+        if group is None:
+            return list(self._stream_of)
+        return [group] if group in self._stream_of else []
+
+    def learn(self, run: StoredRun, *, is_on_device: bool) -> bool:
+        """Learn the group of a store. Returns whether this was news. Only stores on the device tell block sizes."""
+        group, known = run.attention_group, self._known.get(run.attention_group)
+        size = run.block_size if is_on_device and run.num_positions else 0
+        if known is not None:
+            spec = run.spec if run.spec.kind else known.spec
+            learned = _Known(spec, known.block_size or size, known.has_parts or 0 < size < known.block_size)
+        else:
+            learned = _Known(run.spec, size)
+        if learned == known or self.namespace(group) is None:
+            return False
+        self._known[group] = learned
+        self._assign()
+        return True
+
+    def scale(self, group: GroupIndex, block_size: int | None = None) -> int:
+        """Pages in a block of a group: its block size by the largest size that divides those of all groups.
+
+        block_size: that of a store, which may be a part of a block; 1 is returned if it does not fit the groups.
+        """
+        known = self._known.get(group)
+        if known is None or len(self._known) == 1:
+            return 1
+        size = known.block_size if block_size is None else block_size
+        return size // self._unit if self._unit and size and size % self._unit == 0 else 1
+
+    def _assign(self) -> None:
+        """Give each group its stream."""
+        self.problem = ""
+        counted = {g: known for g, known in self._known.items() if known.spec.kind not in _IGNORED_KINDS}
+        self._unit = gcd(*(known.block_size for known in counted.values()))
+        self._stream_of = {group: self._name(group, known) for group, known in self._known.items()}
+        self.streams = dict(Counter(stream for stream in self._stream_of.values() if stream is not None))
+        step = lcm(*(known.block_size for known in counted.values() if known.block_size))
+        reuses_parts = any(known.has_parts and known.spec.kind == "mamba" for known in counted.values())
+        if step > MAX_GROUP_SIZE:
+            self.problem = f"the block sizes of its attention groups have the least common multiple {step}"
+        elif step > self._unit and not reuses_parts:
+            self.streams[Group("step", step).name] = 1
+        if self.streams and OWN_STREAM not in self.streams:
+            self.streams["nofull"] = 1
+        if self._rules.eagle:
+            self.streams["eagle"] = 1
+
+    def _name(self, group: GroupIndex, known: _Known) -> str | None:
+        kind, window = known.spec
+        block = known.block_size if known.block_size > self._unit else 0
+        if kind in _FULL_KINDS:
+            return OWN_STREAM
+        try:
+            if kind in _WINDOW_KINDS and window:
+                return Group("swa", window - 1, block).name if window > 1 else None
+            if kind == "mamba":
+                return MAMBA_GROUP
+            if kind == "chunked_local_attention" and self._rules.attention_chunk_size:
+                return Group("chunk", self._rules.attention_chunk_size).name
+        except InvalidValueError:
+            pass
+        if kind not in _IGNORED_KINDS:
+            lacks = {"chunked_local_attention": ": attention_chunk_size is not registered"}.get(kind, "")
+            self.problem = f"attention group {group}: {shorten(kind)}, window {window}, cannot be scored{lacks}"
+        return None
