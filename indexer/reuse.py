@@ -8,7 +8,7 @@ what makes them equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from kv_events.hashing import U64Array
 from kv_events.streams import Group, parse_group
 
 _NO_STREAM = -1
+_NO_FULL = "nofull"
 _EXPIRED = STATES.index(ViewState.EXPIRED)
 
 _Trim = Callable[[npt.NDArray[np.int64]], bool]
@@ -39,19 +40,27 @@ class Reuse(NamedTuple):
 
 
 def reusable(
-    namespace: Namespace, hashes: U64Array, matches: Matches, freshness: Freshness, num_positions: int | None
+    namespace: Namespace,
+    hashes: U64Array,
+    matches: Matches,
+    freshness: Freshness,
+    num_positions: int | None,
+    only: Collection[str] | None = None,
 ) -> Reuse:
     """Shorten matches to what the engines can reuse. Overwrites `matches.pages`.
 
     An expired group stream counts as empty. Streams without groups are not changed. hashes: uint64[n], C order.
     matches: the result of the main namespace. num_positions: tokens of the prompt, of which an engine computes the last
-    one in any case; None: not known.
+    one in any case; None: not known. only: names of the groups that count; None: all.
     """
-    found = _with_unlimited(namespace, len(hashes), matches)
+    groups = {name: group for name, group in namespace.groups.items() if only is None or name in only}
+    found = matches.streams
+    if _NO_FULL in groups:
+        found = _with_unlimited(namespace, len(hashes), matches)
     rules = _Rules(len(found), namespace.key.block_size)
     states = np.zeros(len(matches.pages), np.uint8)
     lengths = matches.pages[found].astype(np.int64)
-    for name, group in namespace.groups.items():
+    for name, group in groups.items():
         streams = _streams_in(namespace, name, group)[found]
         has_group = streams != _NO_STREAM
         group_states = np.where(has_group, freshness.states(group.columns, streams), 0).astype(np.uint8)
@@ -65,12 +74,46 @@ def reusable(
 
 def _with_unlimited(namespace: Namespace, num_pages: int, matches: Matches) -> npt.NDArray[np.int32]:
     """Return the found streams and those without full attention, for which every page counts as held."""
-    group = namespace.groups.get("nofull")
-    if group is None:
-        return matches.streams
-    unlimited = np.flatnonzero(_streams_in(namespace, "nofull", group) != _NO_STREAM).astype(np.int32)
+    streams = _streams_in(namespace, _NO_FULL, namespace.groups[_NO_FULL])
+    unlimited = np.flatnonzero(streams != _NO_STREAM).astype(np.int32)
     matches.pages[unlimited] = num_pages
     return np.union1d(matches.streams, unlimited)
+
+
+class StreamReuse(NamedTuple):
+    """What one stream can reuse of a prompt, and which group decides it."""
+
+    lengths: tuple[int, ...]
+    """[4] pages by tier."""
+    ends: dict[str, int]
+    """Group -> pages that it alone would allow, on any tier."""
+    has_full: bool
+    """Whether the engine has full attention."""
+    expired: frozenset[str]
+    """Groups whose streams have expired."""
+
+
+def stream_reuse(
+    namespace: Namespace, view: View, hashes: U64Array, freshness: Freshness, num_positions: int | None
+) -> StreamReuse:
+    """Explain what one stream can reuse. See `reusable`."""
+
+    def lengths(names: Collection[str]) -> tuple[int, ...]:
+        found = namespace.index.find(hashes)
+        own = Matches(found.streams[found.streams == view.number], found.pages)
+        own.pages[view.number] *= np.uint32(len(own.streams))  # `find` leaves the rows of other streams as they were
+        reusable(namespace, hashes, own, freshness, num_positions, names)
+        return tuple(own.pages[view.number].tolist())
+
+    groups = {name: view_in for name, group in namespace.groups.items() if (view_in := group.by_rank.get(_rank(view)))}
+    groups = {name: each for name, each in groups.items() if not each.is_closed}
+    unlimited = {_NO_FULL} & groups.keys()
+    return StreamReuse(
+        lengths(groups),
+        {name: lengths({name} | unlimited)[-1] for name in groups.keys() - unlimited},
+        not unlimited,
+        frozenset(name for name, each in groups.items() if freshness.state(each) is ViewState.EXPIRED),
+    )
 
 
 class _Rules:
@@ -92,7 +135,7 @@ class _Rules:
             self._recomputed[has_group] = 1
         elif group.kind == "step":
             self._steps[has_group] = max(1, group.size // self._block_size)
-        elif group.kind != "nofull":
+        elif group.kind != _NO_FULL:
             self._is_hybrid |= has_group
             self._groups.append((group, namespace, streams))
 

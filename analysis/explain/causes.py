@@ -12,8 +12,10 @@ from analysis.explain import sentences
 from analysis.explain.follower import Batch, Follower, StreamHistory
 from analysis.explain.prompts import Column, Variant
 from analysis.explain.trails import NEVER, Leaving, Trail
+from indexer.reuse import StreamReuse, stream_reuse
 from indexer.views import ViewState
 from kv_events.schema import MEDIA, NUM_MEDIA
+from kv_events.streams import parse_group
 from kvsight.schemas.explanations import BatchPosition, Evidence, Finding
 
 TIERS = ("gpu", "cpu", "disk", "external")
@@ -73,6 +75,9 @@ class Causes:
         self.state = self._freshness.state(history.view)
         self.state_reason = self._freshness.reason(history.view)
         self.prefixes = prefixes(history, self._asked)
+        self.reuse = self._reuse()
+        if not self.reuse.has_full:
+            self.prefixes = Prefixes(self.prefixes.held, (self.num_pages,) * NUM_MEDIA)
 
     @property
     def num_pages(self) -> int:
@@ -81,7 +86,8 @@ class Causes:
 
     def findings(self) -> list[Finding]:
         """Return the reasons why the prefix ends, the main one first."""
-        found = [*self._of_the_worker(), *self._of_the_end(), *self._of_tiers(), *self._of_hidden_pages()]
+        found = [*self._of_the_worker(), *self._of_groups(), *self._of_the_end()]
+        found += [*self._of_tiers(), *self._of_hidden_pages()] if self.reuse.has_full else []
         tail = self._follower.prompt.num_tail_tokens(self._history.block_size)
         if not self.num_pages or (tail and self.prefixes.longest == self.num_pages):
             text = sentences.partial_page(tail, self._history.block_size, self.num_pages)
@@ -104,6 +110,30 @@ class Causes:
                 namespace={"block_size": history.block_size},
                 text=sentences.other_block_size(block_size, history.block_size, self.prefixes.longest, self.num_pages),
             )
+
+    # --- groups ---
+
+    def _reuse(self) -> StreamReuse:
+        stream, prompt = self._history.stream, self._follower.prompt
+        namespaces = self._follower.replay.namespaces.find(stream.model, stream.tenant)
+        namespace = next(each for each in namespaces if each.key.block_size == self._history.block_size)
+        positions = None if prompt.tokens is None else max(0, len(prompt.tokens) - prompt.is_bigram)
+        return stream_reuse(namespace, self._history.view, self._asked.hashes, self._freshness, positions)
+
+    def _of_groups(self) -> Iterator[Finding]:
+        """Yield which group ends the reusable prefix before that of full attention."""
+        reused = self.reuse.lengths[-1]
+        if reused >= self.prefixes.longest:
+            return
+        ends = self.reuse.ends
+        name = min(ends, key=lambda each: ends[each], default=None)
+        if name is None or ends[name] >= self.prefixes.longest:
+            text = sentences.last_token(self.prefixes.longest, reused)
+            yield Finding(cause="last_token", page=reused + 1, text=text)
+            return
+        held = self.prefixes.longest if self.reuse.has_full else None
+        text = sentences.group(held, parse_group(name), ends[name], reused, is_expired=name in self.reuse.expired)
+        yield Finding(cause="group", page=reused + 1, group=name, text=text)
 
     # --- the end of the prefix ---
 

@@ -62,7 +62,8 @@ def _asked_workers(follower: Follower) -> Iterator[WorkerExplanation]:
                 history.block_size,
                 causes.findings(),
                 num_pages=causes.num_pages,
-                held=causes.prefixes.lengths,
+                held=causes.prefixes.lengths if causes.reuse.has_full else causes.reuse.lengths,
+                reusable=causes.reuse.lengths,
                 state=causes.state.value,
                 state_reason=causes.state_reason,
             )
@@ -98,6 +99,7 @@ def _worker(
     *,
     num_pages: int,
     held: tuple[int, ...] = (0, 0, 0, 0),
+    reusable: tuple[int, ...] = (0, 0, 0, 0),
     state: str | None = None,
     state_reason: str = "",
 ) -> WorkerExplanation:
@@ -111,6 +113,7 @@ def _worker(
         state_reason=state_reason,
         num_pages=num_pages,
         held=dict(zip(TIERS, held, strict=True)),
+        reusable=dict(zip(TIERS, reusable, strict=True)),
         cause=findings[0].cause,
         findings=findings,
     )

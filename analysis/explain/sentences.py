@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from analysis.explain.follower import Batch, Gap
 from indexer.moments import utc_text
+from kv_events.streams import Group
 
 _FIELDS = {
     "model": "model",
@@ -146,6 +147,29 @@ def slower_tier(page: int, medium: str, tier: str, stored: Batch) -> str:
     if stored.is_before_log:
         return f"Page {page + 1} was on {medium} and not on {tier} when the log begins, and was not stored there since."
     return f"Page {page + 1} was stored on {medium} {at(stored)}, and never on {tier}."
+
+
+def group(held: int | None, group: Group, end: int, reused: int, *, is_expired: bool) -> str:
+    """A group of layers ends the prefix. held: pages that full attention holds. None: the engine has none."""
+    after = f"after page {end}" if end else "at the end of any page"
+    if is_expired:
+        why = f"its group {group.name} has expired"
+    elif group.kind == "eagle":
+        why = "the engine computes one more page for EAGLE"
+    elif group.kind == "step":
+        why = f"a reused prefix is a multiple of {group.size} tokens"
+    elif group.kind == "mamba":
+        why = f"no mamba state {after}"
+    else:
+        what = "window" if group.kind == "swa" else "chunk"
+        why = f"no complete {what} of {group.size} tokens {after}"
+    has = "The engine has no full attention" if held is None else f"Full attention holds {pages(held)}"
+    return f"{has}, {why}. The engine can reuse {pages(reused)}."
+
+
+def last_token(held: int, reused: int) -> str:
+    """The prompt ends with a page."""
+    return f"Full attention holds {pages(held)}. The engine computes the last token anyway, so it reuses {reused}."
 
 
 def hidden(first: int, number: int, hole: int) -> str:

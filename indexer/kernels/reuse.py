@@ -88,6 +88,7 @@ def trim_to_reusable(words, sets, streams, rule, steps, behind, lengths):
             length = lengths[k, tier]
             if chunk > 0:
                 shorter = _end_in_chunk(words, sets, streams[k], tier, chunk, block_size, length)
+                shorter -= shorter % steps[k]
             else:
                 shorter = _end_of_window(
                     words, sets, streams[k], tier, window, block, steps[k], behind[k] * block, length

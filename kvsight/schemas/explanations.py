@@ -24,6 +24,8 @@ CAUSES = {
     "expired": "the worker was silent or closed, so it is left out of answers",
     "not_known_yet": "the first batch of the worker comes later",
     "other_namespace": "the page is stored under another namespace",
+    "group": "a group of layers, such as a sliding window or a recurrent state, ends the reusable prefix",
+    "last_token": "the prompt ends with the page, whose last token the engine computes in any case",
     "hidden": "the page is held, but hidden by a hole further up",
     "partial_page": "the end of the prompt is shorter than a page",
 }
@@ -68,6 +70,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The first page that is missing, counted from 1. None: the cause concerns the whole worker."""
     tier: str | None = None
     """The slowest tier of the prefix that ends here: `gpu`, `cpu` or `disk`. None: all tiers."""
+    group: str | None = None
+    """The group that ends the prefix: `mamba`, `swa:WINDOW`, ..."""
     pages: int | None = None
     """Pages that are hidden, or that are held under the other namespace."""
     namespace: dict[str, str | int | bool | None] | None = None
@@ -96,6 +100,8 @@ class WorkerExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """Whole pages of the prompt."""
     held: dict[str, int]
     """Tier -> pages of the longest prefix held on this tier or a faster one, according to the view."""
+    reusable: dict[str, int] = {}
+    """Tier -> pages that the engine can reuse from this tier or a faster one: fewer than held if a group cuts them."""
     cause: Cause
     """Of the first finding."""
     findings: list[Finding]

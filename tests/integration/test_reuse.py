@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kv_events.hashing import namespace_seed, sequence_hashes
 from kv_events.kafka_settings import KafkaSettings
 from kv_events.memory_log import MemoryLog
 from simulation import Request, SimulationSettings, WorkloadSettings, generate
@@ -22,6 +23,18 @@ def requests() -> list[Request]:
     return generate(WorkloadSettings(num_requests=150, seed=1))
 
 
+def held_of_full_kv(fleet: DirectFleet, request: Request) -> list[int]:
+    """Return the tokens of the prompt whose full KV each worker holds, by its view."""
+    hashes = sequence_hashes(request.token_ids, SMALL.page_size, namespace_seed(cache_salt=request.extra_key))
+    found = []
+    for worker in fleet.trial.workers:
+        view = fleet.trial._namespaces.view(worker.publisher.stream)
+        held = view.index.find(hashes) if view is not None else None
+        is_found = held is not None and view is not None and view.number in held.streams
+        found.append(int(held.pages[view.number, -1]) * SMALL.page_size if held and view and is_found else 0)
+    return found
+
+
 @pytest.mark.parametrize("cache", HYBRID)
 def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str, requests: list[Request]) -> None:
     fleet = DirectFleet(replace(SMALL, cache=cache), "round-robin", None)
@@ -31,8 +44,7 @@ def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str
         fleet.advance(request.arrival_s)
         matched = [worker.match_length(request) for worker in fleet.trial.workers]
         assert router.reusable(request) == matched
-        held = {score.worker: score for score in router._scores(request)}
-        lengths += [(score.reusable, score.longest_matched) for score in held.values()]
+        lengths += zip(matched, held_of_full_kv(fleet, request), strict=True)
         fleet.deliver(fleet.trial.step(request))
     assert any(0 < reusable < longest for reusable, longest in lengths)  # the comparison is not empty
     assert any(reusable == longest > 0 for reusable, longest in lengths)

@@ -1,25 +1,57 @@
-"""The reusable part of a match, computed with sets."""
+"""The reusable part of a match, computed with sets: the longest prefix whose end satisfies every group."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 
 
-def window_pages(group: str, page_size: int) -> int:
-    """Return the number of pages that a group needs at the end of a prefix: one for a state, or those of a window."""
-    return 1 if group == "mamba" else -(-int(group.removeprefix("swa:")) // page_size)
-
-
 def num_reusable(
-    prompt: Sequence[Hashable], held: Collection[Hashable], groups: Mapping[str, Set[Hashable]], page_size: int
+    prompt: Sequence[Hashable],
+    held: Collection[Hashable],
+    groups: Mapping[str, Set[Hashable]],
+    page_size: int,
+    most: int | None = None,
 ) -> int:
-    """Return the pages of the longest held prefix that satisfies every group at its end.
+    """Return the pages that can be reused.
 
-    prompt: its pages. groups: name -> marked pages.
+    prompt: its pages. groups: name -> marked pages. most: pages that end before the prompt's last token.
     """
     matched = next((i for i, page in enumerate(prompt) if page not in held), len(prompt))
+    if "nofull" in groups:
+        matched = len(prompt)
+    if groups and most is not None and not ("eagle" in groups and _has_pages(groups)):
+        matched = min(matched, most)
+    matched = max(0, matched - ("eagle" in groups))
+    if groups and most is not None:
+        matched = min(matched, most)
+    is_eagle = "eagle" in groups
     return max(
-        p
-        for p in range(matched + 1)
-        if all(set(prompt[max(0, p - window_pages(name, page_size)) : p]) <= marked for name, marked in groups.items())
+        pages
+        for pages in range(matched + 1)
+        if all(_allows(name, marked, prompt, pages, page_size, is_eagle) for name, marked in groups.items())
     )
+
+
+def _has_pages(groups: Mapping[str, Set[Hashable]]) -> bool:
+    return any(name.startswith(("swa", "mamba", "chunk")) for name in groups)
+
+
+def _allows(
+    name: str, marked: Set[Hashable], prompt: Sequence[Hashable], end: int, page_size: int, is_eagle: bool
+) -> bool:
+    """Return whether a group allows a prefix of `end` pages."""
+    kind, _, sizes = name.partition(":")
+    size, _, block_size = sizes.partition("/")
+    if kind in ("eagle", "nofull") or end == 0:
+        return True
+    if kind == "step":
+        return end * page_size % int(size) == 0
+    if kind == "chunk":
+        first = end * page_size // int(size) * int(size) // page_size
+        return set(prompt[first:end]) <= marked
+    if kind == "mamba":
+        return prompt[end - 1] in marked
+    block = int(block_size or page_size) // page_size
+    num_blocks = -(-int(size) // (block * page_size))
+    ends = range(end + block * is_eagle, max(0, end - num_blocks * block), -block)
+    return all(last <= len(prompt) and prompt[last - 1] in marked for last in ends)

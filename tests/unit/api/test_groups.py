@@ -25,17 +25,22 @@ async def hold_with_a_state(fed: Any, state_page: int, worker: str = "1", **more
 
 
 @pytest.mark.parametrize(("query", "path"), [(PEER, ("instances",)), (RFC, ("default",))], ids=["peer", "rfc"])
-async def test_an_answer_reports_what_can_be_reused_of_a_worker_with_groups_only(
+async def test_every_figure_of_an_answer_is_what_can_be_reused(
     serving: Any, query: dict[str, Any], path: tuple[str]
 ) -> None:
     async with serving() as (client, fed):
         await hold_with_a_state(fed, 1)
         await hold_with_a_state(fed, 2, dp_rank=1)
         await fed.hold(Stream("2"), TOKENS)
-        workers = (await client.post("/query", json=query)).json()[path[0]]
-    assert (workers["1"]["longest_matched"], workers["1"]["reusable"]) == (16, 12)
-    assert workers["1"]["reusable_dp"] == {"0": 8, "1": 12}
-    assert not {"reusable", "reusable_dp"} & workers["2"].keys()
+        answer = (await client.post("/query", json=query)).json()
+    workers = answer[path[0]]
+    tiers = ["gpu", "cpu", "disk", "external"]
+    keys = tiers if path[0] == "instances" else [tier.upper() for tier in tiers]
+    assert [workers["1"][key] for key in ["longest_matched", *keys]] == [12] * 5
+    assert workers["1"]["dp" if path[0] == "instances" else "DP"] == {"0": 8, "1": 12}
+    assert workers["2"]["longest_matched"] == 16
+    if path[0] == "instances":
+        assert answer["scores"] == {"1": {"0": 8, "1": 12}, "2": {"0": 16}}
 
 
 async def test_hashes_and_batches_get_it_too(serving: Any) -> None:
@@ -44,16 +49,20 @@ async def test_hashes_and_batches_get_it_too(serving: Any) -> None:
         hashes = await fed.hold(Stream("2"), TOKENS)
         by_hash = (await client.post("/query_by_hash", json={"model_name": "m", "seq_hashes": hashes})).json()
         batch = (await client.post("/query/batch", json={"queries": [PEER, RFC]})).json()["results"]
-    assert by_hash["instances"]["1"]["reusable"] == 8
-    assert [batch[0]["instances"]["1"]["reusable"], batch[1]["default"]["1"]["reusable"]] == [8, 8]
+    assert by_hash["instances"]["1"]["longest_matched"] == 8
+    assert [batch[0]["instances"]["1"]["gpu"], batch[1]["default"]["1"]["GPU"]] == [8, 8]
 
 
-async def test_nothing_to_continue_from_is_0(serving: Any) -> None:
+@pytest.mark.parametrize("state_page", [3, None])
+async def test_a_worker_from_which_nothing_can_be_reused_is_left_out(serving: Any, state_page: int | None) -> None:
+    """The prompt ends with its fourth page, whose last token is computed in any case: the state there is no use."""
     async with serving() as (client, fed):
-        await fed.hold(Stream("1"), TOKENS)
-        await fed.feed(states().batch())
+        hashes = await fed.hold(Stream("1"), TOKENS)
+        await fed.feed(states().batch(*([] if state_page is None else [stored((0, [hashes[state_page]]))])))
         answer = (await client.post("/query", json=PEER)).json()
-    assert (answer["instances"]["1"]["reusable"], answer["scores"]) == (0, {"1": {"0": 16}})
+        longer = (await client.post("/query", json={**PEER, "token_ids": [*TOKENS, 1]})).json()
+    assert (answer["instances"], answer["scores"]) == ({}, {})
+    assert [each["gpu"] for each in longer["instances"].values()] == ([16] if state_page else [])
 
 
 async def test_workers_show_their_groups_and_models_do_not(serving: Any) -> None:

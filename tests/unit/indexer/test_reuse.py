@@ -15,6 +15,8 @@ from indexer.questions import score_all
 from indexer.scores import WorkerScore
 from indexer.settings import IndexerSettings
 from indexer.snapshots import image
+from kv_events.records import LogRecord
+from kv_events.schema import CLOSED
 from kv_events.streams import StreamId
 from tests.support.log.records import Stream, removed, stored
 
@@ -34,7 +36,12 @@ class Views:
         self.apply(stream, stored((0, pages), tier=tier) if pages else None, now=now)
 
     def apply(self, stream: Stream, event: Any = None, now: float = 100.0) -> None:
-        record = stream.batch(*([] if event is None else [event]), now=now)
+        self.take(stream.batch(*([] if event is None else [event]), now=now), now)
+
+    def close(self, stream: Stream, now: float = 100.0) -> None:
+        self.take(stream.batch(now=now, degraded_reason=CLOSED), now)
+
+    def take(self, record: LogRecord, now: float = 100.0) -> None:
         for _ in self._applier.apply(record, now):
             pass
 
@@ -43,7 +50,7 @@ class Views:
         return {score.worker: score for score in found}
 
     def reusable(self, prompt: np.ndarray = PROMPT) -> dict[str, int]:
-        return {worker: score.reusable for worker, score in self.scores(prompt).items()}
+        return {worker: score.longest_matched for worker, score in self.scores(prompt).items()}
 
 
 @pytest.fixture
@@ -73,16 +80,14 @@ def test_a_state_on_any_tier_counts_and_one_that_has_left_them_all_does_not(view
     views.apply(states, removed([7], tier=0))
     assert views.reusable() == {"w0": 28}
     views.apply(states, removed([7], tier=1))
-    assert views.reusable() == {"w0": 0}
+    assert views.reusable() == {}
 
 
 def test_a_worker_without_group_streams_can_reuse_all_that_is_matched(views: Views) -> None:
-    views.hold(Stream("plain"), 1, 2, 3)
-    views.hold(Stream("hybrid"), 1, 2, 3)
+    for worker in ("plain", "hybrid"):
+        views.hold(Stream(worker), 1, 2, 3)
     views.hold(mamba("hybrid"), 2)
-    scores = views.scores()
-    assert (scores["plain"].reusable, scores["plain"].reusable_by_rank) == (12, None)
-    assert (scores["hybrid"].reusable, scores["hybrid"].reusable_by_rank) == (8, {0: 8})
+    assert views.reusable() == {"plain": 12, "hybrid": 8}
 
 
 def test_a_worker_is_as_good_as_its_best_rank(views: Views) -> None:
@@ -91,8 +96,49 @@ def test_a_worker_is_as_good_as_its_best_rank(views: Views) -> None:
         if state is not None:
             views.hold(mamba(dp_rank=rank), state)
     score = views.scores()["w0"]
-    assert score.reusable_by_rank == {0: 8, 1: 16, 2: 12}
-    assert (score.reusable, score.longest_matched) == (16, 24)
+    assert {rank: tiers.external for rank, tiers in score.ranks.items()} == {0: 8, 1: 16, 2: 12}
+    assert score.longest_matched == 16
+
+
+def test_each_tier_counts_what_is_reusable_from_it(views: Views) -> None:
+    views.hold(Stream(), 1, 2, 3, 4)
+    views.hold(states := mamba(), 2, tier=0)
+    views.hold(states, 3, tier=1)
+    assert views.scores()["w0"].tiers == (8, 12, 12, 12)
+    views.apply(states, removed([3], tier=1))
+    assert views.scores()["w0"].tiers == (8, 8, 8, 8)
+
+
+def test_a_worker_from_which_nothing_can_be_reused_has_no_score(views: Views) -> None:
+    views.hold(Stream(), 1, 2, 3)
+    views.hold(mamba())
+    assert views.scores() == {}
+
+
+@pytest.mark.parametrize(("num_positions", "expected"), [(None, 16), (17, 16), (16, 8)])
+def test_the_last_token_is_always_computed(views: Views, num_positions: int | None, expected: int) -> None:
+    views.hold(Stream(), 1, 2, 3, 4)
+    views.hold(mamba(), 2, 4)
+    (score,) = score_all(views.namespaces.find("m", "default"), lambda _: PROMPT[:4], views.freshness, num_positions)
+    assert score.longest_matched == expected
+
+
+def test_a_view_is_as_trusted_as_those_of_its_groups(views: Views) -> None:
+    views.hold(Stream(), 1)
+    states = mamba()
+    views.hold(states, 1)
+    assert views.scores()["w0"].state == "live"
+    views.take(states.batch(digest=bytes(64), now=100.0))
+    assert views.scores()["w0"].state == "stale"
+
+
+def test_a_group_stream_that_was_closed_no_longer_counts(views: Views) -> None:
+    states = mamba()
+    views.hold(Stream(), 1, 2)
+    views.hold(states, 1)
+    assert views.reusable() == {"w0": 4}
+    views.close(states)
+    assert views.reusable() == {"w0": 8}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +156,7 @@ def test_a_worker_is_as_good_as_its_best_rank(views: Views) -> None:
 def test_a_prefix_ends_where_a_window_is_whole(views: Views, window: int, held: tuple[int, ...], expected: int) -> None:
     views.hold(Stream(), *range(1, 9))
     views.hold(swa(window), *held)
-    assert views.reusable() == {"w0": expected * 4}
+    assert views.reusable() == ({"w0": expected * 4} if expected else {})
 
 
 def test_a_prefix_ends_where_all_groups_agree(views: Views) -> None:
@@ -128,7 +174,7 @@ def test_an_expired_group_stream_holds_nothing(views: Views) -> None:
     views.freshness = Freshness(10.0, 85.0)
     for tick in range(85, 101):
         views.freshness.note_log_read(float(tick))
-    assert views.reusable() == {"w0": 0, "fresh": 4}
+    assert views.reusable() == {"fresh": 4}
 
 
 def test_groups_of_another_tenant_block_size_or_model_do_not_count(views: Views) -> None:
@@ -136,20 +182,20 @@ def test_groups_of_another_tenant_block_size_or_model_do_not_count(views: Views)
     views.hold(Stream(model="m#mamba", tenant="other"), 1)
     views.hold(Stream(model="m#mamba", block_size=8, worker="w1"), 1)
     views.hold(Stream(model="m2#mamba"), 1)
-    assert views.scores()["w0"].reusable_by_rank is None
+    assert views.reusable() == {"w0": 8}
 
 
 def test_a_model_with_a_hash_in_its_name_is_no_group(views: Views) -> None:
     views.hold(Stream(), 1, 2)
     views.hold(Stream(model="m#v2"), 1)
-    assert views.scores()["w0"].reusable_by_rank is None
+    assert views.reusable() == {"w0": 8}
 
 
 def test_ranks_of_other_block_sizes_are_summed_up(views: Views) -> None:
     views.hold(Stream(block_size=4), 1, 2, 3)
     views.hold(mamba(block_size=4), 2)
     views.hold(Stream(block_size=8, dp_rank=1), 1)
-    assert views.scores()["w0"].reusable_by_rank == {0: 8, 1: 8}
+    assert {rank: tiers.external for rank, tiers in views.scores()["w0"].ranks.items()} == {0: 8, 1: 8}
 
 
 # --- namespaces are added and removed in any order ---
@@ -182,7 +228,7 @@ def test_namespaces_that_go_and_come_back_are_linked_again(views: Views) -> None
     views.hold(Stream(), 1)
     assert linked(views.namespaces) == {"m#mamba": [], "m": ["mamba"]}
     forget(views.namespaces, "m#mamba")
-    assert views.scores()["w0"].reusable_by_rank is None
+    assert views.reusable() == {"w0": 4}
     forget(views.namespaces, "m")
     assert views.namespaces._groups_of == {}
 

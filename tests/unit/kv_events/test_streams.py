@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_events.errors import InvalidValueError
-from kv_events.streams import MAMBA_GROUP, StreamId, group_model, group_window, split_group, swa_group
+from kv_events.streams import MAMBA_GROUP, Group, StreamId, group_model, parse_group, split_group, swa_group
 
 
 @pytest.mark.parametrize("group", [MAMBA_GROUP, swa_group(1), swa_group(4096), swa_group(999_999_999)])
@@ -36,10 +36,30 @@ def test_windows_out_of_bounds_are_refused(window: int) -> None:
         swa_group(window)
 
 
-def test_a_state_needs_one_unit_and_a_window_all_of_its_own() -> None:
-    assert (group_window(MAMBA_GROUP), group_window(swa_group(128))) == (1, 128)
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        (Group("mamba"), "mamba"), (Group("swa", 127), "swa:127"), (Group("swa", 127, 64), "swa:127/64"),
+        (Group("chunk", 8192), "chunk:8192"), (Group("step", 64), "step:64"), (Group("eagle"), "eagle"),
+        (Group("nofull"), "nofull"),
+    ],
+)  # fmt: skip
+def test_a_groups_name_is_read_back(group: Group, name: str) -> None:
+    assert (group.name, parse_group(name)) == (name, group)
+    assert split_group(group_model("m", name)) == ("m", name)
+
+
+@pytest.mark.parametrize(
+    "group", [Group("kv"), Group("swa"), Group("mamba", 3), Group("step", 4, 4), Group("eagle", 1)]
+)
+def test_groups_that_make_no_sense_have_no_name(group: Group) -> None:
     with pytest.raises(InvalidValueError, match="group: got"):
-        group_window("kv")
+        _ = group.name
+
+
+def test_a_text_that_is_no_group_cannot_be_read() -> None:
+    with pytest.raises(InvalidValueError, match="group: got"):
+        parse_group("kv")
 
 
 def test_a_group_stream_has_a_key_of_its_own() -> None:

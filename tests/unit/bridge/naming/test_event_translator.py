@@ -16,6 +16,11 @@ NAMES = names_of(TOKENS)
 HASHES = [11, 12, 13, 14]
 
 
+def of_group(number: int, kind: str, window: int | None = None) -> dict[str, Any]:
+    more = {} if window is None else {"kv_cache_spec_sliding_window": window}
+    return {"group_idx": number, "kv_cache_spec_kind": kind, **more}
+
+
 def test_a_captured_event_of_vllm_is_taken_as_it_is() -> None:
     event = {
         "type": "BlockStored",
@@ -142,7 +147,7 @@ def test_a_page_stays_until_the_last_copy_is_removed() -> None:
 
 
 def test_copies_of_another_medium_or_group_are_counted_apart() -> None:
-    group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    group = of_group(0, "full_attention")
     rig = Rig().take(
         stored(HASHES, TOKENS, **group), stored(HASHES, TOKENS, **group), stored(HASHES, [], 0, medium="CPU", **group)
     )
@@ -177,11 +182,6 @@ def test_everything_cleared_empties_all_media_and_hashes_stay() -> None:
     rig = Rig().take(stored(HASHES, TOKENS), stored(HASHES, [], 0, medium="CPU"), cleared())
     assert rig.pages == set()
     assert rig.take(stored([13], TOKENS[8:12], parent=12)).pages == on(GPU, NAMES[2:3])
-
-
-def of_group(number: int, kind: str, window: int | None = None) -> dict[str, Any]:
-    more = {} if window is None else {"kv_cache_spec_sliding_window": window}
-    return {"group_idx": number, "kv_cache_spec_kind": kind, **more}
 
 
 def test_a_page_is_held_while_all_groups_of_full_attention_hold_it() -> None:
