@@ -111,8 +111,15 @@ def question_of(query: Query, fields: Collection[str]) -> tuple[Question, Number
         lora_name = str(query.lora_id)
     instance = None if query.instance_id is None else str(query.instance_id)
     question, numbers = _question(query, fields, model, query.tenant_id, salt)
-    rfc = replace(question, is_peer=False, block_size=query.block_size, instance=instance, lora_name=lora_name)
-    return replace(rfc, is_detailed=bool(query.hit_detail)), numbers
+    rfc = replace(
+        question,
+        is_peer=False,
+        block_size=query.block_size,
+        instance=instance,
+        lora_name=lora_name,
+        is_detailed=bool(query.hit_detail),
+    )
+    return rfc, numbers
 
 
 def _question(
