@@ -36,7 +36,7 @@ class Answers:
             if rate.wait_s():
                 raise self._tenants.too_many(question, rate)
             rate.note()
-        if len(asked) == 1 and question.instance is None:
+        if len(asked) == 1 and question.is_usual:
             written = self._writer.write(question, numbers, asked[0], freshness, now)
             if written is not None:
                 return written
@@ -53,7 +53,7 @@ class Answers:
         ProblemError.
         """
         asked = _namespaces_of(question, namespaces)
-        if len(asked) > 1 or question.instance is not None:
+        if len(asked) > 1 or not question.is_usual:
             return None
         rate = None if self._tenants is None else self._tenants.rate(question.tenant)
         if rate is not None and rate.wait_s():
@@ -66,7 +66,7 @@ class Answers:
     def direct_plan(self, question: Question, namespaces: Namespaces) -> Plan | None:
         """Return how `serve_ready` answers a question about tokens, or None if it cannot. Raises ProblemError."""
         asked = _namespaces_of(question, namespaces)
-        if len(asked) > 1 or asked[0].groups or question.instance is not None:
+        if len(asked) > 1 or asked[0].groups or not question.is_usual:
             return None
         if self._tenants is not None and self._tenants.rate(question.tenant) is not None:
             return None

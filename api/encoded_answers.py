@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType, structs
 
 from api.questions import Question, Weights
 from indexer.scores import WorkerScore
-from kvsight.schemas.queries import Missing, PeerAnswer, PeerInstance, RfcInstance
+from kvsight.schemas.queries import Missing, PeerAnswer, PeerInstance, RankBlocks, RfcInstance
 
 _encoder = msgspec.json.Encoder()
 
@@ -22,7 +22,12 @@ def encoded_answer(
         answer = peer_answer(scores, question.weights, now)
         return _encoder.encode(answer if missing is UNSET else structs.replace(answer, missing=missing))
     asked = [each for each in scores if question.instance is None or each.worker == question.instance]
-    return _encoder.encode({question.tenant: rfc_instances(asked, question.weights, now)})
+    instances = rfc_instances(asked, question.weights, now)
+    if question.is_detailed and question.block_size is not None:
+        for worker in asked:
+            detail = _blocks_dp(worker, question.block_size)
+            instances[worker.worker] = structs.replace(instances[worker.worker], dp=detail, matched_dp=UNSET)
+    return _encoder.encode({question.tenant: instances})
 
 
 def age_ms(heard_at: float, now: float) -> int:
@@ -32,6 +37,18 @@ def age_ms(heard_at: float, now: float) -> int:
 
 def _device_tokens(worker: WorkerScore) -> dict[int, int]:
     return {rank: tiers.gpu for rank, tiers in worker.ranks.items()}
+
+
+def _blocks_dp(worker: WorkerScore, block_size: int) -> dict[int, RankBlocks]:
+    return {
+        rank: RankBlocks(
+            matched_tokens=tiers.external,
+            npu_blocks=tiers.gpu // block_size,
+            cpu_blocks=(tiers.cpu - tiers.gpu) // block_size,
+            disk_blocks=(tiers.external - tiers.cpu) // block_size,
+        )
+        for rank, tiers in worker.ranks.items()
+    }
 
 
 def _matched_dp(worker: WorkerScore) -> dict[int, int] | UnsetType:

@@ -62,11 +62,11 @@ class HotRoutes:
 
     async def _query(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
-        return json_response(await self._answer(body, codec, BY_TOKENS))
+        return encoded_response(*await self._answer(body, codec, BY_TOKENS), codec)
 
     async def _query_by_hash(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
-        return json_response(await self._answer(body, codec, BY_HASH))
+        return encoded_response(*await self._answer(body, codec, BY_HASH), codec)
 
     async def _batch(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
@@ -84,14 +84,13 @@ class HotRoutes:
         if self._must_be_ready and not self._served.ready:
             raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
 
-    async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> bytes:
+    async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, bytes]:
         question, numbers = await self._in_thread(data, decoded, data, codec, fields)
         if len(numbers) > _MANY_TOKENS:
             question, numbers = await self._hashed(question, numbers)
+        served = self._served
         try:
-            return self._answers.answer(
-                question, numbers, self._served.namespaces, self._served.freshness, self._served.now()
-            )
+            return question, self._answers.answer(question, numbers, served.namespaces, served.freshness, served.now())
         except ProblemError as problem:
             if problem.kind == "tenant-limit" and self._tenants is not None:
                 self._tenants.count_refused(question.tenant)
@@ -102,7 +101,7 @@ class HotRoutes:
 
     async def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
         try:
-            return await self._answer(data, codec, BY_ANY)
+            return (await self._answer(data, codec, BY_ANY))[1]
         except ProblemError as problem:
             return msgspec.json.encode(problem.document())
 
@@ -156,6 +155,13 @@ class HotEndpoint:
 def json_response(body: bytes, status: int = HTTPStatus.OK) -> Response:
     """Return an answer that is already JSON."""
     return Response(body, status, media_type="application/json")
+
+
+def encoded_response(question: Question, answer: bytes, codec: Codec) -> Response:
+    """Return an answer to a query. answer: as JSON."""
+    if question.is_detailed and codec is not _JSON:
+        return Response(msgspec.msgpack.encode(msgspec.json.decode(answer)), media_type="application/msgpack")
+    return json_response(answer)
 
 
 async def read_body(receive: Receive, content_length: str | None, limit: int) -> Body:

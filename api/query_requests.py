@@ -62,6 +62,9 @@ class RfcQuery(Prompt[Numbers], Generic[Numbers], frozen=True, kw_only=True):
     additionalsalt: str | None = None
     additional_salt: str | None = None
     """The cache salt if `cache_salt` is absent, in either spelling."""
+    hit_detail: bool | int | str | None = None
+    """`DP` holds objects with the pages by tier, as in MindIE-PyMotor, and the answer has the encoding of the request.
+    Not with false, 0 and an empty text."""
 
 
 class Probe(msgspec.Struct, frozen=True):

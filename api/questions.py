@@ -71,6 +71,13 @@ class Question:
     """Tokens a page, given in the RFC's dialect."""
     instance: str | None
     """The only worker in the answer, or None for all."""
+    is_detailed: bool = False
+    """Whether ranks are described by objects, see `RfcQuery.hit_detail`."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether `api.answer_writer` can answer it."""
+        return self.instance is None and not self.is_detailed
 
     def hashes(self, numbers: Numbers, block_size: int) -> U64Array:
         """Return uint64[pages]: the prompt's sequence hashes in a namespace with this block size."""
@@ -108,7 +115,14 @@ def question_of(query: Query, fields: Collection[str]) -> tuple[Question, Number
         lora_name = str(query.lora_id)
     instance = None if query.instance_id is None else str(query.instance_id)
     question, numbers = _question(query, fields, model, query.tenant_id, salt)
-    rfc = replace(question, is_peer=False, block_size=query.block_size, instance=instance, lora_name=lora_name)
+    rfc = replace(
+        question,
+        is_peer=False,
+        block_size=query.block_size,
+        instance=instance,
+        lora_name=lora_name,
+        is_detailed=bool(query.hit_detail),
+    )
     return rfc, numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
     from api.registrations import Registrations
     from bridge import EngineSettings
 
+logger = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 64 * 1024
 
 _T = TypeVar("_T")
 _ADDRESSES = ("endpoint", "replay_endpoint")
+_DEVICES = ("npu", "gpu", "xpu")
+"""Names of the device in `medium_endpoints`."""
 
 
 class RegisterRoutes:
@@ -77,12 +82,13 @@ def _is_peer(body: Body, codec: Codec) -> bool:
 
 
 def engine_of_peer(request: PeerRegistration) -> EngineSettings:
-    return _engine(request, request.model_name, request.routing_group)
+    return _engine(request, request.endpoint, request.model_name, request.routing_group)
 
 
 def engine_of_rfc(request: RfcRegistration) -> EngineSettings:
     return _engine(
         request,
+        _endpoint(request),
         _model(request.model, request.modelname),
         request.tenant_id,
         lora_name=request.lora_name or "",
@@ -90,8 +96,22 @@ def engine_of_rfc(request: RfcRegistration) -> EngineSettings:
     )
 
 
+def _endpoint(request: RfcRegistration) -> str:
+    """Return the address of the device's events, under which the events of all media arrive."""
+    by_medium = {medium.lower(): address for medium, address in request.medium_endpoints.items() if address}
+    endpoint = request.endpoint or next((by_medium[name] for name in _DEVICES if name in by_medium), None)
+    if endpoint is None:
+        expected = f"endpoint, or an address under {', '.join(_DEVICES)} in medium_endpoints"
+        raise ProblemError(422, "missing-field", f"endpoint: missing; expected {expected}", "endpoint")
+    for medium, address in by_medium.items():
+        if address != endpoint:
+            logger.warning("instance %s: events of medium %r at %r are not read", request.instance_id, medium, address)
+    return endpoint
+
+
 def _engine(
     request: PeerRegistration | RfcRegistration,
+    endpoint: str,
     model: str,
     tenant: str | None,
     *,
@@ -102,7 +122,7 @@ def _engine(
 
     try:
         return EngineSettings(
-            endpoint=request.endpoint,
+            endpoint=endpoint,
             worker=str(request.instance_id),
             model=model,
             replay_endpoint=request.replay_endpoint or None,

@@ -23,6 +23,7 @@ InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)] | Name
 MaybeEndpoint: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LENGTH)] | None
 """Empty counts as absent."""
 Endpoint: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LENGTH)]
+MediumEndpoints: TypeAlias = Annotated[dict[Name, MaybeEndpoint], msgspec.Meta(max_length=16)]
 DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
 BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 
@@ -32,8 +33,6 @@ class _Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: InstanceId
     """The worker's name in answers."""
-    endpoint: Endpoint
-    """Address of the rank's events: tcp://HOST:PORT."""
     block_size: BlockSize
     """Tokens a page."""
     dp_rank: DpRank | None = None
@@ -45,6 +44,8 @@ class PeerRegistration(_Registration, frozen=True, kw_only=True):
     """One rank of an engine, in Dynamo's dialect."""
 
     model_name: Name
+    endpoint: Endpoint
+    """Address of the rank's events: tcp://HOST:PORT."""
     routing_group: MaybeName = None
 
 
@@ -53,6 +54,11 @@ class RfcRegistration(_Registration, frozen=True, kw_only=True):
 
     modelname: Name | UnsetType = UNSET
     model: Name | UnsetType = UNSET
+    endpoint: MaybeEndpoint = None
+    """Address of the rank's events: tcp://HOST:PORT."""
+    medium_endpoints: MediumEndpoints = {}
+    """Medium -> address, instead of `endpoint`. What is read are the events of the device (npu, gpu, xpu), which name
+    pages of all media. Another address of cpu or disk belongs to a pool and is not read."""
     tenant_id: MaybeName = None
     lora_name: MaybeName = None
     """Adapter of pages whose events contain none."""

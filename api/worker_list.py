@@ -100,6 +100,7 @@ def unheard_ranks(
                 digest=digest_bytes(empty_digest()).hex(),
                 counters=to_builtins(ViewCounters()),
                 failure=status.failure,
+                warning=status.warning,
             )
     return by_worker
 
@@ -156,6 +157,7 @@ def _listener(served: ServedViews, view: View, readers: Engines, now: float) -> 
         digest=digest_bytes(view.index.digest(view.number)).hex(),
         counters=to_builtins(view.counters),
         failure=None if engine is None else engine.failure,
+        warning=None if engine is None else engine.warning,
     )
 
 

@@ -42,6 +42,8 @@ class EngineStatus(NamedTuple):
     state: ConnectionState
     failure: str | None
     """Why it is not read or not published at present; None if all is well."""
+    warning: str | None
+    """What a failed replay costs, while the engine is read all the same; None if no replay failed."""
     silent_s: float
     """Time since the last message."""
     streams: list[StreamStatus]
@@ -99,6 +101,7 @@ class EngineReader:
             self.engine,
             ConnectionState.FAILED if self._failure is not None else self._subscriber.state,
             self._failure or self._subscriber.failure or self._stream_failure() or _publisher_failure(streams),
+            next((each.replay_failure for each in list(self._engine_streams.values()) if each.replay_failure), None),
             time.monotonic() - self._subscriber.last_message_at,
             streams,
             self.counters.copy(),

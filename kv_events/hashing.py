@@ -29,6 +29,7 @@ from kv_events.tokens import token_array as token_array
 from kv_events.xxh3 import hash_windows, long_hash_state, roll
 
 _SGLANG_NAMESPACE = b"sglang-kv-event-namespace-v1"
+_SGLANG_SALT = b"sglang-cache-salt-v1\0"
 _MASK64 = 2**64 - 1
 
 
@@ -90,16 +91,24 @@ def hash_strs_to_int64(hash_strs: Sequence[str]) -> npt.NDArray[np.int64]:
     return np.frombuffer(digests, dtype=">i8")[::4].astype(np.int64)
 
 
+def salted_prior_hash(cache_salt: str | None) -> str | None:
+    """Return the hash from which SGLang chains the first page of a salt, or None without a salt."""
+    return sha256(_SGLANG_SALT + _utf8(cache_salt, "cache_salt")).hexdigest() if cache_salt else None
+
+
 def namespaced_block_hashes(
     hashes: Sequence[int] | npt.NDArray[np.int64], extra_key: str | None, cache_salt: str | None
 ) -> npt.NDArray[np.int64]:
     """Return int64[n]: the hashes with which SGLang publishes the pages of a namespace.
 
-    hashes: int64[n], the hashes in the tree. With `"format": "dynamo"` SGLang always publishes these hashes; in the
-    default format only for pages of a named LoRA adapter, and without the salt.
+    hashes: int64[n], a chain that starts from the `salted_prior_hash`. Without adapter and salt they are published as
+    they are. With `"format": "dynamo"` both are hashed in; in the default format only the key of a named LoRA adapter.
     """
+    chain = np.asarray(hashes, np.int64)
+    if extra_key is None and cache_salt is None:
+        return chain
     seed = sha256(_SGLANG_NAMESPACE + _tagged(extra_key) + _tagged(cache_salt)).digest()
-    words = np.asarray(hashes, np.int64).astype(">i8").tobytes()
+    words = chain.astype(">i8").tobytes()
     digests = [sha256(seed + words[start : start + 8]).digest()[:8] for start in range(0, len(words), 8)]
     return np.frombuffer(b"".join(digests), ">i8").astype(np.int64)
 

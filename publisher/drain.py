@@ -132,7 +132,8 @@ class Drain:
             self._next_poll.cancel()
         self._sink.outage.forget(self._user)
         try:
-            await asyncio.wait_for(self._sink.stop(), _STOP_GRACE_S)
+            async with asyncio.timeout(_STOP_GRACE_S):  # `wait_for` of Python 3.11 may swallow a cancellation
+                await self._sink.stop()
         except TimeoutError:
             logger.warning("publisher %s: the sink did not stop within %.0f s", self._worker, _STOP_GRACE_S)
 

@@ -162,6 +162,8 @@ class HotLane:
         if is_large(body):
             return None
         question, numbers = decode_question(body, codec_of(head.content_type), self._fields[head.path])
+        if question.is_detailed:
+            return None  # the answer is not JSON
         consumer = self._consumer
         return self._answers.answer(question, numbers, consumer.namespaces, consumer.freshness, time.time())
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from api.decoding import Body, Codec, codec_of, decode_query_batch, is_large
-from api.hot import HotEndpoint, HotRoutes, decoded, json_response
+from api.hot import HotEndpoint, HotRoutes, decoded, encoded_response, json_response
 from api.hot_lane.lane import GroupAnswers
 from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question
@@ -54,11 +54,11 @@ class ShardRoutes(HotRoutes):
 
     async def _query(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
-        return await self._one(await self._in_thread(body, decoded, body, codec, BY_TOKENS))
+        return await self._one(await self._in_thread(body, decoded, body, codec, BY_TOKENS), codec)
 
     async def _query_by_hash(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
-        return await self._one(await self._in_thread(body, decoded, body, codec, BY_HASH))
+        return await self._one(await self._in_thread(body, decoded, body, codec, BY_HASH), codec)
 
     async def _batch(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
@@ -80,12 +80,12 @@ class ShardRoutes(HotRoutes):
         tail = b',"missing":' + msgspec.json.encode(missing) if missing else b""
         return _marked(json_response(b'{"results":[' + b",".join(filter(None, parts)) + b"]" + tail + b"}"), missing)
 
-    async def _one(self, asked: tuple[Question, Numbers]) -> Response:
+    async def _one(self, asked: tuple[Question, Numbers], codec: Codec) -> Response:
         self._admit(asked[0])
         (found,), missing = await self._gatherer.answer([asked])
         if isinstance(found, ProblemError):
             raise found
-        return _marked(json_response(found), missing)
+        return _marked(encoded_response(asked[0], found, codec), missing)
 
     def _admit(self, question: Question) -> None:
         """Count a query of a tenant. Raises ProblemError (429) if it has sent too many to this member."""
@@ -114,7 +114,7 @@ class ShardRoutes(HotRoutes):
             return None
         self._gatherer.check_joined()
         asked = decoded(body, codec_of(content_type), fields)
-        if not self._gatherer.knows(asked[0]):
+        if asked[0].is_detailed or not self._gatherer.knows(asked[0]):
             return None
         (found,), missing = await self._gatherer.answer([asked])
         return None if missing or isinstance(found, ProblemError) else found

@@ -33,6 +33,7 @@ _REPLAY_PAUSE_S = 10.0
 _SETTLED_S = 1.0
 _MAX_CONTRADICTIONS = 5
 _DISTRUST_S = 60.0
+_COST = "missed events cannot be fetched: a gap drops all pages, and after a late start earlier pages are not known"
 _HIGHEST_FIRST = 1
 """Engines count from 0, a Mooncake master from 1."""
 
@@ -57,6 +58,8 @@ class EngineStream:
         """File descriptor of the connection that the last batch arrived over."""
         self.lost_at: float | None = None
         """When that connection was lost; None while it is open."""
+        self.replay_failure: str | None = None
+        """Why the last replay failed; None if it did not. Live batches are applied all the same."""
         self._name = stream.key
         self._rank_streams = RankStreams(stream, defaults, registry, decoder, counters)
         self._counters = counters
@@ -241,6 +244,7 @@ class EngineStream:
         while is_reachable and num_failed < attempts and restarts < _MAX_RESTARTS:
             expected, before = self._sequence.expected, self._counters.restarts
             self._counters.replays += 1
+            failure = None
             try:
                 if await self._replay_once(replay, may_be_new, deadline, live):
                     return True
@@ -250,7 +254,10 @@ class EngineStream:
             except ReplayError as error:
                 is_reachable = time.monotonic() < deadline and not isinstance(error, ReplayUnreachableError)
                 self._counters.failed_replays += 1
-                self._rank_streams.warn("replay: %s", error)
+                failure = f"no replay from {error}; {_COST}"
+                self._rank_streams.warn("%s", failure)
+            finally:
+                self.replay_failure = failure
             await self._apply_waiting()
             num_restarts = self._counters.restarts - before
             may_be_new = may_be_new and not num_restarts

@@ -7,7 +7,11 @@ import contextlib
 import os
 import socket
 
+from kv_events.endpoints import is_ipv6
+
 _TIMEOUT_S = 2.0
+_ENGINE_BINDS = "an engine listens only if its `endpoint` is tcp://*:PORT: with an address in place of * it connects"
+"""Why nothing may listen although the engine runs."""
 
 
 async def why_unreachable(endpoint: str) -> str | None:
@@ -21,7 +25,8 @@ async def why_unreachable(endpoint: str) -> str | None:
         async with asyncio.timeout(_TIMEOUT_S):
             if scheme == "tcp":
                 host, _, port = address.rpartition(":")
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                family = socket.AF_INET6 if is_ipv6(endpoint) else socket.AF_INET  # as ZMQ does
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port), family=family)
             elif scheme == "ipc":
                 _, writer = await asyncio.open_unix_connection(address)
             else:
@@ -39,6 +44,8 @@ async def why_unreachable(endpoint: str) -> str | None:
 def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, socket.gaierror):
         return "the host name is unknown"
+    if isinstance(error, ConnectionRefusedError):
+        return f"connection refused; {_ENGINE_BINDS}"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()
     return str(error)

@@ -48,14 +48,14 @@ class ReplayClient:
 
         deadline: by `time.monotonic()`. live: a socket whose messages end the wait. Raises ReplayUnreachableError
         without a connection, ReplayError when nothing arrives within the timeout or the answer is longer than the
-        deadline, and ReplayInterruptedError when `live` has a message and the replay has none.
+        deadline, and ReplayInterruptedError when there is a connection, and `live` has a message and the replay none.
         """
         socket = self._context.socket(zmq.DEALER)
         # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
         non_blocking: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         try:
             self._set_options(socket)
-            await self._connect(socket, deadline, live)
+            await self._connect(socket, deadline)
             non_blocking.send_multipart(replay_request(start), zmq.NOBLOCK)
             last = -1
             while True:
@@ -79,8 +79,8 @@ class ReplayClient:
         socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
-    async def _connect(self, socket: zmq.asyncio.Socket, deadline: float, live: zmq.asyncio.Socket | None) -> None:
-        """Wait for the connection by the socket's monitor.
+    async def _connect(self, socket: zmq.asyncio.Socket, deadline: float) -> None:
+        """Wait for the connection by the socket's monitor, even if live messages arrive: whether there is one is shown.
 
         The option ZMQ_IMMEDIATE would be simpler, but with it libzmq aborts the process when the engine dies between
         the frames of a message.
@@ -89,7 +89,7 @@ class ReplayClient:
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             socket.connect(self._endpoint)
-            if not await self._is_readable(monitor, wait_s, deadline, live):
+            if not await self._is_readable(monitor, wait_s, deadline, None):
                 raise ReplayUnreachableError(f"{self._endpoint}: no connection for {wait_s:.1f} s")
         finally:
             socket.disable_monitor()

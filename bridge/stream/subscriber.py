@@ -29,6 +29,7 @@ _MAX_QUEUED = 10_000
 """Messages that wait during a replay. More than that leave a gap, which is then replayed, too."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 _PATIENCE_S, _PROBE_S, _LOG_PERIOD_S = 2.0, 5.0, 600.0
+_REPLAY_RETRY_S = 60.0
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
 
 
@@ -79,6 +80,7 @@ class Subscriber:
         self._num_handled = 0  # of these, those that the engine streams know
         self._away_since: float | None = None
         self._why_unreachable: str | None = None
+        self._retry_replays_at = 0.0
 
     @property
     def failure(self) -> str | None:
@@ -115,6 +117,7 @@ class Subscriber:
                     await self._read(reader)
                     if self._num_connected > self._num_handled:
                         await self._watch(socket)
+                    await self._retry_replays(socket)
                     await asyncio.sleep(0)
                 else:
                     await self._check_idle(socket)
@@ -230,6 +233,14 @@ class Subscriber:
             self.last_message_at = now
             for engine_stream in self._engine_streams():
                 await engine_stream.check(live)
+
+    async def _retry_replays(self, live: zmq.asyncio.Socket) -> None:
+        """Ask replay sockets that failed once more, now and then: an engine that is never idle is not checked."""
+        if time.monotonic() >= self._retry_replays_at:
+            self._retry_replays_at = time.monotonic() + _REPLAY_RETRY_S
+            for engine_stream in self._engine_streams():
+                if engine_stream.replay_failure is not None:
+                    await engine_stream.check(live)
 
     def _wait_ms(self) -> int:
         waits = [self._settings.bridge_idle_check_s]

@@ -29,7 +29,7 @@ _TITLES = {
 
 
 class PromptHashes(msgspec.Struct, frozen=True, kw_only=True):
-    """Hashes of a prompt's full pages, by standard. SGLang's are signed, as in its events."""
+    """Hashes of a prompt's full pages, by standard. SGLang's are those that 0.5.23 publishes, signed."""
 
     block_size: int
     seed: int
@@ -74,7 +74,11 @@ def hash_prompt(
 def hashes_of(
     prompt: U32Array, block_size: int, seed: int, lora: str | None, salt: str | None, *, is_bigram: bool = False
 ) -> PromptHashes:
-    """Hash a prompt's pages. seed: the base seed, to which LoRA name and salt are added."""
+    """Hash a prompt's pages.
+
+    seed: the base seed, to which LoRA name and salt are added. lora: for SGLang, the `extra_key` of
+    the adapter's pages.
+    """
     from kv_events.hashing import (
         block_hash_chain,
         hash_strs_to_int64,
@@ -82,10 +86,11 @@ def hashes_of(
         namespace_seed,
         namespaced_block_hashes,
         rolling_hashes,
+        salted_prior_hash,
     )
 
     local = local_hashes(prompt, block_size, namespace_seed(lora, salt, base=seed), is_bigram=is_bigram)
-    in_tree = hash_strs_to_int64(block_hash_chain(prompt, block_size, None, is_bigram=is_bigram))
+    chain = hash_strs_to_int64(block_hash_chain(prompt, block_size, salted_prior_hash(salt), is_bigram=is_bigram))
     return PromptHashes(
         block_size=block_size,
         seed=seed,
@@ -93,8 +98,8 @@ def hashes_of(
         local_hashes=local.tolist(),
         seq_hashes=rolling_hashes(local, base=seed).tolist(),
         block_hashes=local.view("i8").tolist(),
-        sglang=(namespaced_block_hashes(in_tree, lora, None) if lora else in_tree).tolist(),
-        sglang_dynamo=namespaced_block_hashes(in_tree, lora, salt).tolist(),
+        sglang=namespaced_block_hashes(chain, lora, None).tolist(),
+        sglang_dynamo=namespaced_block_hashes(chain, lora, salt).tolist(),
     )
 
 

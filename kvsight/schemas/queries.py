@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -57,6 +58,18 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer lacks because a member of a shard group did not answer. Absent: nothing."""
 
 
+class RankBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What one DP rank holds, for a query with `hit_detail`: each page counts for its fastest tier only."""
+
+    matched_tokens: int
+    """On any tier."""
+    npu_blocks: int
+    """On the device, of whatever kind it is."""
+    cpu_blocks: int
+    disk_blocks: int
+    """On disk or external."""
+
+
 class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a prompt that one worker can reuse. Each tier includes the faster ones."""
 
@@ -65,8 +78,8 @@ class RfcInstance(msgspec.Struct, frozen=True, kw_only=True):
     cpu: int = msgspec.field(name="CPU")
     disk: int = msgspec.field(name="DISK")
     external: int = msgspec.field(name="EXTERNAL")
-    dp: dict[int, int] = msgspec.field(name="DP")
-    """DP rank -> tokens on its device."""
+    dp: Mapping[int, int | RankBlocks] = msgspec.field(name="DP")
+    """DP rank -> tokens on its device; with `hit_detail`, what it holds on each tier."""
     state: State
     age_ms: int
     matched_dp: dict[int, int] | UnsetType = UNSET

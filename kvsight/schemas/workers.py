@@ -36,6 +36,8 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
     """Name -> count since this process knows the stream: batches, pages_stored, gaps, ..."""
     failure: str | None = None
     """Why a registered engine is not being read."""
+    warning: str | None = None
+    """What is wrong with a registered engine that is read all the same, and what that costs."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

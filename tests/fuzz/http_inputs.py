@@ -33,6 +33,7 @@ def _both(values: Sequence[Any]) -> list[bytes]:
 _QUERIES: list[dict[str, Any]] = [
     {"model_name": "m", "token_ids": list(range(1, 17)), "lora_name": "a", "tier_weights": [1, 0.5, 0, 0]},
     {"model": "m", "block_size": 4, "seq_hashes": [1, 2**64 - 1], "instance_id": 5, "tenant_id": "default"},
+    {"model": "m", "block_size": 4, "token_ids": [1, 2, 3, 4], "hit_detail": True},
     {"modelname": "m", "block_size": 4, "block_hashes": [-1, 2**63 - 1], "tier_weights": {"gpu": 1}},
     {"queries": [{"model_name": "m", "token_ids": [1, 2, 3, 4]}, {"model": "m"}]},
 ]
@@ -45,6 +46,7 @@ _DECISIONS: list[dict[str, Any]] = [
 _REGISTRATIONS: list[dict[str, Any]] = [
     {"instance_id": 1, "endpoint": "tcp://h:1", "model_name": "m", "block_size": 4, "replay_endpoint": "tcp://[::1]:2"},
     {"instance_id": "a", "type": "vLLM", "endpoint": "ipc:///x", "modelname": "m", "block_size": 4, "dp_rank": 3},
+    {"instance_id": "a", "medium_endpoints": {"npu": "tcp://h:1", "cpu": ""}, "modelname": "m", "block_size": 4},
 ]
 _LISTS = [{"engines": [{"endpoint": "tcp://h:1", "worker": "w", "model": "m"}]}]
 QUERIES = _both(_QUERIES)

@@ -223,6 +223,17 @@ def test_a_simulated_engine_registered_with_another_block_size_is_named(tmp_path
     assert_broken(found, "block size", "engine-0: block size 16, registered with 32")
 
 
+def test_a_simulated_engine_that_connects_instead_of_binding_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    with ServiceProcess(tmp_path) as service, SimulatedEngine({"zmq_port": port, "connects": True}) as engine:
+        service.wait_until_ready()
+        with Client(service.url) as client:
+            client.register("engine-0", f"tcp://127.0.0.1:{port}", "m", 16)
+        found = examine({}, url=service.url, engine=engine.url, wait=10)
+    assert_broken(found, "events", f"engine-0: cannot connect to tcp://127.0.0.1:{port}: connection refused")
+    assert found.remedy.startswith("set the engine's `endpoint` to tcp://*:PORT (with an address for * it connects")
+
+
 def test_another_hash_seed_of_a_simulated_engine_is_named(chain: Chain) -> None:
     with SimulatedEngine(KVSIGHT_WORKER="engine-4", KVSIGHT_HASH_SEED=7, **chain.topics) as engine:
         found = chain.examine(engine=engine.url)

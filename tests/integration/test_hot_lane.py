@@ -46,6 +46,7 @@ BODIES = [
     json.dumps({"model": "m", "block_size": 4, "token_ids": TOKENS}).encode(),
     json.dumps({"model": "m", "block_size": 8, "token_ids": TOKENS}).encode(),
     json.dumps({"model": "m", "block_size": 4, "instance_id": "2", "token_ids": TOKENS}).encode(),
+    json.dumps({"model": "m", "block_size": 4, "hit_detail": 1, "token_ids": TOKENS}).encode(),
     b"",
     b"{",
     b"[]",

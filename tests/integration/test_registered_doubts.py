@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from api.app import create_app
 from api.registrations import Registrations
@@ -18,6 +19,7 @@ from indexer.settings import IndexerSettings
 from kv_events.memory_log import MemoryLog
 from tests.support.engines.event_payloads import payload, stored
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.servers.child_process import free_port
 from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 17))
@@ -130,3 +132,35 @@ async def test_an_engine_of_another_block_size_than_registered_is_stale_and_repo
             engine.send(payload(stored([1, 2, 3, 4], TOKENS)))
             await served.shows("stale", "block size 4, registered with 16")
             assert (await served.listener())["status"] == "active"
+
+
+async def test_a_replay_socket_that_refuses_is_a_warning_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.stream.subscriber._REPLAY_RETRY_S", 0.1)
+    monkeypatch.setattr("bridge.stream.engine_stream._REPLAY_PAUSE_S", 0.1)
+    port = free_port()
+    with ZmqEngine(replay=False) as engine:
+        async with service() as served:
+
+            async def shown(num_pages: int) -> str | None:
+                listener = await served.listener()
+                assert (listener["status"], listener["failure"]) == ("active", None)
+                return listener["warning"] if sum(listener["pages"].values()) == num_pages else "other pages"
+
+            async def is_refused() -> bool:
+                return await shown(1) == (
+                    f"no replay from tcp://127.0.0.1:{port}: no connection for 1.0 s; missed events cannot be fetched: "
+                    "a gap drops all pages, and after a late start earlier pages are not known"
+                )
+
+            async def is_answered() -> bool:
+                engine.send(store)  # it is never idle
+                return await shown(1) is None
+
+            await served.register(engine, replay_endpoint=f"tcp://127.0.0.1:{port}")
+            store = payload(stored([1], TOKENS[:4]))
+            engine.send(store)
+            await async_wait_until(is_refused, 60, "the warning")
+            await served.shows("live", "")
+            engine.open_replay(port)
+            await async_wait_until(is_answered, 60, "no warning")
+            await served.shows("live", "")

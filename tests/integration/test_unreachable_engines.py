@@ -18,6 +18,10 @@ from tests.support.servers.child_process import free_port
 from tests.support.servers.embedded_service import service
 from tests.support.waiting import async_wait_until
 
+REFUSED = (
+    "connection refused; an engine listens only if its `endpoint` is tcp://*:PORT: "
+    "with an address in place of * it connects"
+)
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVSIGHT_")}
 
 
@@ -33,7 +37,7 @@ async def test_a_registered_address_that_refuses_connections_is_shown_until_an_e
             return listener["status"], listener["failure"]
 
         async def is_refused() -> bool:
-            return await shown() == ("failed", f"cannot connect to {endpoint}: connection refused")
+            return await shown() == ("failed", f"cannot connect to {endpoint}: {REFUSED}")
 
         async def is_active() -> bool:
             return await shown() == ("active", None)
@@ -65,7 +69,7 @@ def test_a_bridge_with_a_wrong_address_logs_one_line(tmp_path: Path) -> None:
 
 async def test_the_reason_names_what_is_wrong(tmp_path: Path) -> None:
     refused, silent = f"tcp://127.0.0.1:{free_port()}", f"ipc://{tmp_path}/nothing"
-    assert await why_unreachable(refused) == f"cannot connect to {refused}: connection refused"
+    assert await why_unreachable(refused) == f"cannot connect to {refused}: {REFUSED}"
     assert await why_unreachable(silent) == f"cannot connect to {silent}: no such file or directory"
     assert "the host name is unknown" in str(await why_unreachable("tcp://no-such-host.invalid:5557"))
     assert await why_unreachable("inproc://engine") is None

@@ -29,6 +29,7 @@ _LARGEST_USUAL_PAGE = 64
 _PLAIN_TOKENS = range(100, 20_000)
 """Token ids that are ordinary text in every usual vocabulary."""
 _POLL_S = 0.05
+_ENGINE_BINDS = "set the engine's `endpoint` to tcp://*:PORT (with an address for * it connects, and nobody answers)"
 _WRONG_PAGES = "block size "
 """Beginning of what is wrong with an engine that is registered with another block size."""
 
@@ -81,7 +82,8 @@ class Probe:
         self._wait_for(lambda: self._fault_of_workers(before))
         live = [worker.instance_id for worker in self._workers() if worker.state == "live"]
         sent = " and hold the prompt already" if self._is_known else " and store the prompt" if self.tokens else ""
-        return f"events of {names(live)} arrive{sent}" if live else "events of the prompt arrive"
+        warned = "".join(f"; {name}: {each.warning}" for name, each in _listeners(self._workers()) if each.warning)
+        return (f"events of {names(live)} arrive{sent}" if live else "events of the prompt arrive") + warned
 
     def clocks(self) -> str:
         """Compare all clocks that can be read with this machine's."""
@@ -214,7 +216,8 @@ class Probe:
         topic, within = self.servers.settings.events_topic, f"within {self.wait_s:g} s"
         if any(map(self._is_ours, self.arrivals)):
             text = f"heartbeats of the engine's publisher arrive on topic {topic}, but no event of the prompt {within}"
-            raise BrokenError(text, f"let the engine emit KV events{self._if_cached()}; see docs/engines")
+            remedy = f"let the engine emit KV events{self._if_cached()}; over ZMQ, {_ENGINE_BINDS}; see docs/engines"
+            raise BrokenError(text, remedy)
         others = sorted({f"{each.worker} of model {each.model}" for each in self.arrivals})
         if others:
             text = f"no record of {self._subject()} arrived on topic {topic} {within}, only of {names(others)}"
@@ -243,7 +246,8 @@ class Probe:
             return None  # events arrive; the next check names what is wrong with them
         failures = [f"{name}: {listener.failure}" for name, listener in _listeners(workers) if listener.failure]
         if failures:
-            return BrokenError(failures[0], "see `A registered engine is failed` in docs/troubleshooting.md")
+            remedy = f"{_ENGINE_BINDS}; then compare the ports, and " if "connection refused" in failures[0] else ""
+            return BrokenError(failures[0], f"{remedy}see `A registered engine is failed` in docs/troubleshooting.md")
         if not any(worker.state == "live" for worker in workers):
             texts = [_state(name, listener) for name, listener in _listeners(workers)]
             return BrokenError(names(texts), "see `States of a view` in docs/operations.md")
@@ -319,7 +323,8 @@ def _listeners(workers: Sequence[Worker]) -> list[tuple[str, Listener]]:
 
 def _state(name: str, listener: Listener) -> str:
     why = f" ({listener.stale_reason})" if listener.stale_reason else ""
-    return f"{name} is {listener.state}{why}, last heard {duration(listener.age_ms)} ago"
+    warned = f"; {listener.warning}" if listener.warning else ""
+    return f"{name} is {listener.state}{why}, last heard {duration(listener.age_ms)} ago{warned}"
 
 
 def _either(sizes: Sequence[int]) -> str:

@@ -7,7 +7,9 @@ the publishers and their factory are the released code.
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -27,6 +29,7 @@ RELEASES = (SGLANG_ARRAYS, SGLANG_MAPS, VLLM_ARRAYS, VLLM)
 
 _EVENTS = {"sglang": "sglang/srt/disaggregation/kv_events.py", "vllm": "vllm/distributed/kv_events.py"}
 _VLLM_CONFIG = "vllm/config/kv_events.py"
+_SGLANG_RECORDER = ("sglang/srt/mem_cache/utils.py", "sglang/srt/mem_cache/events.py")
 
 
 def engine_folder(engine: Engine, version: str) -> Path:
@@ -41,6 +44,20 @@ def engine_module(engine: Engine, folder: Path) -> ModuleType:
     _stand_in("sglang.srt.runtime_context", get_parallel=None)
     _stand_in("sglang.srt.utils.network", NetworkAddress=None)
     return load_module(folder / _EVENTS["sglang"], "sglang.srt.disaggregation.kv_events")
+
+
+def sglang_recorder(native_hash: Callable[..., list[str]]) -> ModuleType:
+    """Import the module that makes SGLang's events of tree nodes. native_hash: in place of the hash in C++."""
+    folder = files_of(*SGLANG_MAPS, [_EVENTS["sglang"], *_SGLANG_RECORDER])
+    engine_module("sglang", folder)
+    kernels = re.findall(r"import \(\s+(\w+) as", (folder / _SGLANG_RECORDER[0]).read_text())
+    _stand_in("sglang.kernels.ops.kvcache.mla_buffer", **dict.fromkeys(kernels))
+    _stand_in("sglang.srt.environ", envs=None)
+    _stand_in("sglang.srt.mem_cache.cpp_utils.native_hash", get_native_hash=native_hash)
+    policies = ("Eviction", "FIFO", "FILO", "LFU", "LRU", "MRU", "Priority", "SLRU", "TLRU")
+    _stand_in("sglang.srt.mem_cache.evict_policy", **{f"{name}Strategy": object for name in policies})
+    load_module(folder / _SGLANG_RECORDER[0], "sglang.srt.mem_cache.utils")
+    return load_module(folder / _SGLANG_RECORDER[1], "sglang.srt.mem_cache.events")
 
 
 def _vllm_module(folder: Path) -> ModuleType:

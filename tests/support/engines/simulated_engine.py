@@ -45,6 +45,8 @@ class Behaviour(msgspec.Struct):
     """Stands in for a machine whose clock is wrong: the clock that its HTTP answers name."""
     zmq_port: int | None = None
     """Port for events. None: they go through the plug-in."""
+    connects: bool = False
+    """Whether it connects to that port instead of binding it, as engines do with an address in place of `*`."""
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", array_like=True):
@@ -170,7 +172,8 @@ def _handler(cache: _Cache, behaviour: Behaviour) -> type[BaseHTTPRequestHandler
 
 def _publisher(behaviour: Behaviour) -> Callable[[_Batch], Any]:
     if behaviour.zmq_port is not None:
-        engine, encode = ZmqEngine(port=behaviour.zmq_port), msgspec.msgpack.Encoder().encode
+        address = f"tcp://127.0.0.1:{behaviour.zmq_port}" if behaviour.connects else None
+        engine, encode = ZmqEngine(port=behaviour.zmq_port, connect_to=address), msgspec.msgpack.Encoder().encode
         return lambda batch: engine.send(encode(batch))
     from kvsight.plugins import make_publisher
 

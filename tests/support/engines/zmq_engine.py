@@ -84,6 +84,14 @@ class ZmqEngine:
             assert self._live.poll(int(deadline_s * 1000)), "no subscriber"
             self._live.recv()
 
+    def open_replay(self, port: int) -> None:
+        """Open the replay socket. Needed only for an engine that was made without one."""
+        self._replay_port = port
+        router = self._context.socket(zmq.ROUTER)
+        router.bind(f"tcp://{self._host}:{port}")
+        self._thread = threading.Thread(target=self._answer, args=(router,), name="replay")
+        self._thread.start()
+
     def stop(self) -> None:
         """Close all sockets, as if the process were killed. Idempotent."""
         self._ending.set()
@@ -118,11 +126,8 @@ class ZmqEngine:
         else:
             self._live.connect(self._connect_to)
         self._ending = threading.Event()
-        if self.replay_endpoint is not None:
-            router = self._context.socket(zmq.ROUTER)
-            router.bind(self.replay_endpoint)
-            self._thread = threading.Thread(target=self._answer, args=(router,), name="replay")
-            self._thread.start()
+        if self._replay_port is not None:
+            self.open_replay(self._replay_port)
 
     def _answer(self, router: zmq.Socket[bytes]) -> None:
         while not self._ending.is_set():

@@ -114,6 +114,7 @@ _QUESTIONS = st.sampled_from(
         {"model_name": "m", "token_ids": TOKENS},
         {"model_name": "m", "token_ids": TOKENS, "tier_weights": [4, 3, 2, 1]},
         {"model": "m", "block_size": 8, "token_ids": TOKENS},
+        {"model": "m", "block_size": 8, "token_ids": TOKENS, "hit_detail": True},
         {"model": "m", "block_size": 4, "seq_hashes": HASHES[4], "instance_id": "w1"},
         {"model": "m", "block_size": 16, "seq_hashes": [1]},
         {"model_name": "m", "seq_hashes": HASHES[8][:3]},
