@@ -129,6 +129,9 @@ def _engine(
             tenant=tenant or DEFAULT_TENANT,
             dp_rank=request.dp_rank or 0,
             block_size=request.block_size,
+            eagle=request.eagle,
+            count_copies=request.count_copies,
+            attention_chunk_size=request.attention_chunk_size,
             lora_name=lora_name,
             cache_salt=cache_salt,
         )

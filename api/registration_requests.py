@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
+from kv_events.streams import MAX_GROUP_SIZE
 
 MAX_ENDPOINT_LENGTH = 512
 
@@ -38,6 +39,12 @@ class _Registration(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: DpRank | None = None
     """None means 0."""
     replay_endpoint: MaybeEndpoint = None
+    eagle: bool = False
+    """Whether the engine speculates with EAGLE or MTP, and so computes one more block of every prompt."""
+    count_copies: bool = True
+    """Whether each store of a block adds a copy. False where vLLM's requests ask for `kv_cache_report_mode: full`."""
+    attention_chunk_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUP_SIZE)] | None = None
+    """Tokens of a chunk of chunked local attention, if the model has any."""
 
 
 class PeerRegistration(_Registration, frozen=True, kw_only=True):

@@ -8,7 +8,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import numpy as np
 from fastapi import APIRouter, Query
+from msgspec import UNSET
 from starlette.responses import Response
 
 from api.encoded_answers import age_ms
@@ -80,7 +82,7 @@ def worker_routes(
     ) -> Response:
         """Return the pages of a worker stream, `limit` at a time, in no particular order.
 
-        `model` may name a group stream: `m#mamba`.
+        Each page of a worker with group streams names those that hold it. `model` may name a group stream: `m#mamba`.
         """
         views = _streams(served, worker, dp_rank, model, tenant)
         selected = [view for view in views if view.stream.model in (model, _base_model(view))]
@@ -152,6 +154,7 @@ def _listed(streams: list[StreamId]) -> str:
 async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) -> RadixView:
     """Return up to `limit` pages from `cursor` on. Raises ProblemError (404) if the stream is forgotten."""
     block_size = served.namespaces.block_size(view.stream)
+    groups = served.namespaces.group_views(view.stream)
     pages: list[ViewPage] = []
     next_cursor = None
     passed = 0
@@ -159,7 +162,10 @@ async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) 
         start = max(0, cursor - passed)
         part = slice(start, start + limit - len(pages))
         columns = (held.hashes[part].tolist(), held.parents[part].tolist(), held.tiers[part].tolist())
-        pages += [_view_page(*row) for row in zip(*columns, strict=True)]
+        hashes = np.ascontiguousarray(held.hashes[part])
+        in_groups = {name: each.index.tiers_held(hashes, each.number).tolist() for name, each in groups.items()}
+        for i, row in enumerate(zip(*columns, strict=True)):
+            pages.append(_view_page(*row, {name: tiers[i] for name, tiers in in_groups.items()}))
         passed += len(held.hashes)
         if len(pages) == limit and passed > cursor + limit:
             next_cursor = cursor + limit
@@ -182,6 +188,12 @@ async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) 
     )
 
 
-def _view_page(sequence_hash: int, parent: int, tiers: int) -> ViewPage:
-    media = [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]
-    return ViewPage(sequence_hash=sequence_hash, parent=parent or None, media=media)
+def _view_page(sequence_hash: int, parent: int, tiers: int, in_groups: dict[str, int]) -> ViewPage:
+    groups = {name: _media(each) for name, each in in_groups.items()}
+    return ViewPage(
+        sequence_hash=sequence_hash, parent=parent or None, media=_media(tiers), groups=groups if groups else UNSET
+    )
+
+
+def _media(tiers: int) -> list[str]:
+    return [medium.value for tier, medium in enumerate(MEDIA) if tiers >> tier & 1]

@@ -108,6 +108,11 @@ class Namespaces:
         """Return the block size of a known stream."""
         return self._homes[stream].key.block_size
 
+    def group_views(self, stream: StreamId) -> dict[str, View]:
+        """Return the group streams of a known stream, by the name of the group."""
+        found = {name: group.by_rank.get(stream[2:]) for name, group in self._homes[stream].groups.items()}
+        return {name: view for name, view in sorted(found.items()) if view is not None}
+
     def find(self, model: str, tenant: str) -> Sequence[Namespace]:
         """Return the namespaces of a model and tenant, one for each block size that workers use."""
         return self._by_model.get((model, tenant), ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 State: TypeAlias = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["live", "syncing", "stale", "expired"]})]
 """The state of a view, from the most to the least trustworthy. Clients accept other words, too."""
@@ -60,7 +61,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """The largest age among the ranks."""
     groups: dict[str, dict[int, Listener]] = {}
     """Group -> DP rank -> stream: recurrent states and sliding windows of hybrid models. They do not enter into
-    `status`, `state` and `age_ms`."""
+    `status`, `state` and `age_ms`; answers to queries have the least trusted state of all."""
     source: str = ""
     """`zmq` for a registered engine, otherwise `log`."""
 
@@ -72,6 +73,8 @@ class ViewPage(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None
     """Sequence hash of the parent page; None: the page has no parent, or the parent is unknown."""
     media: list[str]
+    groups: dict[str, list[str]] | UnsetType = UNSET
+    """Group -> media on which the worker's group stream holds the page: a window's KV or a state. Absent: no groups."""
 
 
 class RadixView(msgspec.Struct, frozen=True, kw_only=True):

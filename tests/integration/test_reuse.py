@@ -39,7 +39,7 @@ def held_of_full_kv(fleet: DirectFleet, request: Request) -> list[int]:
 def test_what_can_be_reused_is_what_the_cache_matches_at_every_moment(cache: str, requests: list[Request]) -> None:
     fleet = DirectFleet(replace(SMALL, cache=cache), "round-robin", None)
     router = fleet.trial.router
-    lengths = []
+    lengths: list[tuple[int, int]] = []
     for request in requests:
         fleet.advance(request.arrival_s)
         matched = [worker.match_length(request) for worker in fleet.trial.workers]

@@ -315,6 +315,34 @@ def degraded(scene: Scene) -> Truth:
     return Truth("stale", end + 1, record=at)
 
 
+def no_state_further_on(scene: Scene) -> Truth:
+    end = scene.page(1)
+    states = scene.stream(VICTIM, model=f"{MODEL}#mamba")
+    _stored_up_to(scene, scene.num_pages)
+    for _ in range(2):  # the state further on is evicted again
+        scene.send(states, stored(*((0, [scene.hashes[page]]) for page in {end - 1, scene.page(end)})))
+        scene.send(states, removed(scene.hashes[end:]))
+    scene.noise()
+    return Truth("group", end + 1)
+
+
+def incomplete_window(scene: Scene) -> Truth:
+    end = scene.page()
+    window = scene.stream(VICTIM, model=f"{MODEL}#swa:{2 * scene.block_size}")
+    _stored_up_to(scene, scene.num_pages)
+    scene.send(window, stored((0, scene.hashes)))
+    scene.noise()
+    scene.send(window, removed(scene.hashes[end::2]))
+    return Truth("group", end + 1)
+
+
+def last_token(scene: Scene) -> Truth:
+    window = scene.stream(VICTIM, model=f"{MODEL}#swa:{scene.block_size}")
+    _stored_up_to(scene, scene.num_pages)
+    scene.send(window, stored((0, scene.hashes)))
+    return Truth("last_token", scene.num_pages)
+
+
 def expired(scene: Scene) -> Truth:
     found = _stored_up_to(scene, scene.page(1))
     scene.silence(VICTIM)
@@ -507,6 +535,9 @@ PLANTS: dict[str, Plant] = {
         batches_before_the_log,
         wrong_digest,
         degraded,
+        no_state_further_on,
+        incomplete_window,
+        last_token,
         expired,
         closed,
         not_known_yet,

@@ -95,6 +95,18 @@ async def test_a_view_is_that_of_full_kv_unless_a_group_is_named(serving: Any) -
     assert pages == {None: 4, "m": 4, "m#mamba": 1}
 
 
+async def test_a_view_says_which_groups_hold_a_page(serving: Any) -> None:
+    async with serving() as (client, fed):
+        await hold_with_a_state(fed, 1)
+        hashes = await fed.hold(Stream("2"), TOKENS)
+        pages = (await client.get("/workers/1/view")).json()["pages"]
+        plain = (await client.get("/workers/2/view")).json()["pages"]
+    assert {page["sequence_hash"]: page["groups"] for page in pages} == {
+        name: {"mamba": ["GPU"] if number == 1 else []} for number, name in enumerate(hashes)
+    }
+    assert not any("groups" in page for page in plain)
+
+
 @pytest.mark.parametrize("params", [{}, {"model": "m"}])
 async def test_a_resync_is_one_of_the_groups_too(serving: Any, params: dict[str, str]) -> None:
     async with serving() as (client, fed):

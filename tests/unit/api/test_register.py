@@ -148,6 +148,8 @@ async def test_workers_of_several_block_sizes_may_be_registered_in_the_rfcs_dial
 @pytest.mark.parametrize(
     ("change", "status", "field"),
     [
+        ({"eagle": 1}, 422, "eagle"),
+        ({"attention_chunk_size": 0}, 422, "attention_chunk_size"),
         ({"block_size": 0}, 422, "block_size"),
         ({"block_size": None}, 422, "block_size"),
         ({"instance_id": True}, 422, "instance_id"),
