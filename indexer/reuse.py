@@ -86,7 +86,7 @@ class StreamReuse(NamedTuple):
     lengths: tuple[int, ...]
     """[4] pages by tier."""
     ends: dict[str, int]
-    """Group -> pages that it alone would allow, on any tier."""
+    """Group -> pages that it alone would allow, on any tier, if the prompt went on."""
     has_full: bool
     """Whether the engine has full attention."""
     expired: frozenset[str]
@@ -98,7 +98,7 @@ def stream_reuse(
 ) -> StreamReuse:
     """Explain what one stream can reuse. See `reusable`."""
 
-    def lengths(names: Collection[str]) -> tuple[int, ...]:
+    def lengths(names: Collection[str], num_positions: int | None = None) -> tuple[int, ...]:
         found = namespace.index.find(hashes)
         own = Matches(found.streams[found.streams == view.number], found.pages)
         own.pages[view.number] *= np.uint32(len(own.streams))  # `find` leaves the rows of other streams as they were
@@ -109,7 +109,7 @@ def stream_reuse(
     groups = {name: each for name, each in groups.items() if not each.is_closed}
     unlimited = {_NO_FULL} & groups.keys()
     return StreamReuse(
-        lengths(groups),
+        lengths(groups, num_positions),
         {name: lengths({name} | unlimited)[-1] for name in groups.keys() - unlimited},
         not unlimited,
         frozenset(name for name, each in groups.items() if freshness.state(each) is ViewState.EXPIRED),

@@ -65,12 +65,12 @@ async def all_say(client: httpx.AsyncClient, field: str, figure: str) -> None:
     """Wait for an answer by tokens and namespace, then query by local hashes and by tokens alone."""
 
     async def is_held() -> bool:
-        return (await answer_for(client, token_ids=TOKENS, **{field: "name"})).get(figure) == len(TOKENS)
+        return (await answer_for(client, token_ids=[*TOKENS, 1], **{field: "name"})).get(figure) == len(TOKENS)
 
     await async_wait_until(is_held)
     local = local_hashes(token_array(TOKENS), PAGE, KINDS[field]("name")).view(np.int64).tolist()
     assert (await answer_for(client, block_hashes=local))[figure] == len(TOKENS)
-    assert await answer_for(client, token_ids=TOKENS) == {}
+    assert await answer_for(client, token_ids=[*TOKENS, 1]) == {}
 
 
 def publisher(log: MemoryLog, model: str = "m") -> EventPublisher:
@@ -113,7 +113,7 @@ async def test_states_of_a_namespace_are_found_behind_its_pages(field: str) -> N
     async with serving(log) as client, publisher(log) as own, publisher(log, group_model("m", MAMBA_GROUP)) as states:
         own.publish(rig.cache.take_events())
         states.publish(rig.cache.take_group_events()[MAMBA_GROUP])
-        await all_say(client, field, "reusable")
+        await all_say(client, field, "gpu")
 
 
 @pytest.mark.parametrize("field", KINDS)
