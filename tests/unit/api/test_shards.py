@@ -92,12 +92,18 @@ def consumer_of(*batches: tuple[int, Stream, Sequence[Any]]) -> Consumer:
 
 
 def worker_batches(draws: list[tuple[int, int, int, int, int]]) -> list[tuple[int, Stream, list[Any]]]:
-    """(worker, rank, block size, pages, tier) -> batches. A worker's partition depends on its name alone."""
-    streams: dict[tuple[int, int], tuple[Stream, list[Any]]] = {}
+    """(worker, rank, block size, pages, tier) -> batches. A worker's partition depends on its name alone.
+
+    Every third worker has states at some pages, too.
+    """
+    streams: dict[tuple[int, int, str], tuple[Stream, list[Any]]] = {}
     for worker, rank, size, pages, tier in draws:
-        _, events = streams.setdefault((worker, rank), (Stream(f"w{worker}", dp_rank=rank, block_size=size), []))
-        events.append(stored((0, HASHES[size][:pages]), tier=tier))
-    return [(worker % NUM_PARTITIONS, *streams[worker, rank]) for worker, rank in streams]
+        for model in ("m", "m#mamba") if worker % 3 == 0 else ("m",):
+            stream = Stream(f"w{worker}", model=model, dp_rank=rank, block_size=size)
+            _, events = streams.setdefault((worker, rank, model), (stream, []))
+            held = HASHES[size][:pages] if model == "m" else HASHES[size][:pages][-1:]
+            events.append(stored((0, held), tier=tier))
+    return [(key[0] % NUM_PARTITIONS, *batch) for key, batch in streams.items()]
 
 
 def question(**fields: Any) -> tuple[Question, Any]:
@@ -105,7 +111,13 @@ def question(**fields: Any) -> tuple[Question, Any]:
 
 
 _DRAWS = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(0, 1), st.sampled_from([4, 8]), st.integers(1, 6), st.integers(0, 3)),
+    st.tuples(
+        st.integers(0, 9),
+        st.integers(0, 1),
+        st.sampled_from([4, 8]),
+        st.integers(1, 6) | st.just(12),
+        st.integers(0, 3),
+    ),
     min_size=1,
     max_size=30,
 )
