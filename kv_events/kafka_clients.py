@@ -38,6 +38,15 @@ _METADATA_PAUSE_S = 0.1
 """Least time between two requests of a client for metadata."""
 _LOG_PERIOD_S = 600.0
 _MAX_TEMPLATE, _MAX_TEMPLATES = 200, 500
+_ORDINARY = (
+    "Group Coordinator Request failed",
+    "Topic %s not found in cluster metadata",
+    "Marking the coordinator dead",
+    "Heartbeat failed for group %s because it is rebalancing",
+)
+"""Beginnings of lines about what happens whenever a topic or a group begins or its members change."""
+_ORDINARY_S = 10.0
+"""Time for which they may be repeated: a broker that never gets ready for groups is told by nothing else."""
 _REFUSED_LOGIN = "it refuses the token"
 
 
@@ -339,22 +348,32 @@ def check_fetching(consumer: Any) -> None:
 class _OncePerPeriod(logging.Filter):
     """Passes each kind of warning once in ten minutes: while a broker is away, aiokafka logs 40 lines a second.
 
-    kvsight's own lines tell when an outage begins and ends.
+    Lines that belong to an ordinary start pass only if they are repeated for long. kvsight's own lines tell when an
+    outage begins and ends.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._next_at: dict[tuple[str, str], float] = {}  # by logger and template, of which there are few
+        self._repeated: dict[str, tuple[float, float]] = {}  # template -> first and newest time, of ordinary lines
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is logged. A hook of `logging`."""
         kind, now = (record.name, str(record.msg)[:_MAX_TEMPLATE]), time.monotonic()
         if record.levelno < logging.WARNING:
             return True
+        if kind[1].startswith(_ORDINARY) and not self._lasts(kind[1], now):
+            return False
         if now < self._next_at.get(kind, 0.0) or len(self._next_at) >= _MAX_TEMPLATES:
             return False
         self._next_at[kind] = now + _LOG_PERIOD_S
         return True
+
+    def _lasts(self, template: str, now: float) -> bool:
+        """Note an ordinary line, and return whether it has been repeated for longer than is ordinary."""
+        first, newest = self._repeated.get(template, (now, now))
+        self._repeated[template] = (now if now - newest > _ORDINARY_S else first), now
+        return now - self._repeated[template][0] > _ORDINARY_S
 
 
 _once_per_period = _OncePerPeriod()
