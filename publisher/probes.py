@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _PATIENCE_S = 2.0
-_TEXT = [("Content-Type", "text/plain; charset=utf-8")]
 
 
 def with_probes(metrics: WSGIApplication, why_not_ready: Callable[[], str]) -> WSGIApplication:
@@ -28,7 +27,8 @@ def with_probes(metrics: WSGIApplication, why_not_ready: Callable[[], str]) -> W
         if probe is None:
             return metrics(environ, start_response)
         reason = _ask(loop, probe)
-        start_response("503 Service Unavailable" if reason else "200 OK", _TEXT)
+        status = "503 Service Unavailable" if reason else "200 OK"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [f"{reason or 'ok'}\n".encode()]
 
     return answer
