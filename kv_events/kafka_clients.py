@@ -270,7 +270,7 @@ async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[
 
     inner = client.client if hasattr(client, "client") else client._client
     request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
-    answer = await inner.send(inner.get_random_node(), request)
+    answer = await _to_its_end(inner.send(inner.get_random_node(), request))
     described = {}
     for found in answer.to_object()["topics"]:
         error = for_code(found["error_code"])
@@ -290,12 +290,21 @@ async def topic_id(client: Any, topic: str) -> bytes | None:
     from kv_events.kafka_topic_ids import TopicIdRequest
 
     try:
-        answer = await client._client.send(client._client.get_random_node(), TopicIdRequest(topic))
+        answer = await _to_its_end(client._client.send(client._client.get_random_node(), TopicIdRequest(topic)))
     except NotImplementedError:
         return None
     found = {name: identity for _, name, identity, *_ in answer.topics}
     identity = found.get(topic, bytes(16))
     return identity if any(identity) else None
+
+
+async def _to_its_end(request: Awaitable[Any]) -> Any:
+    """Await a request, which goes on if the caller gives it up.
+
+    Only aiokafka's own time limit, 40 s, closes a connection on which no answers come any longer. Without another
+    request, a client whose questions are given up earlier would keep it until the system notices, after 15 minutes.
+    """
+    return await asyncio.shield(request)
 
 
 async def stop_consumer(consumer: Any) -> None:
