@@ -304,7 +304,9 @@ async def _to_its_end(request: Awaitable[Any]) -> Any:
     Only aiokafka's own time limit, 40 s, closes a connection on which no answers come any longer. Without another
     request, a client whose questions are given up earlier would keep it until the system notices, after 15 minutes.
     """
-    return await asyncio.shield(request)
+    asking = asyncio.ensure_future(request)
+    asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # later, nobody asks for the error
+    return await asyncio.shield(asking)
 
 
 async def stop_consumer(consumer: Any) -> None:

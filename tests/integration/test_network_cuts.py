@@ -6,6 +6,7 @@ A real broker, redis-server, `kvsight serve` and publisher process, with a proxy
 from __future__ import annotations
 
 import asyncio
+import gc
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -118,7 +119,7 @@ def test_a_slow_link_loses_nothing(site: Site) -> None:
 
 @pytest.mark.timeout(200)
 async def test_a_topic_without_records_is_read_again_after_its_connection_was_lost_silently(
-    linked_kafka: LinkedKafka,
+    linked_kafka: LinkedKafka, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = linked_kafka.links["SERVICES"]
     source = KafkaSource(KafkaSettings(kafka=link.address), topic=f"missing-{uuid.uuid4().hex}")
@@ -135,3 +136,5 @@ async def test_a_topic_without_records_is_read_again_after_its_connection_was_lo
     assert not await is_readable()
     await async_wait_until(is_readable, 90, "the end of aiokafka's own time limit")
     await source.stop()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
