@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-import uvloop
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
@@ -29,6 +28,7 @@ from api.hot_lane.protocol import HotProtocol
 from api.problems import ProblemError
 from api.replicas.replica import Replica, headers_of
 from api.settings import ApiSettings
+from kv_events.event_loops import new_event_loop
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def run_server(
     is one of several. Raises the errors of `listen` before the application starts.
     """
     gc.freeze()  # modules and kernels live as long as the process, so the collector can skip them
-    with bound or listen(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with bound or listen(settings) as bound, asyncio.Runner(loop_factory=new_event_loop) as runner:
         server = _Server(app, settings) if replica is None else _ReplicaServer(app, settings, replica)
         runner.run(server.serve([bound]))
 

@@ -38,6 +38,15 @@ _METADATA_PAUSE_S = 0.1
 """Least time between two requests of a client for metadata."""
 _LOG_PERIOD_S = 600.0
 _MAX_TEMPLATE, _MAX_TEMPLATES = 200, 500
+_ORDINARY = (
+    "Group Coordinator Request failed",
+    "Topic %s not found in cluster metadata",
+    "Marking the coordinator dead",
+    "Heartbeat failed for group %s because it is rebalancing",
+)
+"""Beginnings of lines about what happens whenever a topic or a group begins or its members change."""
+_ORDINARY_S = 10.0
+"""Time for which they may be repeated: a broker that never gets ready for groups is told by nothing else."""
 _REFUSED_LOGIN = "it refuses the token"
 
 
@@ -261,7 +270,7 @@ async def describe_topics(client: Any, topics: Iterable[str]) -> dict[str, list[
 
     inner = client.client if hasattr(client, "client") else client._client
     request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
-    answer = await inner.send(inner.get_random_node(), request)
+    answer = await _to_its_end(inner.send(inner.get_random_node(), request))
     described = {}
     for found in answer.to_object()["topics"]:
         error = for_code(found["error_code"])
@@ -281,12 +290,23 @@ async def topic_id(client: Any, topic: str) -> bytes | None:
     from kv_events.kafka_topic_ids import TopicIdRequest
 
     try:
-        answer = await client._client.send(client._client.get_random_node(), TopicIdRequest(topic))
+        answer = await _to_its_end(client._client.send(client._client.get_random_node(), TopicIdRequest(topic)))
     except NotImplementedError:
         return None
     found = {name: identity for _, name, identity, *_ in answer.topics}
     identity = found.get(topic, bytes(16))
     return identity if any(identity) else None
+
+
+async def _to_its_end(request: Awaitable[Any]) -> Any:
+    """Await a request, which goes on if the caller gives it up.
+
+    Only aiokafka's own time limit, 40 s, closes a connection on which no answers come any longer. Without another
+    request, a client whose questions are given up earlier would keep it until the system notices, after 15 minutes.
+    """
+    asking = asyncio.ensure_future(request)
+    asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # later, nobody asks for the error
+    return await asyncio.shield(asking)
 
 
 async def stop_consumer(consumer: Any) -> None:
@@ -339,22 +359,32 @@ def check_fetching(consumer: Any) -> None:
 class _OncePerPeriod(logging.Filter):
     """Passes each kind of warning once in ten minutes: while a broker is away, aiokafka logs 40 lines a second.
 
-    kvsight's own lines tell when an outage begins and ends.
+    Lines that belong to an ordinary start pass only if they are repeated for long. kvsight's own lines tell when an
+    outage begins and ends.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._next_at: dict[tuple[str, str], float] = {}  # by logger and template, of which there are few
+        self._repeated: dict[str, tuple[float, float]] = {}  # template -> first and newest time, of ordinary lines
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is logged. A hook of `logging`."""
         kind, now = (record.name, str(record.msg)[:_MAX_TEMPLATE]), time.monotonic()
         if record.levelno < logging.WARNING:
             return True
+        if kind[1].startswith(_ORDINARY) and not self._lasts(kind[1], now):
+            return False
         if now < self._next_at.get(kind, 0.0) or len(self._next_at) >= _MAX_TEMPLATES:
             return False
         self._next_at[kind] = now + _LOG_PERIOD_S
         return True
+
+    def _lasts(self, template: str, now: float) -> bool:
+        """Note an ordinary line, and return whether it has been repeated for longer than is ordinary."""
+        first, newest = self._repeated.get(template, (now, now))
+        self._repeated[template] = (now if now - newest > _ORDINARY_S else first), now
+        return now - self._repeated[template][0] > _ORDINARY_S
 
 
 _once_per_period = _OncePerPeriod()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kv_events.streams import StreamId
+from publisher.probes import with_probes
 from publisher.publisher import EventPublisher, PublisherStats
 
 _LABELS = ("worker", "model", "tenant", "dp_rank")
@@ -58,11 +59,18 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
     yield from (held, queued, reach, delivered, dropped, resyncs, resent, records, requests, events)
 
 
-def serve_metrics(port: int, collector: Collector) -> Callable[[], None]:
-    """Serve the metrics of a collector from a daemon thread, on all addresses. Returns what ends it. Raises OSError."""
+def serve_metrics(
+    port: int, collector: Collector, why_not_ready: Callable[[], str] | None = None
+) -> Callable[[], None]:
+    """Serve the metrics of a collector from a daemon thread, on all addresses. Returns what ends it. Raises OSError.
+
+    why_not_ready: see `with_probes`. None: no probes, and no event loop is needed.
+    """
     registry = CollectorRegistry()
     registry.register(collector)
     server, thread = start_http_server(port, registry=registry)
+    if why_not_ready is not None:
+        server.set_app(with_probes(make_wsgi_app(registry), why_not_ready))
 
     def end() -> None:
         server.shutdown()

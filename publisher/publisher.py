@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 import uvloop
 
 from kv_events.errors import InvalidValueError, KvsightError, check_type
+from kv_events.event_loops import new_event_loop
 from kv_events.limits import MAX_DEGRADED_REASON_BYTES
 from kv_events.schema import EngineEvent
 from kv_events.streams import StreamId
@@ -59,6 +60,15 @@ class PublisherStats(NamedTuple):
     is_sink_available: bool
     failure: str | None
     """The newest error of a task, which starts again. None after records were sent again."""
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing is published now, as far as is known, or ""."""
+        if self.failure is not None:
+            return self.failure
+        if not self.is_sink_available:
+            return "the sink takes no records"
+        return "" if self.resyncs else "nothing was sent yet"
 
 
 class CloseReport(NamedTuple):
@@ -262,7 +272,7 @@ class EventPublisher:
 
     def _thread_main(self, running: Future[None]) -> None:
         try:
-            uvloop.run(self._run_in_thread(running))
+            uvloop.run(self._run_in_thread(running), loop_factory=new_event_loop)
         except Exception as error:
             if running.done():
                 logger.exception("publisher %s: its thread failed", self._settings.worker)

@@ -86,6 +86,7 @@ class Recorder:
         self._offered: list[LogRecord] = []
         self._offered_bytes = 0
         self._is_ended = False  # nothing is taken any more from what is offered
+        self._readers: dict[str, SourceReader] = {}  # by name of the feed
         self._writer: EventLogWriter | None = None
         self._is_flushed = self._is_synced = True
         self._alive_at: float | None = None  # monotonic time of the newest sign of life; None unless the log is open
@@ -109,6 +110,12 @@ class Recorder:
         return str(self.outage) or (
             f"recording degraded: no answer of the disk for {silent_s:.0f} s" if silent_s else ""
         )
+
+    @property
+    def obstacle(self) -> str:
+        """Why the disk or a source keeps this from recording now, or ""."""
+        sources = (f"{name}: {reader.obstacle}" for name, reader in self._readers.items() if reader.obstacle)
+        return self.degraded or next(sources, "" if self._readers else "nothing was read yet")
 
     def offer(self, record: LogRecord) -> None:
         """Record something that no source keeps. Any thread; never waits for the disk."""
@@ -169,7 +176,7 @@ class Recorder:
 
     async def _follow(self, feed: Feed, stop: asyncio.Event, *, once: bool) -> None:
         """Copy a source up to the end of its range, or until `stop` is set."""
-        reader = SourceReader(feed.source, what=f"topic {feed.name}")
+        reader = self._readers[feed.name] = SourceReader(feed.source, what=f"topic {feed.name}")
         try:
             while not stop.is_set():
                 try:

@@ -41,6 +41,11 @@ class SourceReader:
         self._on_read = on_read
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
+    @property
+    def obstacle(self) -> str:
+        """Why nothing can be read now, as far as is known, or ""."""
+        return str(self.outage) or ("nothing was read yet" if self._read_at is None else "")
+
     async def start(self, positions: Mapping[int, int]) -> Opened | None:
         """Open the source at some positions. Returns None, after a pause, if it is unavailable."""
         try:

@@ -15,7 +15,7 @@ from kvsight.cli.logs import with_log_flags
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
-    from bridge import BridgeSettings, EngineSettings, Fleet
+    from bridge import BridgeSettings, EngineSettings, EngineStatus, Fleet
     from publisher import PublisherSettings
 
 
@@ -62,6 +62,7 @@ def bridge(
     import uvloop
 
     from bridge import BridgeSettings, parse_engine, read_engines
+    from kv_events.event_loops import new_event_loop
     from publisher import PublisherSettings
 
     engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]
@@ -79,7 +80,7 @@ def bridge(
     )
     load_kernels()
     gc.freeze()  # as `kvsight serve` does
-    uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port))
+    uvloop.run(_serve(engines, BridgeSettings(), template, metrics_port), loop_factory=new_event_loop)
 
 
 async def _serve(
@@ -105,4 +106,15 @@ def _serve_metrics(fleet: Fleet, port: int) -> None:
     from bridge.metrics import BridgeMetrics
     from publisher.metrics import serve_metrics
 
-    serve_metrics(port, BridgeMetrics(fleet.status))
+    serve_metrics(port, BridgeMetrics(fleet.status), lambda: _why_not_ready(fleet.status()))
+
+
+def _why_not_ready(ranks: list[EngineStatus]) -> str:
+    """A bridge is ready while it reads an engine at least, and publishes for all that it reads."""
+    from bridge import ConnectionState
+
+    publishers = (stream.publisher for rank in ranks for stream in rank.streams if stream.publisher is not None)
+    obstacles = [each.obstacle for each in publishers if each.obstacle]
+    if not obstacles and not any(rank.state is ConnectionState.CONNECTED and not rank.failure for rank in ranks):
+        obstacles = [rank.failure or f"{rank.engine.endpoint}: {rank.state.value}" for rank in ranks]
+    return "; ".join(obstacles[:1])

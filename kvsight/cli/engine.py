@@ -66,7 +66,8 @@ async def _serve(settings: PublisherSettings, capacity: int, rate: float, seed: 
     if settings.metrics_port is not None:
         from publisher.metrics import PublisherMetrics, serve_metrics
 
-        serve_metrics(settings.metrics_port, PublisherMetrics(lambda: [publisher]))
+        metrics = PublisherMetrics(lambda: [publisher])
+        serve_metrics(settings.metrics_port, metrics, lambda: publisher.stats().obstacle)
     err.print(f"{settings.stream.key} serves {rate:g} requests per second; Ctrl-C stops")
     for request in engine_requests(seed):
         worker.serve(request)

@@ -17,6 +17,7 @@ from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, compile_kernels, err, stop_signals
 from kvsight.cli.log.index import index_all
 from kvsight.cli.moments import parse_moment
+from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from indexer.recording.feed import Feed, Selection
@@ -51,6 +52,10 @@ def record(
     max_bytes: Annotated[str | None, typer.Option(help="Bound on the log's size, such as 20GiB.")] = None,
     max_age: Annotated[str | None, typer.Option(help="Bound on the age of records, such as 7d.")] = None,
     segment_bytes: Annotated[str | None, typer.Option(help="Size of a file of the log.")] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve Prometheus metrics on this port.", envvar="KVSIGHT_METRICS_PORT", min=1, max=65_535),
+    ] = None,
     connection: dict[str, Any],
 ) -> None:
     """Copy the topics of a deployment into an event log.
@@ -68,6 +73,8 @@ def record(
     from indexer.recording.recorder import Recorder, segment_bytes_within
     from kv_events.kafka_settings import KafkaSettings
 
+    if metrics_port is not None:
+        require_serve("kvsight record --metrics-port")
     settings = KafkaSettings.from_flags(kafka=kafka, **connection)
     first, last = _moment("--from", since), _moment("--to", until)
     has_offsets = first.positions is not None or last.positions is not None
@@ -91,7 +98,7 @@ def record(
     has_events = any(feed.is_recorded and feed.channel == Channel.EVENTS for feed in feeds)
     is_short = once and size is None and age_s is None  # no file is deleted before its records are indexed at the end
     indexed = folder if has_events and not is_short else None
-    asyncio.run(_record(recorder, feeds, first, begun, once=once, indexed=indexed))
+    asyncio.run(_record(recorder, feeds, first, begun, once=once, indexed=indexed, metrics_port=metrics_port))
     if has_events:
         index_all(folder)
     num_records = recorder.next_index - EventLogReader(folder).first_index
@@ -104,17 +111,33 @@ def _report_deletion(segment: DeletedSegment) -> None:
 
 
 async def _record(
-    recorder: Recorder, feeds: list[Feed], since: Until, begun: str, *, once: bool, indexed: Path | None
+    recorder: Recorder,
+    feeds: list[Feed],
+    since: Until,
+    begun: str,
+    *,
+    once: bool,
+    indexed: Path | None,
+    metrics_port: int | None,
 ) -> None:
     """begun: printed when Ctrl-C stops in order. indexed: folder of the log, if key frames are written meanwhile."""
     stop = stop_signals()
     err.print(begun)
     from indexer.replay.background import indexing
 
+    if metrics_port is not None:
+        _serve_metrics(recorder, metrics_port)
     for feed in feeds:
         await _begin(feed, since)
     async with nullcontext() if indexed is None else indexing(indexed):
         await _run(recorder, feeds, stop, once=once)
+
+
+def _serve_metrics(recorder: Recorder, port: int) -> None:
+    from api.recording import RecordingMetrics
+    from publisher.metrics import serve_metrics
+
+    serve_metrics(port, RecordingMetrics(recorder), lambda: recorder.obstacle)
 
 
 async def _run(recorder: Recorder, feeds: list[Feed], stop: asyncio.Event, *, once: bool) -> None:

@@ -46,16 +46,18 @@ def program(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def targets(kafka_bootstrap: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Job of Prometheus -> address of a process that runs: a service, an engine, and a bridge that reads another one.
+    """Job of Prometheus -> address of a process that runs: a service, an engine, a bridge that reads another one,
+    and a recording.
 
     The service has answered and refused queries, and has rejected a record.
     """
     folder = tmp_path_factory.mktemp("monitored")
     topics = own_topics(kafka_bootstrap)
-    ports = {"kvsight-engine": free_port(), "kvsight-bridge": free_port()}
+    ports = {f"kvsight-{name}": free_port() for name in ("engine", "bridge", "record")}
     with ZmqEngine() as zmq_engine, ServiceProcess(folder, **topics, KVSIGHT_RECORD=folder / "recording") as service:
         lines = {
             "kvsight-engine": ["engine", "--worker", "e", "--kafka", kafka_bootstrap],
+            "kvsight-record": ["record", str(folder / "record"), "--kafka", kafka_bootstrap],
             "kvsight-bridge": ["bridge", "--engine", f"worker=b,model=m,block_size=4,endpoint={zmq_engine.endpoint}"],
         }
         processes = [

@@ -5,17 +5,23 @@ A real broker, redis-server, `kvsight serve` and publisher process, with a proxy
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
 
+from indexer.sources.base import SourceUnavailableError
+from indexer.sources.kafka import KafkaSource
+from kv_events.kafka_settings import KafkaSettings
 from tests.support.engines.publishing_process import MODEL, PublishingProcess
 from tests.support.servers.linked_kafka import LinkedKafka
 from tests.support.servers.service_process import ServiceProcess, own_topics
 from tests.support.servers.tcp_proxy import TcpProxy
-from tests.support.waiting import wait_until
+from tests.support.waiting import async_wait_until, wait_until
 
 CUT, BLACKHOLE = TcpProxy.cut, TcpProxy.blackhole
 
@@ -109,3 +115,26 @@ def test_a_slow_link_loses_nothing(site: Site) -> None:
             wait_until(lambda: site.service.listener("slow").get("pages", {}).get("GPU") == 9000, 60, "the pages")
         finally:
             link.heal()
+
+
+@pytest.mark.timeout(200)
+async def test_a_topic_without_records_is_read_again_after_its_connection_was_lost_silently(
+    linked_kafka: LinkedKafka, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = linked_kafka.links["SERVICES"]
+    source = KafkaSource(KafkaSettings(kafka=link.address), topic=f"missing-{uuid.uuid4().hex}")
+    await source.start({})
+
+    async def is_readable() -> bool:
+        try:
+            return await source.ends() == {}
+        except SourceUnavailableError:
+            return False
+
+    assert await is_readable()
+    await asyncio.to_thread(link.lose)
+    assert not await is_readable()
+    await async_wait_until(is_readable, 90, "the end of aiokafka's own time limit")
+    await source.stop()
+    gc.collect()
+    assert "never retrieved" not in caplog.text

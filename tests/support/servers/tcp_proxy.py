@@ -51,6 +51,10 @@ class TcpProxy:
         """Let nothing pass and tell nobody. New connections are accepted. What was sent passes when it heals."""
         self._call(self._block())
 
+    def lose(self) -> None:
+        """Let nothing pass on the present connections, for good, and tell nobody. New ones pass."""
+        self._call(self._lose())
+
     def slow(self, bytes_per_s: float) -> None:
         """Let that much pass in each direction of each connection."""
         self._call(self._open(bytes_per_s))
@@ -90,6 +94,11 @@ class TcpProxy:
         self._passable.clear()
         await self._listen()
 
+    async def _lose(self) -> None:
+        self._passable.clear()
+        self._passable = asyncio.Event()
+        self._passable.set()
+
     async def _open(self, bytes_per_s: float | None) -> None:
         self._rate = bytes_per_s
         self._passable.set()
@@ -105,25 +114,26 @@ class TcpProxy:
         connection.add_done_callback(self._connections.discard)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passable = self._passable
         try:
             with _closing(writer):
-                await self._passable.wait()
+                await passable.wait()
                 their_reader, their_writer = await asyncio.open_connection(*self._target)
                 with _closing(their_writer):
                     async with asyncio.TaskGroup() as pumps:
-                        pumps.create_task(self._pump(reader, their_writer))
-                        pumps.create_task(self._pump(their_reader, writer))
+                        pumps.create_task(self._pump(reader, their_writer, passable))
+                        pumps.create_task(self._pump(their_reader, writer, passable))
         except* OSError:
             pass  # one side was lost, and the other one was told
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passable: asyncio.Event) -> None:
         while data := await reader.read(_CHUNK):
-            await self._passable.wait()
+            await passable.wait()
             writer.write(data)
             await writer.drain()
             if self._rate is not None:
                 await asyncio.sleep(len(data) / self._rate)
-        await self._passable.wait()
+        await passable.wait()
         writer.write_eof()
 
 
