@@ -11,7 +11,7 @@ _VOCABULARY = range(3, 1000)
 class Prompts:
     """Draws prompts. Equal seeds give equal prompts.
 
-    A prompt is made of words: three tokens, repeated. Such prompts differ like others, and recordings of them are small.
+    A prompt is made of words: three tokens, repeated. Such prompts differ like others, and take less room in recordings.
     """
 
     def __init__(self, rng: random.Random, max_tokens: int, max_word: int = 120) -> None:
@@ -31,12 +31,20 @@ class Prompts:
         elif choice < 0.4:
             prompt = earlier[: rng.randint(1, len(earlier))]
         else:
-            prompt = earlier[: rng.randint(len(earlier) // 3, len(earlier))] + self._words(rng.randint(1, 6))
+            prompt = self.continued(earlier[: rng.randint(len(earlier) // 3, len(earlier))])
         prompt = prompt[: self._max_tokens]
         if rng.random() < 0.3:  # full blocks: the engine computes the last one again, into a copy
             prompt = prompt[: max(32, len(prompt) // 32 * 32)]
-        self._earlier = [*self._earlier[1 - _REMEMBERED :], prompt]
+        self.remember(prompt)
         return prompt
+
+    def continued(self, prompt: list[int]) -> list[int]:
+        """Return a prompt that begins like another one."""
+        return (prompt + self._words(self._rng.randint(1, 6)))[: self._max_tokens]
+
+    def remember(self, prompt: list[int]) -> None:
+        """Let later prompts begin like this one."""
+        self._earlier = [*self._earlier[1 - _REMEMBERED :], prompt]
 
     def _words(self, count: int) -> list[int]:
         rng = self._rng

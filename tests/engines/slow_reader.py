@@ -34,7 +34,9 @@ class SlowReader:
         self._registration = registration
         self._copies: Counter[tuple[int, int]] = Counter()  # (group, hash)
         self._groups: dict[int, Spec] = {}
-        self._names: dict[tuple[str, tuple[int, ...]], int] = {}  # salt and tokens of a prefix -> hash of its last block
+        self._names: dict[
+            tuple[str, tuple[int, ...]], int
+        ] = {}  # salt and tokens of a prefix -> hash of its last block
         self._prefixes: dict[int | None, tuple[str, tuple[int, ...]]] = {}  # the reverse
 
     def apply(self, payload: bytes) -> None:
@@ -106,7 +108,9 @@ class SlowReader:
                 key = salt, (*before, *tokens[: (number + 1) * size])
                 self._names[key], self._prefixes[name] = name, key
 
-    def _hit(self, spec: Spec, groups: Sequence[int], names: Sequence[int], limit: int, align: int, *, drops: bool) -> int:
+    def _hit(
+        self, spec: Spec, groups: Sequence[int], names: Sequence[int], limit: int, align: int, *, drops: bool
+    ) -> int:
         """Return the longest hit of at most `limit` tokens in groups of one specification."""
         size = spec.block_size
 
@@ -126,7 +130,7 @@ class SlowReader:
                     return after
             return 0
         chunk = self._registration.attention_chunk_size
-        hit = start = limit // chunk * chunk // size * size if spec.kind == "chunked_local_attention" and chunk else 0
+        hit = limit // chunk * chunk // size * size if spec.kind == "chunked_local_attention" and chunk else 0
         while hit < last and holds(hit + size):
             hit += size
         hit -= min(align, size) if drops and hit else 0
