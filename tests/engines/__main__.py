@@ -41,7 +41,7 @@ def main() -> None:
     for name in arguments.rows or ROWS:
         results[name] = played(name, arguments.requests, environment, arguments.seed, record=arguments.record)
     if arguments.record:
-        command = [environment / "bin/python", "-m", "tests.engines.scheduler", _DATA, "--seed", str(arguments.seed)]
+        command = [environment / "bin/python", "-m", "tests.engines.scheduler", _DATA]
         subprocess.run(command, check=True, env=variables(environment))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": machine(), "vllm": VLLM, "seed": arguments.seed, "rows": results}

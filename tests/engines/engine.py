@@ -79,7 +79,12 @@ class Engine:
         """Start, without waiting."""
         events = f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{self._live}", '
         events += f'"replay_endpoint": "tcp://*:{self._replay}"}}'
-        command = [self._environment / "bin/vllm", "serve", _MODELS / self._model.name, *self._model.flags]
+        command: list[str | Path] = [
+            self._environment / "bin/vllm",
+            "serve",
+            _MODELS / self._model.name,
+            *self._model.flags,
+        ]
         command += ["--served-model-name", "tiny", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
         command += ["--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-events-config", events]

@@ -61,5 +61,5 @@ def _needs(wheel: Path) -> list[str]:
 
 
 def _pip(folder: Path, *arguments: str) -> None:
-    command = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     subprocess.run(command, check=True)

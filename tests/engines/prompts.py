@@ -11,7 +11,7 @@ _VOCABULARY = range(3, 1000)
 class Prompts:
     """Draws prompts. Equal seeds give equal prompts.
 
-    A prompt is made of words: three tokens, repeated. Such prompts differ like others, and take less room in recordings.
+    A prompt is made of words: three tokens, repeated. Prompts differ as others do, and recordings stay small.
     """
 
     def __init__(self, rng: random.Random, max_tokens: int, max_word: int = 120) -> None:
@@ -33,7 +33,7 @@ class Prompts:
         else:
             prompt = self.continued(earlier[: rng.randint(len(earlier) // 3, len(earlier))])
         prompt = prompt[: self._max_tokens]
-        if rng.random() < 0.3:  # full blocks: the engine computes the last one again, into a copy
+        if rng.random() < 0.5:  # full blocks: the engine computes the last one again, into a copy
             prompt = prompt[: max(32, len(prompt) // 32 * 32)]
         self.remember(prompt)
         return prompt
