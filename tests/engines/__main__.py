@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import machine
-from tests.engines.environment import VLLM, install, variables
+from tests.engines.engine import SglangEngine
+from tests.engines.environment import SGLANG, VLLM, install, install_sglang, variables
 from tests.engines.recording import Asked, Step, write
 from tests.engines.rows import ROWS, Game
 
@@ -34,17 +35,20 @@ def main() -> None:
     if unknown := set(arguments.rows) - set(ROWS):
         parser.error(f"unknown rows {', '.join(sorted(unknown))}; there are: {', '.join(ROWS)}")
     environment = arguments.environment.absolute()
+    rows = arguments.rows or list(ROWS)
     install(environment)
-    print(f"vLLM {VLLM}, seed {arguments.seed}\n")
+    if any(ROWS[name].engine is SglangEngine for name in rows):
+        install_sglang(environment)
+    print(f"vLLM {VLLM}, SGLang {SGLANG}, seed {arguments.seed}\n")
     print(_LINE.format("row", "groups of the model", "asked", "partial", "misread", "differ"), flush=True)
     results = {}
-    for name in arguments.rows or ROWS:
+    for name in rows:
         results[name] = played(name, arguments.requests, environment, arguments.seed, record=arguments.record)
     if arguments.record:
         command = [environment / "bin/python", "-m", "tests.engines.scheduler", _DATA]
         subprocess.run(command, check=True, env=variables(environment))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine(), "vllm": VLLM, "seed": arguments.seed, "rows": results}
+    report = {"machine": machine(), "vllm": VLLM, "sglang": SGLANG, "seed": arguments.seed, "rows": results}
     arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     print(f"\npartial: reused in part; misread: a slow reader of the events is wrong, too. Written: {arguments.json}")
     sys.exit(any(row["differ"] or row["misread"] for row in results.values()))
@@ -53,7 +57,7 @@ def main() -> None:
 def played(name: str, num_requests: int, environment: Path, seed: int, *, record: bool) -> dict[str, Any]:
     """Play a row and print its line. Returns what JSON says of it."""
     row, began = ROWS[name], time.monotonic()
-    with Game(row.model, row.num_engines, environment, seed) as game:
+    with Game(row, environment, seed) as game:
         row.play(game, num_requests)
     counts = game.num_asked, game.num_partial, game.num_misread, len(game.differences)
     print(_LINE.format(name, row.model.words, *counts), flush=True)
@@ -61,7 +65,7 @@ def played(name: str, num_requests: int, environment: Path, seed: int, *, record
         words = f"engine {each.worker} reused {each.reused} of {each.prompt_tokens} tokens"
         print(f"    request {each.number}: {words}, the index says {each.score}", flush=True)
     if record:
-        write(_DATA / f"vllm-{name}.rec", row.header, beginning(game.steps, _RECORDED))
+        write(_DATA / f"server-{name}.rec", game.header, beginning(game.steps, _RECORDED))
     figures = dict(zip(("asked", "partial", "misread", "differ"), counts, strict=True))
     seconds = round(time.monotonic() - began)
     return {**figures, "seconds": seconds, "differences": [each._asdict() for each in game.differences]}

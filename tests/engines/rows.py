@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from kvsight.choice import best_worker
 from kvsight.client import Client
 from kvsight.schemas.queries import PeerAnswer
-from tests.engines.engine import BLOCK_SIZE, MAMBA, MAX_TOKENS, ONE_GROUP, WINDOWS, Engine, Model
+from tests.engines.engine import BLOCK_SIZE, MAMBA, MAX_TOKENS, ONE_GROUP, WINDOWS, Engine, Model, SglangEngine
 from tests.engines.prompts import Prompts
 from tests.engines.recording import Asked, Header, Registration, Step
 from tests.engines.slow_reader import SlowReader
@@ -42,7 +44,7 @@ class Difference(NamedTuple):
 class Game:
     """Engines, the service that reads them, and all that happened. `with Game(...) as game:`."""
 
-    def __init__(self, model: Model, num_engines: int, environment: Path, seed: int) -> None:
+    def __init__(self, row: Row, environment: Path, seed: int) -> None:
         self.rng = random.Random(seed)
         self.prompts = Prompts(self.rng, MAX_TOKENS * 3 // 4)
         self.steps: list[Step] = []
@@ -53,7 +55,9 @@ class Game:
         self.num_misread = 0
         """Requests that the slow reader predicted wrongly: then this comparison is wrong, or vLLM has another rule."""
         folder = Path(tempfile.mkdtemp(prefix="kvsight-engines-"))
-        self.engines = [Engine(n, model, environment, folder / f"vllm-{n}.log") for n in range(num_engines)]
+        self.engines = [
+            row.engine(n, row.model, environment, folder / f"engine-{n}.log") for n in range(row.num_engines)
+        ]
         self._readers = [SlowReader(Registration()) for _ in self.engines]
         self._service = ServiceProcess(folder)
         self._client = Client(self._service.url)
@@ -78,6 +82,11 @@ class Game:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    @property
+    def header(self) -> Header:
+        """What a recording of the game is."""
+        return msgspec.structs.replace(self.engines[0].header, num_workers=len(self.engines))
 
     def compare(
         self, prompt: Sequence[int], salt: str = "", choose: Callable[[PeerAnswer], int] = lambda _: 0
@@ -197,10 +206,7 @@ class Row(NamedTuple):
     model: Model
     play: Callable[[Game, int], None]
     num_engines: int = 1
-
-    @property
-    def header(self) -> Header:
-        return self.model.header(self.num_engines)
+    engine: type[Engine] = Engine
 
 
 ROWS = {
@@ -211,4 +217,7 @@ ROWS = {
     "two-engines": Row(ONE_GROUP, chosen, 2),
     "restart": Row(WINDOWS, restarted),
     "salts": Row(ONE_GROUP, salted),
+    "sglang": Row(ONE_GROUP, one_by_one, engine=SglangEngine),
+    "sglang-bursts": Row(ONE_GROUP, bursts, engine=SglangEngine),
+    "sglang-salts": Row(ONE_GROUP, salted, engine=SglangEngine),
 }

@@ -101,8 +101,8 @@ class SlowReader:
         if group not in self._groups:
             kind = event.get("kv_cache_spec_kind", "full_attention")
             self._groups[group] = Spec(kind, size, event.get("kv_cache_spec_sliding_window"))
-        first = (event.get("extra_keys") or [None])[0]
-        salt, before = self._prefixes.get(event["parent_block_hash"], (first[-1] if first else "", ()))
+        first = (event.get("extra_keys") or [None])[0] or [event.get("cache_salt") or ""]  # vLLM's way, and SGLang's
+        salt, before = self._prefixes.get(event["parent_block_hash"], (first[-1], ()))
         if len(names) * size == len(tokens):
             for number, name in enumerate(names):
                 key = salt, (*before, *tokens[: (number + 1) * size])

@@ -93,7 +93,7 @@ async def replayed(header: Header) -> AsyncIterator[Replayed]:
                 **msgspec.to_builtins(header.registration),
             }
             await fleet.add(EngineSettings(**fields))
-        await async_wait_until(lambda: len(consumer.namespaces.views) == len(engines), what="a view of each engine")
+        await async_wait_until(lambda: len(consumer.namespaces.views) >= len(engines), what="a view of each engine")
         transport = httpx.ASGITransport(app)
         client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://t"))
         yield Replayed(header, engines, fleet, log, consumer, client)
