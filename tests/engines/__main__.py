@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ def main() -> None:
         parser.error(f"unknown rows {', '.join(sorted(unknown))}; there are: {', '.join(ROWS)}")
     environment = arguments.environment.absolute()
     rows = arguments.rows or list(ROWS)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends what was started, as Ctrl-C does
     install(environment)
     if any(ROWS[name].engine is SglangEngine for name in rows):
         install_sglang(environment)

@@ -38,11 +38,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag="b"):
-    """One message of an engine's live stream. A sequence number that goes back begins another life of the engine."""
+    """One message of an engine's live stream."""
 
     worker: int
     seq: int
     payload: bytes
+
+
+class Restarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """The engine was killed and started again: empty, with sequence numbers from 0 on."""
+
+    worker: int
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="r"):
@@ -56,7 +62,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     """Tokens that the engine reused."""
 
 
-Step: TypeAlias = Batch | Asked
+Step: TypeAlias = Batch | Restarted | Asked
 
 
 class _Recording(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from kvsight.client import Client
 from kvsight.schemas.queries import PeerAnswer
 from tests.engines.engine import BLOCK_SIZE, MAMBA, MAX_TOKENS, ONE_GROUP, WINDOWS, Engine, Model, SglangEngine
 from tests.engines.prompts import Prompts
-from tests.engines.recording import Asked, Header, Registration, Step
+from tests.engines.recording import Asked, Header, Registration, Restarted, Step
 from tests.engines.slow_reader import SlowReader
 from tests.support.servers.service_process import ServiceProcess
 from tests.support.waiting import wait_until
@@ -121,6 +121,7 @@ class Game:
         self._settled_answer([1], "")
         before = self._metric("bridge_restarts", 0)
         self.engines[0].kill()
+        self.steps.append(Restarted(0))
         self._readers[0] = SlowReader(Registration())
         self.engines[0].launch()
         self.engines[0].wait_until_ready()
