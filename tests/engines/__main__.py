@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from benchmarks.report import machine
 from tests.engines.engine import SglangEngine
 from tests.engines.environment import SGLANG, VLLM, install, install_sglang, variables
@@ -53,24 +55,34 @@ def main() -> None:
     report = {"machine": machine(), "vllm": VLLM, "sglang": SGLANG, "seed": arguments.seed, "rows": results}
     arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     print(f"\npartial: reused in part; misread: a slow reader of the events is wrong, too. Written: {arguments.json}")
-    sys.exit(any(row["differ"] or row["misread"] for row in results.values()))
+    sys.exit(any(row["differ"] or row["misread"] or row["failure"] for row in results.values()))
 
 
 def played(name: str, num_requests: int, environment: Path, seed: int, *, record: bool) -> dict[str, Any]:
     """Play a row and print its line. Returns what JSON says of it."""
-    row, began = ROWS[name], time.monotonic()
-    with Game(row, environment, seed) as game:
-        row.play(game, num_requests)
+    row, began, failure = ROWS[name], time.monotonic(), ""
+    game = Game(row, environment, seed)
+    try:
+        with game:
+            row.play(game, num_requests)
+    except (AssertionError, httpx.HTTPError) as error:
+        failure = f"{type(error).__name__}: {error}"
+        print(f"{name} has failed: {failure}", flush=True)
     counts = game.num_asked, game.num_partial, game.num_misread, len(game.differences)
     print(_LINE.format(name, row.model.words, *counts), flush=True)
     for each in game.differences[:_SHOWN]:
         words = f"engine {each.worker} reused {each.reused} of {each.prompt_tokens} tokens"
         print(f"    request {each.number}: {words}, the index says {each.score}", flush=True)
-    if record:
+    if record and not failure:
         write(_DATA / f"server-{name}.rec", game.header, beginning(game.steps, _RECORDED))
     figures = dict(zip(("asked", "partial", "misread", "differ"), counts, strict=True))
     seconds = round(time.monotonic() - began)
-    return {**figures, "seconds": seconds, "differences": [each._asdict() for each in game.differences]}
+    return {
+        **figures,
+        "failure": failure,
+        "seconds": seconds,
+        "differences": [each._asdict() for each in game.differences],
+    }
 
 
 def beginning(steps: list[Step], num_requests: int) -> list[Step]:

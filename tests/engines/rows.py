@@ -137,7 +137,7 @@ class Game:
         wait_until(self._is_read, _PATIENCE_S, "the bridge to pass on all batches")
         give_up, previous = time.monotonic() + _PATIENCE_S, None
         while time.monotonic() < give_up:
-            records = self._service.listener("0").get("seq"), self._metric("records")
+            records = self._metric("records")
             answer = self._client.query("tiny", list(prompt), cache_salt=salt or None)
             said = records, {name: held.longest_matched for name, held in answer.instances.items()}
             if said == previous:
