@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from tests.engines.prompts import Prompts
@@ -87,7 +88,6 @@ SCENARIOS = {
     "only-mamba": Scenario([Group("mamba", 32)], 60),
     "mamba-at-every-block": Scenario([Group("mamba at every block", 32), FULL], 320),
     "chunks": Scenario([Group("chunked", 32, 256), FULL], 250, Registration(attention_chunk_size=256)),
-    "only-chunks": Scenario([Group("chunked", 32, 256)], 140, Registration(attention_chunk_size=256)),
     "eagle": Scenario([FULL], 140, EAGLE),
     "eagle-windows": Scenario([Group("window", 32, 128), FULL], 250, EAGLE),
     "eagle-mamba": Scenario([MAMBA, FULL], 200, EAGLE),
@@ -168,11 +168,9 @@ class Engine:
     def _ask(self, request: Request) -> Any:
         self._publish()
         blocks, reused, request.shared_prefix_boundary = self._manager.get_computed_blocks(request)
-        if not self.steps:
-            return blocks, reused  # only chunks reuse what nobody holds
-        self.steps.append(Asked(0, list(request.all_token_ids), "", reused))
-        names = [maybe_convert_block_hash(name) for name in request.block_hashes]
-        predicted = self.reader.reused(names, request.num_tokens)
+        prompt = list(request.all_token_ids)
+        self.steps.append(Asked(0, prompt, "", reused))
+        predicted = self.reader.reused(self.reader.names_of(prompt, ""), len(prompt))
         if predicted != reused:
             self.wrong.append((reused, predicted))
         return blocks, reused
@@ -246,6 +244,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     arguments = parser.parse_args()
     init_none_hash(sha256)
+    num_wrong = 0
     for name, scenario in SCENARIOS.items():
         if arguments.names and name not in arguments.names:
             continue
@@ -267,6 +266,8 @@ def main() -> None:
         print(f"{name:24} {len(asked)} asked, {len(engine.wrong)} wrong, {size:7,} bytes; reused in fifths: {shares}")
         for reused, predicted in engine.wrong[:3]:
             print(f"    reused {reused}, the slow reader says {predicted}")
+        num_wrong += len(engine.wrong)
+    sys.exit(num_wrong > 0)
 
 
 if __name__ == "__main__":

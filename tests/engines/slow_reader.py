@@ -36,16 +36,18 @@ class SlowReader:
         self._groups: dict[int, Spec] = {}
         self._names: dict[
             tuple[str, tuple[int, ...]], int
-        ] = {}  # salt and tokens of a prefix -> hash of its last block
+        ] = {}  # salt and tokens of a prefix -> name of its last block
         self._prefixes: dict[int | None, tuple[str, tuple[int, ...]]] = {}  # the reverse
 
     def apply(self, payload: bytes) -> None:
         """Apply one batch."""
         events: list[dict[str, Any]] = msgspec.msgpack.decode(payload)[1]
+        stores = [event for event in events if event["type"] == "BlockStored"]
+        for event in sorted(stores, key=lambda each: len(each["block_hashes"]) * each["block_size"], reverse=True):
+            self._learn(event)  # those of all their tokens first
         for event in events:
             group, names = event.get("group_idx", 0), event.get("block_hashes", [])
             if event["type"] == "BlockStored":
-                self._learn(event, group, names)
                 self._copies.update((group, name) for name in names)
                 if not self._registration.count_copies:
                     self._copies.update({(group, name): 1 - self._copies[group, name] for name in names})
@@ -56,7 +58,7 @@ class SlowReader:
                 self._copies.clear()
 
     def names_of(self, prompt: Sequence[int], salt: str) -> list[int]:
-        """Return the engine's names of a prompt's blocks, as far as stores of all their tokens told them."""
+        """Return the engine's names of a prompt's blocks; 0 for those that no store named."""
         names = (self._names.get((salt, tuple(prompt[:end]))) for end in range(self._unit, len(prompt) + 1, self._unit))
         return [0 if name is None else name for name in names]
 
@@ -96,17 +98,22 @@ class SlowReader:
     def _unit(self) -> int:
         return math.gcd(*(spec.block_size for spec in self._groups.values())) or 1
 
-    def _learn(self, event: dict[str, Any], group: int, names: Sequence[int]) -> None:
-        size, tokens = event["block_size"], event["token_ids"]
+    def _learn(self, event: dict[str, Any]) -> None:
+        """Name the blocks of a store. Where some are left out, the others end at its end, or at a known block."""
+        group, size, tokens = event.get("group_idx", 0), event["block_size"], event["token_ids"]
         if group not in self._groups:
             kind = event.get("kv_cache_spec_kind", "full_attention")
             self._groups[group] = Spec(kind, size, event.get("kv_cache_spec_sliding_window"))
         first = (event.get("extra_keys") or [None])[0] or [event.get("cache_salt") or ""]  # vLLM's way, and SGLang's
         salt, before = self._prefixes.get(event["parent_block_hash"], (first[-1], ()))
-        if len(names) * size == len(tokens):
-            for number, name in enumerate(names):
-                key = salt, (*before, *tokens[: (number + 1) * size])
-                self._names[key], self._prefixes[name] = name, key
+        if event["parent_block_hash"] is not None and not before:
+            return  # children of blocks without a name
+        end = len(before) + len(tokens)
+        for name in reversed(event["block_hashes"]):
+            end = len(self._prefixes[name][1]) if name in self._prefixes else end
+            key = salt, (*before, *tokens)[:end]
+            self._names[key], self._prefixes[name] = name, key
+            end -= size
 
     def _hit(
         self, spec: Spec, groups: Sequence[int], names: Sequence[int], limit: int, align: int, *, drops: bool
