@@ -72,6 +72,10 @@ fuzz: $(VENV)/.installed-dev ## hostile bytes for every decoder; MINUTES=10 (the
 chaos: $(VENV)/.installed-dev ## faults under load, views compared with the engines' caches; MINUTES=10 SEED=1
 	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+.PHONY: engines
+engines: $(VENV)/.installed-dev ## scores against real vLLM servers on this CPU; ENVIRONMENT=folder ARGS="windows --record"
+	@$(BIN)/python -m tests.engines $(if $(ENVIRONMENT),--environment $(ENVIRONMENT)) $(ARGS)
+
 .PHONY: docs
 docs: $(VENV)/.installed-dev ## the documentation site, in build/site; fails on a broken link
 	@output=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1) || { echo "$$output" >&2; exit 1; }

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # The shell becomes the server. A background process of the shell waits for the end of a pipe whose other end only this
-# process holds. The pipe ends at the latest when this process ends, for any reason, and the server is then killed.
-_TIED_TO_US = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 $$) 2>/dev/null & exec 3<&-; exec "$@" </dev/null'
+# process holds. The pipe ends at the latest when this process ends, for any reason, and the group is then killed.
+_TIED_TO_US = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 -$$) 2>/dev/null & exec 3<&-; exec "$@" </dev/null'
 
 # These ports are below the range that Linux uses for outgoing connections. A client that retries a port in that range
 # while its server is down may connect to itself, and the server could then not restart.
