@@ -13,7 +13,9 @@ from typing import NamedTuple, TypeAlias
 from bridge.decoding.runs import AttentionSpec, MixedRun, RemovedRun, StoredRun
 from bridge.naming.hash_translator import HashNamespace
 from bridge.naming.identity import EngineRules
+from bridge.naming.media import is_device
 from kv_events.errors import InvalidValueError, shorten
+from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.streams import MAMBA_GROUP, MAX_GROUP_SIZE, Group
 from publisher.ledger import namespace_salt
 
@@ -25,6 +27,10 @@ _WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 _IGNORED_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
 """Their KV belongs to one request and is never reused."""
 _MAX_NAMESPACES = 4096
+_MAX_GROUPS = 64
+"""Each specification costs a publisher, and a namespace of the index. Engines have about ten groups."""
+_MAX_SCALE = 1024
+"""Bound on the pages in a block."""
 
 GroupIndex: TypeAlias = int | None
 """The engine's number of a group. None: its events name no group."""
@@ -90,7 +96,10 @@ class AttentionGroups:
         if not is_alone or self._stream_of.get(group) != OWN_STREAM:
             return False
         known = self._known[group]
-        return (stored.spec == known.spec or not stored.spec.kind) and stored.block_size in (0, known.block_size)
+        has_size = stored.block_size in (0, known.block_size)
+        if known.block_size == 0:
+            has_size = not is_device(*stored.location)
+        return has_size and (stored.spec == known.spec or not stored.spec.kind)
 
     def removed_from(self, group: GroupIndex) -> list[GroupIndex]:
         """The known groups that a removal affects. One that names no group removes the hash from every group."""
@@ -98,10 +107,15 @@ class AttentionGroups:
             return list(self._stream_of)
         return [group] if group in self._stream_of else []
 
-    def learn(self, run: StoredRun, *, is_on_device: bool) -> bool:
+    def learn(self, run: StoredRun) -> bool:
         """Learn the group of a store. Returns whether this was news. Only stores on the device tell block sizes."""
         group, known = run.attention_group, self._known.get(run.attention_group)
-        size = run.block_size if is_on_device and run.num_positions else 0
+        if known is None and len(self._known) == _MAX_GROUPS:
+            is_news = not self.problem
+            self.problem = f"it has more than {_MAX_GROUPS} attention groups"
+            return is_news
+        is_size = is_device(*run.location) and 1 <= run.block_size <= min(MAX_BLOCK_SIZE, run.num_positions)
+        size = run.block_size if is_size else 0
         if known is not None:
             spec = run.spec if run.spec.kind else known.spec
             learned = _Known(spec, known.block_size or size, known.has_parts or 0 < size < known.block_size)
@@ -128,15 +142,17 @@ class AttentionGroups:
         """Give each group its stream."""
         self.problem = ""
         counted = {g: known for g, known in self._known.items() if known.spec.kind not in _IGNORED_KINDS}
-        self._unit = gcd(*(known.block_size for known in counted.values()))
+        sizes = {known.block_size for known in counted.values() if known.block_size}
+        self._unit = gcd(*sizes)
+        if max(sizes, default=0) > _MAX_SCALE * self._unit:
+            self.problem = f"its attention groups have blocks of {min(sizes)} and of {max(sizes)} tokens"
+            self._unit = 0
         self._stream_of = {group: self._name(group, known) for group, known in self._known.items()}
         self.streams = dict(Counter(stream for stream in self._stream_of.values() if stream is not None))
-        step = lcm(*(known.block_size for known in counted.values() if known.block_size))
+        step = lcm(*sizes)
         reuses_parts = any(known.has_parts and known.spec.kind == "mamba" for known in counted.values())
-        if step > MAX_GROUP_SIZE:
-            self.problem = f"the block sizes of its attention groups have the least common multiple {step}"
-        elif step > self._unit and not reuses_parts:
-            self.streams[Group("step", step).name] = 1
+        if step > self._unit > 0 and not reuses_parts:
+            self.streams[Group("step", min(step, MAX_GROUP_SIZE)).name] = 1
         if self.streams and OWN_STREAM not in self.streams:
             self.streams["nofull"] = 1
         if self._rules.eagle:

@@ -136,7 +136,7 @@ class EventTranslator:
         """Apply the runs that waited for the end of a batch: those of full attention first."""
         waiting, self._waiting = self._waiting, []
         parts = [part for run in waiting for part in (run.parts() if isinstance(run, MixedRun) else (run,))]
-        news = [self._learn(part) for part in parts if isinstance(part, StoredRun)]
+        news = [self._groups.learn(part) for part in parts if isinstance(part, StoredRun)]
         if any(news):
             self._open_streams()
             if self._groups.problem:
@@ -171,9 +171,6 @@ class EventTranslator:
 
     def _new_mapper(self) -> TierMapper:
         return TierMapper(self._counters, self._limited_logger, counts_copies=self._identity.rules.count_copies)
-
-    def _learn(self, run: StoredRun) -> bool:
-        return self._groups.learn(run, is_on_device=is_device(*run.location))
 
     def _open_streams(self) -> None:
         """Open the streams that the groups need, once the block size is known, and close all others."""

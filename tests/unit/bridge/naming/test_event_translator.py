@@ -228,6 +228,20 @@ def test_a_group_whose_rule_is_not_known_is_a_problem(fields: dict[str, Any]) ->
     assert fields["kv_cache_spec_kind"] in rig.translator.problem
 
 
+def test_very_different_block_sizes_are_a_problem_and_cost_nothing() -> None:
+    rig = Rig().take(stored([7], TOKENS[:1], 1, **of_group(0, "full_attention")))
+    rig.take(stored([8], [1] * 5000, 5000, **of_group(1, "mla_attention")), removed([8], "GPU", group_idx=1))
+    assert "5000 tokens" in rig.translator.problem
+
+
+def test_an_engine_with_very_many_groups_is_a_problem_and_gets_no_more_streams() -> None:
+    rig = Rig().take(
+        *(stored([7], TOKENS[:4], **of_group(number, "sliding_window", 2 + number)) for number in range(99))
+    )
+    assert len(rig.groups) == 66  # those of 64 groups, the worker's own, and that it has no full attention
+    assert "64 attention groups" in rig.translator.problem
+
+
 def test_chunks_need_the_size_that_the_registration_names() -> None:
     stores = [stored(HASHES, TOKENS, **of_group(n, kind)) for n, kind in ((0, ""), (1, "chunked_local_attention"))]
     assert "attention_chunk_size" in Rig().take(*stores).translator.problem
