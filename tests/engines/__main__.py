@@ -22,7 +22,7 @@ from tests.engines.rows import ROWS, Game
 _RECORDED = 100
 _DATA = Path("tests/data/engines")
 _SHOWN = 5
-_LINE = "{:<13}{:<34}{:>7}{:>8}{:>8}{:>8}"
+_LINE = "{:<15}{:<33}{:>6}{:>8}{:>8}{:>8}"
 
 
 def main() -> None:
