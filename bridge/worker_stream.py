@@ -143,8 +143,12 @@ class WorkerStream:
             await self.settle()
             if clear:
                 self._translator.clear()
-            goodbye = not self.is_replaced
-            await asyncio.gather(*(each.aclose(deadline_s, goodbye=goodbye) for each in self._translator.publishers))
+            await asyncio.gather(
+                *(
+                    each.aclose(deadline_s, goodbye=not self.is_replaced or each.stream != self.stream)
+                    for each in self._translator.publishers
+                )
+            )
         finally:
             self._home.release(self)
 

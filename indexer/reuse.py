@@ -18,13 +18,14 @@ import numpy.typing as npt
 from indexer.freshness import Freshness
 from indexer.index import Matches
 from indexer.namespaces import GroupStreams, Namespace
-from indexer.view_columns import FAULT_CLOSED
 from indexer.views import STATES, View, ViewState
 from kv_events.hashing import U64Array
 from kv_events.streams import Group, parse_group
 
 _NO_STREAM = -1
 _NO_FULL = "nofull"
+_MAX_ROUNDS = 256
+"""Engines need a few. A stream that needs more gets no score, so that it cannot make queries slow."""
 _EXPIRED = STATES.index(ViewState.EXPIRED)
 
 _Trim = Callable[[npt.NDArray[np.int64]], bool]
@@ -56,12 +57,12 @@ def reusable(
     groups = {name: group for name, group in namespace.groups.items() if only is None or name in only}
     found = matches.streams
     if _NO_FULL in groups:
-        found = _with_unlimited(namespace, len(hashes), matches)
+        found = _with_unlimited(namespace, len(hashes), matches, freshness)
     rules = _Rules(len(found), namespace.key.block_size)
     states = np.zeros(len(matches.pages), np.uint8)
     lengths = matches.pages[found].astype(np.int64)
     for name, group in groups.items():
-        streams = _streams_in(namespace, name, group)[found]
+        streams = _streams_in(namespace, name, group, freshness)[found]
         has_group = streams != _NO_STREAM
         group_states = np.where(has_group, freshness.states(group.columns, streams), 0).astype(np.uint8)
         lengths[group_states == _EXPIRED] = 0
@@ -72,9 +73,11 @@ def reusable(
     return Reuse(Matches(found[lengths[:, -1] > 0], matches.pages), states)
 
 
-def _with_unlimited(namespace: Namespace, num_pages: int, matches: Matches) -> npt.NDArray[np.int32]:
+def _with_unlimited(
+    namespace: Namespace, num_pages: int, matches: Matches, freshness: Freshness
+) -> npt.NDArray[np.int32]:
     """Return the found streams and those without full attention, for which every page counts as held."""
-    streams = _streams_in(namespace, _NO_FULL, namespace.groups[_NO_FULL])
+    streams = _streams_in(namespace, _NO_FULL, namespace.groups[_NO_FULL], freshness)
     unlimited = np.flatnonzero(streams != _NO_STREAM).astype(np.int32)
     matches.pages[unlimited] = num_pages
     return np.union1d(matches.streams, unlimited)
@@ -106,13 +109,14 @@ def stream_reuse(
         return tuple(own.pages[view.number].tolist())
 
     groups = {name: view_in for name, group in namespace.groups.items() if (view_in := group.by_rank.get(_rank(view)))}
-    groups = {name: each for name, each in groups.items() if not each.is_closed}
+    expired = {name for name, each in groups.items() if freshness.state(each) is ViewState.EXPIRED}
+    groups = {name: each for name, each in groups.items() if name not in expired or not _is_gone(view, each)}
     unlimited = {_NO_FULL} & groups.keys()
     return StreamReuse(
         lengths(groups, num_positions),
         {name: lengths({name} | unlimited)[-1] for name in groups.keys() - unlimited},
         not unlimited,
-        frozenset(name for name, each in groups.items() if freshness.state(each) is ViewState.EXPIRED),
+        frozenset(expired & groups.keys()),
     )
 
 
@@ -150,8 +154,11 @@ class _Rules:
         lengths -= lengths % self._steps[:, np.newaxis]
         longest = int(lengths.max(initial=0))
         steps = [self._step(*group, hashes, longest) for group in self._groups]
-        while any(step(lengths) for step in steps):
-            pass  # all groups must allow a prefix to end at the same page
+        for _ in range(_MAX_ROUNDS):  # all groups must allow a prefix to end at the same page
+            before = lengths.copy()
+            if not any([step(lengths) for step in steps]):  # noqa: C419  (all of them)
+                return
+        lengths[(lengths != before).any(axis=1)] = 0
 
     def _step(
         self, group: Group, namespace: Namespace, streams: npt.NDArray[np.int64], hashes: U64Array, longest: int
@@ -164,10 +171,11 @@ class _Rules:
         return partial(namespace.index.trim_to_reusable, holders, streams, rule, self._steps, behind)
 
 
-def _streams_in(namespace: Namespace, name: str, group: Namespace) -> npt.NDArray[np.int64]:
+def _streams_in(namespace: Namespace, name: str, group: Namespace, freshness: Freshness) -> npt.NDArray[np.int64]:
     """Return int64[streams]: the number that each stream of the namespace has in its group, -1 if it has none.
 
-    A closed group stream does not count: the engine came back without the group.
+    A group stream that was closed, or that has expired since the worker began a newer epoch, does not count: the engine
+    came back without the group.
     """
     changes = (namespace.num_changes, group.num_changes)
     kept = namespace.group_streams.get(name)
@@ -177,7 +185,19 @@ def _streams_in(namespace: Namespace, name: str, group: Namespace) -> npt.NDArra
             found = group.by_rank.get(_rank(view))
             streams[number] = _NO_STREAM if found is None else found.number
         kept = namespace.group_streams[name] = GroupStreams(group, changes, streams)
-    return np.where(group.columns.faults[kept.streams] == FAULT_CLOSED, _NO_STREAM, kept.streams)
+    streams = kept.streams
+    ended = (streams != _NO_STREAM) & (freshness.states(group.columns, streams) == _EXPIRED)
+    if ended.any():
+        streams = streams.copy()
+        for number in np.flatnonzero(ended).tolist():
+            if _is_gone(namespace.views[number], group.views[int(streams[number])]):
+                streams[number] = _NO_STREAM
+    return streams
+
+
+def _is_gone(view: View, in_group: View) -> bool:
+    """Return whether an expired group stream belongs to an earlier life of its worker."""
+    return in_group.is_closed or in_group.epoch < view.epoch
 
 
 def _rank(view: View) -> tuple[str, int]:

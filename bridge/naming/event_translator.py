@@ -4,8 +4,8 @@ Pages are hashed here, where their tokens are. A page that cannot be hashed, or 
 prefix, is left out and counted: a missing page costs a router less than one that does not exist.
 
 Attention groups other than full attention are published in streams of their own (see `attention_groups`). Their stores
-may leave out blocks, which are named by the stores of full attention in the same batch. They therefore wait for the end
-of the batch, as everything does that follows the first store of a group.
+may leave out blocks, which are named by the stores of full attention in the same message. They therefore wait for the
+end of the messages that are decoded together, as everything does that follows the first store of a group.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class EventTranslator:
         parts = [part for run in waiting for part in (run.parts() if isinstance(run, MixedRun) else (run,))]
         news = [self._groups.learn(part) for part in parts if isinstance(part, StoredRun)]
         if any(news):
+            self._resize()
+        if any(news) or any(mapper.publisher is None for mapper in self._mappers.values()):
             self._open_streams()
-            if self._groups.problem:
-                self._limited_logger.warning("%s", self._groups.problem)
         for part in parts:
             self._apply_to_own_stream(part)
         for part in parts:
@@ -193,8 +193,9 @@ class EventTranslator:
         own = self._mappers[OWN_STREAM]
         match run:
             case StoredRun():
-                if self._groups.stream_of(run.attention_group) == OWN_STREAM:
-                    self._store(run, self._groups.namespace(run.attention_group))
+                for group in self._groups.stored_in(run.attention_group):
+                    if self._groups.stream_of(group) == OWN_STREAM:
+                        self._store(run._replace(attention_group=group), self._groups.namespace(group))
             case RemovedRun():
                 for group in self._groups.removed_from(run.attention_group):
                     namespace = self._groups.namespace(group)
@@ -207,10 +208,11 @@ class EventTranslator:
     def _change(self, run: MixedRun) -> None:
         """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
         stored = run.stored
-        namespace = self._groups.namespace(stored.attention_group)
+        (group,) = self._groups.stored_in(stored.attention_group)
+        namespace = self._groups.namespace(group)
         is_on_device = is_device(*stored.location)
         has_our_size = not stored.num_positions or self._size.admits(stored.block_size, is_on_device=is_on_device)
-        if namespace is None or not has_our_size:
+        if namespace is None or not has_our_size or self._groups.scale(group) != 1:
             for part in run.parts():
                 self._apply_to_own_stream(part)
         else:
@@ -219,9 +221,10 @@ class EventTranslator:
     def _apply_to_groups(self, run: StoredRun | RemovedRun) -> None:
         """Apply what a run says of other groups than full attention."""
         hashes = run.block_hashes if isinstance(run, RemovedRun) else run.events.block_hashes
-        groups = [run.attention_group]
         if isinstance(run, RemovedRun):
             groups = self._groups.removed_from(run.attention_group)
+        else:
+            groups = self._groups.stored_in(run.attention_group) or [run.attention_group]
         for group in groups:
             name, namespace = self._groups.stream_of(group), self._namespace(group, len(hashes))
             if name == OWN_STREAM or namespace is None:
@@ -247,7 +250,7 @@ class EventTranslator:
         if namespace is None:
             return
         if run.num_positions == 0:
-            pages = self._namer.look_up(run, namespace)
+            pages = self._namer.look_up(with_pages(run, self._groups.scale(run.attention_group)), namespace)
         else:
             whole = self._whole_pages(run)
             if whole is None:
@@ -292,6 +295,12 @@ class EventTranslator:
         ):
             self._begin_with_size(size)
         return self._size.admits(size, is_on_device=is_on_device)
+
+    def _resize(self) -> None:
+        """Use pages of another size at once if a new group needs it: no store would fit them otherwise."""
+        size = self._groups.page_size
+        if size and not self._size.is_registered and self._size.tokens not in (None, size):
+            self._begin_with_size(size)
 
     def _begin_with_size(self, block_size: int) -> None:
         self.open_publisher(block_size)

@@ -21,6 +21,10 @@ from kv_events.rate_limited_logger import RateLimitedLogger
 
 _seed_of = lru_cache(4096)(namespace_seed)
 
+_MAX_GAPPED_PAGES = 8192
+"""Pages of an event that leaves out blocks. Engines send one for each step of the scheduler."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
 
 class PageNamer:
     """Names the pages of one worker's stores, and remembers their names in its `HashTranslator`."""
@@ -96,10 +100,11 @@ class PageNamer:
         or at the end: engines leave out blocks at the beginnings of windows and chunks only.
         """
         hashes, num_pages = run.events.block_hashes, run.num_positions // run.block_size * scale
-        if run.num_positions % run.block_size or any(run.extra_keys[1:]):  # the entries do not say whose they are
+        is_too_long = num_pages > _MAX_GAPPED_PAGES
+        if is_too_long or run.num_positions % run.block_size or any(run.extra_keys[1:]):  # whose, the keys do not say
             self._counters.unresolved_pages += len(hashes) - len(known.columns.hashes)
             return known
-        pages = hashes[-1:] ^ derived(num_pages + 1)[:-1]  # names that nothing else has
+        pages = hashes[-1:] ^ (np.arange(1, num_pages + 1, dtype=np.uint64) * _SPREAD)  # names that nothing else has
         events = run.events._replace(block_hashes=pages, lengths=np.array([num_pages], np.int64))
         named = self.by_tokens(run._replace(events=events, block_size=run.block_size // scale), namespace)
         name_at = named.columns.hashes[scale - 1 :: scale].tolist()

@@ -16,7 +16,7 @@ class PageSize:
         """Tokens a page; None until the first store."""
         self.mismatch = ""
         """Names both sizes while stores arrive and none has the registered size; else empty."""
-        self._is_registered = self._is_proved = registered is not None
+        self.is_registered = self._is_proved = registered is not None
         self._has_matched = False
         self._refused = 0  # device stores since the last one that matched
 
@@ -25,7 +25,7 @@ class PageSize:
 
         Device stores do if no device store proved the assumed size, or if none has matched it for long.
         """
-        if self._is_registered or size == self.tokens:
+        if self.is_registered or size == self.tokens:
             return False
         self._refused += num_stores * is_on_device
         return self.tokens is None or (is_on_device and (not self._is_proved or self._refused > _MAX_REFUSED))
@@ -37,7 +37,7 @@ class PageSize:
 
     def forget_proof(self) -> None:
         """Keep the size as an assumption only, because the engine may have been replaced."""
-        self._is_proved, self._has_matched, self._refused, self.mismatch = self._is_registered, False, 0, ""
+        self._is_proved, self._has_matched, self._refused, self.mismatch = self.is_registered, False, 0, ""
 
     def admits(self, size: int, *, is_on_device: bool) -> bool:
         """Whether a store has the stream's size."""
@@ -45,6 +45,6 @@ class PageSize:
             self._is_proved = self._is_proved or is_on_device
             self._has_matched, self._refused, self.mismatch = True, 0, ""
             return True
-        if self._is_registered and not self._has_matched:
+        if self.is_registered and not self._has_matched:
             self.mismatch = f"block size {size}, registered with {self.tokens}"
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +100,9 @@ class EnginePublisher:
             self._translator.clear()
             if self._replacing is not None:
                 self._replacing.join(_CLOSE_S)
+            deadline = time.monotonic() + _CLOSE_S
             for publisher in self._translator.publishers:
-                publisher.close(_CLOSE_S)
+                publisher.close(max(0.0, deadline - time.monotonic()))
             self._end_metrics()
         except Exception:  # at interpreter exit a sink may be unable to start threads
             logger.exception("the end of %s could not be published", self._settings.stream.key)

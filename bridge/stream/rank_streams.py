@@ -162,24 +162,29 @@ class RankStreams:
                 continue
             self._counters.bad_ranks += batch.num_bad_ranks
             stream = self._stream(batch.rank)
+            touched = {stream}
             for run, num_events in batch.runs:
                 self._counters.events += num_events
-                self._apply_run(run, stream)
+                touched.add(self._apply_run(run, stream))
                 if isinstance(run, BadEvent):
                     between = int(batches.seqs[0]), int(batches.seqs[-1])
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
                         self.lose(1)
-            if batch.is_complete and stream is not None:
-                stream.end_batch()
-                if stream.problem:
-                    self.warn("its view is degraded: %s", stream.problem)
+            for each in touched if batch.is_complete else ():
+                if each is None:
+                    continue
+                each.end_batch()
+                if each.problem:
+                    self.warn("the view of rank %d is degraded: %s", each.stream.dp_rank, each.problem)
 
-    def _apply_run(self, run: Run, stream: WorkerStream | None) -> None:
+    def _apply_run(self, run: Run, stream: WorkerStream | None) -> WorkerStream | None:
+        """Returns the stream of the rank that the run concerns."""
         if isinstance(run, MooncakeEvent) and run.dp_rank is not None:
             stream = self._stream(run.dp_rank)
         if stream is not None:
             stream.apply(run)
+        return stream
 
     def _stream(self, rank: int | None) -> WorkerStream | None:
         """The stream of the rank that events name, or of the registered rank if they name none.

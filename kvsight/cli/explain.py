@@ -112,6 +112,8 @@ def _columns(workers: Sequence[WorkerExplanation]) -> Iterator[Column]:
         yield Column("rank", [str(worker.dp_rank) for worker in workers], is_number=True)
     held = [f"{worker.held['external']}/{worker.num_pages}" for worker in workers]
     yield Column("pages", held, is_number=True)
+    if any(worker.cause in ("group", "last_token") for worker in workers):
+        yield Column("reusable", [str(worker.reusable["external"]) for worker in workers], is_number=True)
     if any(worker.held["gpu"] != worker.held["external"] for worker in workers):
         yield Column("gpu", [str(worker.held["gpu"]) for worker in workers], is_number=True, rank=2)
     yield Column("state", [worker.state or "" for worker in workers], rank=3)

@@ -177,6 +177,27 @@ def test_an_expired_group_stream_holds_nothing(views: Views) -> None:
     assert views.reusable() == {"fresh": 4}
 
 
+def test_an_expired_group_stream_of_an_earlier_life_does_not_count(views: Views) -> None:
+    own = Stream()
+    views.hold(mamba(), 1, now=80.0)
+    own.restart()
+    views.hold(own, 1, 2)
+    assert views.reusable() == {"w0": 4}
+    views.freshness = Freshness(10.0, 85.0)
+    for tick in range(85, 101):
+        views.freshness.note_log_read(float(tick))
+    assert views.reusable() == {"w0": 8}
+
+
+def test_groups_that_disagree_at_every_page_cost_little_and_give_no_score(views: Views) -> None:
+    """Each round of agreement would shorten the prefix by one page."""
+    pages = range(1, 900)
+    views.hold(Stream(), *pages)
+    views.hold(mamba(), *pages[::2])
+    views.hold(swa(1), *pages[1::2])
+    assert views.reusable(np.arange(1, 900, dtype=np.uint64)) == {}
+
+
 def test_groups_of_another_tenant_block_size_or_model_do_not_count(views: Views) -> None:
     views.hold(Stream(), 1, 2)
     views.hold(Stream(model="m#mamba", tenant="other"), 1)

@@ -59,7 +59,7 @@ def test_a_fifth_medium_begins_another_run() -> None:
         stored([9], TOKENS[:4], lora_id=1),
         stored([9], TOKENS[:4], cache_salt="s"),
         stored([9], TOKENS[:4], group_idx=1),
-        stored([9], TOKENS[:4], kv_cache_spec_kind="mamba"),
+        stored([9], TOKENS[:4], kv_cache_spec_kind="cross_attention"),
         stored([9], TOKENS[:4], extra_keys=[["x"]]),
         stored([9], [[1, 2], [2, 3], [3, 4], [4, 5]]),
         stored([9], TOKENS[:3]),
@@ -111,7 +111,7 @@ MEDIA = ["GPU", "GPU", "GPU", None, "CPU", "DISK", "FLOPPY"]
 def random_event(rng: random.Random) -> Event:
     """Return an event with few different hashes, so that they repeat. Some are assigned to other pages later."""
     medium, choice = rng.choice(MEDIA), rng.random()
-    fields: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"} if choice > 0.97 else {}
+    fields: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "cross_attention"} if choice > 0.97 else {}
     if choice < 0.4:
         return removed([rng.randrange(1, 12) for _ in range(rng.randint(0, 3))], medium, **fields)
     num_pages = rng.randint(1, 3)
@@ -130,7 +130,7 @@ def random_event(rng: random.Random) -> Event:
 def test_a_batch_means_what_its_events_mean_one_by_one(seed: int, num_events: int) -> None:
     rng = random.Random(seed)
     events = [random_event(rng) for _ in range(num_events)]
-    known = stored([1], [1, 1], 2), stored([1], [1, 1], 2, group_idx=1, kv_cache_spec_kind="mamba")
+    known = stored([1], [1, 1], 2), stored([1], [1, 1], 2, group_idx=1, kv_cache_spec_kind="cross_attention")
     together, alone = Noted().take(*known), Noted().take(*known)
     assert together.changes() == alone.changes()
     together.take(*events, form="map")

@@ -192,6 +192,18 @@ def test_a_page_is_held_while_all_groups_of_full_attention_hold_it() -> None:
     assert rig.take(stored([12], TOKENS[4:8], parent=11, **of_group(1, kinds[1]))).pages == on(GPU, NAMES)
 
 
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_storage_that_names_no_group_speaks_for_full_attention(is_known_before: bool) -> None:
+    rig = Rig()
+    device = stored(HASHES, TOKENS, **of_group(0, "full_attention"))
+    window = stored(HASHES, TOKENS, **of_group(1, "sliding_window", 9))
+    rig.take(device, window) if is_known_before else rig.take(stored(HASHES[:1], TOKENS[:4], medium="CPU"))
+    rig.take(device, stored(HASHES[:3], [], 0, medium="CPU"))
+    assert rig.pages == on(GPU, NAMES) | on(CPU, NAMES[:3])
+    rig.take(removed(HASHES[:2], "CPU"), removed(HASHES[3:], "GPU", group_idx=0))
+    assert rig.pages & on(CPU, NAMES) == on(CPU, NAMES[2:3])
+
+
 def test_a_group_that_comes_later_takes_off_what_it_does_not_hold() -> None:
     rig = Rig().take(stored(HASHES, TOKENS, **of_group(0, "full_attention")))
     assert rig.pages == on(GPU, NAMES)
@@ -238,8 +250,43 @@ def test_an_engine_with_very_many_groups_is_a_problem_and_gets_no_more_streams()
     rig = Rig().take(
         *(stored([7], TOKENS[:4], **of_group(number, "sliding_window", 2 + number)) for number in range(99))
     )
-    assert len(rig.groups) == 66  # those of 64 groups, the worker's own, and that it has no full attention
-    assert "64 attention groups" in rig.translator.problem
+    assert len(rig.groups) == 18  # those of 16 groups, the worker's own, and that it has no full attention
+    assert "16 attention groups" in rig.translator.problem
+    rig.take(stored([9], TOKENS[:4], **of_group(0, "sliding_window", 2)))
+    assert "16 attention groups" in rig.translator.problem
+
+
+def test_a_group_that_changes_its_rule_is_a_problem_and_gets_no_other_stream() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, **of_group(0, "full_attention")))
+    for window in range(5, 50):
+        rig.take(stored(HASHES, TOKENS, **of_group(1, "sliding_window", window)))
+    assert set(rig.groups) == {"", "swa:4"}
+    assert "attention group 1 became" in rig.translator.problem
+
+
+def test_a_store_without_kind_and_tokens_does_not_make_a_group_of_full_attention() -> None:
+    rig = Rig().take(stored(HASHES, TOKENS, **of_group(0, "full_attention")))
+    rig.take(stored(HASHES, [], 0, medium="CPU", group_idx=1))
+    assert rig.pages == on(GPU, NAMES)
+
+
+def test_the_first_store_of_a_group_may_be_a_part_of_a_block() -> None:
+    full, window = of_group(0, "full_attention"), of_group(1, "sliding_window", 9)
+    rig = Rig(block_size=4).take(stored([11], TOKENS[:4], **full), stored([11], TOKENS[:4], **window))
+    rig.take(removed([11], "GPU", group_idx=0), stored([12, 14], TOKENS, 8, **full), stored(HASHES, TOKENS, **window))
+    assert rig.groups == {"": on(GPU, NAMES), "swa:8": on(GPU, NAMES), "step:8": set()}
+    rig.take(stored([12], [], 0, medium="CPU", **full))
+    assert rig.pages == on(GPU, NAMES) | on(CPU, NAMES[:2])
+    rig.take(removed([12, 14], "GPU", group_idx=0), removed([12], "CPU", group_idx=0))
+    assert rig.pages == set()
+
+
+def test_a_group_with_smaller_blocks_changes_the_pages_at_once() -> None:
+    rig = Rig().take(stored([12, 14], TOKENS, 8, **of_group(0, "full_attention")))
+    rig.take(stored(HASHES, TOKENS, **of_group(1, "sliding_window", 9)))
+    assert rig.translator.block_size == 4
+    rig.take(stored([12, 14], TOKENS, 8, **of_group(0, "full_attention")))
+    assert rig.pages == on(GPU, NAMES)
 
 
 def test_chunks_need_the_size_that_the_registration_names() -> None:
