@@ -175,12 +175,12 @@ def _hold_block(ledger, entry, block_hash, sequence_hash, parent, is_shared):
 
 
 @array_helper
-def _release_block(ledger, entry, page, is_shared):
+def _release_block(ledger, entry, page, num_groups, is_shared):
     """Release a block that is no longer on any medium, and its page if no other block carries it."""
     ledger.blocks.tally[HELD] -= 1
     if not is_shared:
         remove(ledger.blocks.table, entry)
-    if ledger.page_media[page] == 0 and (ledger.num_groups[0] == 1 or _has_no_block(ledger, page)):
+    if ledger.page_media[page] == 0 and (num_groups == 1 or _has_no_block(ledger, page)):
         remove(ledger.pages, page)
 
 
@@ -217,10 +217,10 @@ def _parent_name(ledger, key):
 
 
 @array_helper
-def _add_copy(ledger, page, medium):
+def _add_copy(ledger, page, medium, num_groups):
     """Count one more block that carries the page on a medium. Returns True if the page is now held there."""
     ledger.page_copies[medium, page] += np.uint32(1)
-    if ledger.page_copies[medium, page] != ledger.num_groups[0]:
+    if ledger.page_copies[medium, page] != num_groups:
         ledger.counts[_STORED_AGAIN] += 1
         return False
     ledger.page_media[page] |= np.uint8(1 << medium)
@@ -231,10 +231,10 @@ def _add_copy(ledger, page, medium):
 
 
 @array_helper
-def _drop_copy(ledger, page, medium):
+def _drop_copy(ledger, page, medium, num_groups):
     """Count one block less that carries the page on a medium. Returns True if the page is no longer held there."""
     ledger.page_copies[medium, page] -= np.uint32(1)
-    if ledger.page_copies[medium, page] != ledger.num_groups[0] - 1:
+    if ledger.page_copies[medium, page] != num_groups - 1:
         return False
     _leave_medium(ledger, page, medium)
     return True
@@ -267,7 +267,7 @@ def _take_from_block(blocks, entry, medium, is_copy):
 
 
 @array_helper
-def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
+def _store_block(ledger, queue, entry, block_hash, name, parent, medium, num_groups):
     """Store a known block on a medium.
 
     Returns the sequence hash of its page and whether the page became resident on the medium.
@@ -282,14 +282,14 @@ def _store_block(ledger, queue, entry, block_hash, name, parent, medium):
         ledger.counts[_STORED_AGAIN] += 1
         return name, False
     ledger.blocks.columns[entry, STATE] |= bit
-    is_new = _add_copy(ledger, page, medium)
+    is_new = _add_copy(ledger, page, medium, num_groups)
     if is_new:
         _queue_store(ledger, queue, page, medium, name, block_hash, parent)
     return name, is_new
 
 
 @array_helper
-def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry, is_shared):
+def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entry, num_groups, is_shared):
     """Store the pages of one event.
 
     entry: entry of the block stored before, next to which the first block is expected. Returns the sequence hash of
@@ -307,7 +307,7 @@ def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entr
         if entry < 0:
             ledger.counts[_LEDGER_FULL] += 1
         else:
-            name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium)
+            name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium, num_groups)
         parent = name
     return name, entry
 
@@ -329,7 +329,7 @@ def _find_blocks(ledger, block_hashes, start, stop, salt, entry, is_shared):
 
 
 @array_helper
-def _remove_block(ledger, queue, entry, block_hash, medium, is_copy, is_shared):
+def _remove_block(ledger, queue, entry, block_hash, medium, is_copy, num_groups, is_shared):
     """Remove one copy of a block from a medium, or all copies.
 
     entry: the entry found before other blocks of the event were removed. If the event contains the block twice, its
@@ -342,16 +342,16 @@ def _remove_block(ledger, queue, entry, block_hash, medium, is_copy, is_shared):
     if _take_from_block(ledger.blocks, entry, medium, is_copy):
         return
     page = np.int64(ledger.blocks.columns[entry, PAGE])
-    if _drop_copy(ledger, page, medium):
+    if _drop_copy(ledger, page, medium, num_groups):
         _queue_removal(ledger, queue, page, medium, block_hash)
     ledger.blocks.columns[entry, STATE] &= ~bit
     if not is_held(ledger.blocks, entry):
         ledger.blocks.columns[entry, STATE] &= ~np.uint32(COPIED)
-        _release_block(ledger, entry, page, is_shared)
+        _release_block(ledger, entry, page, num_groups, is_shared)
 
 
 @array_helper
-def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_copy, is_shared):
+def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_copy, num_groups, is_shared):
     """Remove the pages of one event.
 
     Returns the entry of the last block, next to which the first block of the next event is expected.
@@ -360,7 +360,9 @@ def _remove(ledger, queue, block_hashes, start, stop, salt, medium, entry, is_co
         end = min(first + FOUND_BLOCKS, stop)
         entry = _find_blocks(ledger, block_hashes, first, end, salt, entry, is_shared)
         for i in range(first, end):
-            _remove_block(ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_copy, is_shared)
+            _remove_block(
+                ledger, queue, ledger.found[i - first], block_hashes[i], medium, is_copy, num_groups, is_shared
+            )
     return entry
 
 
@@ -381,6 +383,7 @@ def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
         previous_key, previous_name, is_held = _NO_HASH, _NO_HASH, False  # the page stored last
         stored, removed = np.int64(-1), np.int64(-1)
         start = event = 0
+        num_groups = np.uint32(ledger.num_groups[0])
         while event < pages.lengths.shape[0]:
             kind, stop = np.int64(kinds[event]), start + pages.lengths[event]
             if kind < REMOVAL:
@@ -388,7 +391,9 @@ def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
                 if pages.has_parent[event]:
                     key = pages.parents[event] ^ salt
                     parent = previous_name if is_held and key == previous_key else _parent_name(ledger, key)
-                name, stored = _store(ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, is_shared)
+                name, stored = _store(
+                    ledger, queue, pages, start, stop, parent, salt, kind, queued, stored, num_groups, is_shared
+                )
                 if stop > start:
                     previous_key, previous_name, is_held = pages.block_hashes[stop - 1] ^ salt, name, True
             elif kind < CLEARED or COPY_REMOVAL <= kind < COPY_REMOVAL + NUM_MEDIA:
@@ -398,7 +403,17 @@ def make_change_pages(*, is_shared: bool) -> Callable[..., None]:
                 is_copy = kind >= COPY_REMOVAL
                 medium = kind - COPY_REMOVAL if is_copy else kind - REMOVAL
                 removed = _remove(
-                    ledger, queue, pages.block_hashes, start, stop, salt, medium, removed, is_copy, is_shared
+                    ledger,
+                    queue,
+                    pages.block_hashes,
+                    start,
+                    stop,
+                    salt,
+                    medium,
+                    removed,
+                    is_copy,
+                    num_groups,
+                    is_shared,
                 )
                 is_held = False
             start = stop

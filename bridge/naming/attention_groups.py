@@ -102,11 +102,15 @@ class AttentionGroups:
         if isinstance(run, RemovedRun):
             return all(self._stream_of[group] == OWN_STREAM for group in self.removed_from(run.attention_group))
         stored = run.stored if isinstance(run, MixedRun) else run
-        groups = self.stored_in(stored.attention_group)
-        is_alone = isinstance(run, StoredRun) or self.removed_from(stored.attention_group) == groups
-        if not is_alone or len(groups) != 1 or self._stream_of[groups[0]] != OWN_STREAM:
+        known = self._known.get(stored.attention_group)
+        if known is None or len(self._known) > 1:  # not the only group
+            groups = self.stored_in(stored.attention_group)
+            is_alone = isinstance(run, StoredRun) or self.removed_from(stored.attention_group) == groups
+            if not is_alone or len(groups) != 1:
+                return False
+            known = self._known[groups[0]]
+        if known.spec.kind not in _FULL_KINDS:
             return False
-        known = self._known[groups[0]]
         has_size = stored.block_size in (0, known.block_size)
         if known.block_size == 0:
             has_size = not is_device(*stored.location)

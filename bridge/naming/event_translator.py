@@ -134,6 +134,8 @@ class EventTranslator:
 
     def end_batch(self) -> None:
         """Apply the runs that waited for the end of a batch: those of full attention first."""
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
         parts = [part for run in waiting for part in (run.parts() if isinstance(run, MixedRun) else (run,))]
         news = [self._groups.learn(part) for part in parts if isinstance(part, StoredRun)]
@@ -208,7 +210,7 @@ class EventTranslator:
     def _change(self, run: MixedRun) -> None:
         """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
         stored = run.stored
-        (group,) = self._groups.stored_in(stored.attention_group)
+        group = self._groups.stored_in(stored.attention_group)[0]
         namespace = self._groups.namespace(group)
         is_on_device = is_device(*stored.location)
         has_our_size = not stored.num_positions or self._size.admits(stored.block_size, is_on_device=is_on_device)
