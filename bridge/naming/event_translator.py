@@ -210,7 +210,9 @@ class EventTranslator:
     def _change(self, run: MixedRun) -> None:
         """Apply a mixed run of full attention: at once if it has the stream's block size, else part by part."""
         stored = run.stored
-        group = self._groups.stored_in(stored.attention_group)[0]
+        group = stored.attention_group
+        if self._groups.stream_of(group) is None:
+            group = self._groups.stored_in(group)[0]
         namespace = self._groups.namespace(group)
         is_on_device = is_device(*stored.location)
         has_our_size = not stored.num_positions or self._size.admits(stored.block_size, is_on_device=is_on_device)

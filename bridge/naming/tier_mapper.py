@@ -98,9 +98,12 @@ class TierMapper:
             is_removal, lengths = run.stored.events.is_removal, columns.lengths
             tiers = [_NO_TIER if tier is None else tier for tier in (tier_of(*location) for location in run.locations)]
             names_group = run.stored.attention_group is not None
-            removals = [COPY_REMOVAL if self._takes_copies(tier, names_group) else REMOVAL for tier in tiers]
             kinds = np.array(tiers, np.uint8)[run.location_indices]
-            kinds += np.array(removals, np.uint8)[run.location_indices] * is_removal
+            if names_group or tiers == [0]:
+                kinds += np.uint8(COPY_REMOVAL if self._counts_copies else REMOVAL) * is_removal
+            else:
+                removals = [COPY_REMOVAL if self._takes_copies(tier, False) else REMOVAL for tier in tiers]
+                kinds += np.array(removals, np.uint8)[run.location_indices] * is_removal
             num_pages, num_removed = len(columns.hashes), int(lengths @ is_removal)
             if _NO_TIER in tiers:
                 self._count_unknown(run, columns)
