@@ -10,10 +10,11 @@ import pytest
 from bridge.stream.engine_stream import EngineStream
 from kv_events.codec import decode_batch
 from kv_events.digest import page_counts
-from kv_events.schema import BATCHES_LOST, ENGINE_UNHEARD, REPLAYING
+from kv_events.schema import BATCHES_LOST, CLOSED, ENGINE_UNHEARD, REPLAYING
 from tests.support.bridge.rig import GPU, LiveBridge, on
 from tests.support.engines.event_payloads import cleared, names_of, payload, removed, stored
 from tests.support.engines.zmq_engine import ZmqEngine
+from tests.support.waiting import async_wait_until
 
 IDLE = {"bridge_idle_check_s": 30.0}
 
@@ -69,6 +70,40 @@ async def test_a_replay_degrades_the_stream_until_all_of_the_past_is_applied() -
     }
     assert len(counts[REPLAYING]) > 1
     assert min(counts[""]) >= 3000
+
+
+def of_groups(*kinds: str) -> bytes:
+    """Return a batch that stores one page in a group of each kind."""
+    stores = [stored([0], prompt(0), group_idx=number, kv_cache_spec_kind=kind) for number, kind in enumerate(kinds)]
+    return payload(*stores, form="map")
+
+
+async def test_a_group_of_an_unknown_kind_degrades_all_streams_of_its_worker(caplog: pytest.LogCaptureFixture) -> None:
+    with ZmqEngine() as engine:
+        async with LiveBridge(**IDLE) as bridge:
+            await bridge.read(engine, block_size=4)
+            engine.send(of_groups("full_attention", "mamba", "holographic"))
+            await bridge.shows(pages(0))
+
+            def reasons() -> list[str]:
+                return [bridge.view(model=model).degraded_reason or "" for model in ("m", "m#mamba")]
+
+            await async_wait_until(lambda: all("'holographic'" in reason for reason in reasons()))
+    assert "attention group 2: 'holographic'" in caplog.text
+
+
+async def test_an_engine_that_comes_back_without_a_group_ends_its_stream() -> None:
+    with ZmqEngine() as engine:
+        async with LiveBridge(**IDLE) as bridge:
+            await bridge.read(engine, block_size=4)
+            engine.send(of_groups("full_attention", "mamba"))
+            await async_wait_until(lambda: bridge.view(model="m#mamba").pages == pages(0))
+            await asyncio.to_thread(engine.restart)
+            await asyncio.to_thread(engine.wait_for_readers)
+            engine.send(of_groups("full_attention"))
+            await async_wait_until(lambda: bridge.view(model="m#mamba").degraded_reason == CLOSED)
+            await bridge.shows(pages(0))
+            await bridge.degrades("")
 
 
 @pytest.mark.parametrize("replay", [False, True])

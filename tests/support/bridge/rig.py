@@ -77,13 +77,13 @@ class LiveBridge:
         self._views: dict[str, View] = defaultdict(View)
         self._offset = 0
 
-    def view(self, worker: str = "w", rank: int = 0) -> View:
-        """Return a worker's current view."""
+    def view(self, worker: str = "w", rank: int = 0, model: str = "m") -> View:
+        """Return a worker's current view. model: that of a group stream."""
         while records := self.log.read(self._offset):
             self._offset = records[-1].offset + 1
             for record in records:
                 self._views[record.key.decode()].read(record.payload)
-        return self._views[StreamId("m", "default", worker, rank).key]
+        return self._views[StreamId(model, "default", worker, rank).key]
 
     def counters(self, worker: str = "w", rank: int = 0) -> dict[str, Any]:
         counters = self.status(worker, rank).counters
