@@ -115,8 +115,7 @@ export class Ask {
       reasons.set(worker, why);
       return h("tr", {}, h("td", { "data-label": "Worker", class: "wide" }, h("span", { class: "name" }, worker), h("span", { class: "sub" }, state, ` heard ${duration(held.age_ms / 1000)} ago`)),
         h("td", { "data-label": "Held", class: "number" }, counted(held.longest_matched, "token"),
-          h("span", { class: "sub" }, endOf(held.longest_matched, asked, this.#pageSizes.get(worker))),
-          held.reusable === undefined ? null : h("span", { class: "sub" }, `${count(held.reusable)} reusable`)),
+          h("span", { class: "sub" }, endOf(held.longest_matched, asked, this.#pageSizes.get(worker)))),
         h("td", { "data-label": "By tier", class: "wide share" }, bar, why));
     });
     const summary = h("p", {}, rows.length
