@@ -313,6 +313,10 @@ async def test_our_own_cache_through_the_zmq_sink(tmp_path: Path) -> None:
             publish()
             return bool((await two.asked(token_ids=marks[0]))[0]["scores"])
 
+        async def is_known() -> bool:
+            return (await two._client.post("/query", json={"model_name": "m", "token_ids": []})).is_success
+
+        await async_wait_until(is_known, what="the publisher's first record in the index")
         await async_wait_until(is_read, what="the first page at the peer")
         for number, key in enumerate(keys):
             cache.insert(InsertParams(key, np.arange(24)))

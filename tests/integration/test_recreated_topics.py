@@ -83,7 +83,7 @@ def test_a_topic_that_is_deleted_and_created_again_is_followed(
             assert time.monotonic() < give_up, [service.listener(engine.worker) for engine in engines]
             time.sleep(0.05)
         assert longest_lie_s < _LONGEST_LIE_S
-        assert service.get("/ready").status_code == 200
+        wait_until(lambda: service.get("/ready").status_code == 200, 30, "a service that is ready")
 
         engines[0].store(2000)
         wait_until(lambda: are_right(service, engines), 60, "later pages")
