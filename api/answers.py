@@ -7,7 +7,7 @@ from functools import partial
 
 from api.answer_writer import AnswerWriter, Plan
 from api.encoded_answers import encoded_answer
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.questions import Numbers, Question
 from api.tenant_queries import TenantQueries
 from indexer.freshness import Freshness
@@ -89,7 +89,9 @@ def check_block_size(question: Question, sizes: Collection[int]) -> None:
     """Check that workers of the model use the block size of a question. Raises ProblemError."""
     if question.block_size is not None and question.block_size not in sizes:
         expected = f"{' or '.join(map(str, sorted(sizes)))}, which the workers of {question.model} use"
-        raise ProblemError.of_value(InvalidValueError("block_size", question.block_size, expected), 400, "block-size")
+        raise ProblemError.of_value(
+            InvalidValueError("block_size", question.block_size, expected), 400, ProblemKind.BLOCK_SIZE
+        )
 
 
 def unknown_model(question: Question, models: Collection[tuple[str, str]]) -> ProblemError:
@@ -98,4 +100,4 @@ def unknown_model(question: Question, models: Collection[tuple[str, str]]) -> Pr
     known = sorted(f"{name} ({group}={tenant})" for name, tenant in models)
     names = ", ".join(known[:_MAX_NAMES]) + (f" and {len(known) - _MAX_NAMES} more" if known[_MAX_NAMES:] else "")
     detail = f"no indexer for model={question.model[:80]} {group}={question.tenant[:80]}; known: {names or 'none'}"
-    return ProblemError(404, "unknown-model", detail, model, question.model)
+    return ProblemError(404, ProblemKind.UNKNOWN_MODEL, detail, model, question.model)

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.docs_page import DOCS_PATHS
 from api.page.site import SITE_PATHS
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.tokens import Tokens
 
 OPEN_PATHS = DOCS_PATHS | SITE_PATHS | {"/health", "/ready", "/metrics"}
@@ -47,13 +47,15 @@ class BearerToken:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         caller = self._tokens.caller(given)
         if caller is None:
-            return ProblemError(401, "unauthorized", "Authorization: expected a Bearer token that this server knows")
+            return ProblemError(
+                401, ProblemKind.UNAUTHORIZED, "Authorization: expected a Bearer token that this server knows"
+            )
         needed = scope_of(scope["method"], scope["path"])
         if needed not in caller.scopes:
-            return ProblemError(403, "forbidden", f"Authorization: the token lacks the scope {needed}")
+            return ProblemError(403, ProblemKind.FORBIDDEN, f"Authorization: the token lacks the scope {needed}")
         if caller.limit is not None:
             if wait_s := caller.limit.wait_s():
                 detail = "Authorization: more requests with this token than it permits in a second"
-                return ProblemError(429, "too-many-requests", detail, retry_after_s=math.ceil(wait_s))
+                return ProblemError(429, ProblemKind.TOO_MANY_REQUESTS, detail, retry_after_s=math.ceil(wait_s))
             caller.limit.note()
         return None

@@ -89,7 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._head_bytes += len(piece)
             super().data_received(piece)
             if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
+                self._refuse(ProblemError(431, None, f"headers: more than {MAX_HEAD_BYTES} bytes"))
 
     def _is_client_ahead(self) -> bool:
         """Return whether a request has arrived completely and is not answered yet."""
@@ -136,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if left_s > 0:  # a later request arrives by now
             self._arrival = self.loop.call_later(left_s, self._give_up)
             return
-        self._refuse(ProblemError(408, "", f"request: not complete after {ARRIVAL_S:.0f} s"))
+        self._refuse(ProblemError(408, None, f"request: not complete after {ARRIVAL_S:.0f} s"))
 
     def _refuse(self, problem: ProblemError) -> None:
         """Answer a request that has not arrived completely, if its answer is the next one. Close the connection."""

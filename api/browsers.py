@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.auth import scope_of
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 
 _OWN = (b"same-origin", b"none")
 """Values of `Sec-Fetch-Site`: the page of this service, and what a user does without any page."""
@@ -41,9 +41,9 @@ class BrowserGuard:
         host = headers.get(b"host", b"").decode("latin-1")
         if scope["path"] not in _PROBED and not self._is_allowed_host(host):
             detail = f"Host: {host[:80]!r} is not among KVSIGHT_ALLOWED_HOSTS"
-            return ProblemError(421, "other-host", detail)
+            return ProblemError(421, ProblemKind.OTHER_HOST, detail)
         if scope_of(scope["method"], scope["path"]) != "read" and is_from_another_site(headers, host):
-            return ProblemError(403, "other-site", "Origin: a page of another site asks for a change")
+            return ProblemError(403, ProblemKind.OTHER_SITE, "Origin: a page of another site asks for a change")
         return None
 
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from api.large_bodies import LARGE_BYTES, elements
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.query_requests import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, Probe, RawBatch, RfcQuery
 from kv_events.errors import InvalidValueError
 
@@ -98,7 +98,7 @@ def codec_of(content_type: str | None) -> Codec:
     codec = CONTENT_TYPES.get((content_type or "").partition(";")[0].strip().lower())
     if codec is None:
         fault = InvalidValueError("Content-Type", content_type, " or ".join(CONTENT_TYPES))
-        raise ProblemError.of_value(fault, 415, "content-type")
+        raise ProblemError.of_value(fault, 415, ProblemKind.CONTENT_TYPE)
     return codec
 
 
@@ -121,7 +121,9 @@ def decode_query(data: Data, codec: Codec) -> Query:
         return _decode(codec.peer, data, codec)
     query = _decode(codec.rfc, data, codec)
     if query.model is UNSET and query.modelname is UNSET:
-        raise ProblemError(422, "missing-field", "model_name: missing (or model, in the RFC's dialect)", "model_name")
+        raise ProblemError(
+            422, ProblemKind.MISSING_FIELD, "model_name: missing (or model, in the RFC's dialect)", "model_name"
+        )
     return query
 
 
@@ -149,21 +151,21 @@ def _decode(decoder: _Decoder[_T], data: Data, codec: Codec) -> _T:
     except msgspec.ValidationError as error:
         raise _mistyped(str(error), data, codec) from None
     except RecursionError:
-        raise ProblemError(400, "malformed-body", "body: nested too deeply") from None
+        raise ProblemError(400, ProblemKind.MALFORMED_BODY, "body: nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProblemError(400, "malformed-body", f"body: {error}") from None
+        raise ProblemError(400, ProblemKind.MALFORMED_BODY, f"body: {error}") from None
 
 
 def _mistyped(message: str, data: Data, codec: Codec) -> ProblemError:
     """Find the value at the path that msgspec's message names."""
     if missing := _MISSING.match(message):
-        return ProblemError(422, "missing-field", f"{missing[1]}: missing", missing[1])
+        return ProblemError(422, ProblemKind.MISSING_FIELD, f"{missing[1]}: missing", missing[1])
     fault, path = _MISTYPED.fullmatch(message).groups()  # type: ignore[union-attr]  # matches any text
     expected = ITEMS.get(path.partition("[")[0]) if path and "[" in path else None
     value = _value_at(path or "", data, codec)
     if value is _NOT_FOUND:
         tail = f", expected {expected}" if expected else ""
-        return ProblemError(422, "invalid-value", f"{path or 'body'}: {fault}{tail}", path)
+        return ProblemError(422, ProblemKind.INVALID_VALUE, f"{path or 'body'}: {fault}{tail}", path)
     said = fault.removeprefix("Expected ").partition(", got")[0].replace("`", "")
     return ProblemError.of_value(InvalidValueError(path or "body", value, expected or said))
 

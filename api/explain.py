@@ -19,7 +19,7 @@ from api.daemon_threads import run_in_daemon_thread
 from api.decoding import Codec, decode_as, is_large
 from api.explain_requests import ExplainRequest
 from api.hot import HotEndpoint, json_response
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.questions import BY_ANY, decode_question
 from indexer.until import Until
 from kv_events.errors import InvalidValueError
@@ -57,10 +57,12 @@ class ExplainRoute:
                 "this service keeps no log to explain from; start it with --record FOLDER (KVSIGHT_RECORD), or run "
                 "`kvsight record` and `kvsight explain`"
             )
-            raise ProblemError(HTTPStatus.NOT_FOUND, "no-log", detail)
+            raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NO_LOG, detail)
         if self._is_busy:
             detail = "another explanation is being made, and only one is made at a time"
-            raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "explaining", detail, retry_after_s=_BUSY_RETRY_S)
+            raise ProblemError(
+                HTTPStatus.TOO_MANY_REQUESTS, ProblemKind.EXPLAINING, detail, retry_after_s=_BUSY_RETRY_S
+            )
         self._is_busy = True
         try:
             return await self._run(await _job(body, codec, self._folder, self._timeout_s, self._present()))
@@ -86,7 +88,7 @@ class ExplainRoute:
             except TimeoutExpired:
                 self._process.kill()
                 detail = f"not explained within {job.timeout_s:g} s; run `kvsight explain` on the log"
-                raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, "unavailable", detail) from None
+                raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, detail) from None
         exit_code = self._process.returncode
         if exit_code == EXIT_REFUSED:
             raise _refused(msgspec.json.decode(answer, type=Refusal), job)
@@ -94,7 +96,7 @@ class ExplainRoute:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             logger.error("an explanation failed with exit code %s: %s", exit_code, last)
             detail = "the explanation failed; the service's log says why"
-            raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, "unavailable", detail)
+            raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, detail)
         return answer
 
 
@@ -115,10 +117,14 @@ async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: f
 def _refused(refusal: Refusal, job: Job) -> ProblemError:
     match refusal.field:
         case "model_name":
-            return ProblemError(HTTPStatus.NOT_FOUND, "unknown-model", refusal.detail, "model_name", job.model)
+            return ProblemError(
+                HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_MODEL, refusal.detail, "model_name", job.model
+            )
         case "worker":
-            return ProblemError(HTTPStatus.NOT_FOUND, "unknown-worker", refusal.detail, "worker", job.worker)
+            return ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.UNKNOWN_WORKER, refusal.detail, "worker", job.worker)
         case "at":
-            return ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-value", refusal.detail, "at", job.at)
+            return ProblemError(
+                HTTPStatus.UNPROCESSABLE_ENTITY, ProblemKind.INVALID_VALUE, refusal.detail, "at", job.at
+            )
         case _:
-            return ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, "unavailable", refusal.detail)
+            return ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, ProblemKind.UNAVAILABLE, refusal.detail)

@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from indexer.consumer import Consumer
 from indexer.views import View
 from kv_events.codec import DecodedBatch, RemovedPages, StoredPages
@@ -125,7 +125,7 @@ class EventFeed:
         """
         if len(self._clients) >= self._max_clients:
             detail = f"{self._max_clients} clients listen to events already (KVSIGHT_MAX_EVENT_CLIENTS)"
-            raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, "too-many-clients", detail)
+            raise ProblemError(HTTPStatus.TOO_MANY_REQUESTS, ProblemKind.TOO_MANY_CLIENTS, detail)
         if not self._clients:
             self._reported = {view.stream: self._state(view) for view in self._views()}
         client = _Client(stream_filter, authorization)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from api.answers import Answers
 from api.decoding import Body, Codec, Data, codec_of, decode_query_batch, is_large
 from api.large_prompts import read_large_prompt
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from api.served_views import ServedViews
 from api.tenant_queries import TenantQueries
@@ -82,7 +82,7 @@ class HotRoutes:
 
     def _check_ready(self) -> None:
         if self._must_be_ready and not self._served.ready:
-            raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, bytes]:
         question, numbers = await self._in_thread(data, decoded, data, codec, fields)
@@ -92,11 +92,13 @@ class HotRoutes:
         try:
             return question, self._answers.answer(question, numbers, served.namespaces, served.freshness, served.now())
         except ProblemError as problem:
-            if problem.kind == "tenant-limit" and self._tenants is not None:
+            if problem.kind == ProblemKind.TENANT_LIMIT and self._tenants is not None:
                 self._tenants.count_refused(question.tenant)
-            if problem.kind == "unknown-model" and (reason := self._served.why_not_ready()):
+            if problem.kind == ProblemKind.UNKNOWN_MODEL and (reason := self._served.why_not_ready()):
                 detail = f"{problem.detail}; {reason}"  # the model may be in what is not applied yet
-                raise ProblemError(503, "unavailable", detail, problem.field, problem.value, retry_after_s=1) from None
+                raise ProblemError(
+                    503, ProblemKind.UNAVAILABLE, detail, problem.field, problem.value, retry_after_s=1
+                ) from None
             raise
 
     async def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
@@ -187,4 +189,4 @@ async def read_body(receive: Receive, content_length: str | None, limit: int) ->
 
 
 def _too_large(limit: int) -> ProblemError:
-    return ProblemError(413, "body-too-large", f"body: more than {limit} bytes", "body")
+    return ProblemError(413, ProblemKind.BODY_TOO_LARGE, f"body: more than {limit} bytes", "body")

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from http import HTTPStatus
+from typing import Self
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -20,51 +22,62 @@ from kvsight.schemas.problems import ProblemDocument
 MEDIA_TYPE = "application/problem+json"
 _LONGEST_VALUE = 80
 
-TITLES = {
-    "malformed-body": "The body cannot be read",
-    "missing-field": "A field is missing",
-    "invalid-value": "A value is invalid",
-    "block-size": "No worker uses this block size",
-    "salt-with-local-hashes": "A salt cannot be applied to hashes",
-    "unknown-model": "No worker serves this model",
-    "unknown-worker": "No such worker",
-    "ambiguous-worker": "Several streams match",
-    "already-registered": "Already registered with other values",
-    "too-many-registrations": "No room for another registration",
-    "registrations-away": "Registrations cannot be changed at the moment",
-    "invalid-endpoint": "Events cannot be read from the address",
-    "endpoint-not-allowed": "This service may not connect to the address",
-    "not-embedded": "This service reads no engines itself",
-    "content-type": "The content type is not supported",
-    "body-too-large": "The body is too large",
-    "unauthorized": "A token is needed",
-    "other-site": "A page of another site may not do this",
-    "other-host": "This service does not have that name",
-    "forbidden": "The token does not permit this",
-    "too-many-requests": "Too many requests",
-    "tenant-limit": "The tenant has reached a limit",
-    "unavailable": "The service is not available",
-    "no-log": "This service keeps no log",
-    "no-tokenizer": "This service knows no tokenizer",
-    "explaining": "Another explanation is being made",
-    "overloaded": "Too many callers",
-    "outside-the-log": "The moment is outside the log",
-    "read-only": "The past does not change",
-    "too-many-clients": "Too many callers listen to events",
-}
+
+class ProblemKind(StrEnum):
+    """What a program can tell problems apart by: the end of `type`. Each has a title."""
+
+    heading: str
+
+    def __new__(cls, kind: str, heading: str) -> Self:
+        """heading: the title of its documents."""
+        member = str.__new__(cls, kind)
+        member._value_, member.heading = kind, heading
+        return member
+
+    MALFORMED_BODY = "malformed-body", "The body cannot be read"
+    MISSING_FIELD = "missing-field", "A field is missing"
+    INVALID_VALUE = "invalid-value", "A value is invalid"
+    BLOCK_SIZE = "block-size", "No worker uses this block size"
+    SALT_WITH_LOCAL_HASHES = "salt-with-local-hashes", "A salt cannot be applied to hashes"
+    UNKNOWN_MODEL = "unknown-model", "No worker serves this model"
+    UNKNOWN_WORKER = "unknown-worker", "No such worker"
+    AMBIGUOUS_WORKER = "ambiguous-worker", "Several streams match"
+    ALREADY_REGISTERED = "already-registered", "Already registered with other values"
+    TOO_MANY_REGISTRATIONS = "too-many-registrations", "No room for another registration"
+    KERNELS_LOADING = "kernels-loading", "Engines cannot be read yet"
+    REGISTRATIONS_AWAY = "registrations-away", "Registrations cannot be changed at the moment"
+    INVALID_ENDPOINT = "invalid-endpoint", "Events cannot be read from the address"
+    ENDPOINT_NOT_ALLOWED = "endpoint-not-allowed", "This service may not connect to the address"
+    NOT_EMBEDDED = "not-embedded", "This service reads no engines itself"
+    CONTENT_TYPE = "content-type", "The content type is not supported"
+    BODY_TOO_LARGE = "body-too-large", "The body is too large"
+    UNAUTHORIZED = "unauthorized", "A token is needed"
+    OTHER_SITE = "other-site", "A page of another site may not do this"
+    OTHER_HOST = "other-host", "This service does not have that name"
+    FORBIDDEN = "forbidden", "The token does not permit this"
+    TOO_MANY_REQUESTS = "too-many-requests", "Too many requests"
+    TENANT_LIMIT = "tenant-limit", "The tenant has reached a limit"
+    UNAVAILABLE = "unavailable", "The service is not available"
+    NO_LOG = "no-log", "This service keeps no log"
+    NO_TOKENIZER = "no-tokenizer", "This service knows no tokenizer"
+    EXPLAINING = "explaining", "Another explanation is being made"
+    OVERLOADED = "overloaded", "Too many callers"
+    OUTSIDE_THE_LOG = "outside-the-log", "The moment is outside the log"
+    READ_ONLY = "read-only", "The past does not change"
+    TOO_MANY_CLIENTS = "too-many-clients", "Too many callers listen to events"
 
 
 class ProblemError(KvsightError):
     """A request that is answered with a problem document.
 
-    kind: key of `TITLES`, or "" if the HTTP status is sufficient. field, value: the invalid field and its value, if
+    kind: None if the HTTP status is sufficient. field, value: the invalid field and its value, if
     any. retry_after_s: time after which a retry may succeed.
     """
 
     def __init__(
         self,
         status: int,
-        kind: str,
+        kind: ProblemKind | None,
         detail: str,
         field: str | None = None,
         value: object = UNSET,
@@ -80,7 +93,9 @@ class ProblemError(KvsightError):
         self.retry_after_s = retry_after_s
 
     @classmethod
-    def of_value(cls, error: InvalidValueError, status: int = 422, kind: str = "invalid-value") -> ProblemError:
+    def of_value(
+        cls, error: InvalidValueError, status: int = 422, kind: ProblemKind = ProblemKind.INVALID_VALUE
+    ) -> ProblemError:
         """Return the problem of an invalid value."""
         return cls(status, kind, str(error), error.field, error.value)
 
@@ -88,7 +103,7 @@ class ProblemError(KvsightError):
         """Return the document that the caller gets."""
         return ProblemDocument(
             type=f"urn:kvsight:problem:{self.kind}" if self.kind else "about:blank",
-            title=TITLES[self.kind] if self.kind else HTTPStatus(self.status).phrase,
+            title=self.kind.heading if self.kind else HTTPStatus(self.status).phrase,
             status=self.status,
             detail=self.detail,
             field=UNSET if self.field is None else self.field,
@@ -134,7 +149,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         detail = f"no such path: {request.url.path[:_LONGEST_VALUE]}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method[:_LONGEST_VALUE]} is not supported here"
-    response = ProblemError(error.status_code, "", detail).response()
+    response = ProblemError(error.status_code, None, detail).response()
     response.headers.update(error.headers or {})
     return response
 

@@ -15,7 +15,7 @@ from msgspec import UNSET, Raw
 
 from api.decoding import ITEMS, Codec, Data, Query, decode_query
 from api.large_bodies import number_slices
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.query_requests import PeerQuery, RfcQuery
 from kv_events.errors import InvalidValueError
 from kv_events.hashing import U64Array, namespace_seed, rolling_hashes, sequence_hashes
@@ -132,7 +132,7 @@ def _question(
     field = _prompt_field(query, fields)
     if field == "block_hashes" and salt:
         detail = "cache_salt: not accepted with block_hashes, which already contain it; leave it out"
-        raise ProblemError(400, "salt-with-local-hashes", detail, "cache_salt")
+        raise ProblemError(400, ProblemKind.SALT_WITH_LOCAL_HASHES, detail, "cache_salt")
     try:
         numbers = _numbers(field, getattr(query, field))
         weights = None if query.tier_weights is None else _weights(query.tier_weights)
@@ -157,9 +157,11 @@ def _prompt_field(query: Query, fields: Collection[str]) -> str:
     known = [field for field in fields if field in query.__struct_fields__]
     given = [field for field in known if getattr(query, field) is not UNSET]
     if not given:
-        raise ProblemError(422, "missing-field", f"{' or '.join(known)}: missing", "|".join(known))
+        raise ProblemError(422, ProblemKind.MISSING_FIELD, f"{' or '.join(known)}: missing", "|".join(known))
     if len(given) > 1:
-        raise ProblemError(422, "invalid-value", f"{' and '.join(given)}: only one of them may be given", given[1])
+        raise ProblemError(
+            422, ProblemKind.INVALID_VALUE, f"{' and '.join(given)}: only one of them may be given", given[1]
+        )
     return given[0]
 
 

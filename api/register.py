@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from api.decoding import Body, Codec, decode_as
 from api.hot import HotEndpoint, json_response
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.query_requests import Probe
 from api.registration_requests import PeerRegistration, PeerUnregistration, RfcRegistration, RfcUnregistration
 from kv_events.errors import InvalidValueError
@@ -51,7 +51,7 @@ class RegisterRoutes:
                 "this service reads a log that others write: engines that publish to it need no registration, and "
                 "`kvsight bridge` publishes for those that do not"
             )
-            raise ProblemError(HTTPStatus.NOT_FOUND, "not-embedded", detail)
+            raise ProblemError(HTTPStatus.NOT_FOUND, ProblemKind.NOT_EMBEDDED, detail)
         return self._given
 
     async def _register(self, body: Body, codec: Codec) -> Response:
@@ -102,7 +102,7 @@ def _endpoint(request: RfcRegistration) -> str:
     endpoint = request.endpoint or next((by_medium[name] for name in _DEVICES if name in by_medium), None)
     if endpoint is None:
         expected = f"endpoint, or an address under {', '.join(_DEVICES)} in medium_endpoints"
-        raise ProblemError(422, "missing-field", f"endpoint: missing; expected {expected}", "endpoint")
+        raise ProblemError(422, ProblemKind.MISSING_FIELD, f"endpoint: missing; expected {expected}", "endpoint")
     for medium, address in by_medium.items():
         if address != endpoint:
             logger.warning("instance %s: events of medium %r at %r are not read", request.instance_id, medium, address)
@@ -144,16 +144,16 @@ def _problem(error: InvalidValueError) -> ProblemError:
         return ProblemError.of_value(error)
     address = str(error.value)
     if "://" in address:
-        return ProblemError.of_value(error, HTTPStatus.BAD_REQUEST, "invalid-endpoint")
+        return ProblemError.of_value(error, HTTPStatus.BAD_REQUEST, ProblemKind.INVALID_ENDPOINT)
     detail = f"invalid ZMQ endpoint `{address}`: missing scheme"
-    return ProblemError(HTTPStatus.BAD_REQUEST, "invalid-endpoint", detail, error.field, address)
+    return ProblemError(HTTPStatus.BAD_REQUEST, ProblemKind.INVALID_ENDPOINT, detail, error.field, address)
 
 
 def _model(model: str | UnsetType, modelname: str | UnsetType) -> str:
     named = modelname if model is UNSET else model
     if isinstance(named, UnsetType):
         raise ProblemError(
-            422, "missing-field", "model_name: missing (or modelname, in the RFC's dialect)", "model_name"
+            422, ProblemKind.MISSING_FIELD, "model_name: missing (or modelname, in the RFC's dialect)", "model_name"
         )
     return named
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.settings import RegistrationSettings
 from bridge import EngineSettings
 from kv_events.endpoints import has_wildcard
@@ -28,10 +28,12 @@ def check_addresses(engine: EngineSettings, settings: RegistrationSettings) -> N
             continue
         if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or has_wildcard(address):
             expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
-            raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, "invalid-endpoint")
+            raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, ProblemKind.INVALID_ENDPOINT)
         if ".." in address or not settings.allows(address):
             expected = f"an address that fits {settings.register_allow!r} (KVSIGHT_REGISTER_ALLOW)"
-            raise ProblemError.of_value(InvalidValueError(field, address, expected), 403, "endpoint-not-allowed")
+            raise ProblemError.of_value(
+                InvalidValueError(field, address, expected), 403, ProblemKind.ENDPOINT_NOT_ALLOWED
+            )
 
 
 def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) -> None:
@@ -72,7 +74,7 @@ def select_ranks(
 
 def no_room(detail: str, engine: EngineSettings) -> ProblemError:
     """Return the problem of a reached limit."""
-    return ProblemError(409, "too-many-registrations", detail, "instance_id", engine.worker)
+    return ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "instance_id", engine.worker)
 
 
 def stream_of(engine: EngineSettings) -> StreamId:
@@ -81,8 +83,8 @@ def stream_of(engine: EngineSettings) -> StreamId:
 
 
 def _conflict(detail: str, engine: EngineSettings) -> ProblemError:
-    return ProblemError(409, "already-registered", detail, "instance_id", engine.worker)
+    return ProblemError(409, ProblemKind.ALREADY_REGISTERED, detail, "instance_id", engine.worker)
 
 
 def _unknown(detail: str, worker: str) -> ProblemError:
-    return ProblemError(404, "unknown-worker", detail, "instance_id", worker)
+    return ProblemError(404, ProblemKind.UNKNOWN_WORKER, detail, "instance_id", worker)

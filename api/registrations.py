@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from api.daemon_threads import run_in_daemon_thread
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
 from api.saved_registrations import SavedRegistrations
 from api.settings import RegistrationSettings
@@ -208,12 +208,12 @@ class Registrations:
             await asyncio.wait_for(self._can_read.wait(), _KERNELS_TIMEOUT_S)
         except TimeoutError:
             detail = "the kernels that read engines are still being compiled, which happens once on a new machine"
-            raise ProblemError(503, "kernels-loading", detail, retry_after_s=5) from None
+            raise ProblemError(503, ProblemKind.KERNELS_LOADING, detail, retry_after_s=5) from None
         try:
             await asyncio.wait_for(self._loaded.wait(), _LOAD_TIMEOUT_S)
         except TimeoutError:
             detail = "the saved registrations cannot be read at the moment"
-            raise ProblemError(503, "registrations-away", detail, retry_after_s=1) from None
+            raise ProblemError(503, ProblemKind.REGISTRATIONS_AWAY, detail, retry_after_s=1) from None
 
     async def _maintain(self) -> None:
         while True:

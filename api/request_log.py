@@ -51,7 +51,7 @@ class RequestLog:
             logger.exception("request %s, %s, failed", request, _what(scope))
             if has_begun:
                 raise
-            problem = ProblemError(500, "", f"an internal error; the service's log describes request {request}")
+            problem = ProblemError(500, None, f"an internal error; the service's log describes request {request}")
             response = problem.response()
             response.headers[HEADER] = request
             await response(scope, receive, send)

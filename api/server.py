@@ -25,7 +25,7 @@ from api.errors import CannotListenError, PortInUseError
 from api.followed_files import following
 from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import HotProtocol
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.replicas.replica import Replica, headers_of
 from api.settings import ApiSettings
 from kv_events.event_loops import new_event_loop
@@ -229,7 +229,7 @@ class _ConnectionLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and len(self._state().connections) > self._most:
             detail = f"more than {self._most} connections are open (KVSIGHT_MAX_CONNECTIONS)"
-            response = ProblemError(503, "overloaded", detail).response()
+            response = ProblemError(503, ProblemKind.OVERLOADED, detail).response()
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
         else:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from api.hot import json_response
 from api.metrics import HttpMetrics
 from api.openapi import answers, problem
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.replicas.metrics import SharedMetrics
 from indexer.consumer import Consumer
 from kvsight.schemas.service import Status
@@ -46,7 +46,7 @@ def service_routes(
         """
         if consumer.failure is not None:
             detail = f"the consumer has failed: {type(consumer.failure).__name__}"
-            raise ProblemError(503, "unavailable", detail)
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, detail)
         return json_response(_encoder.encode(Status(status="ok", recording=degraded())))
 
     @router.get(
@@ -59,7 +59,7 @@ def service_routes(
         """
         reason = consumer.why_not_ready() or (registrations and registrations.why_not_ready())
         if reason:
-            raise ProblemError(503, "unavailable", reason, retry_after_s=1)
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, reason, retry_after_s=1)
         return json_response(_encoder.encode(Status(status="ready")))
 
     @router.get("/metrics", response_class=Response)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from api.followed_files import following
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.questions import Question
 from api.rate_limits import RateLimit, RateLimits
 from indexer.tenant_limits import TenantLimits
@@ -64,7 +64,7 @@ class TenantQueries:
         per_s = self.limits.of(question.tenant).queries_per_s
         detail = f"tenant {shorten(question.tenant)}: more than {per_s:g} queries in a second (queries_per_s)"
         wait_s = math.ceil(rate.wait_s()) or 1
-        return ProblemError(429, "tenant-limit", detail, field, question.tenant, retry_after_s=wait_s)
+        return ProblemError(429, ProblemKind.TENANT_LIMIT, detail, field, question.tenant, retry_after_s=wait_s)
 
     def count_refused(self, tenant: str) -> None:
         """Count a refused query."""

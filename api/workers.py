@@ -16,7 +16,7 @@ from starlette.responses import Response
 from api.encoded_answers import age_ms
 from api.hot import json_response
 from api.openapi import answers, problem
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.served_views import ServedViews
 from api.stream_pages import is_known, stream_pages
 from api.worker_list import list_workers
@@ -131,7 +131,7 @@ def _streams(
         return found
     known = [view.stream for view in served.namespaces.views]
     detail = f"no stream of worker {worker[:80]!r} fits; known (tenant/model/worker/rank): {_listed(known)}"
-    raise ProblemError(404, "unknown-worker", detail, "worker", worker)
+    raise ProblemError(404, ProblemKind.UNKNOWN_WORKER, detail, "worker", worker)
 
 
 def _base_model(view: View) -> str:
@@ -143,7 +143,7 @@ def _single(views: list[View], worker: str) -> View:
         return views[0]
     names = _listed([view.stream for view in views])
     detail = f"worker {worker[:80]!r} has {len(views)} streams ({names}): say dp_rank, model or tenant"
-    raise ProblemError(400, "ambiguous-worker", detail, "worker", worker)
+    raise ProblemError(400, ProblemKind.AMBIGUOUS_WORKER, detail, "worker", worker)
 
 
 def _listed(streams: list[StreamId]) -> str:
@@ -172,7 +172,7 @@ async def _radix_view(served: ServedViews, view: View, limit: int, cursor: int) 
             break
     if not is_known(served, view):
         detail = f"{view.stream.key} was forgotten while its pages were read"
-        raise ProblemError(404, "unknown-worker", detail, "worker", view.stream.worker)
+        raise ProblemError(404, ProblemKind.UNKNOWN_WORKER, detail, "worker", view.stream.worker)
     return RadixView(
         model_name=view.stream.model,
         routing_group=view.stream.tenant,

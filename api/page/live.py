@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from api.page.funnel import FunnelWindow
 from api.page.scene import Scene
 from api.page.watch import FleetWatch
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from indexer.consumer import Consumer
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class LiveScene:
         """Return the scene. See `OpenScene`."""
         if at is not None:
             detail = "at: this service shows the present only; `kvsight replay LOG --serve` shows the past"
-            raise ProblemError(422, "invalid-value", detail, "at", at)
+            raise ProblemError(422, ProblemKind.INVALID_VALUE, detail, "at", at)
         consumer = self._consumer
         return Scene(
             key="",

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from api.page.scene import Scene
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from indexer.namespaces import Namespace
 from indexer.views import View
 from kv_events.hashing import U64Array
@@ -72,7 +72,7 @@ def describe_residency(scene: Scene, wanted: Wanted) -> Generator[None, None, Re
     namespace = next((each for each in namespaces if _matches(each, wanted)), None)
     if namespace is None:
         if wanted.model is not None:
-            raise ProblemError(404, "unknown-model", f"no worker serves model {wanted.model[:80]!r}", "model")
+            raise ProblemError(404, ProblemKind.UNKNOWN_MODEL, f"no worker serves model {wanted.model[:80]!r}", "model")
         nothing = Residency(
             time=scene.views.now(),
             namespaces=shown,

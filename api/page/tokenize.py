@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.decoding import Body, Codec, decode_as
 from api.hot import HotEndpoint, json_response
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from kvsight.schemas.page import Tokenized
 
 MAX_BODY_BYTES: Final = 2**20
@@ -52,13 +52,15 @@ class TokenizeRoute:
                 "this service knows no tokenizer; start it with KVSIGHT_TOKENIZE_URL, the address of a vLLM or SGLang "
                 "engine, or give token ids"
             )
-            raise ProblemError(404, "no-tokenizer", detail)
+            raise ProblemError(404, ProblemKind.NO_TOKENIZER, detail)
         async with self._turns:
             answer = await _ask(f"{self._url.rstrip('/')}/tokenize", request)
         try:
             tokens = msgspec.json.decode(answer, type=_EngineAnswer).tokens
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProblemError(503, "unavailable", f"the tokenizer's answer cannot be read: {error}") from None
+            raise ProblemError(
+                503, ProblemKind.UNAVAILABLE, f"the tokenizer's answer cannot be read: {error}"
+            ) from None
         return json_response(msgspec.json.encode(Tokenized(token_ids=tokens)))
 
 
@@ -73,11 +75,15 @@ async def _ask(url: str, request: TokenizeRequest) -> bytes:
             client.stream("POST", url, json=body) as response,
         ):
             if not response.is_success:
-                raise ProblemError(503, "unavailable", f"the tokenizer answers with status {response.status_code}")
+                raise ProblemError(
+                    503, ProblemKind.UNAVAILABLE, f"the tokenizer answers with status {response.status_code}"
+                )
             async for part in response.aiter_bytes():
                 answer += part
                 if len(answer) > _MAX_ANSWER_BYTES:
-                    raise ProblemError(503, "unavailable", "the tokenizer's answer is too large")
+                    raise ProblemError(503, ProblemKind.UNAVAILABLE, "the tokenizer's answer is too large")
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-        raise ProblemError(503, "unavailable", f"the tokenizer: {str(error) or type(error).__name__}") from None
+        raise ProblemError(
+            503, ProblemKind.UNAVAILABLE, f"the tokenizer: {str(error) or type(error).__name__}"
+        ) from None
     return bytes(answer)

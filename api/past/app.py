@@ -26,7 +26,7 @@ from api.past.marks import MarkSearch
 from api.past.moments import Moments
 from api.past.routes import AT_TEXT, metrics_routes, past_routes
 from api.past.scene import PastScenes
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.request_log import RequestLog
 from api.settings import ApiSettings
 from api.tokens import Tokens
@@ -98,4 +98,6 @@ def create_past_app(folder: Path, settings: ApiSettings, default: Until, damage:
 
 
 async def _refuse(_request: Request) -> Response:
-    raise ProblemError(409, "read-only", "this is a replay of a log, which changes nothing; ask the live service")
+    raise ProblemError(
+        409, ProblemKind.READ_ONLY, "this is a replay of a log, which changes nothing; ask the live service"
+    )

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.hot import ClientDisconnectedError, read_body
 from api.past.moments import Moments, OpenMoment
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from indexer.freshness import Freshness
 from indexer.namespaces import Namespaces
 from indexer.views import View
@@ -80,10 +80,12 @@ def asked_moment(scope: Scope) -> str | None:
     try:
         fields = parse_qsl(scope["query_string"].decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError:
-        raise ProblemError(422, "invalid-value", f"more than {_MAX_FIELDS} parameters, or not UTF-8") from None
+        raise ProblemError(
+            422, ProblemKind.INVALID_VALUE, f"more than {_MAX_FIELDS} parameters, or not UTF-8"
+        ) from None
     found = [value for name, value in fields if name == "at"]
     if len(found) > 1:
-        raise ProblemError(422, "invalid-value", "at: given more than once", "at")
+        raise ProblemError(422, ProblemKind.INVALID_VALUE, "at: given more than once", "at")
     return found[0] if found else None
 
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from api.daemon_threads import run_in_daemon_thread
 from api.page.watch import CountedRates
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from indexer.moments import parse_moment, utc_text
 from indexer.replay import MovingViews, Replay, Timeline
 from indexer.settings import IndexerSettings
@@ -118,7 +118,7 @@ class Moments:
         if moment.positions is not None and self._offsets is None:
             self._offsets = await self.work(lambda timeline: timeline.offsets())
         if outside := self._outside(moment):
-            raise ProblemError(422, "outside-the-log", f"{field}: {at} is {outside}", field, at)
+            raise ProblemError(422, ProblemKind.OUTSIDE_THE_LOG, f"{field}: {at} is {outside}", field, at)
         return moment
 
     def _outside(self, moment: Until) -> str:
@@ -188,14 +188,14 @@ class Moments:
                     await self._released.wait()
         except TimeoutError:
             detail = f"{_MOST_KEPT} moments of the log are being read, and no more are kept in memory"
-            raise ProblemError(503, "overloaded", detail, retry_after_s=1) from None
+            raise ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1) from None
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """Wait for the log, which one thread uses at a time. Raises ProblemError if too many wait."""
         if self._num_waiting >= _MOST_WAITING:
             detail = f"{_MOST_WAITING} requests wait for moments of the log already"
-            raise ProblemError(503, "overloaded", detail, retry_after_s=1)
+            raise ProblemError(503, ProblemKind.OVERLOADED, detail, retry_after_s=1)
         self._num_waiting += 1
         try:
             async with self._working:
@@ -237,7 +237,7 @@ class Moments:
         except ProblemError:
             raise
         except (OSError, KvsightError) as error:
-            raise ProblemError(503, "unavailable", f"the log cannot be read: {error}") from error
+            raise ProblemError(503, ProblemKind.UNAVAILABLE, f"the log cannot be read: {error}") from error
         return results[0]
 
 

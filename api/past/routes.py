@@ -17,7 +17,7 @@ from api.openapi import answers, problem
 from api.past.at import PastViews
 from api.past.marks import MarkSearch
 from api.past.moments import Moments, moment_text
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from indexer.replay import Timeline
 from indexer.until import Until
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
@@ -129,7 +129,7 @@ def _stepped(timeline: Timeline, index: int, step: Literal["next", "previous"]) 
     stop = None if found is None else found[0] + (step == "next")
     if stop is None or stop <= timeline.first_index:
         detail = f"step: the log has no moment {'after' if step == 'next' else 'before'} {index}"
-        raise ProblemError(422, "outside-the-log", detail, "step", step)
+        raise ProblemError(422, ProblemKind.OUTSIDE_THE_LOG, detail, "step", step)
     return Until(offset=stop)
 
 

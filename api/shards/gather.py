@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from api.answers import check_block_size, unknown_model
 from api.encoded_answers import encoded_answer
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.questions import Numbers, Question
 from api.shards.own_views import OwnViews
 from api.shards.peers import Peer, PeerError, Peers
@@ -203,7 +203,7 @@ class Gatherer:
             if is_known or not missing:
                 return problem
             detail = f"{problem.detail}; {_in_words(missing)}"  # the model may be in what is missing
-            return ProblemError(503, "unavailable", detail, problem.field, problem.value, retry_after_s=1)
+            return ProblemError(503, ProblemKind.UNAVAILABLE, detail, problem.field, problem.value, retry_after_s=1)
         now = time.time()
         scores = worker_scores(each._replace(heard_at=now - each.heard_at / 1000) for each in prompt.streams)
         return encoded_answer(question, scores, now, missing or UNSET)
@@ -280,7 +280,7 @@ class Gatherer:
 def not_joined(group: str) -> ProblemError:
     """Return the problem of a request that comes before the first assignment."""
     detail = f"this service has not joined the consumer group {group} yet, see /ready"
-    return ProblemError(503, "unavailable", detail, retry_after_s=1)
+    return ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1)
 
 
 def _packed(hashes: Numbers) -> bytes:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.problems import MEDIA_TYPE as PROBLEM_TYPE
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.shards.gather import not_joined
 from api.shards.peers import PeerAnswer, PeerError, Peers
 from api.shards.wire import MISSING_HEADER
@@ -111,7 +111,7 @@ class AskOthers:
         if not silent:
             return own
         detail = f"no member that answers has the worker; {silent[0][0].url}: {silent[0][1]}"
-        response = ProblemError(503, "unavailable", detail, retry_after_s=1).response()
+        response = ProblemError(503, ProblemKind.UNAVAILABLE, detail, retry_after_s=1).response()
         response.headers.update(_missing_header(member for member, _ in silent))
         return response
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from api.decoding import Body, Codec, codec_of, decode_query_batch, is_large
 from api.hot import HotEndpoint, HotRoutes, decoded, encoded_response, json_response
 from api.hot_lane.lane import GroupAnswers
-from api.problems import ProblemError
+from api.problems import ProblemError, ProblemKind
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question
 from api.shards.gather import Gatherer
 from api.shards.own_views import OwnViews
@@ -130,11 +130,11 @@ def _asked(body: Body) -> Asked:
     try:
         asked = decode_asked(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProblemError(400, "malformed-body", f"body: {error}") from None
+        raise ProblemError(400, ProblemKind.MALFORMED_BODY, f"body: {error}") from None
     for ask in asked.prompts:
         for packed in ask.hashes.values():
             if len(packed) % 8:
-                raise ProblemError(422, "invalid-value", "hashes: expected a multiple of 8 bytes", "hashes")
+                raise ProblemError(422, ProblemKind.INVALID_VALUE, "hashes: expected a multiple of 8 bytes", "hashes")
     return asked
 
 

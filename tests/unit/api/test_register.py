@@ -101,6 +101,21 @@ async def test_a_registration_waits_for_the_kernels_and_a_query_does_not() -> No
         assert len((await client.get("/workers")).json()) == 1
 
 
+async def test_a_registration_is_told_to_come_back_while_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.registrations._KERNELS_TIMEOUT_S", 0.1)
+    log, are_compiled = MemoryLog(), threading.Event()
+    consumer = create_consumer(IndexerSettings(max_pages=2**16), log)
+    wait: Any = are_compiled.wait
+    registrations = Registrations(consumer, log, RegistrationSettings(), BridgeSettings(), None, wait)
+    app = create_app(consumer, ApiSettings(), registrations)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        answer = await client.post("/register", json=PEER)
+        are_compiled.set()
+    assert check_problem(answer, 503)["type"] == "urn:kvsight:problem:kernels-loading"
+    assert int(answer.headers["retry-after"]) > 0
+
+
 async def test_msgpack_is_taken_too() -> None:
     async with embedded() as client:
         headers = {"content-type": "application/msgpack"}
