@@ -38,7 +38,7 @@ _FIRST_READ_TIMEOUT_S = 10.0
 _CHECK_INTERVAL_S = 0.1
 _INDEX_TIMEOUT_S = 1.0
 _DROP_TIMEOUT_S = 5.0
-_POLL_S = 0.01
+_POLL_S = 0.001
 _NOT_INDEXED = "the index has accepted none of its batches: see kvsight_records_rejected_total"
 
 

@@ -22,7 +22,7 @@ class StreamRegistry:
     def __init__(self, settings: BridgeSettings, template: PublisherSettings, sink: SharedSink) -> None:
         """template: settings of all publishers, except for names and block sizes."""
         self.settings = settings
-        self._template = template.model_dump()
+        self._template = template
         self._sink = sink
         self._home = StreamContext(
             self._new_publisher, self._release, template.ledger_pages, settings.bridge_name_pages
@@ -65,4 +65,5 @@ class StreamRegistry:
 
     def _new_publisher(self, stream: StreamId, block_size: int, blocks: BlockTable | None) -> EventPublisher:
         own = {**stream._asdict(), "block_size": block_size}
-        return EventPublisher(PublisherSettings(**{**self._template, **own}), self._sink.lane(stream), blocks)
+        # names and sizes were checked when the engine was registered
+        return EventPublisher(self._template.model_copy(update=own), self._sink.lane(stream), blocks)

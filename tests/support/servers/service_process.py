@@ -6,6 +6,7 @@ import os
 import signal
 import ssl
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,9 +92,9 @@ class ServiceProcess:
         """Send a GET request."""
         return self._http.get(path, params=parameters)
 
-    def post(self, path: str) -> httpx.Response:
-        """Send a POST request without a body."""
-        return self._http.post(path)
+    def post(self, path: str, body: Mapping[str, object] | None = None) -> httpx.Response:
+        """Send a POST request, with JSON or without a body."""
+        return self._http.post(path, json=body)
 
     def query(self, model: str, hashes: list[int]) -> httpx.Response:
         """Ask who holds a prompt, by sequence hashes."""
