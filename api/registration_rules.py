@@ -1,17 +1,20 @@
-"""Rules for registrations: allowed addresses, conflicts, and the ranks that a caller selects. No I/O."""
+"""Rules for registrations: allowed addresses, conflicts, and the ranks that a caller selects."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from api.allowed_addresses import AddressRefusedError, AllowedAddresses
 from api.problems import ProblemError, ProblemKind
-from api.settings import RegistrationSettings
 from bridge import EngineSettings
-from kv_events.endpoints import has_wildcard
+from kv_events.endpoints import LocateError, has_wildcard
 from kv_events.errors import InvalidValueError
 from kv_events.streams import StreamId
+
+logger = logging.getLogger(__name__)
 
 Engines: TypeAlias = Mapping[StreamId, EngineSettings]
 
@@ -20,8 +23,11 @@ _TCP = re.compile(r"tcp://(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Z
 _IPC = re.compile(r"ipc://[A-Za-z0-9_./-][A-Za-z0-9_./@-]{0,99}|ipc://@[A-Za-z0-9_./@-]{1,99}")
 
 
-def check_addresses(engine: EngineSettings, settings: RegistrationSettings) -> None:
-    """Check that an engine's addresses are valid and allowed. Raises ProblemError (400, 403)."""
+async def check_addresses(engine: EngineSettings, allowed: AllowedAddresses) -> None:
+    """Check that an engine's addresses are valid and allowed. Raises ProblemError (400, 403).
+
+    A host name may be unknown, because an engine may be registered before it runs.
+    """
     for field in ("endpoint", "replay_endpoint"):
         address: str | None = getattr(engine, field)
         if address is None:
@@ -29,11 +35,12 @@ def check_addresses(engine: EngineSettings, settings: RegistrationSettings) -> N
         if not (_TCP.fullmatch(address) or _IPC.fullmatch(address)) or has_wildcard(address):
             expected = "the engine's own address, tcp://HOST:PORT; this service binds none"
             raise ProblemError.of_value(InvalidValueError(field, address, expected), 400, ProblemKind.INVALID_ENDPOINT)
-        if ".." in address or not settings.allows(address):
-            expected = f"an address that fits {settings.register_allow!r} (KVSIGHT_REGISTER_ALLOW)"
-            raise ProblemError.of_value(
-                InvalidValueError(field, address, expected), 403, ProblemKind.ENDPOINT_NOT_ALLOWED
-            )
+        try:
+            await allowed.locate(address)
+        except AddressRefusedError as error:
+            raise ProblemError(403, ProblemKind.ENDPOINT_NOT_ALLOWED, f"{field}: {error}", field, address) from None
+        except LocateError as error:
+            logger.warning("worker %s is registered all the same: %s", engine.worker, error)
 
 
 def check_conflicts(engines: Engines, engine: EngineSettings, *, is_peer: bool) -> None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from api.allowed_addresses import AllowedAddresses
 from api.daemon_threads import run_in_daemon_thread
 from api.problems import ProblemError, ProblemKind
 from api.registration_rules import check_addresses, check_conflicts, no_room, select_ranks, stream_of
@@ -53,16 +54,19 @@ class Registrations:
         bridge: BridgeSettings,
         store: SnapshotStore | None,
         load_kernels: Callable[[], None] | None = None,
+        own_port: int | None = None,
     ) -> None:
         """memory_log: the log that the consumer reads. store: where registrations are saved; None: nowhere.
 
         load_kernels: called in a thread before an engine is read. None: the kernels of the bridge are loaded already.
+        own_port: that of this service, which it must not read itself.
         """
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
         self._saved = None if store is None else SavedRegistrations(store)
-        self._fleet = Fleet.embedded(bridge, memory_log)
+        self._allowed = AllowedAddresses(settings.register_allow, own_port)
+        self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
         self._engines: dict[StreamId, EngineSettings] = {}
         self._added_at: dict[StreamId, float] = {}
         self._lock = asyncio.Lock()  # one change at a time, saved before the next
@@ -109,7 +113,7 @@ class Registrations:
 
         is_peer: also refuse what Dynamo refuses. Raises ProblemError.
         """
-        check_addresses(engine, self._settings)
+        await check_addresses(engine, self._allowed)
         await self._wait_until_loaded()
         async with self._lock:
             if self._engines.get(stream_of(engine)) == engine:
@@ -237,9 +241,11 @@ class Registrations:
 
     async def _load(self) -> None:
         engines = [] if self._saved is None else await self._saved.load()
+        checks = (check_addresses(engine, self._allowed) for engine in engines)
+        refusals = await asyncio.gather(*checks, return_exceptions=True)
         async with self._lock:
-            for engine in engines:
-                await self._restore(engine)
+            for engine, refusal in zip(engines, refusals, strict=True):
+                await self._restore(engine, refusal)
             self._waiting_for = set(self._engines)
             self._loaded.set()
 
@@ -257,9 +263,10 @@ class Registrations:
         finally:
             self._waiting_for.clear()
 
-    async def _restore(self, engine: EngineSettings) -> None:
+    async def _restore(self, engine: EngineSettings, refusal: BaseException | None) -> None:
         try:
-            check_addresses(engine, self._settings)
+            if refusal is not None:
+                raise refusal
             check_conflicts(self._engines, engine, is_peer=False)
             self._check_room(engine)
             await self._add(engine)

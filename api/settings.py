@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from api.allowed_addresses import AllowedAddresses
 from kv_events.errors import InvalidValueError
 from kv_events.quantities import BYTES, SECONDS, parse_quantity
 from kv_events.settings import KvsightSettings, argument
@@ -146,21 +147,15 @@ def _num_bytes(text: str) -> int:
 class RegistrationSettings(KvsightSettings):
     """Limits on the engines that callers may register."""
 
-    register_allow: str = "tcp://*"
-    """Allowed addresses, as patterns separated by commas: `tcp://10.0.*:*,ipc:///run/engines/*`. Host names are
-    compared as text, without resolving them. Empty: no registration.
+    register_allow: str = "*"
+    """Where registered engines may be: networks, host names and paths, separated by commas, as in
+    `10.0.0.0/16:5557-5560,*.engines.example,ipc:///run/engines/*`. Empty: no registration.
     """
     max_registrations: int = Field(1024, ge=0, le=65_536)
     """Bound on registered engine ranks."""
 
     @field_validator("register_allow")
     @classmethod
-    def _schemes_are_known(cls, patterns: str) -> str:
-        for pattern in filter(None, patterns.split(",")):
-            if not pattern.strip().startswith(("tcp://", "ipc://")):
-                raise InvalidValueError(variable("register_allow"), pattern, "tcp://PATTERN or ipc://PATTERN")
-        return patterns
-
-    def allows(self, address: str) -> bool:
-        """Return whether an address matches one of the patterns."""
-        return any(fnmatchcase(address, pattern.strip()) for pattern in self.register_allow.split(","))
+    def _entries_can_be_read(cls, entries: str) -> str:
+        AllowedAddresses(entries)
+        return entries

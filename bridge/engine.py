@@ -23,6 +23,7 @@ from bridge.stream.subscriber import ConnectionState, Subscriber
 from bridge.worker_stream import StreamStatus
 from bridge.worker_threads import WorkerThreads
 from kv_events.backoff import Backoff
+from kv_events.endpoints import Locate
 from kv_events.engine_wire import parse_topic
 from kv_events.errors import shorten
 from kv_events.rate_limited_logger import RateLimitedLogger
@@ -64,8 +65,9 @@ class EngineReader:
         decoder: Decoder,
         threads: WorkerThreads,
         inboxes: Inboxes,
+        locate: Locate,
     ) -> None:
-        """engine: one rank. threads, inboxes: shared by the whole fleet."""
+        """engine: one rank. threads, inboxes, locate: shared by the whole fleet."""
         self.engine = engine
         self.counters = BridgeCounters()
         self._context = context
@@ -73,6 +75,7 @@ class EngineReader:
         self._decoder = decoder
         self._threads = threads
         self._inboxes = inboxes
+        self._locate = locate
         self._limited_logger = RateLimitedLogger(logger, f"engine {engine.worker or engine.endpoint}")
         self._failure: str | None = None
         self._engine_streams: OrderedDict[str, EngineStream] = OrderedDict()  # by topic; least recently heard first
@@ -135,6 +138,7 @@ class EngineReader:
             self.counters,
             self._limited_logger,
             self._inboxes,
+            self._locate,
             self._stream_of_topic,
             lambda: list(self._engine_streams.values()),
             self._tidy_up,
@@ -191,7 +195,7 @@ class EngineReader:
         engine, settings = self.engine, self._registry.settings
         replay: Any = None
         if engine.replay_endpoint is not None:
-            replay = ReplayClient(self._context, engine.replay_endpoint, settings.bridge_replay_timeout_s)
+            replay = ReplayClient(self._context, engine.replay_endpoint, settings.bridge_replay_timeout_s, self._locate)
         stream = StreamId(model, engine.tenant, worker, engine.dp_rank)
         rules = EngineRules(engine.eagle, engine.count_copies, engine.attention_chunk_size or 0)
         defaults = RegistrationDefaults(engine.block_size, engine.lora_name, engine.cache_salt, rules)

@@ -15,6 +15,7 @@ from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
 from bridge.stream.inbox import Inboxes
 from bridge.worker_threads import WorkerThreads
+from kv_events.endpoints import Locate, as_given
 from kv_events.errors import InvalidValueError, KvsightError
 from kv_events.memory_log import MemoryLog
 from publisher.settings import PublisherSettings
@@ -39,8 +40,12 @@ class Fleet:
     `async with Fleet(...) as fleet: await fleet.add(engine)`. Adding and removing are idempotent.
     """
 
-    def __init__(self, settings: BridgeSettings, template: PublisherSettings, sink: Sink) -> None:
-        """template: settings of every worker's publisher. Its names and block size are not used."""
+    def __init__(
+        self, settings: BridgeSettings, template: PublisherSettings, sink: Sink, locate: Locate = as_given
+    ) -> None:
+        """template: settings of every worker's publisher. Its names and block size are not used. locate: called before
+        each connection to an engine, and every few seconds without one.
+        """
         if template.with_tokens:
             raise InvalidValueError("KVSIGHT_WITH_TOKENS", True, "false: a bridge does not forward tokens")
         self._sink = SharedSink(sink)
@@ -48,16 +53,17 @@ class Fleet:
         self._decoder = Decoder()
         self._threads = WorkerThreads()
         self._inboxes = Inboxes()
+        self._locate = locate
         self._context = zmq.asyncio.Context()
         self._readers: dict[_Key, EngineReader] = {}
         self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but still closing their streams
 
     @classmethod
-    def embedded(cls, settings: BridgeSettings, memory_log: MemoryLog) -> Self:
+    def embedded(cls, settings: BridgeSettings, memory_log: MemoryLog, locate: Locate = as_given) -> Self:
         """A fleet that publishes to a log in memory, which an indexer of the same process reads."""
         # every stream gets its own names and block size
         template = PublisherSettings(model="bridge", worker="bridge", dp_rank=0, block_size=1)
-        return cls(settings, template, MemorySink(memory_log))
+        return cls(settings, template, MemorySink(memory_log), locate)
 
     async def add(self, engine: EngineSettings) -> bool:
         """Begin to read all ranks of an engine. Waits for ranks that are still being removed.
@@ -75,7 +81,7 @@ class Fleet:
         new = [rank for rank in ranks if _key(rank) not in self._readers]
         for rank in new:
             reader = self._readers[_key(rank)] = EngineReader(
-                self._context, rank, self._registry, self._decoder, self._threads, self._inboxes
+                self._context, rank, self._registry, self._decoder, self._threads, self._inboxes, self._locate
             )
             reader.start()
         return bool(new)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from kv_events.errors import InvalidValueError
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from kv_events.errors import InvalidValueError, KvsightError
 
 LOCAL_SCHEMES = ("ipc://", "inproc://")
 """Prefixes of addresses on one machine. They have no wildcard."""
 
 _MAX_PORT = 65_535
 _WILDCARDS = ("*", "::", "0.0.0.0")  # noqa: S104  (looked for, not bound to)
+
+Locate: TypeAlias = Callable[[str], Awaitable[str]]
+"""Returns where to connect for an endpoint at this moment. Raises LocateError."""
+
+
+class LocateError(KvsightError):
+    """An endpoint leads nowhere at present."""
+
+
+async def as_given(endpoint: str) -> str:
+    """Leave the look-up of names to ZMQ. A `Locate`."""
+    return endpoint
 
 
 def has_wildcard(endpoint: str) -> bool:

@@ -14,18 +14,20 @@ _ENGINE_BINDS = "an engine listens only if its `endpoint` is tcp://*:PORT: with 
 """Why nothing may listen although the engine runs."""
 
 
-async def why_unreachable(endpoint: str) -> str | None:
+async def why_unreachable(endpoint: str, located: str | None = None) -> str | None:
     """Open a connection to a ZMQ address and close it. Returns why the engine's events cannot be read there.
+
+    located: where the endpoint leads. None: its name is looked up.
 
     For an address that has no engine's handshake although something accepts connections there. None: nothing is known
     about addresses of this kind.
     """
-    scheme, _, address = endpoint.partition("://")
+    scheme, _, address = (located or endpoint).partition("://")
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             if scheme == "tcp":
                 host, _, port = address.rpartition(":")
-                family = socket.AF_INET6 if is_ipv6(endpoint) else socket.AF_INET  # as ZMQ does
+                family = socket.AF_INET6 if is_ipv6(located or endpoint) else socket.AF_INET  # as ZMQ does
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port), family=family)
             elif scheme == "ipc":
                 _, writer = await asyncio.open_unix_connection(address)

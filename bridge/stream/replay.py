@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES
-from kv_events.endpoints import is_ipv6
+from kv_events.endpoints import Locate, LocateError, as_given, is_ipv6
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay, replay_request
 from kv_events.errors import KvsightError
 
@@ -36,10 +36,13 @@ class ReplayInterruptedError(KvsightError):
 class ReplayClient:
     """Requests replays from one engine. Each request has its own socket, so that answers never mix."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, timeout_s: float) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, endpoint: str, timeout_s: float, locate: Locate = as_given
+    ) -> None:
         self._context = context
         self._endpoint = endpoint
         self._timeout_s = timeout_s
+        self._locate = locate
 
     async def batches(
         self, start: int, deadline: float, live: zmq.asyncio.Socket | None = None
@@ -50,12 +53,16 @@ class ReplayClient:
         without a connection, ReplayError when nothing arrives within the timeout or the answer is longer than the
         deadline, and ReplayInterruptedError when there is a connection, and `live` has a message and the replay none.
         """
+        try:
+            address = await self._locate(self._endpoint)
+        except LocateError as error:
+            raise ReplayUnreachableError(str(error)) from None
         socket = self._context.socket(zmq.DEALER)
         # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
         non_blocking: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         try:
-            self._set_options(socket)
-            await self._connect(socket, deadline)
+            self._set_options(socket, address)
+            await self._connect(socket, address, deadline)
             non_blocking.send_multipart(replay_request(start), zmq.NOBLOCK)
             last = -1
             while True:
@@ -73,13 +80,13 @@ class ReplayClient:
         finally:
             socket.close()
 
-    def _set_options(self, socket: zmq.asyncio.Socket) -> None:
+    def _set_options(self, socket: zmq.asyncio.Socket, address: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, is_ipv6(self._endpoint))
+        socket.setsockopt(zmq.IPV6, is_ipv6(address))
         socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
-    async def _connect(self, socket: zmq.asyncio.Socket, deadline: float) -> None:
+    async def _connect(self, socket: zmq.asyncio.Socket, address: str, deadline: float) -> None:
         """Wait for the connection by the socket's monitor, even if live messages arrive: whether there is one is shown.
 
         The option ZMQ_IMMEDIATE would be simpler, but with it libzmq aborts the process when the engine dies between
@@ -88,7 +95,7 @@ class ReplayClient:
         wait_s = min(self._timeout_s, _CONNECT_S)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            socket.connect(self._endpoint)
+            socket.connect(address)
             if not await self._is_readable(monitor, wait_s, deadline, None):
                 raise ReplayUnreachableError(f"{self._endpoint}: no connection for {wait_s:.1f} s")
         finally:

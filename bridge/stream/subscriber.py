@@ -20,7 +20,7 @@ from bridge.stream.engine_stream import EngineStream
 from bridge.stream.inbox import Inbox, Inboxes
 from bridge.stream.reachability import why_unreachable
 from bridge.stream.replay import MAX_MESSAGE_BYTES
-from kv_events.endpoints import is_ipv6
+from kv_events.endpoints import Locate, LocateError, is_ipv6
 from kv_events.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Subscriber:
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
         inboxes: Inboxes,
+        locate: Locate,
         stream_of_topic: Callable[[str], EngineStream | None],
         engine_streams: Callable[[], list[EngineStream]],
         tidy_up: Callable[[], Awaitable[None]],
@@ -71,6 +72,9 @@ class Subscriber:
         self._counters = counters
         self._limited_logger = limited_logger
         self._inboxes = inboxes
+        self._locate = locate
+        self._address: str | None = None  # that the endpoint led to
+        self._locate_at = 0.0
         self._stream_of_topic = stream_of_topic
         self._engine_streams = engine_streams
         self._tidy_up = tidy_up
@@ -85,7 +89,7 @@ class Subscriber:
     @property
     def failure(self) -> str | None:
         """Why no message can arrive; None while connected or still connecting."""
-        if self._away_since is not None:
+        if self._away_since is not None and self._why_unreachable is None:
             return f"{self._engine.endpoint}: the connection is lost"
         return self._why_unreachable
 
@@ -103,7 +107,7 @@ class Subscriber:
             if self._engine.binds:
                 socket.bind(self._engine.endpoint)
             else:
-                socket.connect(self._engine.endpoint)
+                await self._follow_name(socket)
             for engine_stream in self._engine_streams():
                 await engine_stream.open()
             while True:
@@ -132,7 +136,7 @@ class Subscriber:
     def _open(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, is_ipv6(self._engine.endpoint))
+        socket.setsockopt(zmq.IPV6, self._engine.binds and is_ipv6(self._engine.endpoint))
         socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -202,7 +206,9 @@ class Subscriber:
         logged: tuple[str | None, float] = None, -math.inf
         await asyncio.sleep(_PATIENCE_S)
         while not self._engine.binds and not self._num_connected:
-            reason = await why_unreachable(self._engine.endpoint)
+            reason = self._why_unreachable
+            if self._address is not None:
+                reason = await why_unreachable(self._engine.endpoint, self._address)
             if reason is None or self._num_connected:
                 return
             self.state, self._why_unreachable = ConnectionState.UNREACHABLE, reason
@@ -223,8 +229,27 @@ class Subscriber:
             for engine_stream in self._engine_streams():
                 engine_stream.set_receiving(False)
 
+    async def _follow_name(self, live: zmq.asyncio.Socket) -> None:
+        """Connect to where the endpoint leads now. An engine that comes back may have another address."""
+        self._locate_at = time.monotonic() + _PROBE_S
+        try:
+            address = await self._locate(self._engine.endpoint)
+        except LocateError as error:
+            self._why_unreachable = str(error)
+            return
+        if self._num_connected:
+            self._why_unreachable = None
+        if address != self._address:
+            if self._address is not None:
+                live.disconnect(self._address)
+            live.setsockopt(zmq.IPV6, is_ipv6(address))
+            live.connect(address)
+            self._address = address
+
     async def _check_idle(self, live: zmq.asyncio.Socket) -> None:
         now = time.monotonic()
+        if not (self._connections or self._engine.binds) and now >= self._locate_at:
+            await self._follow_name(live)
         if self._away_since is not None:
             if now - self._away_since >= self._settings.bridge_away_s:
                 for engine_stream in self._engine_streams():

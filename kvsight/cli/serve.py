@@ -123,12 +123,13 @@ def serve(
         return
     from api.server import listen, run_server, url_of
 
+    bound = listen(settings)
     if shards.group is not None:
-        bound = listen(settings)
         app = _member(indexer, settings, shards, url_of(bound, settings))
+    elif indexer.is_embedded:
+        app = _embedded(indexer, settings, bound.getsockname()[1])
     else:
-        app = _embedded(indexer, settings) if indexer.is_embedded else _application(indexer, settings)
-        bound = listen(settings)
+        app = _application(indexer, settings)
     err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
     if indexer.is_embedded:
         err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
@@ -209,8 +210,8 @@ def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettin
     return create_app(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
 
 
-def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
-    """The application that reads engines itself: their events pass through a log in memory.
+def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int) -> Application:
+    """The application that reads engines itself: their events pass through a log in memory. port: of its socket.
 
     The kernels that read engines are loaded while the service answers already.
     """
@@ -229,6 +230,6 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings) -> Application:
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations")
     registrations = Registrations(
-        consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load)
+        consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load), port
     )
     return create_app(consumer, settings, registrations, create_decision_log(indexer, recording), recording)

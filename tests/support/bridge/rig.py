@@ -15,6 +15,7 @@ from bridge.decoding.decoder import Decoder
 from bridge.naming.event_translator import EventTranslator
 from bridge.naming.identity import EngineRules, StreamIdentity
 from kv_events.codec import RemovedPages, StoredPages, decode_batch
+from kv_events.endpoints import Locate, as_given
 from kv_events.memory_log import MemoryLog
 from kv_events.rate_limited_logger import RateLimitedLogger
 from kv_events.schema import AllBlocksCleared, SnapshotBegin, SnapshotEnd
@@ -70,10 +71,10 @@ class View:
 class LiveBridge:
     """A fleet that publishes to a log in memory, and the views rebuilt from that log."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, locate: Locate = as_given, /, **settings: Any) -> None:
         self.log = MemoryLog()
         template = PublisherSettings(model="-", worker="-", block_size=1, ledger_pages=200_000, linger_ms=1)
-        self.fleet = Fleet(BridgeSettings(**settings), template, MemorySink(self.log))
+        self.fleet = Fleet(BridgeSettings(**settings), template, MemorySink(self.log), locate)
         self._views: dict[str, View] = defaultdict(View)
         self._offset = 0
 
