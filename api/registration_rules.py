@@ -79,9 +79,9 @@ def select_ranks(
     return selected
 
 
-def no_room(detail: str, engine: EngineSettings) -> ProblemError:
+def no_room(detail: str, engine: EngineSettings, status: int = 409) -> ProblemError:
     """Return the problem of a reached limit."""
-    return ProblemError(409, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "instance_id", engine.worker)
+    return ProblemError(status, ProblemKind.TOO_MANY_REGISTRATIONS, detail, "instance_id", engine.worker)
 
 
 def stream_of(engine: EngineSettings) -> StreamId:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
@@ -55,16 +56,18 @@ class Registrations:
         store: SnapshotStore | None,
         load_kernels: Callable[[], None] | None = None,
         own_port: int | None = None,
+        max_files: int = sys.maxsize,
     ) -> None:
         """memory_log: the log that the consumer reads. store: where registrations are saved; None: nowhere.
 
         load_kernels: called in a thread before an engine is read. None: the kernels of the bridge are loaded already.
-        own_port: that of this service, which it must not read itself.
+        own_port: that of this service, which it must not read itself. max_files: file descriptors that engines may use.
         """
         self.save_failures = 0
         self._consumer = consumer
         self._settings = settings
         self._saved = None if store is None else SavedRegistrations(store)
+        self._max_files = max_files
         self._allowed = AllowedAddresses(settings.register_allow, own_port)
         self._fleet = Fleet.embedded(bridge, memory_log, self._allowed.locate)
         self._engines: dict[StreamId, EngineSettings] = {}
@@ -146,6 +149,9 @@ class Registrations:
         if len(self._engines) >= self._settings.max_registrations:
             raise no_room(f"{len(self._engines)} ranks are registered already (KVSIGHT_MAX_REGISTRATIONS)", engine)
         engines = [*self._engines.values(), engine]
+        if (num_files := sum(each.num_files for each in engines)) > self._max_files:
+            limit = f"engines may use {self._max_files} file descriptors, and {num_files} would be needed"
+            raise no_room(f"{limit}: raise the limit on open files (LimitNOFILE=, ulimit -n)", engine, 503)
         sizes = {stream_of(each): each.block_size for each in engines if each.block_size is not None}
         try:
             self._consumer.namespaces.check_room(sizes)

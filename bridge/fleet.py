@@ -22,6 +22,9 @@ from publisher.settings import PublisherSettings
 from publisher.sinks.base import Sink
 from publisher.sinks.memory import MemorySink
 
+_MAX_SOCKETS = 65_535
+"""The most that ZMQ supports. By default it has 1023, but an engine needs three, and three more during a replay."""
+
 _Key = tuple[str | None, str, str, int]
 
 
@@ -55,6 +58,7 @@ class Fleet:
         self._inboxes = Inboxes()
         self._locate = locate
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._readers: dict[_Key, EngineReader] = {}
         self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but still closing their streams
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kv_events.endpoints import endpoint_of_rank, has_wildcard
 from kv_events.errors import InvalidValueError
-from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES
+from kv_events.limits import MAX_BLOCK_SIZE, MAX_DP_RANK, MAX_NAME_BYTES, SOCKET_FILES
 from kv_events.settings import KvsightSettings, argument
 from kv_events.streams import DEFAULT_TENANT, MAX_GROUP_SIZE
 
@@ -94,6 +94,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def binds(self) -> bool:
         """Whether we bind the address."""
         return has_wildcard(self.endpoint) if self.bind is None else self.bind
+
+    @property
+    def num_files(self) -> int:
+        """File descriptors that reading all ranks needs at most. Replays have sockets of their own."""
+        return self.num_ranks * SOCKET_FILES * (1 if self.replay_endpoint is None else 2)
 
     def of_rank(self, offset: int) -> EngineSettings:
         """The entry of one rank."""

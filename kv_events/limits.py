@@ -38,3 +38,6 @@ MAX_EXTRA_KEY_BYTES = 1024
 """Largest UTF-8 length of an extra key, which separates the pages of a namespace."""
 
 MAX_TOKEN_ID = 2**32 - 1
+
+SOCKET_FILES = 4
+"""File descriptors of a connected ZMQ socket with a monitor."""

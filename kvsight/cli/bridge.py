@@ -12,6 +12,7 @@ from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.connection_flags import with_kafka_flags
 from kvsight.cli.console import UsageError, at_most_one, err, import_without_kernels, stop_signals
 from kvsight.cli.logs import with_log_flags
+from kvsight.cli.open_files import allow_open_files
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def bridge(
     engines = [*(read_engines(config) if config else []), *map(parse_engine, engine or [])]
     if not engines:
         raise UsageError("no engine to read: give --engine or --config")
+    allow_open_files(0, sum(each.num_files for each in engines))
     # every stream has a name and a block size of its own
     template = PublisherSettings.from_flags(
         model="bridge",

@@ -10,6 +10,7 @@ from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.console import UsageError, compile_kernels, err
 from kvsight.cli.log.reading import LogInput
 from kvsight.cli.moments import parse_moment
+from kvsight.cli.open_files import allow_open_files
 from kvsight.extras import require_serve
 
 _LARGE_BYTES = 64 * 2**20
@@ -37,6 +38,7 @@ def serve_past(
     # each moment that is opened would repeat them; the page shows them as marks
     logging.getLogger("indexer.dead_letters").setLevel(logging.ERROR)
     keep_freed_memory()
+    allow_open_files(settings.max_connections)
     compile_kernels("api.past.app")
     from api.past.app import create_past_app
     from api.past.moments import OutsideTheLogError

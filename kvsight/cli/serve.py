@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv_events.errors import InvalidValueError
+from kv_events.limits import SOCKET_FILES
 from kv_events.variables import variable
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.connection_flags import with_kafka_and_redis_flags
 from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
 from kvsight.cli.logs import name_process, with_log_flags
+from kvsight.cli.open_files import allow_open_files
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ def serve(
     at_most_one({"--kafka": kafka, "--event-log-dir": event_log_dir})
     at_most_one({"--redis": redis, "--snapshot-dir": snapshot_dir})
     require_serve("kvsight serve")
-    from api.settings import ApiSettings
+    from api.settings import ApiSettings, RegistrationSettings
     from indexer.settings import IndexerSettings
     from indexer.shards.settings import GroupSettings
 
@@ -117,6 +119,8 @@ def serve(
     shards.check(indexer.kafka, settings.processes)
     _check_processes(settings.processes, indexer)
     keep_freed_memory()
+    engines = RegistrationSettings().max_registrations if indexer.is_embedded else 0
+    max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
     if settings.processes > 1:
         _serve_in_several(indexer, settings)
@@ -127,7 +131,7 @@ def serve(
     if shards.group is not None:
         app = _member(indexer, settings, shards, url_of(bound, settings))
     elif indexer.is_embedded:
-        app = _embedded(indexer, settings, bound.getsockname()[1])
+        app = _embedded(indexer, settings, bound.getsockname()[1], max_files)
     else:
         app = _application(indexer, settings)
     err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
@@ -210,8 +214,9 @@ def _member(indexer: IndexerSettings, settings: ApiSettings, shards: GroupSettin
     return create_app(consumer, settings, decisions=create_decision_log(indexer), recording=recording, group=group)
 
 
-def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int) -> Application:
+def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int, max_files: int) -> Application:
     """The application that reads engines itself: their events pass through a log in memory. port: of its socket.
+    max_files: file descriptors that engines may use.
 
     The kernels that read engines are loaded while the service answers already.
     """
@@ -229,7 +234,6 @@ def _embedded(indexer: IndexerSettings, settings: ApiSettings, port: int) -> App
     log = MemoryLog(is_read_once=True, on_record=None if recording is None else recording.recorder.offer)
     consumer = create_consumer(indexer, log, recording)
     store = create_store(indexer, "registrations")
-    registrations = Registrations(
-        consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load), port
-    )
+    parts = consumer, log, RegistrationSettings(), BridgeSettings(), store, lambda: report_compilation(load)
+    registrations = Registrations(*parts, own_port=port, max_files=max_files)
     return create_app(consumer, settings, registrations, create_decision_log(indexer, recording), recording)
