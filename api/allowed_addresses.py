@@ -11,7 +11,7 @@ import re
 import socket
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kv_events.endpoints import LocateError
 from kv_events.errors import InvalidValueError
@@ -36,7 +36,10 @@ _SPECIAL = [
     )
 ]
 """This host, link-local, multicast, reserved; metadata of clouds. Permitted only by an entry that names no more."""
-_LOOKUP_S = 5.0
+_LOOKUP_S = 6.0
+"""Resolvers repeat a question after five seconds."""
+_MOST_LOOKUPS = 3
+"""At a time. The loop has four threads for them, one of which remains for the look-ups of others."""
 
 
 class AddressRefusedError(LocateError):
@@ -70,6 +73,7 @@ class AllowedAddresses:
         self._paths = [text for text in texts if text.startswith("ipc://")]
         self._entries = [_entry(text) for text in texts if text not in self._paths]
         self._own_port = own_port
+        self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
 
     async def locate(self, endpoint: str) -> str:
         """Return a valid endpoint with a permitted address of its host. See `Locate`. Raises AddressRefusedError."""
@@ -78,13 +82,38 @@ class AllowedAddresses:
                 raise _refusal(endpoint, "the path")
             return endpoint
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        addresses = await _look_up(host.strip("[]")) if self._permits(host, int(port), None) else []
+        addresses = await self._look_up(host.strip("[]")) if self._permits(host, int(port), None) else []
         for text in addresses:
             address = ip_address(text)
             address = getattr(address, "ipv4_mapped", None) or address
             if self._permits(host, int(port), address):
                 return f"tcp://{address}:{port}" if address.version == 4 else f"tcp://[{address}]:{port}"
         raise _refusal(endpoint, ", ".join(addresses) or host)
+
+    async def _look_up(self, host: str) -> list[str]:
+        """Return the addresses of a host, those of IPv4 first, as engines listen there unless told otherwise."""
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except (OSError, UnicodeError):  # it is a name
+            try:
+                async with asyncio.timeout(_LOOKUP_S):
+                    await self._lookups.acquire()
+                    found = await asyncio.shield(asyncio.create_task(self._resolve(host), name=f"look-up:{host}"))
+            except TimeoutError:
+                raise LocateError(f"{host}: no address was found within {_LOOKUP_S:.0f} s") from None
+        if not found:
+            raise LocateError(f"{host}: the host name is unknown")
+        numbers = [socket.getnameinfo(each[4], socket.NI_NUMERICHOST)[0] for each in found]  # with the zone, if any
+        return sorted(numbers, key=lambda number: ":" in number)
+
+    async def _resolve(self, host: str) -> list[Any]:
+        """Ask the name servers, even if nobody waits any longer: a look-up cannot be cancelled."""
+        try:
+            return await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return []
+        finally:
+            self._lookups.release()
 
     def _permits(self, host: str, port: int, address: _Address | None) -> bool:
         if address is not None and port == self._own_port and _is_own(address):
@@ -119,23 +148,6 @@ def _entry(text: str) -> _Entry:
         return _Entry((ip_network(host),), "", ports)
     except ValueError:
         raise fault from None
-
-
-async def _look_up(host: str) -> list[str]:
-    """Return the addresses of a host, those of IPv4 first, as engines listen there unless told otherwise."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except (OSError, UnicodeError):  # it is a name
-        try:
-            async with asyncio.timeout(_LOOKUP_S):
-                found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except TimeoutError:
-            raise LocateError(f"{host}: no address was found within {_LOOKUP_S:.0f} s") from None
-        except (OSError, UnicodeError):
-            raise LocateError(f"{host}: the host name is unknown") from None
-    addresses = [socket.getnameinfo(each[4], socket.NI_NUMERICHOST)[0] for each in found]  # with the zone, if any
-    return sorted(addresses, key=lambda address: ":" in address)
 
 
 def _is_own(address: _Address) -> bool:
