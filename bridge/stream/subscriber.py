@@ -206,9 +206,10 @@ class Subscriber:
         logged: tuple[str | None, float] = None, -math.inf
         await asyncio.sleep(_PATIENCE_S)
         while not self._engine.binds and not self._num_connected:
-            reason = self._why_unreachable
             if self._address is not None:
                 reason = await why_unreachable(self._engine.endpoint, self._address)
+            else:
+                reason = self._why_unreachable or f"{self._engine.endpoint}: the name is still being looked up"
             if reason is None or self._num_connected:
                 return
             self.state, self._why_unreachable = ConnectionState.UNREACHABLE, reason
