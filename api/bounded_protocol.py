@@ -11,12 +11,14 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api.problems import ProblemError
+from api.uvicorn_log import UvicornLog
 
 MAX_HEAD_BYTES = 2**14
 """Bound on the head of a request."""
 ARRIVAL_S = 60.0
 """Time in which a request must have arrived completely."""
 
+_LOG = UvicornLog()
 _SLICE_BYTES = 2**10
 """Data that httptools reads at once, apart from bodies: about ten requests."""
 _PIPELINE_PAUSE_S = 0.02
@@ -44,6 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.logger = _LOG
         self.is_parsing = False  # httptools has begun a request that has not arrived completely
         self.rest = bytearray()  # what arrived after a request that is not answered yet
         self.began_at = 0.0  # first byte of the request that arrives, by the clock of the loop

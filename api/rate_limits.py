@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from hashlib import sha256
 from mmap import mmap
 
@@ -35,9 +36,14 @@ class RateLimit:
         wait_s = self._full_at[0] - self._clock() - self._spare_s
         return wait_s if wait_s > _ROUNDING_S else 0.0
 
-    def note(self) -> None:
-        """Count a request."""
-        self._full_at[0] = max(self._full_at[0], self._clock()) + 1.0 / self._per_s
+    def note(self, count: int = 1) -> None:
+        """Count requests. More than are permitted now delay those after them."""
+        self._full_at[0] = max(self._full_at[0], self._clock()) + count / self._per_s
+
+
+OF_REQUEST: ContextVar[RateLimit | None] = ContextVar("limit_of_request", default=None)
+"""Bound on the requests with the token of the request that is being answered, which is counted already. The queries of
+a batch count as requests of their own."""
 
 
 class SharedCells:

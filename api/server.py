@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 _ConnectionLimit(app, settings.max_connections, lambda: self.server_state),
                 http=http,
-                headers=list(headers),
+                headers=[("x-content-type-options", "nosniff"), *headers],
                 lifespan="on",
                 access_log=False,
                 log_config=None,

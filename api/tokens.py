@@ -97,7 +97,10 @@ class Tokens:
 
     @asynccontextmanager
     async def following(self, on_change: Callable[[], None]) -> AsyncIterator[None]:
-        """Read the file again whenever it changes, in the background of a block. on_change: is called after that."""
+        """Read the file again whenever it changes, in the background of a block. on_change: is called after that.
+
+        The tokens of a deleted file are no longer valid.
+        """
         file = self._file
         if file is None:
             yield
@@ -105,11 +108,19 @@ class Tokens:
 
         def use(text: str) -> None:
             self._known = [*self._own, *_callers(text, file, self._limits)]
-            logger.info("%d tokens are known now", len(self._known))
+            if text:
+                logger.info("%d tokens are known now", len(self._known))
+            else:
+                logger.warning("%s was deleted: its tokens are no longer valid", file)
             on_change()
 
-        async with following("tokens", self._text, lambda: read_secret(_FIELD, file), use, logger):
+        async with following("tokens", self._text, lambda: _text_of(file), use, logger):
             yield
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of the file, "" if it was deleted. Raises InvalidValueError."""
+    return read_secret(_FIELD, file) if file.exists() else ""
 
 
 def _callers(text: str, file: Path | None, limits: RateLimits) -> list[tuple[bytes, Caller]]:

@@ -128,3 +128,19 @@ def _answers(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_no_answer_may_be_taken_for_another_type(caplog: pytest.LogCaptureFixture) -> None:
+    fed, settings = HandFed(), ApiSettings(port=0)
+    async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+        await fed.hold(Stream("1"), TOKENS)
+        answers = [await client.post(f"{url}/query", json=QUERY) for _ in range(4)]  # on all ways of the server
+        answers += [await client.get(f"{url}{path}") for path in ("/", "/docs", "/workers", "/metrics", "/none")]
+        for answer in answers:
+            assert answer.headers.get_list("x-content-type-options") == ["nosniff"], answer
+        for _ in range(100):
+            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            writer.write(b"\x00 garbage\r\n\r\n")
+            assert b"\r\nx-content-type-options: nosniff\r\n" in await reader.read()
+            writer.close()
+    assert len([record for record in caplog.records if record.name == "uvicorn.error"]) == 1
