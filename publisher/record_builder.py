@@ -66,8 +66,7 @@ class RecordBuilder:
         self.is_resyncing = False
         """Whether the last resync is not sent completely yet. The queue no longer holds changes from before it."""
         self.degraded_reason = ""
-        """The degraded reason in every record. Any thread may set it. A change makes a record due. If there is none, a
-        ledger that left pages out is the reason."""
+        """The degraded reason in every record, before that of the ledger. Any thread may set it. A change is sent."""
         self._settings = settings
         self._stream = settings.stream
         self._key = settings.stream.key.encode()
