@@ -42,6 +42,7 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
     resent = _counter("resync_pages", "Pages sent in resyncs, once for each tier")
     records = _counter("rejected_records", "Records that the sink refused")
     requests = _counter("skipped_requests", "Messages of the control topic that are no requests")
+    left_out = _counter("left_out_pages", "Stores of pages for which the ledger had no room")
     events = _counter("rejected_events", "Events dropped because they are invalid", "reason")
     for (model, tenant, worker, rank), stats in publishers:
         labels = [worker, model, tenant, str(rank)]
@@ -54,9 +55,10 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
         resent.add_metric(labels, stats.resync_pages)
         records.add_metric(labels, stats.rejected_records)
         requests.add_metric(labels, stats.skipped_requests)
+        left_out.add_metric(labels, stats.pages["ledger_full"])
         for reason, number in stats.rejected_events.items():
             events.add_metric([*labels, reason], number)
-    yield from (held, queued, reach, delivered, dropped, resyncs, resent, records, requests, events)
+    yield from (held, queued, reach, delivered, dropped, resyncs, resent, records, requests, left_out, events)
 
 
 def serve_metrics(
