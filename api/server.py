@@ -8,7 +8,8 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+import ssl
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import FrameType
@@ -16,17 +17,17 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
 from api.app import Application
+from api.bodies import BodyLimit
 from api.bounded_protocol import BoundedProtocol
+from api.connections import ConnectionLimit
 from api.errors import CannotListenError, PortInUseError
 from api.followed_files import following
 from api.hot_lane.lane import HotLane
 from api.hot_lane.protocol import HotProtocol
-from api.problems import ProblemError
 from api.settings import ApiSettings
+from api.tls_handshakes import TlsHandshake
 from kv_events.event_loops import new_event_loop
 
 logger = logging.getLogger(__name__)
@@ -95,20 +96,25 @@ class _Server(uvicorn.Server):
     def __init__(self, app: Starlette, settings: ApiSettings) -> None:
         self._app = app
         self._tls = settings.tls
+        self._tls_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         http: Any = BoundedProtocol
         if isinstance(app, Application):
             lane: HotLane = app.state.lane
-            http = partial(HotProtocol, lane=lane, max_connections=settings.max_connections)
+            http = partial(HotProtocol, lane=lane)
+        limits = ConnectionLimit(settings.max_connections), BodyLimit(settings.max_body_bytes)
+        http = partial(http, connection_limit=limits[0], body_limit=limits[1])
+        if self._tls is not None:
+            self._tls.load_server(self._tls_context)
+            http = partial(TlsHandshake, http=http, context=self._tls_context)
         super().__init__(
             uvicorn.Config(
-                _ConnectionLimit(app, settings.max_connections, lambda: self.server_state),
+                app,
                 http=http,
                 headers=[("x-content-type-options", "nosniff")],
                 lifespan="on",
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=_GRACE_S,
-                **_tls_options(settings),
             )
         )
 
@@ -125,9 +131,8 @@ class _Server(uvicorn.Server):
             return
 
         def use(_content: tuple[bytes, ...]) -> None:
-            if self.config.ssl is not None:
-                files.load_server(self.config.ssl)
-                logger.info("new connections have the certificate that is in %s now", files.cert)
+            files.load_server(self._tls_context)
+            logger.info("new connections have the certificate that is in %s now", files.cert)
 
         async with following("certificates", files.server_content(), files.server_content, use, logger):
             yield
@@ -145,35 +150,9 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _tls_options(settings: ApiSettings) -> dict[str, Any]:
-    """Return uvicorn's options for TLS."""
-    files = settings.tls
-    if files is None:
-        return {}
-    return {"ssl_certfile": files.cert, "ssl_keyfile": files.key, "ssl_keyfile_password": files.password()}
-
-
 class _EmbeddedServer(_Server):
     """A server inside another program."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _ConnectionLimit:
-    """Refuses requests while there are too many connections. uvicorn's own limit would answer in plain text."""
-
-    def __init__(self, app: Starlette, most: int, state: Callable[[], ServerState]) -> None:
-        self._app = app
-        self._most = most
-        self._state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(self._state().connections) > self._most:
-            detail = f"more than {self._most} connections are open (KVSIGHT_MAX_CONNECTIONS)"
-            response = ProblemError(503, "overloaded", detail).response()
-            response.headers["Connection"] = "close"
-            await response(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)

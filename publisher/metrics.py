@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from socketserver import StreamRequestHandler
+from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -71,6 +74,8 @@ def serve_metrics(
     registry = CollectorRegistry()
     registry.register(collector)
     server, thread = start_http_server(port, registry=registry)
+    handler: Any = server.RequestHandlerClass
+    server.RequestHandlerClass = type("Request", (_Impatient, handler), {})
     if why_not_ready is not None:
         server.set_app(with_probes(make_wsgi_app(registry), why_not_ready))
 
@@ -80,6 +85,16 @@ def serve_metrics(
         thread.join()
 
     return end
+
+
+class _Impatient(StreamRequestHandler):
+    """Closes connections that send nothing: each of them has a thread."""
+
+    timeout = 10.0
+
+    def handle(self) -> None:
+        with suppress(TimeoutError):
+            super().handle()
 
 
 def _gauge(name: str, help_text: str) -> GaugeMetricFamily:
