@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +26,8 @@ from api.page.live import LiveScene
 from api.page.routes import page_routes
 from api.page.site import site_routes
 from api.page.tokenize import TokenizeRoute
-from api.rate_limits import RateLimits
 from api.recording import RecordingMetrics
 from api.register import RegisterRoutes
-from api.replicas.decisions import DecisionReader
-from api.replicas.replica import Replica
-from api.replicas.side import ReplicaSide
 from api.request_log import RequestLog
 from api.service import service_routes
 from api.settings import ApiSettings
@@ -43,8 +39,6 @@ from api.workers import worker_routes
 from indexer.consumer import Consumer
 from indexer.decisions.log import DecisionLog
 from indexer.recording.thread import RecordingThread
-from indexer.sources.base import Source
-from kv_events.decisions import DecisionRecord
 from kv_events.tracing import open_spans
 
 if TYPE_CHECKING:
@@ -68,8 +62,6 @@ def create_app(
     decisions: DecisionLog | None = None,
     recording: RecordingThread | None = None,
     event_log: Path | None = None,
-    replica: Replica | None = None,
-    decision_source: Source | None = None,
     group: ShardGroup | None = None,
 ) -> Application:
     """Create the application for a consumer that is not running yet. Its lifespan runs it in the same event loop.
@@ -77,19 +69,15 @@ def create_app(
     registrations: engines that this process reads itself. None if it reads none; registrations are then refused.
     decisions: what keeps the decisions of routers. None: they are dropped. recording: what records the log, or None.
     event_log: folder of the event log that the consumer reads, for explanations. None: they come from the recording.
-    replica: this process, if it is one of several. The lifespan then starts once it may accept connections.
-    decision_source: where the page finds the decisions of all processes. None: it shows those that this one receives.
     group: the group that this process is a member of. None: it answers from its own views alone.
     """
     decisions = decisions or DecisionLog(None)
     limits = consumer.tenant_limits
-    rates = RateLimits(None if replica is None else replica.shared.limits)
-    tenants = None if limits is None else TenantQueries(limits, rates)
+    tenants = None if limits is None else TenantQueries(limits)
     scene = LiveScene(consumer, registrations)
-    tokens = Tokens.of(settings, rates)
+    tokens = Tokens.of(settings)
     spans = open_spans()
-    degraded = _degraded(recording, replica)
-    reader = None if decision_source is None else DecisionReader(decision_source, scene.funnel.take)
+    degraded = str if recording is None else lambda: recording.degraded
 
     def forget_callers() -> None:
         lane.heads.forget()
@@ -101,8 +89,6 @@ def create_app(
         recorded = nullcontext() if recording is None else recording.running()
         followed = tokens.following(forget_callers)
         limited = nullcontext() if tenants is None else tenants.following()
-        decided = nullcontext() if reader is None else reader.running()
-        joined = nullcontext() if side is None else side.running(consumer.why_not_ready, degraded)
         watched = scene.watch.running(consumer)
         shared = nullcontext() if group is None else group.running()
         async with (
@@ -114,8 +100,6 @@ def create_app(
             engines,
             decisions.running(),
             watched,
-            decided,
-            joined,
         ):
             yield
         if spans is not None:
@@ -139,30 +123,26 @@ def create_app(
     if registrations is not None:
         metrics.registry.register(registrations.metrics())
     metrics.registry.register(DecisionMetrics(decisions))
-    page = page_routes(scene.open)
-    side = None if replica is None else ReplicaSide(replica, metrics, page)
     if recording is not None:
         metrics.registry.register(RecordingMetrics(recording.recorder))
     rare = (
         RegisterRoutes(registrations),
-        DecisionRoute(consumer, decisions, scene.funnel.take if decision_source is None else _leave_to_the_source),
+        DecisionRoute(consumer, decisions, scene.funnel.take),
         TokenizeRoute(settings.tokenize_url),
         ExplainRoute(event_log or settings.record, settings.explain_timeout_s),
     )
     others = {path: endpoint for routes in rare for path, endpoint in routes.endpoints().items()}
     for path, endpoint in {**endpoints, **others}.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-    app.include_router(service_routes(consumer, metrics if side is None else side.metrics, registrations, degraded))
+    app.include_router(service_routes(consumer, metrics, registrations, degraded))
     app.include_router(worker_routes(consumer, registrations, consumer.demand_resync))
     app.include_router(dump_routes(consumer))
     app.include_router(feed_routes(feed))
     app.include_router(docs_routes())
-    app.include_router(page)
+    app.include_router(page_routes(scene.open))
     app.include_router(site_routes())
     # no middleware sees the requests that `HotLane` answers; the lane has the rules of those below
     # the last middleware added is the outermost one, so that refused requests are counted, too
-    if side is not None:
-        side.share_page(app)
     if group is not None:
         group.add_to(app)
         metrics.registry.register(group.metrics())
@@ -174,14 +154,3 @@ def create_app(
     app.add_middleware(MeasureRequests, metrics=metrics)
     app.add_middleware(RequestLog)
     return app
-
-
-def _leave_to_the_source(_record: DecisionRecord) -> None:
-    """Do nothing: the record comes back from the topic."""
-
-
-def _degraded(recording: RecordingThread | None, replica: Replica | None) -> Callable[[], str]:
-    """Return what tells why records may be missing from the recording, or ""."""
-    if recording is not None:
-        return lambda: recording.degraded
-    return str if replica is None else replica.shared.recording

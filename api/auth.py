@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.docs_page import DOCS_PATHS
 from api.page.site import SITE_PATHS
 from api.problems import ProblemError, ProblemKind
+from api.rate_limits import OF_REQUEST
 from api.tokens import Tokens
 
 OPEN_PATHS = DOCS_PATHS | SITE_PATHS | {"/health", "/ready", "/metrics"}
@@ -58,4 +59,5 @@ class BearerToken:
                 detail = "Authorization: more requests with this token than it permits in a second"
                 return ProblemError(429, ProblemKind.TOO_MANY_REQUESTS, detail, retry_after_s=math.ceil(wait_s))
             caller.limit.note()
+            OF_REQUEST.set(caller.limit)
         return None

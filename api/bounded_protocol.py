@@ -7,16 +7,25 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import get_remote_addr
 
+from api.bodies import SMALL_BYTES, BodyLimit
+from api.connections import HEAD_S, ConnectionLimit, Waiting
 from api.problems import ProblemError
+from api.uvicorn_log import UvicornLog
 
 MAX_HEAD_BYTES = 2**14
 """Bound on the head of a request."""
 ARRIVAL_S = 60.0
 """Time in which a request must have arrived completely."""
+STEP_S = 5.0
+"""Time in which `LEAST_BYTES` of a large body must arrive."""
+LEAST_BYTES = 5 * 2**14
 
+_LOG = UvicornLog()
 _SLICE_BYTES = 2**10
 """Data that httptools reads at once, apart from bodies: about ten requests."""
 _PIPELINE_PAUSE_S = 0.02
@@ -42,8 +51,18 @@ class _Flow(FlowControl):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Bounds heads and trailers, the time in which a request arrives, and what a client pipelines."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, connection_limit: ConnectionLimit, body_limit: BodyLimit, **options: Any) -> None:
         super().__init__(**options)
+        self.logger = _LOG
+        self.connection_limit = connection_limit
+        self.body_limit = body_limit
+        self.accepted_at = self.loop.time()
+        self.heard_at = 0.0  # last complete request
+        self.is_beyond_limit = False  # only probes are answered
+        self.arrived_bytes = 0  # of the body of the request that arrives
+        self._application: ASGIApp = self.app
+        self._step = (0.0, 0)  # `began_at` and `arrived_bytes` at the last look at them
+        self._head_timer: asyncio.TimerHandle | None = None  # for the first head
         self.is_parsing = False  # httptools has begun a request that has not arrived completely
         self.rest = bytearray()  # what arrived after a request that is not answered yet
         self.began_at = 0.0  # first byte of the request that arrives, by the clock of the loop
@@ -89,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._head_bytes += len(piece)
             super().data_received(piece)
             if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(ProblemError(431, None, f"headers: more than {MAX_HEAD_BYTES} bytes"))
+                self.refuse(ProblemError(431, None, f"headers: more than {MAX_HEAD_BYTES} bytes"))
 
     def _is_client_ahead(self) -> bool:
         """Return whether a request has arrived completely and is not answered yet."""
@@ -126,25 +145,60 @@ class BoundedProtocol(HttpToolsProtocol):
     def _set_arrival(self) -> None:
         """Set a limit to the arrival of a request, or cancel it after the request has arrived."""
         if self._arrival is None:
-            self._arrival = self.loop.call_later(ARRIVAL_S, self._give_up)
+            self._step = (self.began_at, 0)
+            self._arrival = self.loop.call_later(min(STEP_S, ARRIVAL_S), self._check_arrival)
         else:
             self._arrival.cancel()
             self._arrival = None
 
-    def _give_up(self) -> None:
+    def _check_arrival(self) -> None:
         left_s = self.began_at + ARRIVAL_S - self.loop.time()
-        if left_s > 0:  # a later request arrives by now
-            self._arrival = self.loop.call_later(left_s, self._give_up)
-            return
-        self._refuse(ProblemError(408, None, f"request: not complete after {ARRIVAL_S:.0f} s"))
+        began_at, bytes_before = self._step
+        is_slow = began_at == self.began_at and self.arrived_bytes - bytes_before < LEAST_BYTES
+        if left_s <= 0:
+            self.refuse(ProblemError(408, None, f"request: not complete after {ARRIVAL_S:.0f} s"))
+        elif is_slow and self.arrived_bytes > SMALL_BYTES and not self.flow.read_paused:
+            self.refuse(ProblemError(408, None, f"body: less than {LEAST_BYTES} bytes in {STEP_S:.0f} s", "body"))
+        else:
+            self._step = (self.began_at, self.arrived_bytes)
+            self._arrival = self.loop.call_later(min(STEP_S, left_s), self._check_arrival)
 
-    def _refuse(self, problem: ProblemError) -> None:
+    def _check_head(self) -> None:
+        """Close a connection that has not sent a complete head."""
+        if self.is_parsing and self._is_in_head and self.cycle is None:
+            self.refuse(ProblemError(408, None, f"headers: not complete after {HEAD_S:.0f} s"))
+        elif not (self.is_arriving() or self.is_answering() or self.cycle or self.last_request_at()):
+            self.abort()
+
+    def last_request_at(self) -> float:
+        """Return when the last complete request came, by the clock of the loop. 0: none came."""
+        return self.heard_at
+
+    def waiting(self) -> Waiting | None:
+        """See `api.connections.Connection`."""
+        is_due = self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
+        if (is_due or self.pipeline or self.is_answering()) and not self.flow.write_paused:
+            return None
+        last = self.last_request_at()
+        since = self.began_at if last and self.is_arriving() else last or self.accepted_at
+        return Waiting(self.is_arriving() or not last, since)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
+
+    def refuse(self, problem: ProblemError) -> None:
         """Answer a request that has not arrived completely, if its answer is the next one. Close the connection."""
+        if self.cycle is not None:  # TLS may take some seconds to close
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if not self.is_next_answer_open():
             self.transport.close()
             return
         body, status = msgspec.json.encode(problem.document()), HTTPStatus(problem.status)
         start = b"%d %b\r\nconnection: close" % (status, status.phrase.encode())
+        if problem.retry_after_s is not None:
+            start += b"\r\nretry-after: %d" % problem.retry_after_s
         self.transport.write(HEAD % (start, self.response_headers(), len(body), b"problem+json") + body)
         self.transport.close()
 
@@ -159,10 +213,30 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport)
+        self.enter(transport)
+        if self.is_beyond_limit:
+            self._application = self.connection_limit.for_probes(self._application)
+        left_s = self.accepted_at + HEAD_S - self.loop.time()
+        self._head_timer = self.loop.call_later(max(0.0, left_s), self._check_head)
+
+    def enter(self, transport: asyncio.Transport) -> None:
+        """Count the connection, also before its TLS handshake."""
+        self.transport = transport
+        self.connections.add(self)
+        host = (get_remote_addr(transport) or ("",))[0]
+        self.is_beyond_limit = not self.connection_limit.enter(self, host)
+
+    def leave(self) -> None:
+        """Count the connection no longer."""
+        self.connections.discard(self)
+        self.connection_limit.leave(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._arrival is not None:
             self._set_arrival()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self.leave()
         super().connection_lost(exc)
 
     def response_headers(self) -> bytes:
@@ -171,14 +245,34 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.is_parsing = self._is_in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self.arrived_bytes = 0
         self.began_at, self._before = self.loop.time(), self.cycle
+        self._unset_keepalive_if_required()
         super().on_message_begin()
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Let only a request end the wait for it: empty lines do not."""
+        if self.is_parsing or self.transport.is_closing():
+            super()._unset_keepalive_if_required()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._body_bytes = self._announced_bytes()
+        self.app = self._app_of_request()
         super().on_headers_complete()
+        if self.is_beyond_limit:
+            self.cycle.keep_alive = False
+
+    def _app_of_request(self) -> ASGIApp:
+        """Return an application for one request. Its body counts until it ends, even if the caller is gone before."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await self._application(scope, receive, send)
+            finally:
+                self.body_limit.release(answer)
+
+        return answer
 
     def on_chunk_header(self) -> None:
         """Count what follows as headers: trailers follow the last chunk."""
@@ -191,9 +285,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._is_in_head = False
         self._body_bytes -= len(body)
+        self.arrived_bytes += len(body)
         super().on_body(body)
+        if not self.cycle.response_complete:
+            self.body_limit.note(self.app, self.arrived_bytes, self.refuse)
 
     def on_message_complete(self) -> None:
         self.is_parsing = self._is_in_head = False
         self._body_bytes = 0
+        self.heard_at = self.loop.time()
+        self.body_limit.complete(self.app)
         super().on_message_complete()

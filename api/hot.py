@@ -19,6 +19,7 @@ from api.decoding import Body, Codec, Data, codec_of, decode_query_batch, is_lar
 from api.large_prompts import read_large_prompt
 from api.problems import ProblemError, ProblemKind
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
+from api.rate_limits import OF_REQUEST
 from api.served_views import ServedViews
 from api.tenant_queries import TenantQueries
 
@@ -69,8 +70,7 @@ class HotRoutes:
         return encoded_response(*await self._answer(body, codec, BY_HASH), codec)
 
     async def _batch(self, body: Body, codec: Codec) -> Response:
-        self._check_ready()
-        queries = await self._in_thread(body, decode_query_batch, body, codec)
+        queries = await self._queries(body, codec)
         results = []
         slice_began = time.perf_counter()
         for query in queries:
@@ -79,6 +79,14 @@ class HotRoutes:
                 await asyncio.sleep(0)  # lets events and other callers run
                 slice_began = time.perf_counter()
         return json_response(b'{"results":[' + b",".join(results) + b"]}")
+
+    async def _queries(self, body: Body, codec: Codec) -> list[msgspec.Raw]:
+        """Return the queries of a batch. Each of them counts as a request with the caller's token."""
+        self._check_ready()
+        queries = await self._in_thread(body, decode_query_batch, body, codec)
+        if (limit := OF_REQUEST.get()) is not None:
+            limit.note(max(0, len(queries) - 1))
+        return queries
 
     def _check_ready(self) -> None:
         if self._must_be_ready and not self._served.ready:

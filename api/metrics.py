@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.feed import EventFeed
 from api.served_views import ServedViews
-from api.worker_metrics import COUNTER_NAMES, WORKER_COUNTERS, CounterGrowth, WorkerMetrics
+from api.worker_metrics import COUNTER_NAMES, CounterGrowth, WorkerMetrics
 from indexer.consumer import Consumer
 from indexer.views import ViewState
 from kv_events.schema import MEDIA
@@ -29,16 +29,6 @@ _SLICE_SAMPLES = 500
 _STREAM_COUNTERS = {
     name: "kvsight_batches_applied" if name == "batches" else f"kvsight_{name}" for name in COUNTER_NAMES
 }
-READ_COUNTERS = frozenset({"kvsight_records", "kvsight_records_rejected"})
-"""Counters of what a process has read since its start. The others of the log are those of the views."""
-LOG_COUNTERS = frozenset(
-    {
-        *READ_COUNTERS,
-        *_STREAM_COUNTERS.values(),
-        *(f"kvsight_worker_{name}" for name in WORKER_COUNTERS),
-    }
-)
-"""Counters of the log, which are the same in each service that reads it."""
 
 
 class HttpMetrics:

@@ -14,7 +14,6 @@ from api.hot import json_response
 from api.metrics import HttpMetrics
 from api.openapi import answers, problem
 from api.problems import ProblemError, ProblemKind
-from api.replicas.metrics import SharedMetrics
 from indexer.consumer import Consumer
 from kvsight.schemas.service import Status
 
@@ -27,7 +26,7 @@ _encoder = msgspec.json.Encoder()
 
 def service_routes(
     consumer: Consumer,
-    metrics: HttpMetrics | SharedMetrics,
+    metrics: HttpMetrics,
     registrations: Registrations | None,
     degraded: Callable[[], str],
 ) -> APIRouter:

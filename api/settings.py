@@ -16,8 +16,6 @@ from kv_events.settings import KvsightSettings, argument
 from kv_events.tls import TlsFiles
 from kv_events.variables import variable
 
-MAX_PROCESSES = 256
-
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d+)?")
 _LEAST_RECORDED = 16 * 2**20
 """Bytes in which eight files of a few large records fit."""
@@ -29,8 +27,8 @@ class ApiSettings(KvsightSettings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65_535)
     """TCP port. 0 selects any free port."""
-    processes: int = Field(1, ge=1, le=MAX_PROCESSES)
-    """Processes that share the port. Each reads the whole log into an index of its own."""
+    reuse_port: bool = False
+    """Whether several services of this machine may listen on the port. The kernel spreads connections over them."""
     api_token: SecretStr | None = Field(None, min_length=1)
     """Token that callers must send as `Authorization: Bearer`, except to `api.auth.OPEN_PATHS`. If None, no token is
     required.

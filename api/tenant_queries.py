@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from api.followed_files import following
 from api.problems import ProblemError, ProblemKind
 from api.questions import Question
-from api.rate_limits import RateLimit, RateLimits
+from api.rate_limits import RateLimit
 from indexer.tenant_limits import TenantLimits
 from kv_events.errors import shorten
 
@@ -23,12 +23,10 @@ _MAX_TENANTS = 4096
 class TenantQueries:
     """Counts the answered queries of tenants that have a bound. Ask only for tenants that have workers."""
 
-    def __init__(self, limits: TenantLimits, rate_limits: RateLimits | None = None) -> None:
-        """rate_limits: makes the bounds. None: they are those of this process alone."""
+    def __init__(self, limits: TenantLimits) -> None:
         self.limits = limits
         self.refused: Counter[str] = Counter()
         """Tenant -> queries refused so far."""
-        self._rate_limits = rate_limits or RateLimits()
         self._rates: dict[str, tuple[float, RateLimit]] = {}
 
     @asynccontextmanager
@@ -52,10 +50,7 @@ class TenantQueries:
         if known is None or known[0] != per_s:
             if len(self._rates) >= _MAX_TENANTS:
                 self._rates.clear()
-            known = self._rates[tenant] = (
-                per_s,
-                self._rate_limits.limit(f"tenant {tenant}", per_s),
-            )
+            known = self._rates[tenant] = (per_s, RateLimit(per_s))
         return known[1]
 
     def too_many(self, question: Question, rate: RateLimit) -> ProblemError:

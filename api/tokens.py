@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 import msgspec
 
 from api.followed_files import following
-from api.rate_limits import RateLimit, RateLimits
+from api.rate_limits import RateLimit
 from api.settings import ApiSettings
 from kv_events.errors import InvalidValueError, shorten
 from kv_events.settings import read_secret
@@ -49,33 +49,30 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)]
     requests_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
 
-    def caller(self, limits: RateLimits) -> Caller:
-        limit = None if self.requests_per_s is None else limits.limit(f"token {self.token}", self.requests_per_s)
+    def caller(self) -> Caller:
+        limit = None if self.requests_per_s is None else RateLimit(self.requests_per_s)
         return Caller(_ANYONE.scopes if "admin" in self.scopes else frozenset(self.scopes), limit)
 
 
 class Tokens:
     """The tokens of one service. The event loop's thread uses them."""
 
-    def __init__(self, token: str | None, file: Path | None, limits: RateLimits | None = None) -> None:
+    def __init__(self, token: str | None, file: Path | None) -> None:
         """token: permits everything. file: has further ones. Without both, everything is permitted to anyone.
-
-        limits: makes the bounds of tokens. None: they are those of this process alone.
 
         Raises InvalidValueError if the file cannot be read. Its text shows no token.
         """
         self.are_required = token is not None or file is not None
         self._own = [] if token is None else [(_digest(token), _ANYONE)]
         self._file = file
-        self._limits = limits or RateLimits()
         self._text = "" if file is None else read_secret(_FIELD, file)
-        self._known = [*self._own, *_callers(self._text, file, self._limits)]
+        self._known = [*self._own, *_callers(self._text, file)]
 
     @classmethod
-    def of(cls, settings: ApiSettings, limits: RateLimits | None = None) -> Self:
-        """Return the tokens that the settings name. limits: see the constructor. Raises InvalidValueError."""
+    def of(cls, settings: ApiSettings) -> Self:
+        """Return the tokens that the settings name. Raises InvalidValueError."""
         token = settings.api_token
-        return cls(None if token is None else token.get_secret_value(), settings.api_tokens_file, limits)
+        return cls(None if token is None else token.get_secret_value(), settings.api_tokens_file)
 
     def caller(self, authorization: bytes) -> Caller | None:
         """Return whom the header `Authorization` stands for, or None if it is unknown.
@@ -97,22 +94,33 @@ class Tokens:
 
     @asynccontextmanager
     async def following(self, on_change: Callable[[], None]) -> AsyncIterator[None]:
-        """Read the file again whenever it changes, in the background of a block. on_change: is called after that."""
+        """Read the file again whenever it changes, in the background of a block. on_change: is called after that.
+
+        The tokens of a deleted file are no longer valid.
+        """
         file = self._file
         if file is None:
             yield
             return
 
         def use(text: str) -> None:
-            self._known = [*self._own, *_callers(text, file, self._limits)]
-            logger.info("%d tokens are known now", len(self._known))
+            self._known = [*self._own, *_callers(text, file)]
+            if text:
+                logger.info("%d tokens are known now", len(self._known))
+            else:
+                logger.warning("%s was deleted: its tokens are no longer valid", file)
             on_change()
 
-        async with following("tokens", self._text, lambda: read_secret(_FIELD, file), use, logger):
+        async with following("tokens", self._text, lambda: _text_of(file), use, logger):
             yield
 
 
-def _callers(text: str, file: Path | None, limits: RateLimits) -> list[tuple[bytes, Caller]]:
+def _text_of(file: Path) -> str:
+    """Return the text of the file, "" if it was deleted. Raises InvalidValueError."""
+    return read_secret(_FIELD, file) if file.exists() else ""
+
+
+def _callers(text: str, file: Path | None) -> list[tuple[bytes, Caller]]:
     """Return digest and caller of each token of a file. Raises InvalidValueError, whose text shows no token."""
     try:
         tables = tomllib.loads(text)
@@ -127,7 +135,7 @@ def _callers(text: str, file: Path | None, limits: RateLimits) -> list[tuple[byt
         digest = _digest(entry.token)
         if digest in found:
             raise _wrong(file, f"another token in table {shorten(name)}: it is that of an earlier one")
-        found[digest] = entry.caller(limits)
+        found[digest] = entry.caller()
     return list(found.items())
 
 

@@ -21,7 +21,6 @@ NAMES = (
     "storage",
     "bridge",
     "http",
-    "replicas",
     "hostile",
     "page",
     "end_to_end",

@@ -39,20 +39,17 @@ def create_consumer(
     log: MemoryLog | None = None,
     recording: RecordingThread | None = None,
     *,
-    is_follower: bool = False,
     membership: Membership | None = None,
 ) -> Consumer:
     """Create a consumer that is not running yet. log: the log to read in embedded mode. recording: gets dead letters.
     membership: of the group whose members share the partitions; None: the consumer reads all.
-
-    is_follower: another process reads the same log and does what must happen once. See `Consumer`.
 
     A log in memory ends with its process and its writers start from scratch, so views of it are not saved. Clients are
     imported only if the settings need them.
     """
     limits = None if settings.tenant_limits_file is None else TenantLimits(settings.tenant_limits_file)
     gate = None if limits is None else TenantGate(limits)
-    dead_letters = DeadLetters(None if is_follower else settings.dead_letter_dir)
+    dead_letters = DeadLetters(settings.dead_letter_dir)
     applier = Applier(Namespaces(settings), dead_letters, tenants=gate)
     if recording is not None:
         applier.dead_letters.on_put.append(recording.recorder.offer)
@@ -67,7 +64,7 @@ def create_consumer(
         return Consumer(divisible, applier, settings, limits=limits, share=share)
     store = None if settings.is_embedded else create_store(settings)
     source = _create_source(settings, log)
-    return Consumer(source, applier, settings, store, is_follower=is_follower, limits=limits)
+    return Consumer(source, applier, settings, store, limits=limits)
 
 
 def create_store(settings: IndexerSettings, what: str = "") -> SnapshotStore | None:
@@ -144,13 +141,6 @@ def create_decision_log(settings: IndexerSettings, recording: RecordingThread | 
 
         return DecisionLog(FileDecisions(settings.event_log_dir / DECISIONS_FOLDER))
     return DecisionLog(None if recording is None else RecordedDecisions(recording.recorder.offer))
-
-
-def create_decision_source(settings: KafkaSettings) -> Source:
-    """Create the source of the decisions of all services of a deployment."""
-    from indexer.sources.kafka import KafkaSource
-
-    return KafkaSource(settings, topic=settings.decisions_topic)
 
 
 def _create_source(settings: IndexerSettings, log: MemoryLog | None) -> Source:

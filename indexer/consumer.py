@@ -60,13 +60,11 @@ class Consumer:
         store: SnapshotStore | None = None,
         clock: Callable[[], float] = time.time,
         *,
-        is_follower: bool = False,
         limits: TenantLimits | None = None,
         share: Callable[[Progress, Slices], Share] | None = None,
     ) -> None:
-        """clock: seconds since 1970. is_follower: another process does the same. This one writes no snapshots, and asks
-        for a resync only if none comes that the other one has asked for. limits: those to which the applier holds
-        tenants. share: creates the share of a member of a group; None: reads everything.
+        """clock: seconds since 1970. limits: those to which the applier holds tenants. share: creates the share of a
+        member of a group; None: reads everything.
         """
         now = time.monotonic()
         self.applier = applier
@@ -84,10 +82,10 @@ class Consumer:
         self.share = None if share is None else share(self.progress, self._slices)
         """The partitions that this member of a group keeps. None: it is in no group and keeps all."""
         is_behind = (lambda _: False) if self.share is None else self.share.is_behind
-        self._planner = ResyncPlanner(settings, self.freshness, is_follower=is_follower, is_behind=is_behind)
+        self._planner = ResyncPlanner(settings, self.freshness, is_behind=is_behind)
         self._requester = ResyncRequester(self._planner, self._reader)
         self._forgetting = Forgetting(applier, self.freshness, settings.forget_after_s, self._slices)
-        self._snapshots = SnapshotKeeper(store, settings, now, is_reader=is_follower)
+        self._snapshots = SnapshotKeeper(store, settings, now)
         self._probe_interval = Interval(_PROBE_S)
         self._probing: asyncio.Task[None] | None = None
         self._stopping = False

@@ -92,15 +92,11 @@ class ResyncPlanner:
         freshness: Freshness,
         seed: int | None = None,
         *,
-        is_follower: bool = False,
         is_behind: Callable[[View], bool] = lambda _: False,
     ) -> None:
-        """is_follower: another process reads the same log and asks first. A resync repairs the views of both.
-        is_behind: whether records of a view are still to be read, which may repair it.
-        """
+        """is_behind: whether records of a view are still to be read, which may repair it."""
         self._is_behind = is_behind
         self._settings = settings
-        self._patience_s = settings.resync_retry_s if is_follower else 0.0
         self._freshness = freshness
         self._random = random.Random(seed)  # noqa: S311  (jitter, not secrets)
         self._pending: dict[_Audience, _Pending] = {}
@@ -167,7 +163,7 @@ class ResyncPlanner:
 
     def _first(self, now: float) -> _Pending:
         # the heartbeat after a gap may already prove that only heartbeats were lost
-        return _Pending(now + self._patience_s + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
+        return _Pending(now + self._random.uniform(0.0, 0.2), self._settings.resync_retry_s)
 
     def _is_repairable(self, view: View) -> bool:
         """Return whether a resync can help. Requests for a view whose pages do not fit would never end."""

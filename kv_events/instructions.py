@@ -14,7 +14,7 @@ from kv_events.numba_internals import declared_function, element_address
 NUM_LANES = 8
 """Number of u64 that `lanes_equal` compares at once: one cache line."""
 
-_BYTE, _WORD32, _WORD64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_BYTE, _WORD32, _WORD64, _WORD128 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.IntType(128)
 _LANES = ir.VectorType(_WORD64, NUM_LANES)
 
 
@@ -36,6 +36,18 @@ def leading_zeros(_typing: Any, word: Any) -> Any:
         return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def upper_product(_typing: Any, word: Any, low: Any, high: Any) -> Any:
+    """Return the upper half of `word * (high << 64 | low)` modulo 2**128. All are u64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word, low, high = (builder.zext(each, _WORD128) for each in args)
+        product = builder.mul(word, builder.or_(low, builder.shl(high, _WORD128(64))))
+        return builder.trunc(builder.lshr(product, _WORD128(64)), _WORD64)
+
+    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
 
 
 @intrinsic

@@ -41,7 +41,7 @@ def array_kernel(returns, *parameters, allocates=False):
     def compiled(function):
         entry = _entry_point(function, parameters)
         types = [each for parameter in parameters for each in _entry_types(parameter)]
-        kernel = njit(nogil=True, **({} if allocates else NO_MEMORY_RUNTIME))(entry)
+        kernel = njit(nogil=True, no_cfunc_wrapper=True, **({} if allocates else NO_MEMORY_RUNTIME))(entry)
         compile_kernel(kernel, returns(*types), Path(function.__code__.co_filename))
         return _caller(function, parameters, kernel) if any(isinstance(each, Spread) for each in parameters) else kernel
 

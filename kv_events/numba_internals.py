@@ -5,6 +5,9 @@ If a new version of numba breaks one of them, `tests/unit/kv_events/test_numba_i
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +18,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
-from numba.core.lowering import Lower
-from numba.core.typed_passes import BaseNativeLowering, NativeLowering
+from numba.core.typed_passes import NativeLowering
 
 _config: Any = numba.core.config
 _cgutils: Any = cgutils
@@ -28,25 +31,36 @@ NO_MEMORY_RUNTIME: dict[str, Any] = {"_nrt": False}
 """Options of `njit` without numba's memory runtime: references are not counted and allocations do not compile."""
 
 
-class _LowerForCallers(Lower):
-    """Keeps a copy of a function's code for its callers, from before machine code is generated.
+class _UntranslatedLibrary(JITCodeLibrary):
+    """The code of a function that only kernels call, as it was lowered.
 
-    LLVM changes the code when it generates machine code, in ways that are not valid for code that is optimised again.
-    numba links the changed code into callers and optimises it again. See docs/decisions/inlined_functions.md.
+    It is optimised and translated with each of its callers, into which it is linked. To do so here as well would take
+    longer than all the rest. LLVM also changes code when it translates it, in ways that are not valid for code that is
+    optimised again. See docs/decisions/inlined_functions.md.
     """
 
-    def lower(self) -> None:
-        super().lower()  # type: ignore[no-untyped-call]
-        self.library._shared_module = self.library._get_module_for_linking().clone()
+    @property
+    def codegen(self) -> Any:
+        """What would give the function an environment, which only calls from Python need."""
+        return SimpleNamespace(set_env=lambda *_: None)
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)  # type: ignore[no-untyped-call]
-class _LoweringForCallers(BaseNativeLowering):
-    _name = "lowering_for_callers"  # type: ignore[assignment]
+class _LoweringForCallers(NativeLowering):
+    _name = "lowering_for_callers"
 
-    @property
-    def lowering_class(self) -> type:
-        return _LowerForCallers
+    def run_pass(self, state: Any) -> bool:
+        state.library = _UntranslatedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)  # type: ignore[no-untyped-call]
+        return bool(super().run_pass(state))  # type: ignore[no-untyped-call]
 
 
 class _CompilerForCallers(CompilerBase):
@@ -113,6 +127,18 @@ class _Cache(FunctionCache):
         return self._index_key(signature, codegen) in self._cache_file._load_index()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Do not look for garbage in a block: numba's many small objects make that a tenth of the time of compiling."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class KernelCode:
     """A kernel and its compiled code in a folder. The folder must be named after the state of all its sources."""
 
@@ -128,7 +154,8 @@ class KernelCode:
 
     def compile(self, signature: Any) -> None:
         """Load the kernel, or compile and keep it. Raises OSError if it is compiled, but cannot be kept."""
-        self._dispatcher.compile(signature)
+        with _collector_off():
+            self._dispatcher.compile(signature)
 
 
 # --- helpers for intrinsics -----------------------------------------------------------------------------------------

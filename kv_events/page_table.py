@@ -11,10 +11,17 @@ slots, which are one cache line, form a *bucket* and are compared at once. The h
 bucket. If that is full, the key is stored in the next bucket that is not full. A search therefore ends at the first
 bucket with an empty slot, which is usually the home bucket. The arrays are reserved at their maximum size, but memory
 is only used for the parts in use. The kernels are in `page_table_kernels`.
+
+Keys come from outside, so each table draws a secret, a 128-bit number. The tag is the upper 32 bits of key * secret
+modulo 2**128 (multiply-shift hashing: Dietzfelbinger and others, 1997). For any two keys that were chosen without the
+secret, the lowest or highest d bits of their tags are equal with a probability of at most 2 / 2**d. This does not hold
+against someone who learns the secret, for example by timing many queries. Even then no search takes long: a key whose
+buckets are full over `LONGEST_WALK` slots splits its segment, or is refused if that is not possible.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +35,8 @@ from kv_events.small_pages import zeros
 _SEGMENT_BITS = 12
 SEGMENT_SLOTS = 1 << _SEGMENT_BITS
 SPLIT_AT = SEGMENT_SLOTS * 85 // 100
+LONGEST_WALK = SEGMENT_SLOTS // 8
+"""Largest distance in slots from a new key's home bucket. Keys of a well-filled segment stay far below it."""
 HOME_BITS = _SEGMENT_BITS - (NUM_LANES - 1).bit_length()
 _MAX_DEPTH = 32 - HOME_BITS  # a tag has 32 bits: directory bits and home bucket bits
 
@@ -36,7 +45,8 @@ LOW32 = np.uint64(0xFFFFFFFF)
 # columns of segments
 BITS, COUNT = range(2)
 # columns of meta
-DEPTH, NUM_SEGMENTS, HIGH_WATER, NUM_FREE, FREE_HEAD, FREE_TAIL, CAPACITY = range(7)
+DEPTH, NUM_SEGMENTS, HIGH_WATER, NUM_FREE, FREE_HEAD, FREE_TAIL, CAPACITY, SECRET = range(8)
+_SECRET_WORDS = 2
 
 MAX_CAPACITY = 2**31
 
@@ -54,21 +64,27 @@ class Table(NamedTuple):
     segments: U32Matrix
     """[segments, 2] number of tag bits shared by all keys of the segment; number of used slots."""
     meta: I64Vector
-    """[7] see the column numbers above."""
+    """[9] see the column numbers above. SECRET: the lower half of the secret; the upper half follows."""
 
 
-def make_table(capacity: int) -> Table:
+def new_secret() -> bytes:
+    """Return the secret of one more table."""
+    return secrets.token_bytes(8 * _SECRET_WORDS)
+
+
+def make_table(capacity: int, secret: bytes | None = None) -> Table:
     """Create an empty table for at most `capacity` live entries.
 
-    Reserves address space, not memory. Raises InvalidValueError.
+    Reserves address space, not memory. secret: only for tests; None: a new one. Raises InvalidValueError.
     """
     if not 1 <= capacity <= MAX_CAPACITY:
         raise InvalidValueError("capacity", capacity, f"1 .. {MAX_CAPACITY}")
     # after a split, a segment holds on average at least half of SPLIT_AT; twice as many segments leave room for skew
     num_segments = max(4, 4 * capacity // SPLIT_AT)
     max_depth = min(_MAX_DEPTH, max(4, (2 * num_segments - 1).bit_length()))
-    meta = np.zeros(7, np.int64)
+    meta = np.zeros(SECRET + _SECRET_WORDS, np.int64)
     meta[CAPACITY] = capacity
+    meta[SECRET:] = np.frombuffer(new_secret() if secret is None else secret, "<i8")
     _reset_meta(meta)
     return Table(
         keys=zeros(capacity + 1, np.uint64),
@@ -122,11 +138,9 @@ def clear(table: Table) -> None:
 
 
 def _reset_meta(meta: npt.NDArray[np.int64]) -> None:
-    capacity = meta[CAPACITY]
-    meta[:] = 0
+    meta[:CAPACITY] = 0
     meta[NUM_SEGMENTS] = 1
     meta[FREE_HEAD] = meta[FREE_TAIL] = -1
-    meta[CAPACITY] = capacity
 
 
 def check(table: Table) -> None:

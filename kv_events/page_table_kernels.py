@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kv_events.instructions import NUM_LANES, lanes_equal, lowest_bit, prefetch
+from kv_events.instructions import NUM_LANES, lanes_equal, lowest_bit, prefetch, upper_product
 from kv_events.kernels import array_function, array_helper
 from kv_events.page_table import (
     BITS,
@@ -15,14 +15,15 @@ from kv_events.page_table import (
     FREE_TAIL,
     HIGH_WATER,
     HOME_BITS,
+    LONGEST_WALK,
     LOW32,
     NUM_FREE,
     NUM_SEGMENTS,
+    SECRET,
     SEGMENT_SLOTS,
     SPLIT_AT,
 )
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio; also spreads keys that are not hashes
 _ONE = np.uint64(1)
 _SHIFT32 = np.uint64(32)
 _HIGH32 = ~LOW32
@@ -33,9 +34,8 @@ _SLOT_MASK = SEGMENT_SLOTS - 1
 
 
 @array_helper
-def _tag(key):
-    mixed = (key ^ (key >> _SHIFT32)) * _MIX
-    return mixed >> _SHIFT32
+def _tag(table, key):
+    return upper_product(key, table.meta[SECRET], table.meta[SECRET + 1]) >> _SHIFT32
 
 
 @array_helper
@@ -69,7 +69,7 @@ def _same_slots(table, place, tag, empty):
 @array_helper
 def find(table, key):
     """Return the entry id of a key, or -1."""
-    tag = _tag(key)
+    tag = _tag(table, key)
     base, bucket = _segment_of(table, tag) * SEGMENT_SLOTS, _home(tag)
     while True:
         empty = _empty_slots(table, base + bucket)
@@ -91,7 +91,7 @@ AHEAD = 8
 @array_helper
 def fetch(table, key):
     """Prefetch the memory that `find` and `insert` of a key read first."""
-    tag = _tag(key)
+    tag = _tag(table, key)
     prefetch(table.slots, _segment_of(table, tag) * SEGMENT_SLOTS + _home(tag))
 
 
@@ -101,14 +101,25 @@ def was_used(table, entry):
     return entry < table.meta[HIGH_WATER]
 
 
+@array_helper
+def _vacancy(table, segment, tag):
+    """Return the first bucket that is not full from the home bucket on, relative to the segment."""
+    bucket = _home(tag)
+    while _empty_slots(table, segment * SEGMENT_SLOTS + bucket) == 0:
+        bucket = _next(bucket)
+    return bucket
+
+
+@array_helper
+def _is_far(bucket, tag):
+    """Return whether a bucket is too far from the home bucket for a new key."""
+    return ((bucket - _home(tag)) & _SLOT_MASK) >= LONGEST_WALK
+
+
 @array_function
 def _place(table, segment, word):
-    base, bucket = segment * SEGMENT_SLOTS, _home(word >> _SHIFT32)
-    empty = _empty_slots(table, base + bucket)
-    while empty == 0:
-        bucket = _next(bucket)
-        empty = _empty_slots(table, base + bucket)
-    table.slots[base + bucket + lowest_bit(empty)] = word
+    at = segment * SEGMENT_SLOTS + _vacancy(table, segment, word >> _SHIFT32)
+    table.slots[at + lowest_bit(_empty_slots(table, at))] = word
     table.segments[segment, COUNT] += np.uint32(1)
 
 
@@ -177,17 +188,19 @@ def _is_full(table):
 
 @array_function
 def insert(table, key):
-    """Insert an absent key. Returns its entry id, or -1 if the table is full."""
+    """Insert an absent key. Returns its entry id, or -1 if the table or the part of it for this key is full."""
     if _is_full(table):
         return np.int64(-1)
-    tag = _tag(key)
+    tag = _tag(table, key)
     segment = _segment_of(table, tag)
-    while table.segments[segment, COUNT] >= SPLIT_AT:
+    is_far = _is_far(_vacancy(table, segment, tag), tag)
+    while is_far or table.segments[segment, COUNT] >= SPLIT_AT:
         if not _split(table, segment):
-            if table.segments[segment, COUNT] >= SEGMENT_SLOTS - 1:
+            if is_far or table.segments[segment, COUNT] >= SEGMENT_SLOTS - 1:
                 return np.int64(-1)
             break
         segment = _segment_of(table, tag)
+        is_far = _is_far(_vacancy(table, segment, tag), tag)
     entry = _new_entry(table, key)
     _place(table, segment, tag << _SHIFT32 | np.uint64(entry + 1))
     return entry
@@ -197,9 +210,9 @@ def insert(table, key):
 def find_or_insert(table, key):
     """Return the entry id of a key and whether the key was absent, with a single search.
 
-    An absent key is inserted. The id is -1 if the table is full.
+    An absent key is inserted. The id is -1 if there is no room, as in `insert`.
     """
-    tag = _tag(key)
+    tag = _tag(table, key)
     segment = _segment_of(table, tag)
     base, bucket = segment * SEGMENT_SLOTS, _home(tag)
     entry, is_new = np.int64(-1), True
@@ -214,7 +227,7 @@ def find_or_insert(table, key):
             break
         bucket = _next(bucket)
     if is_new:
-        if table.segments[segment, COUNT] >= SPLIT_AT or _is_full(table):
+        if table.segments[segment, COUNT] >= SPLIT_AT or _is_far(bucket, tag) or _is_full(table):
             entry = insert(table, key)
         else:
             entry = _new_entry(table, key)
@@ -249,7 +262,7 @@ def _refill(table, base, bucket, hole):
 @array_helper
 def remove(table, entry):
     """Remove a live entry. Its id is appended to the queue of free ids."""
-    tag = _tag(table.keys[entry])
+    tag = _tag(table, table.keys[entry])
     segment = _segment_of(table, tag)
     base, bucket = segment * SEGMENT_SLOTS, _home(tag)
     word = tag << _SHIFT32 | np.uint64(entry + 1)

@@ -76,6 +76,8 @@ BATCHES_LOST = "batches lost"
 """Degraded reason: the publisher missed events of its engine that are permanently lost."""
 REPLAYING = "replaying"
 """Degraded reason: the publisher applies batches that its engine sent some time ago."""
+LEDGER_FULL = "ledger full"
+"""Degraded reason: the publisher left pages out since its engine was last empty, because its ledger had no room."""
 
 CLOSED = "closed"
 """Degraded reason of the last batch of an epoch: the publisher has been closed, and no batch follows."""
@@ -155,7 +157,7 @@ class DegradedBatch(EventBatch, frozen=True, array_like=True, gc=False):
     """
 
     degraded_reason: str = ""
-    """A short text: `ENGINE_UNHEARD`, `BATCHES_LOST`, `REPLAYING`, `CLOSED` or another. Empty: none."""
+    """A short text: `ENGINE_UNHEARD`, `BATCHES_LOST`, `REPLAYING`, `LEDGER_FULL`, `CLOSED` or another. Empty: none."""
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):

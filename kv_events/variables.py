@@ -85,7 +85,7 @@ SETTINGS = frozenset(
         # HTTP, and its clients
         "host",
         "port",
-        "processes",
+        "reuse_port",
         "api_token",
         "api_tokens_file",
         "tls_cert_file",

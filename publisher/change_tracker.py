@@ -313,6 +313,11 @@ class ChangeTracker:
         """Whether the queue overflowed and the resync has not begun yet."""
         return self._change_queue.is_broken
 
+    @property
+    def is_incomplete(self) -> bool:
+        """See `Ledger.is_incomplete`."""
+        return self._ledger.is_incomplete
+
     def digest_if_idle(self) -> Digest | None:
         """Return the digest of what the worker holds now, or None while unsent changes wait."""
         with self._lock:

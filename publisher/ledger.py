@@ -23,6 +23,7 @@ from publisher.ledger_kernels import (
     COUNT_NAMES,
     FIRST_BLOCK,
     FOUND_BLOCKS,
+    NUM_LEFT_OUT,
     PARENT,
     SLICE_PAGES,
     LedgerArrays,
@@ -75,6 +76,7 @@ class Ledger:
             digest=empty_digest(),
             counts=np.zeros(len(COUNT_NAMES), np.int64),
         )
+        self._left_out = 0  # until the last clear
         self._queue = change_queue.resident
         self._resident = resident(self._arrays)
 
@@ -84,6 +86,11 @@ class Ledger:
         if self._arrays.num_groups[0] > 1:  # the table also has pages that only some groups hold
             return int(np.count_nonzero(self._arrays.page_media[: self._num_used]))
         return page_table.num_live(self._arrays.pages)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether pages were left out since the last clear, because there was no room."""
+        return bool(self._arrays.counts[NUM_LEFT_OUT] != self._left_out)
 
     def digest(self) -> Digest:
         """Return a copy of the current digest, uint64[8]."""
@@ -124,6 +131,7 @@ class Ledger:
         arrays.page_copies[is_used, : self._num_used] = 0
         page_table.clear(arrays.pages)
         arrays.digest[:] = 0
+        self._left_out = int(arrays.counts[NUM_LEFT_OUT])
         queue_cleared(self._queue)
 
     def sequence_hash(self, block_hash: int, extra_key: str | None) -> int | None:

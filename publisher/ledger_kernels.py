@@ -49,7 +49,7 @@ FOUND_BLOCKS = 64
 
 COUNT_NAMES = ("stored", "removed", "stored_again", "removed_unknown", "ledger_full", "renamed", "parent_unknown")
 """Names of the elements of `counts`: total pages by result."""
-_STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, _LEDGER_FULL, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
+_STORED, _REMOVED, _STORED_AGAIN, _REMOVED_UNKNOWN, NUM_LEFT_OUT, _RENAMED, _PARENT_UNKNOWN = range(len(COUNT_NAMES))
 
 _NO_HASH = np.uint64(0)
 _MEDIA_BITS = np.uint32(NUM_MEDIA)
@@ -305,7 +305,7 @@ def _store(ledger, queue, pages, start, stop, parent, salt, medium, queued, entr
         key, name = block_hashes[i] ^ salt, hashes[i]
         entry = _enter_block(ledger, entry, key, block_hashes[i], name, parent, is_shared)
         if entry < 0:
-            ledger.counts[_LEDGER_FULL] += 1
+            ledger.counts[NUM_LEFT_OUT] += 1
         else:
             name, queued[i] = _store_block(ledger, queue, entry, block_hashes[i], name, parent, medium, num_groups)
         parent = name

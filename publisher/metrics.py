@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from socketserver import StreamRequestHandler
+from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -42,6 +45,7 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
     resent = _counter("resync_pages", "Pages sent in resyncs, once for each tier")
     records = _counter("rejected_records", "Records that the sink refused")
     requests = _counter("skipped_requests", "Messages of the control topic that are no requests")
+    left_out = _counter("left_out_pages", "Stores of pages for which the ledger had no room")
     events = _counter("rejected_events", "Events dropped because they are invalid", "reason")
     for (model, tenant, worker, rank), stats in publishers:
         labels = [worker, model, tenant, str(rank)]
@@ -54,9 +58,10 @@ def publisher_families(publishers: Iterable[tuple[StreamId, PublisherStats]]) ->
         resent.add_metric(labels, stats.resync_pages)
         records.add_metric(labels, stats.rejected_records)
         requests.add_metric(labels, stats.skipped_requests)
+        left_out.add_metric(labels, stats.pages["ledger_full"])
         for reason, number in stats.rejected_events.items():
             events.add_metric([*labels, reason], number)
-    yield from (held, queued, reach, delivered, dropped, resyncs, resent, records, requests, events)
+    yield from (held, queued, reach, delivered, dropped, resyncs, resent, records, requests, left_out, events)
 
 
 def serve_metrics(
@@ -69,6 +74,8 @@ def serve_metrics(
     registry = CollectorRegistry()
     registry.register(collector)
     server, thread = start_http_server(port, registry=registry)
+    handler: Any = server.RequestHandlerClass
+    server.RequestHandlerClass = type("Request", (_Impatient, handler), {})
     if why_not_ready is not None:
         server.set_app(with_probes(make_wsgi_app(registry), why_not_ready))
 
@@ -78,6 +85,16 @@ def serve_metrics(
         thread.join()
 
     return end
+
+
+class _Impatient(StreamRequestHandler):
+    """Closes connections that send nothing: each of them has a thread."""
+
+    timeout = 10.0
+
+    def handle(self) -> None:
+        with suppress(TimeoutError):
+            super().handle()
 
 
 def _gauge(name: str, help_text: str) -> GaugeMetricFamily:

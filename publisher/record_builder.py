@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kv_events.codec import encode_batch, encode_event
 from kv_events.digest import Digest, digest_bytes, empty_digest
-from kv_events.schema import CLOSED, ResyncRequest, SnapshotBegin, SnapshotEnd
+from kv_events.schema import CLOSED, LEDGER_FULL, ResyncRequest, SnapshotBegin, SnapshotEnd
 from publisher.backlog import Backlog
 from publisher.change_kernels import advance_digest
 from publisher.change_queue import PageChanges
@@ -66,7 +66,7 @@ class RecordBuilder:
         self.is_resyncing = False
         """Whether the last resync is not sent completely yet. The queue no longer holds changes from before it."""
         self.degraded_reason = ""
-        """The degraded reason in every record. Any thread may set it. A change makes a record due."""
+        """The degraded reason in every record, before that of the ledger. Any thread may set it. A change is sent."""
         self._settings = settings
         self._stream = settings.stream
         self._key = settings.stream.key.encode()
@@ -154,8 +154,12 @@ class RecordBuilder:
         return max(0.0, min(due) - self._clock)
 
     @property
+    def _reason(self) -> str:
+        return self.degraded_reason or (LEDGER_FULL if self._tracker.is_incomplete else "")
+
+    @property
     def _is_reason_new(self) -> bool:
-        return self.degraded_reason != self._sent_degraded_reason
+        return self._reason != self._sent_degraded_reason
 
     def goodbye(self, now: float) -> OutRecord:
         """Return the last record of the epoch. Readers then leave the worker out of scores."""
@@ -262,8 +266,8 @@ class RecordBuilder:
         digest = self._digest if digest is None else digest
         if as_of is None or as_of == now:
             self._backlog.end(now)
-        if self.degraded_reason or not self._tracker.num_queued:  # a reason holds for all changes that came under it
-            self._sent_degraded_reason = self.degraded_reason
+        if self._reason or not self._tracker.num_queued:  # a reason holds for all changes that came under it
+            self._sent_degraded_reason = self._reason
         payload = encode_batch(
             self._stream,
             self._settings.block_size,

@@ -38,6 +38,9 @@ _MARK_OF_FIXTURE = {
     "trace_path": "trace",
 }
 _SERVERS = pytest.StashKey[Servers]()
+_CRASHES = pytest.StashKey[list[str]]()
+_RECORD = _ROOT / "build" / "tests"
+_CRASHED_STATUS = 70
 _T = TypeVar("_T")
 
 register_profiles()
@@ -57,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     socket = getattr(config, "workerinput", {}).get("shared_servers")
     config.stash[_SERVERS] = RemoteServers(socket) if socket else SharedServers()
+    config.stash[_CRASHES] = []
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,6 +69,25 @@ def pytest_configure_node(node: Any) -> None:
     servers = node.config.stash[_SERVERS]
     assert isinstance(servers, SharedServers)
     node.workerinput["shared_servers"] = servers.listen()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Notes a process of tests that crashed: pytest-xdist reports its test as one that failed, and goes on."""
+    if error:
+        node.config.stash[_CRASHES].append(f"{node.gateway.id}: {error}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leaves files that tell `.ci/run` whether the run came to its end, and whether a process crashed."""
+    if hasattr(session.config, "workerinput"):
+        return
+    _RECORD.mkdir(parents=True, exist_ok=True)
+    if crashes := session.config.stash[_CRASHES]:
+        session.exitstatus = _CRASHED_STATUS
+        (_RECORD / "crashed").write_text("\n".join(crashes) + "\n")
+    (_RECORD / "complete").touch()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

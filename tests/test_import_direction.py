@@ -63,7 +63,6 @@ ROOMS = {
         "tokens",
         "workers",
     },
-    "api.replicas": {"metrics", "problems", "rate_limits"},
     "api.shards": {
         "answers",
         "decoding",

@@ -131,6 +131,8 @@ def store(book, hashes, chain_starts, parents, facts):
             book.counts[UNTRACKED] += 1
             continue
         above = _know(known, page ^ namespace_key, page, above)
+        if above < 0:
+            book.counts[UNTRACKED] += 1
         if is_new:
             held.hashes[entry] = page
             held.streams[entry] = np.uint16(stream)

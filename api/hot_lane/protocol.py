@@ -17,6 +17,7 @@ from api.bounded_protocol import HEAD, BoundedProtocol
 from api.hot_lane.direct import Repeated
 from api.hot_lane.heads import MAX_BYTES, Head
 from api.hot_lane.lane import HotLane
+from api.problems import ProblemError
 
 _ANSWERS_BEFORE_DIRECT, _ANSWERS_AFTER_RETURN = 1, 16
 _ANSWERS_AFTER_CUT = 1024  # large answers often do not fit into the socket's buffer
@@ -27,13 +28,11 @@ _END_OF_HEAD = b"\r\n\r\n"
 class HotProtocol(BoundedProtocol):
     """One connection."""
 
-    def __init__(self, *, lane: HotLane, max_connections: int, **options: Any) -> None:
+    def __init__(self, *, lane: HotLane, **options: Any) -> None:
         super().__init__(**options)
         self._lane = lane
-        self._max_connections = max_connections
         self._held = bytearray()  # the part of a request in the lane that has arrived
         self._missing = 0
-        self._answered_at = 0.0  # by the clock of the loop
         self._answering: asyncio.Task[None] | None = None  # to a request whose answer comes later
         self._is_ending = False
         self._direct = lane.direct
@@ -47,6 +46,7 @@ class HotProtocol(BoundedProtocol):
             self._held += data
             self._missing -= len(data)
             if self._missing > 0:
+                self._note_held()
                 return
             data = self._take_held()
         if not (self._is_free() and self._is_taken(data)):
@@ -60,15 +60,16 @@ class HotProtocol(BoundedProtocol):
         """Return whether the next answer is that to the request that is arriving, and has not begun."""
         return bool(self._held) or super().is_next_answer_open()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self._direct is not None and len(self.connections) > self._max_connections:
-            self._direct.end()  # their requests are refused as well
-
     def connection_lost(self, exc: Exception | None) -> None:
         if self._direct is not None and self._direct_as is not None:
             self._direct.leave(self._direct_as, self)
+        self._take_held()
         super().connection_lost(exc)
+
+    def refuse(self, problem: ProblemError) -> None:
+        """Answer a request that has not arrived completely, if its answer is the next one. Close the connection."""
+        super().refuse(problem)
+        self._take_held()
 
     def _is_taken(self, data: bytes) -> bool:
         """Answer a complete request, or hold one that is still arriving. Returns False if the lane does not take it.
@@ -84,12 +85,15 @@ class HotProtocol(BoundedProtocol):
         if self._missing > 0:
             self._held += data
             self.began_at = self.loop.time()
+            self._note_held()
             return True
         if self._missing < 0:
             self.hold_rest(data[end:])
             data = data[:end]
         later = self._lane.answer_later(head, data, start)
         if later is not None:
+            self.body_limit.note(later, len(data), self.refuse)
+            self.body_limit.complete(later)
             self._answering = self.loop.create_task(self._answer_later(later, head, data), name="query")
             return True
         body = self._lane.answer(head, data, start)
@@ -107,6 +111,7 @@ class HotProtocol(BoundedProtocol):
     async def _answer_later(self, later: Awaitable[bytes | None], head: Head, data: bytes) -> None:
         body = await later
         self._answering = None
+        self.body_limit.release(later)
         if self.transport.is_closing():
             return
         if body is None:
@@ -146,7 +151,7 @@ class HotProtocol(BoundedProtocol):
 
     def resume(self, data: bytes, rest: bytes) -> None:
         """Read again. data: what was read of a request. rest: what is left to send of the answer before it."""
-        self._answered_at = self._last_answer_at()
+        self.heard_at = self.last_request_at()
         self._direct_as, self._repeated = None, None
         self._until_direct = _ANSWERS_AFTER_CUT if rest else _ANSWERS_AFTER_RETURN
         self.transport.resume_reading()
@@ -155,30 +160,27 @@ class HotProtocol(BoundedProtocol):
         if data:
             self.data_received(data)
 
-    def abort(self) -> None:
-        """Close the connection at once."""
-        self.transport.abort()
-
     def _end_direct(self) -> None:
         """Take the connection back, if it is direct. It is open."""
         if self._direct is not None and self._direct_as is not None:
             self._direct.leave(self._direct_as, self)
             self.resume(b"", b"")
 
-    def _last_answer_at(self) -> float:
+    def last_request_at(self) -> float:
+        """Return when the last complete request came, by the clock of the loop. 0: none came."""
         if self._direct is not None and self._direct_as is not None:
             return self._direct.answered_at(self._direct_as)
-        return self._answered_at
+        return self.heard_at
 
     def _is_free(self) -> bool:
-        """Return whether no request is in progress, the client reads its answers and the server is not overloaded."""
+        """Return whether no request is in progress, and the client reads its answers and has a place."""
         return (
             not self.is_parsing
             and self._answering is None
             and (self.cycle is None or self.cycle.response_complete)
             and not self.flow.write_paused
             and not self.transport.is_closing()
-            and len(self.connections) <= self._max_connections
+            and not self.is_beyond_limit
         )
 
     def _respond(self, body: bytes, media_type: bytes) -> None:
@@ -189,7 +191,7 @@ class HotProtocol(BoundedProtocol):
         else:
             self.transport.write(head + body)
         self.server_state.total_requests += 1
-        self._answered_at = self.loop.time()
+        self.heard_at = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._wait_for_request(self.timeout_keep_alive)
 
@@ -206,7 +208,7 @@ class HotProtocol(BoundedProtocol):
         To set it anew for each answer would take a tenth of the time of a short query.
         """
         self.timeout_keep_alive_task = None
-        idle_s = self.loop.time() - self._last_answer_at()
+        idle_s = self.loop.time() - self.last_request_at()
         if self._held or self._answering is not None:
             return
         if idle_s < self.timeout_keep_alive:
@@ -225,7 +227,12 @@ class HotProtocol(BoundedProtocol):
             self.feed(self._take_held())
         super().shutdown()
 
+    def _note_held(self) -> None:
+        self.arrived_bytes = len(self._held)
+        self.body_limit.note(self, self.arrived_bytes, self.refuse)
+
     def _take_held(self) -> bytes:
         data = bytes(self._held)
         self._held.clear()
+        self.body_limit.release(self)
         return data

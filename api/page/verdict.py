@@ -7,7 +7,7 @@ from typing import NamedTuple
 from indexer.freshness import NO_HEARTBEAT
 from indexer.tenant_limits import TENANT_PAGES, TENANT_STREAMS
 from indexer.views import INDEX_FULL, ViewState
-from kv_events.schema import CLOSED
+from kv_events.schema import CLOSED, LEDGER_FULL
 from kvsight.schemas.page import FleetWorker
 
 OK, WARNING, TROUBLE, EMPTY, STARTING = "ok", "warning", "trouble", "empty", "starting"
@@ -19,6 +19,7 @@ _REASONS = {
     "gap": "batches were lost",
     "digest": "its digest differs from the engine's",
     "restart": "its engine or publisher restarted",
+    LEDGER_FULL: "its publisher's ledger was full, and left pages out (raise KVSIGHT_LEDGER_PAGES)",
     INDEX_FULL: "the index is full (raise KVSIGHT_MAX_PAGES)",
     TENANT_PAGES: "its tenant holds as many pages as it may (raise pages in KVSIGHT_TENANT_LIMITS_FILE)",
     TENANT_STREAMS: "its tenant has as many worker streams as it may (raise worker_streams in "

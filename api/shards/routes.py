@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 from starlette.responses import Response
 
-from api.decoding import Body, Codec, codec_of, decode_query_batch, is_large
+from api.decoding import Body, Codec, codec_of, is_large
 from api.hot import HotEndpoint, HotRoutes, decoded, encoded_response, json_response
 from api.hot_lane.lane import GroupAnswers
 from api.problems import ProblemError, ProblemKind
@@ -61,8 +61,7 @@ class ShardRoutes(HotRoutes):
         return await self._one(await self._in_thread(body, decoded, body, codec, BY_HASH), codec)
 
     async def _batch(self, body: Body, codec: Codec) -> Response:
-        self._check_ready()
-        queries = await self._in_thread(body, decode_query_batch, body, codec)
+        queries = await self._queries(body, codec)
         results: list[bytes | ProblemError | None] = [None] * len(queries)
         questions, places = [], []
         for place, query in enumerate(queries):

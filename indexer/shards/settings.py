@@ -37,17 +37,17 @@ class GroupSettings(KvsightSettings):
             return None if url is None else url.rstrip("/")
         raise InvalidValueError(variable("advertise_url"), url, "http://HOST:PORT or https://HOST:PORT")
 
-    def check(self, kafka: str | None, processes: int) -> None:
+    def check(self, kafka: str | None, *, reuse_port: bool) -> None:
         """Check that these settings fit the mode of the service. Raises InvalidValueError.
 
-        kafka: its brokers. processes: their number on one port.
+        kafka: its brokers. reuse_port: whether other services listen on its port.
         """
         if self.group is not None and kafka is None:
             expected = f"none without {variable('kafka')}: the members of a group share the partitions of a topic"
             raise InvalidValueError(variable("group"), self.group, expected)
-        if self.group is not None and processes > 1:
-            expected = f"1 with {variable('group')}: each member has an address of its own; start several members"
-            raise InvalidValueError(variable("processes"), processes, expected)
+        if self.group is not None and reuse_port:
+            expected = f"false with {variable('group')}: each member has an address of its own"
+            raise InvalidValueError(variable("reuse_port"), reuse_port, expected)
 
 
 def is_member_url(url: str) -> bool:

@@ -18,20 +18,14 @@ logger = logging.getLogger(__name__)
 class SnapshotKeeper:
     """Owns the store and the task that writes to it. If the store fails, only freshness suffers."""
 
-    def __init__(
-        self, store: SnapshotStore | None, settings: IndexerSettings, now: float, *, is_reader: bool = False
-    ) -> None:
-        """store: None keeps nothing. now: monotonic seconds; the first snapshot is due one interval later.
-
-        is_reader: another process writes the snapshots; this one only loads them.
-        """
+    def __init__(self, store: SnapshotStore | None, settings: IndexerSettings, now: float) -> None:
+        """store: None keeps nothing. now: monotonic seconds; the first snapshot is due one interval later."""
         self.written = 0
         """Snapshots written so far."""
         self.failures = 0
         """Snapshots that could not be written."""
         self._store = store
         self._settings = settings
-        self._is_reader = is_reader
         self._interval = Interval(settings.snapshot_interval_s, now + settings.snapshot_interval_s)
         self._saving: asyncio.Task[None] | None = None
 
@@ -58,7 +52,7 @@ class SnapshotKeeper:
     async def save_when_due(self, now: float, copy: Callable[[], Awaitable[SnapshotParts]]) -> None:
         """Copy the views and start to write them if an interval has passed and the last snapshot is complete."""
         is_busy = self._saving is not None and not self._saving.done()
-        if self._store is not None and not self._is_reader and not is_busy and self._interval.is_due(now):
+        if self._store is not None and not is_busy and self._interval.is_due(now):
             self._saving = asyncio.create_task(self._save(self._store, await copy()), name="snapshot")
 
     async def close(self, copy: Callable[[], Awaitable[SnapshotParts]] | None) -> None:
@@ -66,7 +60,7 @@ class SnapshotKeeper:
         if self._saving is not None:
             await self._saving
         if self._store is not None:
-            if copy is not None and not self._is_reader:
+            if copy is not None:
                 await self._save(self._store, await copy())
             await self._store.close()
 

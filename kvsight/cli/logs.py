@@ -75,20 +75,6 @@ def configure_logs(level: Level, form: Format = Format.TEXT) -> None:
         logging.getLogger(name).setLevel(threshold)
 
 
-def name_process(number: int, *, is_quiet: bool) -> None:
-    """Let each line name the process that writes it, one of several of a service.
-
-    is_quiet: another process logs the changes of workers.
-    """
-    if is_quiet:
-        logging.getLogger("indexer.worker_log").setLevel(logging.CRITICAL)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, JsonFormatter):
-            handler.formatter.static_fields = {"process": number}
-        else:
-            handler.setFormatter(logging.Formatter(_TEXT.replace("%(name)s", f"[{number}] %(name)s")))
-
-
 def _parameter(field: str, default: Level | Format, text: str) -> inspect.Parameter:
     option = typer.Option(help=text, envvar=variable(field), show_envvar=False, case_sensitive=False)
     annotation = Annotated[type(default), option]  # type: ignore[valid-type]

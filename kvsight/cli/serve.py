@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_events.errors import InvalidValueError
 from kv_events.limits import SOCKET_FILES
-from kv_events.variables import variable
 from kvsight.cli.allocator import keep_freed_memory
 from kvsight.cli.connection_flags import with_kafka_and_redis_flags
 from kvsight.cli.console import at_most_one, compile_kernels, err, report_compilation
-from kvsight.cli.logs import name_process, with_log_flags
+from kvsight.cli.logs import with_log_flags
 from kvsight.cli.open_files import allow_open_files
 from kvsight.extras import require_serve
 
 if TYPE_CHECKING:
     from api.app import Application
-    from api.replicas.replica import Replica
     from api.settings import ApiSettings
     from indexer.recording.thread import RecordingThread
     from indexer.settings import IndexerSettings
@@ -35,10 +29,6 @@ def serve(
     *,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", envvar="KVSIGHT_HOST")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", envvar="KVSIGHT_PORT")] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(help="Processes that share the port.", envvar="KVSIGHT_PROCESSES"),
-    ] = None,
     kafka: Annotated[
         str | None, typer.Option(help="Kafka bootstrap servers: HOST:PORT,...", envvar="KVSIGHT_KAFKA")
     ] = None,
@@ -107,7 +97,6 @@ def serve(
     settings = ApiSettings.from_flags(
         host=host,
         port=port,
-        processes=processes,
         record=record,
         record_keep=record_keep,
         record_max_bytes=record_max_bytes,
@@ -116,78 +105,40 @@ def serve(
         tls_key_file=tls_key_file,
     )
     shards = GroupSettings.from_flags(group=group, advertise_url=advertise_url)
-    shards.check(indexer.kafka, settings.processes)
-    _check_processes(settings.processes, indexer)
+    shards.check(indexer.kafka, reuse_port=settings.reuse_port)
     keep_freed_memory()
     engines = RegistrationSettings().max_registrations if indexer.is_embedded else 0
     max_files = allow_open_files(settings.max_connections, engines * 2 * SOCKET_FILES)
     compile_kernels("api.app", *(["indexer.replay"] if settings.record is not None else []))
-    if settings.processes > 1:
-        _serve_in_several(indexer, settings)
-        return
     from api.server import listen, run_server, url_of
 
-    bound = listen(settings)
-    if shards.group is not None:
-        app = _member(indexer, settings, shards, url_of(bound, settings))
-    elif indexer.is_embedded:
+    if indexer.is_embedded:
+        bound = listen(settings)
         app = _embedded(indexer, settings, bound.getsockname()[1], max_files)
+    elif shards.group is not None:
+        bound = listen(settings)
+        app = _member(indexer, settings, shards, url_of(bound, settings))
     else:
         app = _application(indexer, settings)
+        bound = listen(settings)
     err.print(f"kvsight listens on {url_of(bound, settings)} (docs at /docs)")
     if indexer.is_embedded:
         err.print("neither --kafka nor --event-log-dir is given: reads engines registered with POST /register")
     run_server(app, settings, bound)
 
 
-def _check_processes(processes: int, indexer: IndexerSettings) -> None:
-    """Check that the service can have several processes. Raises InvalidValueError."""
-    if processes == 1:
-        return
-    if sys.platform != "linux":
-        raise InvalidValueError(variable("processes"), processes, "1: only Linux spreads connections over processes")
-    if indexer.kafka is None:
-        expected = f"1 without Kafka (--kafka, {variable('kafka')}), from which each process reads everything"
-        raise InvalidValueError(variable("processes"), processes, expected)
-
-
-def _serve_in_several(indexer: IndexerSettings, settings: ApiSettings) -> None:
-    """Serve with several processes. Everything that they need is imported here, once for all of them."""
-    from api.replicas.replica import Replica, SharedState
-    from api.replicas.supervisor import Supervisor
-    from api.server import reserve, run_server, share, url_of
-
-    with reserve(settings) as reserved, TemporaryDirectory(prefix="kvsight-", ignore_cleanup_errors=True) as folder:
-
-        def run(replica: Replica) -> None:
-            name_process(replica.number, is_quiet=not replica.leads)
-            run_server(_application(indexer, settings, replica), settings, share(reserved, settings), replica)
-
-        def note_listening() -> None:
-            where = url_of(reserved, settings)
-            err.print(f"kvsight listens on {where} with {settings.processes} processes (docs at /docs)")
-
-        shared = SharedState(settings.processes, Path(folder))
-        _application(indexer, settings, Replica(1, shared))  # a mistake shows before the fork, and all is imported
-        received = Supervisor(shared, run, note_listening).run()
-    signal.raise_signal(received)  # ends as one process does
-
-
-def _application(indexer: IndexerSettings, settings: ApiSettings, replica: Replica | None = None) -> Application:
-    """The application that reads a log. replica: this process, if it is one of several."""
+def _application(indexer: IndexerSettings, settings: ApiSettings) -> Application:
+    """The application that reads a log."""
     from api.app import create_app
-    from indexer.assembly import create_consumer, create_decision_log, create_decision_source
+    from indexer.assembly import create_consumer, create_decision_log
 
-    leads = replica is None or replica.leads
-    recording = _recording(indexer, settings) if leads else None
+    recording = _recording(indexer, settings)
     return create_app(
-        create_consumer(indexer, recording=recording, is_follower=not leads),
+        create_consumer(indexer, recording=recording),
         settings,
         decisions=create_decision_log(indexer),
         recording=recording,
         event_log=indexer.event_log_dir,
-        replica=replica,
-        decision_source=None if replica is None else create_decision_source(indexer),
     )
 
 

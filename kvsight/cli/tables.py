@@ -10,6 +10,10 @@ from rich.cells import cell_len
 
 _MS_PER_S, _S_PER_MINUTE, _S_PER_HOUR = 1000, 60, 3600
 _MOST_NAMES = 5
+_UNSEEN = re.compile(
+    "^ +$|[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Texts of spaces, and characters without a shape that count as printable."""
 
 
 class Column(NamedTuple):
@@ -49,8 +53,13 @@ def table_lines(columns: Sequence[Column], width: int) -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """The text, with control characters escaped: names come from other machines and must not steer a terminal."""
-    return text if text.isprintable() else repr(text)[1:-1]
+    """The text, with control characters and what cannot be seen escaped: names come from other machines and must not
+    steer a terminal, or look like another name or like none.
+    """
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    return _UNSEEN.sub(
+        lambda found: "".join(f"\\x{ord(c):02x}" if c == " " else ascii(c)[1:-1] for c in found[0]), shown
+    )
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

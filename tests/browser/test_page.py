@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,21 @@ from tests.support.waiting import async_wait_until
 
 TOKENS = list(range(1, 65))
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+
+UNSEEN = {
+    "w": "w",
+    "\ufeffw": "<U+FEFF>w",
+    "w ": "w<U+0020>",
+    "w\u00a0w": "w<U+00A0>w",
+    "w w": "w w",
+    " ": "<U+0020>",
+    "\u200b\u3164": "<U+200B><U+3164>",
+    "\u202ew": "<U+202E>w",
+    "<U+FEFF>w": "<U+003C>U+FEFF>w",
+    "\U000e0041": "<U+E0041>",
+}
+"""Names, and how they are shown."""
+CODES = re.compile(r"<U\+[0-9A-F]+>")
 
 NAMELESS = """
 () => [...document.querySelectorAll('button, input, select, textarea, a, [role=img], [role=region]')]
@@ -324,6 +340,36 @@ async def test_names_from_outside_are_text(browser: Browser) -> None:
         assert await page.locator("img, main script, body script").count() == 0
         assert "kvsight" in await page.title()
         assert faults == []
+
+
+async def test_names_that_look_like_nothing_or_like_others_are_shown_by_code_points(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed() as (url, fed):
+        for worker in UNSEEN:
+            await fed.hold(Stream(worker, model="\u2066m"), TOKENS)
+        page = await opened(browser, url, faults)
+        shown = page.locator("#workers tbody .name")
+        await async_wait_until(lambda: has_texts(shown, sorted(UNSEEN.values())), DEADLINE_S, "all names")
+        labels = await page.locator("#workers tbody .tiers").evaluate_all("bars => bars.map((bar) => bar.ariaLabel)")
+        assert sorted(label.rpartition(":")[0] for label in labels) == sorted(UNSEEN.values())
+        code_points = await page.locator("#workers tbody .name .code-point").all_inner_texts()
+        assert sorted(code_points) == sorted(code for text in UNSEEN.values() for code in CODES.findall(text))
+        assert "<U+2066>m" in await text_of(page, "#workers")
+        assert await page.locator("#ask-model option").all_inner_texts() == ["<U+2066>m"]
+        await page.locator("#residency").scroll_into_view_if_needed()
+        heads = page.locator("#residency thead th")
+        await async_wait_until(
+            lambda: has_texts(heads, sorted(["Prefix", *UNSEEN.values()])), DEADLINE_S, "all columns"
+        )
+        await page.keyboard.press("Control+Home")
+        await shown.filter(has_text="<U+FEFF>").click()
+        await wait_for_text(page, "#worker", "<U+2066>m")
+        assert await text_of(page, "#worker-title") == "<U+FEFF>w"
+        assert faults == []
+
+
+async def has_texts(found: Locator, texts: list[str]) -> bool:
+    return sorted(await found.all_inner_texts()) == texts
 
 
 async def test_the_page_asks_for_the_token_and_keeps_it_in_the_tab(browser: Browser) -> None:

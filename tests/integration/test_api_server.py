@@ -18,11 +18,11 @@ import uvloop
 
 from api.app import create_app
 from api.errors import CannotListenError, PortInUseError
-from api.server import run_server, running_server
+from api.server import listen, run_server, running_server
 from api.settings import ApiSettings
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream
-from tests.support.waiting import wait_until
+from tests.support.waiting import async_wait_until, wait_until
 
 TOKENS = list(range(1, 17))
 QUERY = {"model_name": "m", "token_ids": TOKENS}
@@ -128,3 +128,40 @@ def _answers(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_no_answer_may_be_taken_for_another_type(caplog: pytest.LogCaptureFixture) -> None:
+    fed, settings = HandFed(), ApiSettings(port=0)
+    async with running_server(create_app(fed.consumer, settings), settings) as url, httpx.AsyncClient() as client:
+        await fed.hold(Stream("1"), TOKENS)
+        answers = [await client.post(f"{url}/query", json=QUERY) for _ in range(4)]  # on all ways of the server
+        answers += [await client.get(f"{url}{path}") for path in ("/", "/docs", "/workers", "/metrics", "/none")]
+        for answer in answers:
+            assert answer.headers.get_list("x-content-type-options") == ["nosniff"], answer
+        for _ in range(100):
+            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            writer.write(b"\x00 garbage\r\n\r\n")
+            assert b"\r\nx-content-type-options: nosniff\r\n" in await reader.read()
+            writer.close()
+    assert len([record for record in caplog.records if record.name == "uvicorn.error"]) == 1
+
+
+async def test_services_share_a_port_if_each_of_them_allows_it() -> None:
+    shared = ApiSettings(port=0, reuse_port=True)
+    one, other = HandFed(), HandFed()
+    async with running_server(create_app(one.consumer, shared), shared) as url:
+        settings = ApiSettings(port=int(url.rpartition(":")[2]), reuse_port=True)
+        with pytest.raises(PortInUseError):
+            listen(settings.model_copy(update={"reuse_port": False}))
+        async with running_server(create_app(other.consumer, settings), settings) as same:
+            assert same == url
+            await one.hold(Stream("one"), TOKENS)
+            await other.hold(Stream("other"), TOKENS)
+            answered_by: set[str] = set()
+
+            async def both_have_answered() -> bool:
+                async with httpx.AsyncClient() as client:
+                    answered_by.update((await client.post(f"{url}/query", json=QUERY)).json()["scores"])
+                return answered_by == {"one", "other"}
+
+            await async_wait_until(both_have_answered, 60, "connections to both services")

@@ -137,6 +137,24 @@ async def test_tokens_change_while_the_service_runs(file: Path, caplog: pytest.L
                 assert await status("new") == 200
 
 
+async def test_the_tokens_of_a_deleted_file_are_no_longer_valid(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replace(file, table("caller", "read"))
+    async with a_service(file) as client:
+
+        async def is_permitted() -> bool:
+            return (await client.post("/query", json=QUERY, headers=as_("caller"))).is_success
+
+        async def is_refused() -> bool:
+            return not await is_permitted()
+
+        assert await is_permitted()
+        remove(file)
+        await async_wait_until(is_refused, 60, "the end of the token")
+        replace(file, table("caller", "read"))
+        await async_wait_until(is_permitted, 60, "the token of the new file")
+    assert f"{file} was deleted" in caplog.text
+
+
 async def test_an_open_stream_of_events_ends_with_its_token(file: Path) -> None:
     replace(file, table("stays", "read") + table("goes", "read") + table("shrinks", "read"))
     async with a_service(file) as client:
@@ -178,6 +196,10 @@ async def test_top_waits_out_a_limit_of_requests(file: Path) -> None:
         assert (process.returncode, all(lines)) == (0, True), errors
         assert [json.loads(line)["num_workers"] for line in lines] == [1, 1, 1]
         assert b"more requests with this token than it permits in a second" in errors
+
+
+def remove(file: Path) -> None:
+    file.unlink()
 
 
 def replace(file: Path, text: str) -> None:
@@ -236,6 +258,17 @@ async def test_a_token_has_a_limit_in_either_lane(file: Path) -> None:
             return (await client.post("/query", json=QUERY, headers=as_("limited"))).is_success
 
         await async_wait_until(is_permitted, 60, "room for a request")
+
+
+async def test_each_query_of_a_batch_counts(file: Path) -> None:
+    replace(file, table("limited", "read", limit=2))
+    async with a_service(file) as client:
+        for queries in ([], [QUERY] * 100):  # an empty one is a request, too
+            answer = await client.post("/query/batch", json={"queries": queries}, headers=as_("limited"))
+            assert (answer.status_code, len(answer.json()["results"])) == (200, len(queries))
+        answer = await client.post("/query", json=QUERY, headers=as_("limited"))
+    assert check_problem(answer, 429)["type"] == "urn:kvsight:problem:too-many-requests"
+    assert 30 < int(answer.headers["retry-after"]) <= 51
 
 
 async def test_other_origins_get_no_permission_from_the_service(file: Path) -> None:

@@ -180,14 +180,15 @@ def test_an_error_of_one_direct_connection_is_none_of_the_others(monkeypatch: py
     run(main())
 
 
-def test_direct_connections_are_refused_as_others_when_there_are_too_many() -> None:
+def test_an_idle_direct_connection_makes_room_for_a_new_one() -> None:
     async def main() -> None:
         async with a_service(max_connections=1) as connect:
             line = await connect()
             for data in prompts():
                 assert (await line.ask(data))[0] == b"HTTP/1.1 200 OK"
-            await connect()
-            assert (await line.ask(prompts()[0]))[0] == b"HTTP/1.1 503 Service Unavailable"
+            new = await connect()
+            assert (await new.ask(prompts()[0]))[0] == b"HTTP/1.1 200 OK"
+            assert await line.is_at_end()
 
     run(main())
 

@@ -28,8 +28,8 @@ from tests.unit.docs.test_code_blocks import blocks, commands
 
 NOT_HERE = {
     "docker": "needs Docker; tests/unit/deploy checks the files, and test_compose_services.py runs the services",
-    "KVSIGHT_PROCESSES=4": "needs Docker",
     "COMPOSE_PROFILES=group,record": "needs Docker; CI runs it",
+    "KVSIGHT_REUSE_PORT=true": "see test_api_server.py",
     "KVSIGHT_TENANT_LIMITS_FILE=/etc/kvsight/tenants.toml": "see test_tenant_limits.py",
     "make chaos": "takes ten minutes; a short run is in tests/chaos",
     "KVSIGHT_ALLOWED_HOSTS=kvsight.example,localhost,127.0.0.1": "see tests/integration/test_browsers.py",

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 
 from api.app import create_app
@@ -16,7 +15,6 @@ from api.server import running_server
 from api.settings import ApiSettings
 from kvsight import AsyncClient, Client, KvsightConnectionError, KvsightHttpError
 from kvsight.schemas.events import BatchApplied, FeedEvent, StateChanged
-from tests.support.http_checks import check_problem
 from tests.support.log.hand_fed import HandFed
 from tests.support.log.records import Stream, stored
 from tests.support.waiting import async_wait_until
@@ -90,16 +88,3 @@ async def test_a_listener_that_disconnects_makes_room_for_another() -> None:
 def test_a_server_that_is_not_there_is_a_connection_error() -> None:
     with Client("http://127.0.0.1:1") as client, pytest.raises(KvsightConnectionError, match="/events"):
         next(client.events())
-
-
-async def test_too_many_connections_get_a_problem_document() -> None:
-    fed = HandFed()
-    async with served(fed, max_connections=2) as url, AsyncExitStack() as stack:
-        for _ in range(2):
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
-            assert (await client.get("/health")).status_code == 200
-        async with httpx.AsyncClient(base_url=url) as third:
-            response = await third.get("/health")
-            check_problem(response, 503)
-            assert response.headers["connection"] == "close"
-        assert (await client.get("/health")).status_code == 200

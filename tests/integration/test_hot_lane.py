@@ -314,18 +314,6 @@ def test_a_request_that_is_arriving_when_the_server_ends_is_answered() -> None:
     run(main())
 
 
-def test_more_connections_than_allowed_get_the_ordinary_refusal() -> None:
-    async def main() -> None:
-        async with a_service(max_connections=1) as connect:
-            line = await connect()
-            assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
-            refused = await (await connect()).ask(request(QUERY))
-            assert refused[0] == b"HTTP/1.1 503 Service Unavailable"
-            assert b"KVSIGHT_MAX_CONNECTIONS" in refused[2]
-
-    run(main())
-
-
 def test_a_connection_lost_in_the_middle_of_a_request_leaves_the_others_alone() -> None:
     async def main() -> None:
         async with a_service() as connect:

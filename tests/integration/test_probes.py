@@ -91,3 +91,17 @@ async def test_a_process_whose_event_loop_hangs_is_neither_healthy_nor_ready() -
         assert [await each for each in asking] == [(503, "the event loop has not answered for 2 s\n")] * 2
     finally:
         end()
+
+
+async def test_silent_connections_are_closed() -> None:
+    port = free_port()
+    end = serve_metrics(port, CollectorRegistry(), lambda: "")
+    try:
+        async with asyncio.timeout(60):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            assert await asyncio.to_thread(ask, port, "/health") == (200, "ok\n")
+            assert [await reader.read() for reader, _ in silent] == [b""] * 20
+    finally:
+        await asyncio.to_thread(end)
+    for _, writer in silent:
+        writer.close()

@@ -123,27 +123,6 @@ def test_every_query_of_one_connection_has_a_span(service: ServiceProcess, recei
         assert receiver.wait_for("POST /query_by_hash", trace=trace).parent == parent
 
 
-def test_each_process_of_a_service_sends_its_spans(
-    receiver: OtlpReceiver, topics: dict[str, Any], tmp_path: Path
-) -> None:
-    variables = {**topics, **receiver.variables, "OTEL_SERVICE_NAME": "several", "KVSIGHT_PROCESSES": 2}
-    with ServiceProcess(tmp_path, **variables) as service:
-        answered_by: dict[str, str] = {}
-
-        def asked_all() -> bool:
-            trace = secrets.token_hex(16)
-            body = {"model_name": "unknown", "seq_hashes": [1]}
-            answer = httpx.post(
-                f"{service.url}/query_by_hash", json=body, headers={"traceparent": traceparent(trace)}, timeout=60
-            )
-            answered_by[answer.headers["x-kvsight-process"]] = trace
-            return len(answered_by) == 2
-
-        wait_until(asked_all, 60, "answers of both processes")
-        for trace in answered_by.values():
-            receiver.wait_for("POST /query_by_hash", service="several", trace=trace)
-
-
 def test_a_caller_decides_that_its_query_is_not_sampled(service: ServiceProcess, receiver: OtlpReceiver) -> None:
     unsampled, sampled = secrets.token_hex(16), secrets.token_hex(16)
     assert ask(service, {"traceparent": traceparent(unsampled, is_sampled=False)}) == 200

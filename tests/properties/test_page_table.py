@@ -10,8 +10,9 @@ from numba import types
 from kv_events import page_table, page_table_kernels
 from kv_events.bundles import I64Vector, U64Input, spread
 from kv_events.kernels import array_kernel
-from kv_events.page_table import Table
+from kv_events.page_table import LONGEST_WALK, Table
 from tests.support.effort import num_examples
+from tests.support.plain_tables import PLAIN
 
 
 @array_kernel(types.void, spread(Table), U64Input, I64Vector)
@@ -47,13 +48,8 @@ def run(kernel: object, table: Table, keys: list[int]) -> list[int]:
 
 
 def crowded(bucket: int, number: int, low: int = 0) -> int:
-    """Return a key with a given home bucket (of 512) and a tag that it shares with others of this bucket.
-
-    Inverts the table's mixing: a fold, then a product with 2**64 / golden ratio, whose high half is the tag.
-    """
-    product = bucket << 55 | number << 32 | low
-    folded = product * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64
-    return folded ^ folded >> 32
+    """Return a key with a given home bucket (of 512) and a tag that others share, in a table with the secret PLAIN."""
+    return bucket << 55 | number << 32 | low
 
 
 SPREAD_KEYS = st.builds(lambda a, b: (a << b) % 2**64, st.integers(0, 50), st.sampled_from([0, 1, 12, 32, 52, 63]))
@@ -64,7 +60,7 @@ KERNELS = st.sampled_from([_insert_all, _enter_all, _remove_all])
 
 @given(st.lists(st.tuples(KERNELS, st.lists(KEYS, min_size=1, max_size=30)), max_size=30))
 def test_any_order_of_inserts_and_removals_equals_a_dict(steps: list[tuple[object, list[int]]]) -> None:
-    table, model = page_table.make_table(100), dict[int, int]()
+    table, model = page_table.make_table(100, PLAIN), dict[int, int]()
     for kernel, keys in steps:
         if kernel is not _remove_all:
             for key, entry in zip(keys, run(kernel, table, keys), strict=True):
@@ -106,21 +102,35 @@ def test_neighbours_in_arrival_get_neighbouring_entries_again_after_removal() ->
 
 @settings(max_examples=num_examples(10))
 @given(st.integers(0, 511), st.integers(0, 2**32))
-def test_keys_with_one_tag_fill_a_segment_but_for_one_slot_and_are_then_refused(bucket: int, seed: int) -> None:
-    table = page_table.make_table(10_000)
-    keys = [crowded(bucket, 5, low) for low in range(4200)]
-    entries = run(_insert_all, table, keys)
-    assert entries == [*range(4095), *[-1] * 105]
+def test_keys_with_one_tag_fill_the_buckets_near_their_home_and_are_then_refused(bucket: int, seed: int) -> None:
+    table = page_table.make_table(10_000, PLAIN)
+    keys = [crowded(bucket, 5, low) for low in range(600)]
+    entries = run(_enter_all, table, keys)
+    assert entries == [*range(LONGEST_WALK), *[-1] * (600 - LONGEST_WALK)]
     page_table.check(table)
-    gone = np.random.default_rng(seed).choice(4200, 3000, replace=False).tolist()
+    gone = np.random.default_rng(seed).choice(600, 400, replace=False).tolist()
     assert run(_remove_all, table, [keys[i] for i in gone]) == [entries[i] for i in gone]
     page_table.check(table)
-    left = sorted(set(range(4095)) - set(gone))
+    left = sorted(set(range(LONGEST_WALK)) - set(gone))
     assert run(_insert_all, table, [keys[i] for i in left]) == left
 
 
+def test_keys_chosen_without_the_secret_all_fit() -> None:
+    keys = [crowded(3, 5, low) for low in range(4300)]
+    for step in (1, 2**20, 2**31):  # keys that differ in their lower, middle and upper bits
+        table = page_table.make_table(10_000)
+        assert run(_enter_all, table, [key * step % 2**64 for key in keys]) == list(range(4300))
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 2**64 - 1))
+def test_a_tag_is_the_upper_end_of_a_product(secret: bytes, key: int) -> None:
+    table = page_table.make_table(10, secret)
+    run(_insert_all, table, [key])
+    assert int(table.slots[table.slots != 0][0]) >> 32 == key * int.from_bytes(secret, "little") % 2**128 >> 96
+
+
 def test_keys_that_found_their_buckets_full_are_found_when_others_go() -> None:
-    table = page_table.make_table(1000)
+    table = page_table.make_table(1000, PLAIN)
     keys = [crowded(bucket, number) for bucket in (511, 0, 1) for number in range(20)]
     entries = run(_insert_all, table, keys)
     for gone in range(len(keys)):

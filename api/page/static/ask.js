@@ -1,7 +1,7 @@
 // The ask box: how much of a prompt each worker holds, where it ends, and why.
 
 import { postJson } from "./api.js";
-import { h } from "./dom.js";
+import { h, named, setText } from "./dom.js";
 import { alone, drawState, drawTiers, legend, tierBar, tierWords } from "./figures.js";
 import { count, counted, duration } from "./format.js";
 
@@ -78,7 +78,7 @@ export class Ask {
     this.#spaces = new Map(keys.map((key) => [key, { model: found.get(key).model, tenant: found.get(key).tenant }]));
     this.#model.replaceChildren(...keys.map((key) => {
       const { model, tenant } = this.#spaces.get(key);
-      return h("option", { value: key }, tenant === "default" ? model : `${tenant} / ${model}`);
+      return h("option", { value: key }, tenant === "default" ? named(model) : `${named(tenant)} / ${named(model)}`);
     }));
     if (keys.includes(before)) this.#model.value = before;
   }
@@ -108,12 +108,12 @@ export class Ask {
     const rows = found.map(([worker, held, cumulative]) => {
       const bar = tierBar("large");
       const parts = alone(cumulative);
-      drawTiers(bar, parts, Math.max(asked, held.longest_matched), `${worker}: ${tierWords(parts, "token")} of ${count(asked)}`);
+      drawTiers(bar, parts, Math.max(asked, held.longest_matched), `${named(worker)}: ${tierWords(parts, "token")} of ${count(asked)}`);
       const state = h("span");
       drawState(state, held.state, "");
       const why = h("p", { class: "why" });
       reasons.set(worker, why);
-      return h("tr", {}, h("td", { "data-label": "Worker", class: "wide" }, h("span", { class: "name" }, worker), h("span", { class: "sub" }, state, ` heard ${duration(held.age_ms / 1000)} ago`)),
+      return h("tr", {}, h("td", { "data-label": "Worker", class: "wide" }, h("span", { class: "name" }, named(worker)), h("span", { class: "sub" }, state, ` heard ${duration(held.age_ms / 1000)} ago`)),
         h("td", { "data-label": "Held", class: "number" }, counted(held.longest_matched, "token"),
           h("span", { class: "sub" }, endOf(held.longest_matched, asked, this.#pageSizes.get(worker)))),
         h("td", { "data-label": "By tier", class: "wide share" }, bar, why));
@@ -136,12 +136,12 @@ export class Ask {
         const line = reasons.get(worker.instance_id);
         const rank = explanation.workers.filter((each) => each.instance_id === worker.instance_id).length > 1 ? `Rank ${worker.dp_rank}: ` : "";
         if (line) line.append(h("span", {}, `${rank}${text} `));
-        else others.push(h("p", { class: "why" }, h("span", { class: "name" }, worker.instance_id), `: ${rank}${text}`));
+        else others.push(h("p", { class: "why" }, h("span", { class: "name" }, named(worker.instance_id)), `: ${rank}${text}`));
       }
       note.replaceWith(...others);
     } catch (error) {
       if (error.name === "AbortError") return;
-      note.replaceChildren(error.status === 404 && /no log/.test(error.message)
+      setText(note, error.status === 404 && /no log/.test(error.message)
         ? "Why a prefix ends is told by a service that keeps a log: start it with --record FOLDER." : `No reasons: ${error.message}`);
     }
   }

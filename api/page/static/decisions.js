@@ -1,7 +1,7 @@
 // The funnel of the last hour, and the newest decisions.
 
 import { getJson } from "./api.js";
-import { h, setText } from "./dom.js";
+import { h, named, setText } from "./dom.js";
 import { count, counted, percent, timeElement } from "./format.js";
 import { Rows } from "./rows.js";
 
@@ -67,9 +67,9 @@ function lost(sums, outcomes) {
 function row(decision) {
   const cells = COLUMNS.map((name, i) => h("td", { "data-label": name, class: i > 2 ? "number" : i < 2 ? null : "name" }));
   cells[0].append(timeElement(decision.time));
-  cells[1].append(h("code", {}, decision.request_id));
+  cells[1].append(h("code", {}, named(decision.request_id)));
   const update = (each) => {
-    setText(cells[2], each.dp_rank ? `${each.worker} / ${each.dp_rank}` : each.worker);
+    setText(cells[2], each.dp_rank ? `${named(each.worker)} / ${each.dp_rank}` : named(each.worker));
     const known = (tokens) => (tokens === null ? "–" : count(tokens));
     [each.prompt_tokens, each.best_tokens, each.predicted_tokens, each.cached_tokens].forEach((tokens, i) => setText(cells[3 + i], known(tokens)));
   };

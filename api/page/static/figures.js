@@ -1,6 +1,6 @@
 // What several sections draw: tiers as bars, curves, states, the legend.
 
-import { h, setText, svg } from "./dom.js";
+import { h, setText, svg, visible } from "./dom.js";
 import { count, counted, rate } from "./format.js";
 
 /** Tiers, fastest first: class, medium in events, field in answers, word. */
@@ -33,9 +33,10 @@ export function drawTiers(bar, parts, whole, label) {
       return [part];
     }));
   }
-  if (bar.title !== label) {
-    bar.title = label;
-    bar.setAttribute("aria-label", label);
+  const shown = visible(label);
+  if (bar.title !== shown) {
+    bar.title = shown;
+    bar.setAttribute("aria-label", shown);
   }
 }
 

@@ -35,7 +35,7 @@ export const utc = (seconds) => new Date(seconds * 1000).toISOString();
 /** Seconds since 1970 -> the time of the day in the reader's zone, with the date if it is not today. */
 export function localTime(seconds) {
   const date = new Date(seconds * 1000);
-  return (date.toDateString() === new Date().toDateString() ? clock : dayAndClock).format(date);
+  return (date.toDateString() === new Date().toDateString() ? clock : dayAndClock).format(date).replace(/\p{Z}/gu, " ");
 }
 
 /** A <time> element: local time, UTC on hover. */

@@ -2,7 +2,7 @@
 // load this module.
 
 import { getJson } from "./api.js";
-import { h, setText, svg } from "./dom.js";
+import { h, named, setText, svg } from "./dom.js";
 import { count, counted, duration, localTime, timeElement, utc } from "./format.js";
 import { get, onChange, set } from "./state.js";
 
@@ -250,7 +250,7 @@ class Past {
     setText(place, `record ${count(moment.index)}${end}`);
     const newest = moment.batch;
     batch.replaceChildren(...(newest === null ? ["No batch yet."] : [
-      "Newest batch: ", h("strong", {}, newest.worker), `, number ${count(newest.seq)}, at `, timeElement(newest.time),
+      "Newest batch: ", h("strong", {}, named(newest.worker)), `, number ${count(newest.seq)}, at `, timeElement(newest.time),
       `: ${counted(sum(newest.stored), "page")} stored, ${count(sum(newest.removed))} removed.`]));
   }
 
@@ -297,7 +297,7 @@ class Past {
     const columns = ["Worker", "Pages before", "Pages after", "Gained", "Lost", "Moved to other tiers"];
     const row = (each) => {
       const several = found.some((other) => other !== each && other.worker === each.worker);
-      const name = several ? `${each.worker} (${each.model}, rank ${each.dp_rank})` : each.worker;
+      const name = several ? `${named(each.worker)} (${named(each.model)}, rank ${each.dp_rank})` : named(each.worker);
       const cells = [each.before, each.after, each.gained, each.lost, each.moved];
       return h("tr", {}, h("td", { class: "name first wide", "data-label": columns[0] }, name),
         cells.map((number, column) => h("td", { class: "number", "data-label": columns[column + 1] }, count(number))));

@@ -1,7 +1,7 @@
 // The map: the most shared prefixes against the workers, by tier and depth.
 
 import { getJson } from "./api.js";
-import { h, place, setText } from "./dom.js";
+import { h, named, place, setText } from "./dom.js";
 import { alone, drawTiers, legend, tierBar, tierWords } from "./figures.js";
 import { count, counted } from "./format.js";
 import { Rows } from "./rows.js";
@@ -9,7 +9,7 @@ import { get, set } from "./state.js";
 
 const MAX_CELLS = 5000;
 
-const named = (space) => `${space.tenant === "default" ? "" : `${space.tenant} / `}${space.model}, ${space.block_size} tokens a page`;
+const titleOf = (space) => `${space.tenant === "default" ? "" : `${named(space.tenant)} / `}${named(space.model)}, ${space.block_size} tokens a page`;
 
 /** Why a map has no rows. */
 function whyEmpty(found) {
@@ -68,7 +68,7 @@ export class ResidencyMap {
     const chosen = JSON.stringify([found.model, found.tenant, found.block_size]);
     if (this.#choice.dataset.values !== String(values)) {
       this.#choice.dataset.values = String(values);
-      this.#choice.replaceChildren(...found.namespaces.map((space, i) => h("option", { value: values[i] }, named(space))));
+      this.#choice.replaceChildren(...found.namespaces.map((space, i) => h("option", { value: values[i] }, titleOf(space))));
     }
     if (document.activeElement !== this.#choice) this.#choice.value = chosen;
     this.#choice.hidden = values.length < 2;
@@ -83,7 +83,7 @@ export class ResidencyMap {
     place(this.#head, [
       h("th", { scope: "col" }, "Prefix"),
       ...found.columns.map((column) => {
-        const name = ranks ? `${column.worker} / ${column.dp_rank}` : column.worker;
+        const name = ranks ? `${named(column.worker)} / ${column.dp_rank}` : named(column.worker);
         return h("th", { scope: "col", title: `${name}: ${column.state}` }, column.state === "live" ? "" : "▲ ", name);
       }),
     ]);
@@ -111,14 +111,14 @@ export class ResidencyMap {
       const held = new Map(row.cells.map(([column, ...cumulative]) => [column, cumulative]));
       columns.forEach((column, i) => {
         const parts = alone(held.get(i) ?? [0, 0, 0, 0]);
-        drawTiers(cells[i], parts, row.pages, `${column.worker}: ${tierWords(parts)} of ${count(row.pages)}`);
+        drawTiers(cells[i], parts, row.pages, `${named(column.worker)}: ${tierWords(parts)} of ${count(row.pages)}`);
       });
     };
     const empty = () => { // the columns may be those of other workers now
       const { columns } = this.#answer;
       shown = "";
       fit(columns);
-      columns.forEach((column, i) => drawTiers(cells[i], [0, 0, 0, 0], 1, `${column.worker}: not known now`));
+      columns.forEach((column, i) => drawTiers(cells[i], [0, 0, 0, 0], 1, `${named(column.worker)}: not known now`));
     };
     return { element, update, empty };
   }

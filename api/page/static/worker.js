@@ -1,7 +1,7 @@
 // One worker: what it holds, its timeline, its hottest prefixes, its last batches.
 
 import { events, getJson, postJson } from "./api.js";
-import { h, place, setText } from "./dom.js";
+import { h, named, place, setText } from "./dom.js";
 import { alone, Curve, drawState, drawTiers, legend, tierBar, tierWords, TIERS } from "./figures.js";
 import { count, counted, duration, localTime, rate, timeElement } from "./format.js";
 import { get, set } from "./state.js";
@@ -56,7 +56,7 @@ export class WorkerView {
     const table = (columns, body) => h("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": columns[0] },
       h("table", { class: "cards" }, h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), body));
     this.#section.append(
-      h("header", {}, back, h("h2", { id: "worker-title", class: "name" }, chosen.worker), parts.state, parts.why,
+      h("header", {}, back, h("h2", { id: "worker-title", class: "name" }, named(chosen.worker)), parts.state, parts.why,
         h("span", { class: "push" }, parts.said, " ", parts.resync)),
       h("div", { class: "card pad" }, parts.facts),
       h("header", {}, h("h3", {}, "Pages by tier"), h("span", { class: "push" }, legend())),
@@ -101,7 +101,7 @@ export class WorkerView {
     drawWhy(parts.why, worker);
     const ago = (at) => (at === null ? "not yet" : `${duration(fleet.time - at)} ago`);
     const facts = {
-      Model: worker.model, Tenant: worker.tenant, "Tokens per page": count(worker.block_size), "Last heard": `${duration(worker.age_s)} ago`,
+      Model: named(worker.model), Tenant: named(worker.tenant), "Tokens per page": count(worker.block_size), "Last heard": `${duration(worker.age_s)} ago`,
       "Digests agreed": ago(worker.agreed_at), Batches: count(worker.batches), Resyncs: count(worker.resyncs), Gaps: count(worker.gaps), Restarts: count(worker.restarts),
     };
     parts.facts.replaceChildren(...Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));

@@ -1,6 +1,6 @@
 // The table of workers, those in trouble first.
 
-import { h, setText } from "./dom.js";
+import { h, named, setText } from "./dom.js";
 import { Curve, drawState, drawTiers, legend, stateName, tierBar, tierWords, TIERS } from "./figures.js";
 import { count, counted, duration, rate, timeElement } from "./format.js";
 import { Rows } from "./rows.js";
@@ -46,17 +46,17 @@ function row() {
     resyncs, agreed);
   const update = (worker, whole, now) => {
     newest = worker;
-    setText(name, worker.worker);
+    setText(name, named(worker.worker));
     name.href = `?${new URLSearchParams(chosen(worker))}`;
     const ranks = worker.ranks.filter((rank) => !rank.group).length;
-    const tenant = worker.tenant === "default" ? "" : `tenant ${worker.tenant} · `;
-    setText(model, `${worker.model} · ${tenant}${worker.block_size} tokens a page${ranks > 1 ? ` · ${ranks} ranks` : ""}`);
+    const tenant = worker.tenant === "default" ? "" : `tenant ${named(worker.tenant)} · `;
+    setText(model, `${named(worker.model)} · ${tenant}${worker.block_size} tokens a page${ranks > 1 ? ` · ${ranks} ranks` : ""}`);
     drawState(state, worker.state, worker.reason);
     drawWhy(why, worker);
     setText(heard, `${duration(worker.age_s)} ago`);
     const parts = TIERS.map((tier) => worker.pages[tier.medium] ?? 0);
     const all = parts.reduce((sum, each) => sum + each, 0);
-    drawTiers(bar, parts, whole, `${worker.worker}: ${tierWords(parts)}`);
+    drawTiers(bar, parts, whole, `${named(worker.worker)}: ${tierWords(parts)}`);
     setText(pages, all === worker.peak_pages ? counted(all, "page") : `${counted(all, "page")}, at most ${count(worker.peak_pages)}`);
     stored.draw(worker.stored);
     setText(storedRate, rate(worker.stored.at(-1) ?? 0));
@@ -81,7 +81,7 @@ export function drawWhy(element, worker) {
     if (worker.is_resync_requested && name === "stale") words.push("resync asked for");
   }
   const since = worker.since === null || name === "live" ? [] : [words.length ? ", since " : "since ", timeElement(worker.since)];
-  element.replaceChildren(words.join(", "), ...since);
+  element.replaceChildren(h("span", {}, words.join(", ")), ...since);
 }
 
 export class Workers {

@@ -29,9 +29,9 @@ class Line:
         self._reader, self.writer = reader, writer
 
     @classmethod
-    async def connect(cls, url: str) -> Line:
+    async def connect(cls, url: str, source: str = "127.0.0.1") -> Line:
         host, _, port = url.removeprefix("http://").partition(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
+        return cls(*await asyncio.open_connection(host, int(port), local_addr=(source, 0)))
 
     async def close(self) -> None:
         self.writer.close()
@@ -42,11 +42,15 @@ class Line:
         """Return whether the server closes the connection without another byte."""
         return await self._reader.read() == b""
 
+    async def begin(self) -> bytes:
+        """Return the head of an answer."""
+        return await self._reader.readuntil(b"\r\n\r\n")
+
     async def answer(self) -> tuple[bytes, bytes, bytes]:
         """Return status line, headers without the date, and the body without ages and states."""
-        head = await self._reader.readuntil(b"\r\n\r\n")
+        head = await self.begin()
         if head.startswith(b"HTTP/1.1 100"):
-            head = await self._reader.readuntil(b"\r\n\r\n")
+            head = await self.begin()
         status, *headers = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
         length = next(int(line.partition(b":")[2]) for line in headers if line.startswith(b"content-length:"))
         body = _VARIABLE.sub(b'""', await self._reader.readexactly(length))
@@ -64,7 +68,7 @@ class Line:
 
 
 @asynccontextmanager
-async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Callable[[], Coroutine[Any, Any, Line]]]:
+async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Line]]]:
     """Run a service of three workers, and of more that hold nothing else. Yields a function that connects."""
     fed = HandFed(IndexerSettings(max_pages=2**18, worker_ttl_s=3600, forget_after_s=3600))
     api = ApiSettings(port=0, **settings)
@@ -76,8 +80,8 @@ async def a_service(*, num_more: int = 0, **settings: Any) -> AsyncIterator[Call
             await fed.hold(Stream(f"more-{number}"), TOKENS)
         async with AsyncExitStack() as lines:
 
-            async def connect() -> Line:
-                line = await Line.connect(url)
+            async def connect(source: str = "127.0.0.1") -> Line:
+                line = await Line.connect(url, source)
                 lines.push_async_callback(line.close)
                 return line
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
+from hashlib import sha256
 from typing import Any
 from urllib.parse import urljoin
 
@@ -20,6 +22,16 @@ async def test_the_page_needs_no_token_and_no_other_server(settings: dict[str, A
             assert "://" not in address
             found = await client.get(urljoin("/docs", address))
             assert (found.status_code, len(found.content) > 1000) == (200, True), address
+
+
+async def test_the_page_permits_no_other_script(serving: Any) -> None:
+    async with serving() as (client, _):
+        page = await client.get("/docs")
+    policy = dict(each.split(" ", 1) for each in page.headers["content-security-policy"].split("; "))
+    scripts = re.findall("<script>(.*?)</script>", page.text, re.DOTALL)
+    digests = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]
+    assert policy["script-src"].split() == ["'self'", *(f"'sha256-{digest}'" for digest in digests)]
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
 
 
 async def test_the_page_works_behind_a_prefix(serving: Any) -> None:

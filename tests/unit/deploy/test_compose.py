@@ -115,12 +115,6 @@ def test_every_member_of_the_group_is_published_and_scraped_on_the_port_it_liste
     assert {str(first), str(first + 1)} <= set(re.findall(r":(80\d\d)", (ROOT / "docs/deployment.md").read_text()))
 
 
-def test_one_variable_scales_the_processes_of_the_indexer() -> None:
-    assert SERVICES["indexer"]["environment"]["KVSIGHT_PROCESSES"] == "${KVSIGHT_PROCESSES:-1}"
-    line = next(line for line in documented("Scaling") if "KVSIGHT_PROCESSES" in line)
-    assert line.endswith("docker compose up --detach --wait")
-
-
 def test_the_paths_that_are_checked_and_scraped_are_routes_of_the_api() -> None:
     scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
     assert {"/health", scrape["metrics_path"]} <= literals("api")

@@ -231,11 +231,7 @@ def test_members_of_a_group_know_their_addresses_and_reach_each_other() -> None:
     members = {"podSelector": policy["podSelector"]}
     assert members in policy["ingress"][0]["from"]
     assert {"to": [members], "ports": [{"port": "http", "protocol": "TCP"}]} in policy["egress"]
-    assert not {"KVSIGHT_GROUP", "KVSIGHT_ADVERTISE_URL", "KVSIGHT_PROCESSES"} & variables("serve", PLAIN).keys()
-
-
-def test_a_replica_has_the_processes_of_the_values() -> None:
-    assert variables("serve", {**PLAIN, "serve": {"processes": 4}})["KVSIGHT_PROCESSES"] == "4"
+    assert not {"KVSIGHT_GROUP", "KVSIGHT_ADVERTISE_URL"} & variables("serve", PLAIN).keys()
 
 
 def test_every_setting_is_one_the_code_reads() -> None:
@@ -268,7 +264,6 @@ def test_the_bridge_reads_the_engines_of_the_values(tmp_path: Path) -> None:
         ({**PLAIN, "serv": {}}, "serv"),
         ({**PLAIN, "serve": {"port": 70000}}, "port"),
         ({**PLAIN, "env": {"kvsight_port": 1}}, "kvsight_port"),
-        ({**PLAIN, "serve": {"group": "members", "processes": 2}}, "serve.processes"),
         ({**PLAIN, "serve": {"group": "a group"}}, "group"),
     ],
 )

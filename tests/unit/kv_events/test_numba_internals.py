@@ -56,7 +56,7 @@ def test_the_option_that_leaves_the_memory_runtime_out() -> None:
     pytest.fail("njit ignores the option `_nrt`: kernels count references again")
 
 
-def test_callers_get_the_code_of_a_function_from_before_machine_code_is_generated() -> None:
+def test_callers_get_the_code_of_a_function_as_it_was_lowered() -> None:
     double: Any = njit(forceinline=True, **FOR_KERNELS_ONLY)(lambda number: 2 * number)
 
     @njit(types.int64(types.int64))
@@ -64,10 +64,12 @@ def test_callers_get_the_code_of_a_function_from_before_machine_code_is_generate
         return double(number) + 1
 
     assert entry(20) == 41
-    library = next(iter(double.overloads.values())).library
-    linked = library._get_module_for_linking()
-    assert linked is not library._final_module, "_get_module_for_linking ignores _shared_module: see _LowerForCallers"
-    assert "cpython" not in str(linked), "njit ignores no_cpython_wrapper: functions of kernels take longer to compile"
+    (compiled,) = double.overloads.values()
+    linked = str(compiled.library._get_module_for_linking())
+    is_translated = compiled.library._codegen._engine.is_symbol_defined(compiled.fndesc.llvm_func_name)
+    assert not is_translated, "numba translates functions of kernels by themselves: see _UntranslatedLibrary"
+    assert "cpython" not in linked, "njit ignores no_cpython_wrapper: functions of kernels take longer to compile"
+    assert "cfunc" not in linked, "njit ignores no_cfunc_wrapper: functions of kernels take longer to compile"
 
 
 def test_kernels_are_kept_in_a_given_folder_and_found_there(tmp_path: Path) -> None:

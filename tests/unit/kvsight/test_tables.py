@@ -39,6 +39,17 @@ def test_a_table_leaves_out_the_least_important_columns_and_cuts_nothing() -> No
     assert list(table_lines(columns, 4)) == ["worker", "abcdefgh"]
 
 
+def test_names_that_cannot_be_seen_are_escaped() -> None:
+    names_shown = {
+        "\ufeffw": r"\ufeffw",
+        "\u3164": r"\u3164",
+        " ": r"\x20",
+        "w\U000e0100": r"w\U000e0100",
+        "a b": "a b",
+    }
+    assert {name: printable(name) for name in names_shown} == names_shown
+
+
 def test_names_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2Jb\n") == r"a\x1b[2Jb\n"
     (_, line) = table_lines([Column("worker", ["a\x1b[31m"])], 80)

@@ -1,0 +1,8 @@
+"""Page tables whose tags a test can choose."""
+
+from __future__ import annotations
+
+import numpy as np
+
+PLAIN = np.array([0, 1], "<u8").tobytes()
+"""A secret with which the tag of a key is its upper half."""
