@@ -6,6 +6,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -52,6 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
         self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
+        self._refusal: ProblemError | None = None  # the last answer, which waits for those before it
 
     def data_received(self, data: bytes) -> None:
         if self.rest or self.is_answering():
@@ -79,7 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
         httptools would read all requests at once, and bounds neither the number nor the size of headers.
         """
         at = 0
-        while at < len(data) and not self.transport.is_closing():
+        while at < len(data) and not self.transport.is_closing() and self._refusal is None:
             if at > 0 and self._is_client_ahead():
                 self.hold_rest(data[at:])
                 return
@@ -87,9 +89,19 @@ class BoundedProtocol(HttpToolsProtocol):
             at += len(piece)
             if self._is_in_head:
                 self._head_bytes += len(piece)
-            super().data_received(piece)
+            self._parse(piece)
             if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
+
+    def _parse(self, data: bytes) -> None:
+        """Pass data to httptools. Requests for another protocol are answered as if they did not ask for it."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(ProblemError(400, "", "request: not valid HTTP/1.1"))
 
     def _is_client_ahead(self) -> bool:
         """Return whether a request has arrived completely and is not answered yet."""
@@ -117,6 +129,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.loop.call_later(_PIPELINE_PAUSE_S, self._next_of_pipeline)
         else:
             super().on_response_complete()
+            if self._refusal is not None and not self.transport.is_closing():
+                self._send_refusal(self._refusal)
 
     def _next_of_pipeline(self) -> None:
         super().on_response_complete()
@@ -139,22 +153,25 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(ProblemError(408, "", f"request: not complete after {ARRIVAL_S:.0f} s"))
 
     def _refuse(self, problem: ProblemError) -> None:
-        """Answer a request that has not arrived completely, if its answer is the next one. Close the connection."""
-        if not self.is_next_answer_open():
-            self.transport.close()
+        """Answer a request that has not arrived completely, after those before it. Close the connection."""
+        if self.is_parsing and self.cycle is not self._before:  # the application has its head
+            if not self.pipeline:
+                if self.cycle.response_started:
+                    self.transport.close()
+                else:
+                    self._send_refusal(problem)
+                return
+            self.pipeline.popleft()
+        elif self.cycle is None or self.cycle.response_complete:
+            self._send_refusal(problem)
             return
+        self._refusal = problem
+
+    def _send_refusal(self, problem: ProblemError) -> None:
         body, status = msgspec.json.encode(problem.document()), HTTPStatus(problem.status)
         start = b"%d %b\r\nconnection: close" % (status, status.phrase.encode())
         self.transport.write(HEAD % (start, self.response_headers(), len(body), b"problem+json") + body)
         self.transport.close()
-
-    def is_next_answer_open(self) -> bool:
-        """Return whether the next answer is that to the request that is arriving, and has not begun."""
-        if self.cycle is None:
-            return True
-        if self.cycle is self._before:
-            return bool(self.cycle.response_complete)
-        return not self.pipeline and not self.cycle.response_started
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

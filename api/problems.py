@@ -36,6 +36,7 @@ TITLES = {
     "endpoint-not-allowed": "This service may not connect to the address",
     "not-embedded": "This service reads no engines itself",
     "content-type": "The content type is not supported",
+    "content-encoding": "The content coding is not supported",
     "body-too-large": "The body is too large",
     "unauthorized": "A token is needed",
     "other-site": "A page of another site may not do this",

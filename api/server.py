@@ -143,6 +143,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 _ConnectionLimit(app, settings.max_connections, lambda: self.server_state),
                 http=http,
+                ws="none",
                 headers=list(headers),
                 lifespan="on",
                 access_log=False,

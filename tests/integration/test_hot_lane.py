@@ -99,7 +99,7 @@ def test_a_head_without_end_is_refused() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line, other = await connect(), await connect()
-            line.writer.write(b"POST /query HTTP/1.1\r\n")
+            line.writer.write(b"POST /query HTTP/1.1\r\nHost: h\r\n")
             await other.ask(request(QUERY))  # so the server has read what was sent before
             line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
             status, _, body = await line.answer()
@@ -115,7 +115,7 @@ def test_a_large_chunk_is_no_trailer() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line = await connect()
-            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             body = QUERY + b" " * 8 * MAX_HEAD_BYTES
             line.writer.write(head + b"%x\r\n" % len(body))
             await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
@@ -128,7 +128,7 @@ def test_trailers_without_end_are_refused() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line = await connect()
-            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             line.writer.write(head + b"1\r\n{\r\n0\r\n")
             await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
             line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
@@ -152,7 +152,7 @@ def test_another_application_has_the_same_bounds(monkeypatch: pytest.MonkeyPatch
             assert [(await ahead.answer())[2] for _ in range(2)] == [b"one", b"two"]
             late.writer.write(request(QUERY)[:-1])
             assert (await late.answer())[0] == b"HTTP/1.1 408 Request Timeout"
-            head = b"POST /query HTTP/1.1\r\nX: %b\r\n" % (b"y" * 2 * MAX_HEAD_BYTES)
+            head = b"POST /query HTTP/1.1\r\nHost: h\r\nX: %b\r\n" % (b"y" * 2 * MAX_HEAD_BYTES)
             assert (await endless.ask(head))[0] == TOO_LARGE
             for line in (late, endless, ahead):
                 await line.close()
@@ -256,7 +256,7 @@ def test_chunked_bodies_are_answered_alike() -> None:
         async with a_service() as connect:
             line = await connect()
             plain = await line.ask(request(QUERY))
-            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (QUERY[:10], QUERY[10:]))
             assert await line.ask(head + chunks + b"0\r\n\r\n") == plain
 

@@ -98,7 +98,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def request(body: bytes, path: str = "/query", content_type: str = "application/json", extra: bytes = b"") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nX-Request-ID: r\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: h\r\nX-Request-ID: r\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + extra + b"\r\n" + body
 
 
