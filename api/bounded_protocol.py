@@ -18,6 +18,8 @@ MAX_HEAD_BYTES = 2**14
 ARRIVAL_S = 60.0
 """Time in which a request must have arrived completely."""
 
+_INVALID = "request: not valid HTTP/1.1"
+_BYTES_BESIDE = len(": \r\n")  # name and value of a header
 _SLICE_BYTES = 2**10
 """Data that httptools reads at once, apart from bodies: about ten requests."""
 _PIPELINE_PAUSE_S = 0.02
@@ -50,7 +52,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.began_at = 0.0  # first byte of the request that arrives, by the clock of the loop
         self._is_in_head = False  # of a request that httptools reads
         self._body_bytes = 0  # that are missing of it, as far as they are announced
-        self._head_bytes = 0
+        self._has_headers = False  # what follows are trailers
+        self._head_bytes = 0  # of the URL and complete headers
+        self._unread_bytes = 0  # the same in whole slices, which also counts a header that has no end
         self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
         self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
         self._refusal: ProblemError | None = None  # the last answer, which waits for those before it
@@ -88,10 +92,10 @@ class BoundedProtocol(HttpToolsProtocol):
             piece = data[at : at + max(_SLICE_BYTES, self._body_bytes)]
             at += len(piece)
             if self._is_in_head:
-                self._head_bytes += len(piece)
+                self._unread_bytes += len(piece)
             self._parse(piece)
-            if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes"))
+            if self._is_in_head and self._unread_bytes > MAX_HEAD_BYTES:
+                self._refuse(_too_large())
 
     def _parse(self, data: bytes) -> None:
         """Pass data to httptools. Requests for another protocol are answered as if they did not ask for it."""
@@ -100,8 +104,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._parse(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse(ProblemError(400, "", "request: not valid HTTP/1.1"))
+        except httptools.HttpParserError as error:
+            known = error.__context__
+            self._refuse(known if isinstance(known, ProblemError) else ProblemError(400, "", _INVALID))
 
     def _is_client_ahead(self) -> bool:
         """Return whether a request has arrived completely and is not answered yet."""
@@ -188,18 +193,35 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.is_parsing = self._is_in_head = True
-        self._head_bytes = 0
+        self._has_headers = False
+        self._head_bytes = self._unread_bytes = 0
         self.began_at, self._before = self.loop.time(), self.cycle
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. Trailers are dropped: the application may have got its headers before they arrive."""
+        self._count(len(name) + len(value) + _BYTES_BESIDE)
+        if not self._has_headers:
+            super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        """Count a part of a head, so that its bound does not depend on packets. Raises ProblemError."""
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _too_large()
+
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_in_head, self._has_headers = False, True
         self._body_bytes = self._announced_bytes()
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
         """Count what follows as headers: trailers follow the last chunk."""
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head, self._head_bytes, self._unread_bytes = True, 0, 0
 
     def _announced_bytes(self) -> int:
         """Return the Content-Length of the request that httptools reads, 0 if there is none."""
@@ -214,3 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.is_parsing = self._is_in_head = False
         self._body_bytes = 0
         super().on_message_complete()
+
+
+def _too_large() -> ProblemError:
+    return ProblemError(431, "", f"headers: more than {MAX_HEAD_BYTES} bytes")

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answers import Answers
-from api.decoding import Body, Codec, Data, codec_of, decode_query_batch, is_large
-from api.large_prompts import read_large_prompt
+from api.decoding import Body, Codec, Data, codec_of, decode_query_batch
+from api.large_bodies import is_large
 from api.problems import ProblemError
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from api.served_views import ServedViews
@@ -85,7 +85,7 @@ class HotRoutes:
             raise ProblemError(503, "unavailable", "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, bytes]:
-        question, numbers = await self._in_thread(data, decoded, data, codec, fields)
+        question, numbers = await self._in_thread(data, decode_question, data, codec, fields)
         if len(numbers) > _MANY_TOKENS:
             question, numbers = await self._hashed(question, numbers)
         served = self._served
@@ -99,7 +99,7 @@ class HotRoutes:
                 raise ProblemError(503, "unavailable", detail, problem.field, problem.value, retry_after_s=1) from None
             raise
 
-    async def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
+    async def _answer_or_problem(self, data: Data, codec: Codec) -> bytes:
         try:
             return (await self._answer(data, codec, BY_ANY))[1]
         except ProblemError as problem:
@@ -122,14 +122,6 @@ class HotRoutes:
             return decode(*args, **kwargs)
         async with self._large_decodes:
             return await asyncio.to_thread(decode, *args, **kwargs)
-
-
-def decoded(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
-    """Decode a query. Raises ProblemError."""
-    read = None
-    if codec is _JSON and is_large(data) and not isinstance(data, msgspec.Raw):
-        read = read_large_prompt(data, fields)
-    return read or decode_question(data, codec, fields)
 
 
 class HotEndpoint:

@@ -22,7 +22,9 @@ def refusal_of(headers: Iterable[tuple[bytes, bytes]], http_version: str) -> Pro
     if not hosts and http_version not in _WITHOUT_HOST:
         return ProblemError(400, "", "Host: missing", "Host")
     if hosts and not _HOST.fullmatch(hosts[0]):
-        return ProblemError.of_value(InvalidValueError("Host", hosts[0].decode("latin-1"), "a name or address"), 400, "")
+        return ProblemError.of_value(
+            InvalidValueError("Host", hosts[0].decode("latin-1"), "a name or address"), 400, ""
+        )
     for name, coding in given:
         if name == b"content-encoding" and coding.lower() != b"identity":
             fault = InvalidValueError("Content-Encoding", coding.decode("latin-1"), "identity")

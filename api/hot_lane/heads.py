@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import httptools
 
+from api.decoding import CONTENT_TYPES
 from api.rate_limits import RateLimit
 from api.request_heads import refusal_of
 from api.tokens import Tokens
@@ -95,9 +96,11 @@ class Heads:
         caller = self._tokens.caller(fields.get(b"authorization", b""))
         if caller is None or "read" not in caller.scopes:
             return None
-        content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+        if content_type not in CONTENT_TYPES:
+            return None  # refused before the body arrives
         trace = trace_headers((name.decode("latin-1"), value) for name, value in headers) if self._with_traces else ()
-        return Head(self._paths[parsed.url], content_type.decode("latin-1"), int(length), caller.limit, trace)
+        return Head(self._paths[parsed.url], content_type, int(length), caller.limit, trace)
 
 
 class _Parsed:

@@ -34,17 +34,17 @@ _PATHS = [
     b"/explain", b"/tokenize", b"/workers/1/resync",
 ]  # fmt: skip
 _ODD_PATHS = [
-    b"/query?", b"/query?a=b", b"/query/", b"//query", b"/./query", b"/x/../query", b"/%71uery", b"/query%00", b"/query#x",
-    b"http://h/query", b"http://other:1/query", b"https://h", b"*", b"", b"query", b"/\xff", b"/a b", b"/query\t", b"h:443",
-    b"/" + b"x" * 3000, b"/health?" + b"y" * 17_000, b"http://[::1/query", b"/query;a", b"\\query", b"/%zz",
+    b"/query?", b"/query?a=b", b"/query/", b"//query", b"/./query", b"/x/../query", b"/%71uery", b"/query%00",
+    b"/query#x", b"http://h/query", b"http://other:1/query", b"https://h", b"*", b"", b"query", b"/\xff", b"/a b", b"/query\t",
+    b"h:443", b"/" + b"x" * 3000, b"/health?" + b"y" * 17_000, b"http://[::1/query", b"/query;a", b"\\query", b"/%zz",
 ]  # fmt: skip
 _METHODS = [
     b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"PATCH", b"CONNECT", b"TRACE", b"post", b"PRI", b"FOO", b"",
     b"M-SEARCH", b"POST ", b" POST", b"PO\x00ST", b"QUERY",
 ]  # fmt: skip
 _VERSIONS = [
-    b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/1.2", b"HTTP/3", b"http/1.1", b"HTTP/1.1 ", b"HTTP/1.10", b"", b"HTTP/",
-    b"HTTQ/1.1", b"HTTP/11", b"RTSP/1.0", b"ICE/1.0",
+    b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/1.2", b"HTTP/3", b"http/1.1", b"HTTP/1.1 ", b"HTTP/1.10", b"",
+    b"HTTP/", b"HTTQ/1.1", b"HTTP/11", b"RTSP/1.0", b"ICE/1.0",
 ]  # fmt: skip
 _HEADERS = [
     b"Host: h", b"Host: other", b"Host:", b"Host: a b", b"Host: h:80", b"host:h", b"Host : h", b"Host: a/b",
@@ -57,14 +57,42 @@ _HEADERS = [
     b"Content-Length: +5", b"Content-Length: 0x5", b"Content-Length: -1", b"Content-Length: 5, 5", b"Content-Length:",
     b"Content-Length: 99999999999999999999999", b"Content-Length: 40000000", b"Content-Length: 0005",
     b"Authorization: Bearer x", b"Origin: http://evil", b"Sec-Fetch-Site: cross-site", b"X-Request-ID: r", b"X: y",
-    b"X: \x00", b"X: \xff", b"X\x01: y", b": y", b"X", b" folded", b"\tfolded", b"X: " + b"y" * 3000, b"X: " + b"y" * 17_000,
+    b"X: \x00", b"X: \xff", b"X\x01: y", b": y", b"X", b" folded", b"\tfolded", b"X: " + b"y" * 3000,
+    b"X: " + b"y" * 17_000,
     b"Te: trailers", b"Range: bytes=0-1", b"If-None-Match: *", b"X: a\rb", b"X: a\nb", b"Proxy-Connection: close",
 ]  # fmt: skip
 _ENDS = [b"\n", b"\r", b"\r\r\n", b"\n\r", b" \r\n", b"\r\n\r\n", b""]
 _CHUNKED = b"Transfer-Encoding: chunked"
-_SIZES = [b"%x", b"%X", b"00%x", b"%x;a=b", b'%x;a="b;\r"', b"%x ", b" %x", b"0x%x", b"-%x", b"%xg", b"%x\n", b"%x;", b"f%x"]
-_TAILS = [b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\nX: y\r\n\r\n", b"0\r\nHost: t\r\n\r\n", b"0\n\n", b"00\r\n\r\n", b"0\r\nX\r\n\r\n", b"0\r\n", b""]
-_GARBAGE = [b"garbage", b"\x00", b"\r\n", b"\n", b"\r\n\r\n", b"\xff" * 40, b"GET", b"{}", b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b" ", b"0\r\n\r\n"]  # fmt: skip
+_SIZES = [
+    b"%x",
+    b"%X",
+    b"00%x",
+    b"%x;a=b",
+    b'%x;a="b;\r"',
+    b"%x ",
+    b" %x",
+    b"0x%x",
+    b"-%x",
+    b"%xg",
+    b"%x\n",
+    b"%x;",
+    b"f%x",
+]
+_TAILS = [
+    b"0\r\n\r\n",
+    b"0\r\n\r\n",
+    b"0\r\nX: y\r\n\r\n",
+    b"0\r\nHost: t\r\n\r\n",
+    b"0\n\n",
+    b"00\r\n\r\n",
+    b"0\r\nX\r\n\r\n",
+    b"0\r\n",
+    b"",
+]
+_GARBAGE = [
+    b"garbage", b"\x00", b"\r\n", b"\n", b"\r\n\r\n", b"\xff" * 40, b"GET", b"{}", b"\x16\x03\x01\x02\x00",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b" ", b"0\r\n\r\n",
+]  # fmt: skip
 
 
 def stream(seed: int, number: int) -> list[bytes]:

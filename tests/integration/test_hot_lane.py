@@ -33,6 +33,7 @@ from tests.support.servers.lines import (
 
 TOKEN = "a-token"
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large"
+CHUNKED = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODIES = [
     QUERY,
     body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.25, 0.1]),
@@ -115,9 +116,8 @@ def test_a_large_chunk_is_no_trailer() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line = await connect()
-            head = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             body = QUERY + b" " * 8 * MAX_HEAD_BYTES
-            line.writer.write(head + b"%x\r\n" % len(body))
+            line.writer.write(CHUNKED + b"%x\r\n" % len(body))
             await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
             assert (await line.ask(body + b"\r\n0\r\n\r\n"))[0] == b"HTTP/1.1 200 OK"
 
@@ -128,8 +128,7 @@ def test_trailers_without_end_are_refused() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line = await connect()
-            head = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-            line.writer.write(head + b"1\r\n{\r\n0\r\n")
+            line.writer.write(CHUNKED + b"1\r\n{\r\n0\r\n")
             await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
             line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
             assert (await line.answer())[0].startswith(b"HTTP/1.1 431 ")
@@ -256,9 +255,8 @@ def test_chunked_bodies_are_answered_alike() -> None:
         async with a_service() as connect:
             line = await connect()
             plain = await line.ask(request(QUERY))
-            head = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (QUERY[:10], QUERY[10:]))
-            assert await line.ask(head + chunks + b"0\r\n\r\n") == plain
+            assert await line.ask(CHUNKED + chunks + b"0\r\n\r\n") == plain
 
     run(main())
 
