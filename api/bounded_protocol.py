@@ -98,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(_too_large())
 
     def _parse(self, data: bytes) -> None:
-        """Pass data to httptools. Requests for another protocol are answered as if they did not ask for it."""
+        """Pass data to httptools. Requests for another protocol are answered in this one."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -217,6 +217,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head, self._has_headers = False, True
         self._body_bytes = self._announced_bytes()
+        if self.parser.should_upgrade() and (self._body_bytes or b"transfer-encoding" in dict(self.headers)):
+            raise ProblemError(400, "", "Upgrade: not supported in a request with a body", "Upgrade")  # it is not read
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:

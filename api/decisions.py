@@ -17,7 +17,7 @@ from starlette.responses import Response
 from api.decision_requests import MAX_DECISIONS_PER_BATCH, DecisionProbe, DecisionRequest, OutcomeRequest
 from api.decoding import Body, Codec, Data, decode_as
 from api.hot import HotEndpoint, json_response
-from api.large_bodies import elements, is_large, slimmed
+from api.large_bodies import elements, slimmed
 from api.problems import ProblemError
 from api.questions import BY_ANY, Numbers, Question, decode_question
 from indexer.consumer import Consumer
@@ -29,6 +29,8 @@ from kv_events.limits import MAX_PAGES_PER_DECISION
 from kvsight.schemas.decisions import DecisionsAccepted
 
 MAX_BODY_BYTES = 8 * 2**20
+_MANY_BYTES = 2**14
+"""Larger bodies, which may have hundreds of records, are decoded in another thread."""
 _MAX_AGE_S = 86_400.0
 
 
@@ -55,7 +57,7 @@ class DecisionRoute:
         return {"/decisions": HotEndpoint(self._take, MAX_BODY_BYTES)}
 
     async def _take(self, body: Body, codec: Codec) -> Response:
-        if is_large(body):
+        if len(body) > _MANY_BYTES:
             records = await asyncio.to_thread(self._decode, body, codec)
         else:
             records = self._decode(body, codec)

@@ -6,12 +6,13 @@ All addresses in the page are relative, so it also works behind a proxy that add
 from __future__ import annotations
 
 from importlib.resources import files
+from mimetypes import guess_type
 from pathlib import Path
 
 import fastapi_offline
 from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 _ASSETS = {name: f"docs/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")}
 _CACHE = {"Cache-Control": "max-age=3600"}
@@ -38,8 +39,10 @@ def docs_routes() -> APIRouter:
         return page
 
     def add_asset(name: str, path: str) -> None:
+        content, media_type = (folder / name).read_bytes(), guess_type(name)[0]
+
         async def asset() -> Response:
-            return FileResponse(folder / name, headers=_CACHE)
+            return Response(content, headers=_CACHE, media_type=media_type)
 
         router.add_api_route(f"/{path}", asset, response_class=Response)
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
@@ -223,12 +224,13 @@ async def compare_many(seed: int, go_on: Callable[[int], bool]) -> tuple[int, li
     return number, differing
 
 
-def run_raw_http(seconds: float) -> None:
-    """Compare new streams for some time. Ends the process if any of them differ."""
+def run_raw_http(seconds: float, last_input: Path) -> None:
+    """Compare new streams for some time. Ends the process if any of them differ; they are in the file then."""
     logging.disable(logging.WARNING)  # refused requests
     began, seed = time.monotonic(), os.getpid()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         number, differing = runner.run(compare_many(seed, lambda _: time.monotonic() - began < seconds))
     print(f"{NAME}: {number} streams of seed {seed}, {len(differing)} differ", flush=True)
     if differing:
-        sys.exit("\n".join(map(str, differing)))
+        last_input.write_text("\n".join(map(str, differing)))
+        sys.exit(1)

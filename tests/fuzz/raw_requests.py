@@ -35,8 +35,9 @@ _PATHS = [
 ]  # fmt: skip
 _ODD_PATHS = [
     b"/query?", b"/query?a=b", b"/query/", b"//query", b"/./query", b"/x/../query", b"/%71uery", b"/query%00",
-    b"/query#x", b"http://h/query", b"http://other:1/query", b"https://h", b"*", b"", b"query", b"/\xff", b"/a b", b"/query\t",
-    b"h:443", b"/" + b"x" * 3000, b"/health?" + b"y" * 17_000, b"http://[::1/query", b"/query;a", b"\\query", b"/%zz",
+    b"/query#x", b"http://h/query", b"http://other:1/query", b"https://h", b"*", b"", b"query", b"/\xff", b"/a b",
+    b"/query\t", b"h:443", b"/" + b"x" * 3000, b"/health?" + b"y" * 17_000, b"http://[::1/query", b"/query;a",
+    b"\\query", b"/%zz",
 ]  # fmt: skip
 _METHODS = [
     b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"PATCH", b"CONNECT", b"TRACE", b"post", b"PRI", b"FOO", b"",
