@@ -133,13 +133,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.rest or self.pipeline:
             self.loop.call_later(_PIPELINE_PAUSE_S, self._next_of_pipeline)
         else:
-            super().on_response_complete()
-            if self._refusal is not None and not self.transport.is_closing():
-                self._send_refusal(self._refusal)
+            self._next_of_pipeline()
 
     def _next_of_pipeline(self) -> None:
+        is_last = not self.pipeline
         super().on_response_complete()
-        if not self.pipeline:  # the next request may have arrived in part
+        if is_last and self._refusal is not None and not self.transport.is_closing():
+            self._send_refusal(self._refusal)
+        elif not self.pipeline:  # the next request may have arrived in part
             self.go_on()
 
     def _set_arrival(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -87,8 +88,7 @@ async def ask(client: httpx.AsyncClient, path: str, method: str, **more: Any) ->
 
 async def test_no_route_fails() -> None:
     async with live() as (app, client):
-        for template in paths_of(app):
-            await ask_in_many_ways(client, template)
+        await asyncio.gather(*(ask_in_many_ways(client, template) for template in paths_of(app)))
 
 
 async def ask_in_many_ways(client: httpx.AsyncClient, template: str) -> None:
@@ -124,7 +124,8 @@ async def test_every_route_has_its_scope(tmp_path: Path) -> None:
     )
     file.chmod(0o600)
     async with live(api_tokens_file=file) as (app, client):
-        for template in paths_of(app):
+
+        async def check(template: str) -> None:
             path = _filled(template, "w")
             for method in ("GET", "POST", "DELETE"):
                 if template in ENDLESS and method == "GET":
@@ -145,3 +146,5 @@ async def test_every_route_has_its_scope(tmp_path: Path) -> None:
                     path,
                     method,
                 )
+
+        await asyncio.gather(*map(check, paths_of(app)))
