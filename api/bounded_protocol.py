@@ -6,6 +6,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -15,7 +16,6 @@ from uvicorn.protocols.utils import get_remote_addr
 from api.bodies import SMALL_BYTES, BodyLimit
 from api.connections import HEAD_S, ConnectionLimit, Waiting
 from api.problems import ProblemError
-from api.uvicorn_log import UvicornLog
 
 MAX_HEAD_BYTES = 2**14
 """Bound on the head of a request."""
@@ -25,7 +25,8 @@ STEP_S = 5.0
 """Time in which `LEAST_BYTES` of a large body must arrive."""
 LEAST_BYTES = 5 * 2**14
 
-_LOG = UvicornLog()
+_INVALID = "request: not valid HTTP/1.1"
+_BYTES_BESIDE = len(": \r\n")  # name and value of a header
 _SLICE_BYTES = 2**10
 """Data that httptools reads at once, apart from bodies: about ten requests."""
 _PIPELINE_PAUSE_S = 0.02
@@ -53,7 +54,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *, connection_limit: ConnectionLimit, body_limit: BodyLimit, **options: Any) -> None:
         super().__init__(**options)
-        self.logger = _LOG
         self.connection_limit = connection_limit
         self.body_limit = body_limit
         self.accepted_at = self.loop.time()
@@ -68,9 +68,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self.began_at = 0.0  # first byte of the request that arrives, by the clock of the loop
         self._is_in_head = False  # of a request that httptools reads
         self._body_bytes = 0  # that are missing of it, as far as they are announced
-        self._head_bytes = 0
+        self._has_headers = False  # what follows are trailers
+        self._head_bytes = 0  # of the URL and complete headers
+        self._unread_bytes = 0  # the same in whole slices, which also counts a header that has no end
         self._arrival: asyncio.TimerHandle | None = None  # while a request arrives in parts
         self._before: RequestResponseCycle | None = None  # the last request before the one that arrives
+        self._refusal: ProblemError | None = None  # the last answer, which waits for those before it
 
     def data_received(self, data: bytes) -> None:
         if self.rest or self.is_answering():
@@ -98,17 +101,28 @@ class BoundedProtocol(HttpToolsProtocol):
         httptools would read all requests at once, and bounds neither the number nor the size of headers.
         """
         at = 0
-        while at < len(data) and not self.transport.is_closing():
+        while at < len(data) and not self.transport.is_closing() and self._refusal is None:
             if at > 0 and self._is_client_ahead():
                 self.hold_rest(data[at:])
                 return
             piece = data[at : at + max(_SLICE_BYTES, self._body_bytes)]
             at += len(piece)
             if self._is_in_head:
-                self._head_bytes += len(piece)
-            super().data_received(piece)
-            if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES:
-                self.refuse(ProblemError(431, None, f"headers: more than {MAX_HEAD_BYTES} bytes"))
+                self._unread_bytes += len(piece)
+            self._parse(piece)
+            if self._is_in_head and self._unread_bytes > MAX_HEAD_BYTES:
+                self.refuse(_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        """Pass data to httptools. Requests for another protocol are answered in this one."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            known = error.__context__
+            self.refuse(known if isinstance(known, ProblemError) else ProblemError(400, None, _INVALID))
 
     def _is_client_ahead(self) -> bool:
         """Return whether a request has arrived completely and is not answered yet."""
@@ -135,11 +149,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.rest or self.pipeline:
             self.loop.call_later(_PIPELINE_PAUSE_S, self._next_of_pipeline)
         else:
-            super().on_response_complete()
+            self._next_of_pipeline()
 
     def _next_of_pipeline(self) -> None:
+        is_last = not self.pipeline
         super().on_response_complete()
-        if not self.pipeline:  # the next request may have arrived in part
+        if is_last and self._refusal is not None and not self.transport.is_closing():
+            self._send_refusal(self._refusal)
+        elif not self.pipeline:  # the next request may have arrived in part
             self.go_on()
 
     def _set_arrival(self) -> None:
@@ -188,27 +205,29 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def refuse(self, problem: ProblemError) -> None:
-        """Answer a request that has not arrived completely, if its answer is the next one. Close the connection."""
-        if self.cycle is not None:  # TLS may take some seconds to close
-            self.cycle.disconnected = True
+        """Answer a request that has not arrived completely, after those before it. Close the connection."""
+        if self.is_parsing and self.cycle is not self._before:  # the application has its head
+            self.cycle.disconnected = True  # TLS may take some seconds to close
             self.cycle.message_event.set()
-        if not self.is_next_answer_open():
-            self.transport.close()
+            if not self.pipeline:
+                if self.cycle.response_started:
+                    self.transport.close()
+                else:
+                    self._send_refusal(problem)
+                return
+            self.pipeline.popleft()
+        elif self.cycle is None or self.cycle.response_complete:
+            self._send_refusal(problem)
             return
+        self._refusal = problem
+
+    def _send_refusal(self, problem: ProblemError) -> None:
         body, status = msgspec.json.encode(problem.document()), HTTPStatus(problem.status)
         start = b"%d %b\r\nconnection: close" % (status, status.phrase.encode())
         if problem.retry_after_s is not None:
             start += b"\r\nretry-after: %d" % problem.retry_after_s
         self.transport.write(HEAD % (start, self.response_headers(), len(body), b"problem+json") + body)
         self.transport.close()
-
-    def is_next_answer_open(self) -> bool:
-        """Return whether the next answer is that to the request that is arriving, and has not begun."""
-        if self.cycle is None:
-            return True
-        if self.cycle is self._before:
-            return bool(self.cycle.response_complete)
-        return not self.pipeline and not self.cycle.response_started
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -245,7 +264,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.is_parsing = self._is_in_head = True
-        self._head_bytes = self.arrived_bytes = 0
+        self._has_headers = False
+        self._head_bytes = self._unread_bytes = self.arrived_bytes = 0
         self.began_at, self._before = self.loop.time(), self.cycle
         self._unset_keepalive_if_required()
         super().on_message_begin()
@@ -255,9 +275,29 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.is_parsing or self.transport.is_closing():
             super()._unset_keepalive_if_required()
 
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. Trailers are dropped: the application may have got its headers before they arrive."""
+        self._count(len(name) + len(value) + _BYTES_BESIDE)
+        if not self._has_headers:
+            super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        """Count a part of a head, so that its bound does not depend on packets. Raises ProblemError."""
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _too_large()
+
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_in_head, self._has_headers = False, True
         self._body_bytes = self._announced_bytes()
+        if self.parser.should_upgrade() and (self._body_bytes or b"transfer-encoding" in dict(self.headers)):
+            raise ProblemError(
+                400, None, "Upgrade: not supported in a request with a body", "Upgrade"
+            )  # it is not read
         self.app = self._app_of_request()
         super().on_headers_complete()
         if self.is_beyond_limit:
@@ -276,7 +316,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         """Count what follows as headers: trailers follow the last chunk."""
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head, self._head_bytes, self._unread_bytes = True, 0, 0
 
     def _announced_bytes(self) -> int:
         """Return the Content-Length of the request that httptools reads, 0 if there is none."""
@@ -296,3 +336,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.heard_at = self.loop.time()
         self.body_limit.complete(self.app)
         super().on_message_complete()
+
+
+def _too_large() -> ProblemError:
+    return ProblemError(431, None, f"headers: more than {MAX_HEAD_BYTES} bytes")

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.auth import scope_of
 from api.problems import ProblemError, ProblemKind
+from api.request_heads import refusal_of
 
 _OWN = (b"same-origin", b"none")
 """Values of `Sec-Fetch-Site`: the page of this service, and what a user does without any page."""
@@ -20,9 +21,9 @@ IsAllowedHost = Callable[[str], bool]
 
 
 class BrowserGuard:
-    """Middleware that refuses requests for other hosts, and changes that pages of other sites ask for.
+    """Middleware that refuses faulty heads, requests for other hosts, and changes that pages of other sites ask for.
 
-    `HotLane` answers without middleware. It takes only heads with an allowed host, and changes nothing.
+    `HotLane` answers without middleware. It takes only good heads with an allowed host, and changes nothing.
     """
 
     def __init__(self, app: ASGIApp, is_allowed_host: IsAllowedHost) -> None:
@@ -37,6 +38,8 @@ class BrowserGuard:
             await problem.response()(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ProblemError | None:
+        if problem := refusal_of(scope["headers"], scope["http_version"]):
+            return problem
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if scope["path"] not in _PROBED and not self._is_allowed_host(host):

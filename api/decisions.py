@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from api.decision_requests import DecisionProbe, DecisionRequest, OutcomeRequest
-from api.decoding import Body, Codec, Data, decode_as, is_large
+from api.decision_requests import MAX_DECISIONS_PER_BATCH, DecisionProbe, DecisionRequest, OutcomeRequest
+from api.decoding import Body, Codec, Data, decode_as
 from api.hot import HotEndpoint, json_response
+from api.large_bodies import elements, slimmed
 from api.problems import ProblemError
 from api.questions import BY_ANY, Numbers, Question, decode_question
 from indexer.consumer import Consumer
@@ -28,6 +29,8 @@ from kv_events.limits import MAX_PAGES_PER_DECISION
 from kvsight.schemas.decisions import DecisionsAccepted
 
 MAX_BODY_BYTES = 8 * 2**20
+_MANY_BYTES = 2**14
+"""Larger bodies, which may have hundreds of records, are decoded in another thread."""
 _MAX_AGE_S = 86_400.0
 
 
@@ -54,7 +57,7 @@ class DecisionRoute:
         return {"/decisions": HotEndpoint(self._take, MAX_BODY_BYTES)}
 
     async def _take(self, body: Body, codec: Codec) -> Response:
-        if is_large(body):
+        if len(body) > _MANY_BYTES:
             records = await asyncio.to_thread(self._decode, body, codec)
         else:
             records = self._decode(body, codec)
@@ -74,31 +77,37 @@ class DecisionRoute:
 
         Raises ProblemError, after which no record is accepted.
         """
-        probe = decode_as(DecisionProbe, body, codec)
+        rest, lists = slimmed(body, codec.form)
+        probe = decode_as(DecisionProbe, rest, codec)
         now = time.time()
         if probe.decisions is UNSET:
             return [self._record(body, probe, codec, now)]
+        given: Sequence[Data] = probe.decisions
+        if "decisions" in lists:
+            given = elements("decisions", lists["decisions"], codec.form, MAX_DECISIONS_PER_BATCH)
         records = []
-        for number, raw in enumerate(probe.decisions):
+        for number, raw in enumerate(given):
             try:
-                records.append(self._record(raw, decode_as(DecisionProbe, raw, codec), codec, now))
+                records.append(
+                    self._record(raw, decode_as(DecisionProbe, slimmed(raw, codec.form).rest, codec), codec, now)
+                )
             except ProblemError as problem:
                 raise _inside(f"decisions[{number}].", problem) from None
         return records
 
     def _record(self, data: Data, probe: DecisionProbe, codec: Codec, now: float) -> _Encoded:
+        rest = slimmed(data, codec.form).rest
         try:
             if probe.cached_tokens is not UNSET:
-                record: DecisionRecord = _outcome(decode_as(OutcomeRequest, data, codec), now)
+                record: DecisionRecord = _outcome(decode_as(OutcomeRequest, rest, codec), now)
             else:
-                record = self._decision(data, codec, now)
+                record = self._decision(decode_as(DecisionRequest, rest, codec), data, codec, now)
             payload = encode_decision(record)
         except InvalidValueError as error:
             raise ProblemError.of_value(error) from None
         return _Encoded(record, payload)
 
-    def _decision(self, data: Data, codec: Codec, now: float) -> Decision:
-        request = decode_as(DecisionRequest, data, codec)
+    def _decision(self, request: DecisionRequest, data: Data, codec: Codec, now: float) -> Decision:
         question, numbers = decode_question(data, codec, BY_ANY)
         block_size, hashes = self._pages(question, numbers, request.worker)
         prompt_tokens = len(numbers) if question.field == "token_ids" else len(hashes) * block_size

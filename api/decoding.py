@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw
 
-from api.large_bodies import LARGE_BYTES, elements
+from api.large_bodies import JSON, MSGPACK, Format, elements, slimmed
 from api.problems import ProblemError, ProblemKind
-from api.query_requests import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, Probe, RawBatch, RfcQuery
+from api.query_requests import MAX_QUERIES_PER_BATCH, BatchQuery, IntList, PeerQuery, Probe, RfcQuery
 from kv_events.errors import InvalidValueError
 
 T_co = TypeVar("T_co", covariant=True)
 _T = TypeVar("_T")
 Body: TypeAlias = bytes | bytearray
-Data: TypeAlias = Body | Raw
+Data: TypeAlias = Body | Raw | memoryview
 """A body, or a part of one that is not decoded yet."""
 Query: TypeAlias = PeerQuery[Any] | RfcQuery[Any]
 
@@ -47,27 +47,14 @@ class Codec(NamedTuple):
     probe: _Decoder[Probe]
     peer: _Decoder[PeerQuery[Any]]
     rfc: _Decoder[RfcQuery[Any]]
-    batch: _Decoder[BatchQuery | RawBatch]
-    untyped: _Decoder[Any] | None
+    batch: _Decoder[BatchQuery]
+    untyped: _Decoder[Any]
     """Decodes without types, to find the value that a typed decoder refused."""
     build: Callable[[type[Any]], _Decoder[Any]]
     """Function that returns a decoder of another type."""
-    large: Codec | None = None
-    """Decoders for bodies larger than `LARGE_BYTES`."""
-
-    def sized(self, data: Data) -> Codec:
-        """Return the decoders for data of this size."""
-        return self.large if self.large is not None and is_large(data) else self
+    form: Format
 
 
-_LARGE_JSON = Codec(
-    msgspec.json.Decoder(Probe),
-    msgspec.json.Decoder(PeerQuery[Raw]),
-    msgspec.json.Decoder(RfcQuery[Raw]),
-    msgspec.json.Decoder(RawBatch),
-    None,
-    msgspec.json.Decoder,
-)
 _JSON = Codec(
     msgspec.json.Decoder(Probe),
     msgspec.json.Decoder(PeerQuery[IntList]),
@@ -75,7 +62,7 @@ _JSON = Codec(
     msgspec.json.Decoder(BatchQuery),
     msgspec.json.Decoder(),
     msgspec.json.Decoder,
-    _LARGE_JSON,
+    JSON,
 )
 _MSGPACK = Codec(
     msgspec.msgpack.Decoder(Probe),
@@ -84,8 +71,8 @@ _MSGPACK = Codec(
     msgspec.msgpack.Decoder(BatchQuery),
     msgspec.msgpack.Decoder(),
     msgspec.msgpack.Decoder,
+    MSGPACK,
 )
-_MSGPACK = _MSGPACK._replace(large=_MSGPACK._replace(untyped=None))
 CONTENT_TYPES = {
     "application/json": _JSON,
     "application/msgpack": _MSGPACK,
@@ -102,17 +89,8 @@ def codec_of(content_type: str | None) -> Codec:
     return codec
 
 
-def is_large(data: Data) -> bool:
-    """Return whether the data is so large that it must be decoded in another thread."""
-    return memoryview(data).nbytes > LARGE_BYTES
-
-
 def decode_query(data: Data, codec: Codec) -> Query:
-    """Decode one question, in the dialect that its fields select. Numbers of large JSON stay `Raw`.
-
-    Raises ProblemError (400, 422).
-    """
-    codec = codec.sized(data)
+    """Decode one question, in the dialect that its fields select. Raises ProblemError (400, 422)."""
     probe = _decode(codec.probe, data, codec)
     if isinstance(probe.tier_weights, Raw) and memoryview(probe.tier_weights).nbytes > _MAX_WEIGHTS_BYTES:
         expected = f"at most {_MAX_WEIGHTS_BYTES} bytes"
@@ -127,16 +105,13 @@ def decode_query(data: Data, codec: Codec) -> Query:
     return query
 
 
-def decode_query_batch(data: Body, codec: Codec) -> list[Raw]:
+def decode_query_batch(data: Body, codec: Codec) -> Sequence[Data]:
     """Return the questions of a batch, not yet decoded. Raises ProblemError (400, 422)."""
-    codec = codec.sized(data)
-    batch = _decode(codec.batch, data, codec)
-    if isinstance(batch, BatchQuery):
-        return batch.queries
-    try:
-        return elements("queries", batch.queries, MAX_QUERIES_PER_BATCH)
-    except InvalidValueError as error:
-        raise ProblemError.of_value(error) from None
+    rest, lists = slimmed(data, codec.form)
+    batch = _decode(codec.batch, rest, codec)
+    if "queries" in lists:
+        return elements("queries", lists["queries"], codec.form, MAX_QUERIES_PER_BATCH)
+    return batch.queries
 
 
 def decode_as(kind: type[_T], data: Data, codec: Codec) -> _T:
@@ -171,8 +146,6 @@ def _mistyped(message: str, data: Data, codec: Codec) -> ProblemError:
 
 
 def _value_at(path: str, data: Data, codec: Codec) -> object:
-    if codec.untyped is None:
-        return _NOT_FOUND
     try:
         value = codec.untyped.decode(data)
         for index, name in _STEP.findall(path):

@@ -9,12 +9,13 @@ import re
 from base64 import b64encode
 from hashlib import sha256
 from importlib.resources import files
+from mimetypes import guess_type
 from pathlib import Path
 
 import fastapi_offline
 from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 _ASSETS = {name: f"docs/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")}
 _CACHE = {"Cache-Control": "max-age=3600"}
@@ -43,8 +44,10 @@ def docs_routes() -> APIRouter:
         return page
 
     def add_asset(name: str, path: str) -> None:
+        content, media_type = (folder / name).read_bytes(), guess_type(name)[0]
+
         async def asset() -> Response:
-            return FileResponse(folder / name, headers=_CACHE)
+            return Response(content, headers=_CACHE, media_type=media_type)
 
         router.add_api_route(f"/{path}", asset, response_class=Response)
 

@@ -16,11 +16,12 @@ from starlette.responses import Response
 from analysis.explain.jobs import EXIT_REFUSED, Job, Refusal
 from api.asked_prompts import asked_prompt
 from api.daemon_threads import run_in_daemon_thread
-from api.decoding import Codec, decode_as, is_large
+from api.decoding import Codec, decode_as
 from api.explain_requests import ExplainRequest
 from api.hot import HotEndpoint, json_response
+from api.large_bodies import is_large, slimmed
 from api.problems import ProblemError, ProblemKind
-from api.questions import BY_ANY, decode_question
+from api.questions import BY_ANY, Numbers, Question, decode_question
 from indexer.until import Until
 from kv_events.errors import InvalidValueError
 
@@ -102,16 +103,20 @@ class ExplainRoute:
 
 async def _job(body: bytes | bytearray, codec: Codec, folder: Path, timeout_s: float, present: Until) -> Job:
     """Decode and check a request. present: its moment, unless it names one. Raises ProblemError."""
-    request = decode_as(ExplainRequest, body, codec)
     if is_large(body):
-        question, numbers = await asyncio.to_thread(decode_question, body, codec, BY_ANY)
+        request, question, numbers = await asyncio.to_thread(_decoded, body, codec)
     else:
-        question, numbers = decode_question(body, codec, BY_ANY)
+        request, question, numbers = _decoded(body, codec)
     if len(numbers) > MAX_NUMBERS:
         fault = InvalidValueError(f"len({question.field})", len(numbers), f"at most {MAX_NUMBERS}")
         raise ProblemError.of_value(fault)
     moment = present if request.at is None else Until(time_s=request.at)
     return Job.of(asked_prompt(question, numbers, request.worker), folder, moment, timeout_s)
+
+
+def _decoded(body: bytes | bytearray, codec: Codec) -> tuple[ExplainRequest, Question, Numbers]:
+    request = decode_as(ExplainRequest, slimmed(body, codec.form).rest, codec)
+    return request, *decode_question(body, codec, BY_ANY)
 
 
 def _refused(refusal: Refusal, job: Job) -> ProblemError:

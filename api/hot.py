@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import ParamSpec, TypeVar
@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answers import Answers
-from api.decoding import Body, Codec, Data, codec_of, decode_query_batch, is_large
-from api.large_prompts import read_large_prompt
+from api.decoding import Body, Codec, Data, codec_of, decode_query_batch
+from api.large_bodies import is_large
 from api.problems import ProblemError, ProblemKind
 from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from api.rate_limits import OF_REQUEST
@@ -80,7 +80,7 @@ class HotRoutes:
                 slice_began = time.perf_counter()
         return json_response(b'{"results":[' + b",".join(results) + b"]}")
 
-    async def _queries(self, body: Body, codec: Codec) -> list[msgspec.Raw]:
+    async def _queries(self, body: Body, codec: Codec) -> Sequence[Data]:
         """Return the queries of a batch. Each of them counts as a request with the caller's token."""
         self._check_ready()
         queries = await self._in_thread(body, decode_query_batch, body, codec)
@@ -93,7 +93,7 @@ class HotRoutes:
             raise ProblemError(503, ProblemKind.UNAVAILABLE, "the log is not applied yet, see /ready", retry_after_s=1)
 
     async def _answer(self, data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, bytes]:
-        question, numbers = await self._in_thread(data, decoded, data, codec, fields)
+        question, numbers = await self._in_thread(data, decode_question, data, codec, fields)
         if len(numbers) > _MANY_TOKENS:
             question, numbers = await self._hashed(question, numbers)
         served = self._served
@@ -109,7 +109,7 @@ class HotRoutes:
                 ) from None
             raise
 
-    async def _answer_or_problem(self, data: msgspec.Raw, codec: Codec) -> bytes:
+    async def _answer_or_problem(self, data: Data, codec: Codec) -> bytes:
         try:
             return (await self._answer(data, codec, BY_ANY))[1]
         except ProblemError as problem:
@@ -132,14 +132,6 @@ class HotRoutes:
             return decode(*args, **kwargs)
         async with self._large_decodes:
             return await asyncio.to_thread(decode, *args, **kwargs)
-
-
-def decoded(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
-    """Decode a query. Raises ProblemError."""
-    read = None
-    if codec is _JSON and is_large(data) and not isinstance(data, msgspec.Raw):
-        read = read_large_prompt(data, fields)
-    return read or decode_question(data, codec, fields)
 
 
 class HotEndpoint:

@@ -50,6 +50,7 @@ class ProblemKind(StrEnum):
     ENDPOINT_NOT_ALLOWED = "endpoint-not-allowed", "This service may not connect to the address"
     NOT_EMBEDDED = "not-embedded", "This service reads no engines itself"
     CONTENT_TYPE = "content-type", "The content type is not supported"
+    CONTENT_ENCODING = "content-encoding", "The content coding is not supported"
     BODY_TOO_LARGE = "body-too-large", "The body is too large"
     UNAUTHORIZED = "unauthorized", "A token is needed"
     OTHER_SITE = "other-site", "A page of another site may not do this"

@@ -15,7 +15,7 @@ from kvsight.schemas.queries import TierWeights
 
 MAX_QUERIES_PER_BATCH = 1024
 Numbers = TypeVar("Numbers")
-"""Forms of lists of numbers: `IntList` in JSON; in msgpack also little-endian bytes; `Raw` if decoded later."""
+"""Forms of lists of numbers: `IntList` in JSON; in msgpack also little-endian bytes."""
 
 IntList: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS_PER_QUERY)]
 
@@ -78,9 +78,3 @@ class BatchQuery(msgspec.Struct, frozen=True):
     """Several queries, each in either dialect."""
 
     queries: Annotated[list[Raw], msgspec.Meta(max_length=MAX_QUERIES_PER_BATCH)]
-
-
-class RawBatch(msgspec.Struct, frozen=True):
-    """The same, to be split into its queries later."""
-
-    queries: Raw

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET, Raw
+from msgspec import UNSET
 
 from api.decoding import ITEMS, Codec, Data, Query, decode_query
-from api.large_bodies import number_slices
+from api.hot_lane.number_kernels import read_u32
+from api.large_bodies import JSON, Format, number_slices, slimmed
 from api.problems import ProblemError, ProblemKind
 from api.query_requests import PeerQuery, RfcQuery
 from kv_events.errors import InvalidValueError
@@ -49,6 +50,8 @@ _KINDS = {
 BY_TOKENS = ("token_ids",)
 BY_HASH = ("seq_hashes", "block_hashes", "block_hash")
 BY_ANY = BY_TOKENS + BY_HASH
+_PACKED = (0xC4, 0xC5, 0xC6)
+"""First byte of bytes in msgpack."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,14 @@ class Question:
 
 def decode_question(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
     """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
-    return question_of(decode_query(data, codec), fields)
+    rest, lists = slimmed(data, codec.form)
+    question, numbers = question_of(decode_query(rest, codec), fields)
+    if question.field in lists:
+        try:
+            numbers = _long_numbers(question.field, lists[question.field], codec.form)
+        except InvalidValueError as error:
+            raise ProblemError.of_value(error) from None
+    return question, numbers
 
 
 def question_of(query: Query, fields: Collection[str]) -> tuple[Question, Numbers]:
@@ -165,18 +175,17 @@ def _prompt_field(query: Query, fields: Collection[str]) -> str:
     return given[0]
 
 
-def _numbers(field: str, value: list[int] | bytes | Raw) -> Numbers:
+def _numbers(field: str, value: list[int] | bytes) -> Numbers:
     """Pack a list of numbers. Raises InvalidValueError naming the first element out of range."""
     kind = _KINDS[field]
     dtype = np.dtype(kind.dtype)
     if isinstance(value, list):
         _check_count(field, len(value))
         return np.frombuffer(_packed(field, value), dtype)
-    packed = value if isinstance(value, bytes) else _packed_large(field, value)
-    if len(packed) % dtype.itemsize:
-        raise InvalidValueError(field, f"{len(packed)} bytes", f"a multiple of {dtype.itemsize} bytes")
-    _check_count(field, len(packed) // dtype.itemsize)
-    return np.frombuffer(packed, dtype)
+    if len(value) % dtype.itemsize:
+        raise InvalidValueError(field, f"{len(value)} bytes", f"a multiple of {dtype.itemsize} bytes")
+    _check_count(field, len(value) // dtype.itemsize)
+    return np.frombuffer(value, dtype)
 
 
 def _check_count(field: str, count: int) -> None:
@@ -194,12 +203,20 @@ def _packed(field: str, numbers: list[int], first: int = 0) -> array[int]:
         raise InvalidValueError(f"{field}[{first + position}]", numbers[position], ITEMS[field]) from None
 
 
-def _packed_large(field: str, value: Raw) -> bytes:
+def _long_numbers(field: str, value: memoryview, form: Format) -> Numbers:
+    """Decode a long list, which is not decoded at all yet. Most tokens are read without the interpreter."""
+    if field == "token_ids" and form is JSON and value[0] == ord("["):
+        tokens = np.empty(MAX_TOKENS_PER_QUERY, np.uint32)
+        count, end = read_u32(np.frombuffer(value, np.uint8), 1, tokens)
+        if end == len(value) - 1:
+            return tokens[:count]
+    if form is not JSON and value[0] in _PACKED:
+        return _numbers(field, form.decode(value))
     packed = array(_KINDS[field].typecode)
-    for numbers in number_slices(field, value, ITEMS[field]):
+    for numbers in number_slices(field, value, form, ITEMS[field]):
         packed += _packed(field, numbers, len(packed))
         _check_count(field, len(packed))
-    return packed.tobytes()
+    return np.frombuffer(packed, _KINDS[field].dtype)
 
 
 def _weights(given: TierWeights) -> Weights:

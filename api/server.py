@@ -110,6 +110,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=http,
+                ws="none",
                 headers=[("x-content-type-options", "nosniff")],
                 lifespan="on",
                 access_log=False,

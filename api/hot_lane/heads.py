@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import httptools
 
+from api.decoding import CONTENT_TYPES
 from api.rate_limits import RateLimit
+from api.request_heads import refusal_of
 from api.tokens import Tokens
 from kv_events.tracing import Headers, trace_headers
 
@@ -18,6 +20,7 @@ MAX_BYTES = 2048
 """Requests with a longer head take the ordinary way."""
 
 _MAX_KEPT = 4096
+_HTTP_VERSION = "1.1"
 _UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
 
 
@@ -82,6 +85,8 @@ class Heads:
         headers = parsed.headers
         if len(dict(headers)) != len(headers) or not _UNUSUAL.isdisjoint(dict(headers)):
             return None
+        if refusal_of(headers, _HTTP_VERSION) is not None:
+            return None
         fields = dict(headers)
         length = fields.get(b"content-length", b"")
         if not length.isdigit() or int(length) > self._max_body_bytes:
@@ -91,9 +96,11 @@ class Heads:
         caller = self._tokens.caller(fields.get(b"authorization", b""))
         if caller is None or "read" not in caller.scopes:
             return None
-        content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        content_type = fields.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+        if content_type not in CONTENT_TYPES:
+            return None  # refused before the body arrives
         trace = trace_headers((name.decode("latin-1"), value) for name, value in headers) if self._with_traces else ()
-        return Head(self._paths[parsed.url], content_type.decode("latin-1"), int(length), caller.limit, trace)
+        return Head(self._paths[parsed.url], content_type, int(length), caller.limit, trace)
 
 
 class _Parsed:
@@ -130,5 +137,5 @@ class _Parsed:
     def on_headers_complete(self) -> None:
         parser = self._parser
         self.is_simple_post = (
-            parser.get_method() == b"POST" and parser.get_http_version() == "1.1" and parser.should_keep_alive()
+            parser.get_method() == b"POST" and parser.get_http_version() == _HTTP_VERSION and parser.should_keep_alive()
         )

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 from api.answer_writer import Plan, Times
 from api.answers import Answers
-from api.decoding import codec_of, is_large
+from api.decoding import codec_of
 from api.hot_lane.direct import DirectConnections, Repeated
 from api.hot_lane.direct_kernels import MAX_REQUEST_BYTES
 from api.hot_lane.envelopes import Envelope, Envelopes
 from api.hot_lane.heads import Head, Heads
+from api.large_bodies import is_large
 from api.metrics import HttpMetrics
 from api.problems import ProblemError
 from api.questions import BY_HASH, BY_TOKENS, decode_question

@@ -56,10 +56,6 @@ class HotProtocol(BoundedProtocol):
         """Return whether a request has arrived in part."""
         return bool(self._held) or self.is_parsing
 
-    def is_next_answer_open(self) -> bool:
-        """Return whether the next answer is that to the request that is arriving, and has not begun."""
-        return bool(self._held) or super().is_next_answer_open()
-
     def connection_lost(self, exc: Exception | None) -> None:
         if self._direct is not None and self._direct_as is not None:
             self._direct.leave(self._direct_as, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from typing import Annotated, Final
 
 import httpx
@@ -18,6 +19,7 @@ MAX_BODY_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 16 * 2**20
 _TIMEOUT_S: Final = 30.0
 _MAX_AT_ONCE: Final = 4
+_tls = cache(httpx.create_ssl_context)  # takes 20 ms
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +69,11 @@ class TokenizeRoute:
 async def _ask(url: str, request: TokenizeRequest) -> bytes:
     """Return the answer of the engine. Raises ProblemError (503)."""
     body = {"model": request.model_name, "prompt": request.text}
-    answer = bytearray()
+    answer, tls = bytearray(), await asyncio.to_thread(_tls)
     try:
         async with (
             asyncio.timeout(_TIMEOUT_S),
-            httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client,
+            httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=tls) as client,
             client.stream("POST", url, json=body) as response,
         ):
             if not response.is_success:

@@ -9,11 +9,12 @@ from functools import partial
 import msgspec
 from starlette.responses import Response
 
-from api.decoding import Body, Codec, codec_of, is_large
-from api.hot import HotEndpoint, HotRoutes, decoded, encoded_response, json_response
+from api.decoding import Body, Codec, codec_of
+from api.hot import HotEndpoint, HotRoutes, encoded_response, json_response
 from api.hot_lane.lane import GroupAnswers
+from api.large_bodies import is_large
 from api.problems import ProblemError, ProblemKind
-from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question
+from api.questions import BY_ANY, BY_HASH, BY_TOKENS, Numbers, Question, decode_question
 from api.shards.gather import Gatherer
 from api.shards.own_views import OwnViews
 from api.shards.wire import MISSING_HEADER, PATH, Asked, decode_asked, encode
@@ -54,11 +55,11 @@ class ShardRoutes(HotRoutes):
 
     async def _query(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
-        return await self._one(await self._in_thread(body, decoded, body, codec, BY_TOKENS), codec)
+        return await self._one(await self._in_thread(body, decode_question, body, codec, BY_TOKENS), codec)
 
     async def _query_by_hash(self, body: Body, codec: Codec) -> Response:
         self._check_ready()
-        return await self._one(await self._in_thread(body, decoded, body, codec, BY_HASH), codec)
+        return await self._one(await self._in_thread(body, decode_question, body, codec, BY_HASH), codec)
 
     async def _batch(self, body: Body, codec: Codec) -> Response:
         queries = await self._queries(body, codec)
@@ -66,7 +67,7 @@ class ShardRoutes(HotRoutes):
         questions, places = [], []
         for place, query in enumerate(queries):
             try:
-                asked = await self._in_thread(query, decoded, query, codec, BY_ANY)
+                asked = await self._in_thread(query, decode_question, query, codec, BY_ANY)
                 self._admit(asked[0])
                 questions.append(asked)
                 places.append(place)
@@ -112,7 +113,7 @@ class ShardRoutes(HotRoutes):
         if is_large(body) or self._tenants is not None or self._gatherer.missing:
             return None
         self._gatherer.check_joined()
-        asked = decoded(body, codec_of(content_type), fields)
+        asked = decode_question(body, codec_of(content_type), fields)
         if asked[0].is_detailed or not self._gatherer.knows(asked[0]):
             return None
         (found,), missing = await self._gatherer.answer([asked])

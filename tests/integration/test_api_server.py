@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -143,7 +144,7 @@ async def test_no_answer_may_be_taken_for_another_type(caplog: pytest.LogCapture
             writer.write(b"\x00 garbage\r\n\r\n")
             assert b"\r\nx-content-type-options: nosniff\r\n" in await reader.read()
             writer.close()
-    assert len([record for record in caplog.records if record.name == "uvicorn.error"]) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_services_share_a_port_if_each_of_them_allows_it() -> None:

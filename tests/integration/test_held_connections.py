@@ -200,8 +200,8 @@ def test_bodies_without_an_end_are_bounded_together(path: str, size: int, tmp_pa
 
 
 def test_bodies_count_until_their_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, decoded = threading.Event(), hot.decoded
-    monkeypatch.setattr(hot, "decoded", lambda *args: (go_on.wait(100), decoded(*args))[1])
+    go_on, decode_question = threading.Event(), hot.decode_question
+    monkeypatch.setattr(hot, "decode_question", lambda *args: (go_on.wait(100), decode_question(*args))[1])
 
     async def main() -> None:
         large = request(b" " * 2**19 + QUERY, "/query?")

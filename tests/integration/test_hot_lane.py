@@ -33,6 +33,7 @@ from tests.support.servers.lines import (
 
 TOKEN = "a-token"
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large"
+CHUNKED = b"POST /query HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODIES = [
     QUERY,
     body_of(token_ids=TOKENS, tier_weights=[1, 0.5, 0.25, 0.1]),
@@ -99,7 +100,7 @@ def test_a_head_without_end_is_refused() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line, other = await connect(), await connect()
-            line.writer.write(b"POST /query HTTP/1.1\r\n")
+            line.writer.write(b"POST /query HTTP/1.1\r\nHost: h\r\n")
             await other.ask(request(QUERY))  # so the server has read what was sent before
             line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
             status, _, body = await line.answer()
@@ -115,9 +116,8 @@ def test_a_large_chunk_is_no_trailer() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line = await connect()
-            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             body = QUERY + b" " * 8 * MAX_HEAD_BYTES
-            line.writer.write(head + b"%x\r\n" % len(body))
+            line.writer.write(CHUNKED + b"%x\r\n" % len(body))
             await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
             assert (await line.ask(body + b"\r\n0\r\n\r\n"))[0] == b"HTTP/1.1 200 OK"
 
@@ -128,8 +128,7 @@ def test_trailers_without_end_are_refused() -> None:
     async def main() -> None:
         async with a_service() as connect:
             line = await connect()
-            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-            line.writer.write(head + b"1\r\n{\r\n0\r\n")
+            line.writer.write(CHUNKED + b"1\r\n{\r\n0\r\n")
             await (await connect()).ask(request(QUERY))  # so the server has read what was sent before
             line.writer.write(b"X: %b\r\n" % (b"y" * MAX_HEAD_BYTES))
             assert (await line.answer())[0].startswith(b"HTTP/1.1 431 ")
@@ -152,7 +151,7 @@ def test_another_application_has_the_same_bounds(monkeypatch: pytest.MonkeyPatch
             assert [(await ahead.answer())[2] for _ in range(2)] == [b"one", b"two"]
             late.writer.write(request(QUERY)[:-1])
             assert (await late.answer())[0] == b"HTTP/1.1 408 Request Timeout"
-            head = b"POST /query HTTP/1.1\r\nX: %b\r\n" % (b"y" * 2 * MAX_HEAD_BYTES)
+            head = b"POST /query HTTP/1.1\r\nHost: h\r\nX: %b\r\n" % (b"y" * 2 * MAX_HEAD_BYTES)
             assert (await endless.ask(head))[0] == TOO_LARGE
             for line in (late, endless, ahead):
                 await line.close()
@@ -256,9 +255,8 @@ def test_chunked_bodies_are_answered_alike() -> None:
         async with a_service() as connect:
             line = await connect()
             plain = await line.ask(request(QUERY))
-            head = b"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (QUERY[:10], QUERY[10:]))
-            assert await line.ask(head + chunks + b"0\r\n\r\n") == plain
+            assert await line.ask(CHUNKED + chunks + b"0\r\n\r\n") == plain
 
     run(main())
 
@@ -339,5 +337,119 @@ def test_an_idle_connection_is_closed_and_a_slow_request_is_not() -> None:
             assert (await slow.ask(request(QUERY)[-1:]))[0] == b"HTTP/1.1 200 OK"
             async with asyncio.timeout(20):
                 assert await slow.is_at_end()
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/query", "/query?", "/query_by_hash", "/query/batch", "/workers", "/health", "/no"])
+def test_faulty_heads_are_refused_in_all_ways(path: str) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            for old, new, status, field in (
+                (b"Host: h", b"Host: h\r\nHost: other", 400, "Host"),
+                (b"Host: h\r\n", b"", 400, "Host"),
+                (b"Host: h", b"Host: a/b", 400, "Host"),
+                (b"Host: h", b"Host: h\r\nContent-Encoding: gzip", 415, "Content-Encoding"),
+            ):
+                line = await connect()
+                for _ in range(3):  # the connection is direct then
+                    await line.ask(request(QUERY))
+                head, headers, body = await line.ask(request(QUERY, path).replace(old, new))
+                assert head.startswith(b"HTTP/1.1 %d " % status), head
+                assert b"application/problem+json" in headers
+                assert json.loads(body)["field"] == field
+                assert (await line.ask(request(QUERY)))[0] == b"HTTP/1.1 200 OK"
+            plain = await line.ask(request(QUERY))
+            assert await line.ask(request(QUERY, extra=b"Content-Encoding: identity\r\n")) == plain
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("path", ["/query", "/query?", "/query/batch"])
+def test_a_request_before_garbage_is_answered(path: str, is_direct: bool) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            other = await connect()
+            expected = await other.ask(request(QUERY, path))
+            for packets in ([request(QUERY, path) + b"garbage"], [request(QUERY, path), b"\xff" * 40]):
+                line = await connect()
+                for _ in range(3 * is_direct):
+                    await line.ask(request(QUERY))
+                for packet in packets:
+                    line.writer.write(packet)
+                    await other.ask(request(QUERY))  # so the server has read what was sent before
+                assert await line.answer() == expected
+                status, headers, body = await line.answer()
+                assert status == b"HTTP/1.1 400 Bad Request"
+                assert b"connection: close" in headers
+                assert json.loads(body)["detail"] == "request: not valid HTTP/1.1"
+                assert await line.is_at_end()
+
+    run(main())
+
+
+def test_all_requests_before_garbage_are_answered() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+            line.writer.write(health * 5 + CHUNKED + b'4\r\n{"x\r\nno number')
+            assert [(await line.answer())[0] for _ in range(5)] == [b"HTTP/1.1 200 OK"] * 5
+            assert (await line.answer())[0] == b"HTTP/1.1 400 Bad Request"
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_a_request_for_another_protocol_and_the_one_after_it_are_answered() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            more = b"Connection: upgrade\r\nUpgrade: websocket\r\n"
+            plain = await line.ask(request(QUERY))
+            line.writer.write(b"GET /health HTTP/1.1\r\nHost: h\r\n" + more + b"\r\n" + request(QUERY))
+            assert (await line.answer())[0] == b"HTTP/1.1 200 OK"
+            assert await line.answer() == plain
+            status, _, body = await line.ask(request(QUERY, extra=more))  # httptools does not read the body
+            assert status == b"HTTP/1.1 400 Bad Request"
+            assert json.loads(body)["field"] == "Upgrade"
+            assert await line.is_at_end()
+
+    run(main())
+
+
+def test_trailers_are_no_headers() -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            trailers = b"0\r\nHost: other\r\nContent-Encoding: gzip\r\n\r\n"
+            answer = await line.ask(CHUNKED + b"%x\r\n%b\r\n" % (len(QUERY), QUERY) + trailers)
+            assert answer == await line.ask(request(QUERY))
+
+    run(main())
+
+
+@pytest.mark.parametrize("offset", [0, 300, 700, 1000])
+def test_the_bound_of_a_head_does_not_depend_on_its_place_in_a_packet(offset: int) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            before = request(body_of(token_ids=TOKENS, x="x" * offset), "/query?")
+            line.writer.write(before + request(QUERY, extra=b"X: %b\r\n" % (b"y" * (MAX_HEAD_BYTES - 200))))
+            assert [(await line.answer())[0] for _ in range(2)] == [b"HTTP/1.1 200 OK"] * 2
+            line.writer.write(before + request(QUERY, extra=b"X: %b\r\n" % (b"y" * (MAX_HEAD_BYTES - 20))))
+            assert [(await line.answer())[0] for _ in range(2)] == [b"HTTP/1.1 200 OK", TOO_LARGE]
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/query", "/query?"])
+def test_an_unknown_kind_of_body_is_refused_before_it_arrives(path: str) -> None:
+    async def main() -> None:
+        async with a_service() as connect:
+            line = await connect()
+            line.writer.write(request(QUERY, path, "text/plain")[:-9])
+            assert (await line.answer())[0] == b"HTTP/1.1 415 Unsupported Media Type"
 
     run(main())

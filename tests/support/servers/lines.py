@@ -102,7 +102,8 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def request(body: bytes, path: str = "/query", content_type: str = "application/json", extra: bytes = b"") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nX-Request-ID: r\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+    known = f"Host: h\r\nX-Request-ID: r\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}"
+    head = f"POST {path} HTTP/1.1\r\n{known}\r\n"
     return head.encode() + extra + b"\r\n" + body
 
 
