@@ -16,8 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api import bounded_protocol, hot
+from api import bounded_protocol
 from api.connections import RESERVED
+from api.questions import decode_question
 from kv_events.event_log import EventLogWriter
 from tests.support.log.records import Stream, stored
 from tests.support.servers.certificates import Certificates
@@ -200,8 +201,8 @@ def test_bodies_without_an_end_are_bounded_together(path: str, size: int, tmp_pa
 
 
 def test_bodies_count_until_their_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, decode_question = threading.Event(), hot.decode_question
-    monkeypatch.setattr(hot, "decode_question", lambda *args: (go_on.wait(100), decode_question(*args))[1])
+    go_on = threading.Event()
+    monkeypatch.setattr("api.hot.decode_question", lambda *args: (go_on.wait(100), decode_question(*args))[1])
 
     async def main() -> None:
         large = request(b" " * 2**19 + QUERY, "/query?")

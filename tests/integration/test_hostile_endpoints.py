@@ -81,6 +81,7 @@ async def ask(client: httpx.AsyncClient, path: str, method: str, **more: Any) ->
     """Ask, and check that an error of the caller is described and that nothing fails."""
     answer = await client.request(method, path, **more)
     assert answer.status_code < 500, (method, path, more, answer.text)
+    assert answer.headers["x-content-type-options"] == "nosniff", (method, path, more)
     if answer.status_code >= 400 and method != "HEAD":
         check_problem(answer, answer.status_code)
     return answer
