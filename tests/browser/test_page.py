@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -106,6 +106,18 @@ async def wait_for_text(page: Page, selector: str, text: str) -> None:
         return text in await page.locator(selector).inner_text()
 
     await async_wait_until(is_shown, DEADLINE_S, f"{text!r} in {selector}")
+
+
+async def test_the_page_opens_while_somebody_holds_all_connections(browser: Browser) -> None:
+    faults: list[str] = []
+    async with hand_fed(max_connections=100) as (url, fed), AsyncExitStack() as held:
+        await fed.hold(Stream("w"), TOKENS)
+        for _ in range(400):
+            _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            held.callback(writer.close)
+        page = await opened(browser, url, faults)
+        await wait_for_text(page, "#workers tbody tr .name", "w")
+        assert faults == []
 
 
 async def test_the_page_shows_every_worker_of_a_fleet_and_what_it_holds(browser: Browser) -> None:
