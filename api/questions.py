@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from api.decoding import ITEMS, Codec, Data, Query, decode_query
 from api.hot_lane.number_kernels import read_u32
-from api.large_bodies import JSON, Format, number_slices, slimmed
+from api.large_bodies import JSON, Format, is_large, number_slices, slimmed
 from api.problems import ProblemError, ProblemKind
 from api.query_requests import PeerQuery, RfcQuery
 from kv_events.errors import InvalidValueError
@@ -100,6 +100,8 @@ class Question:
 
 def decode_question(data: Data, codec: Codec, fields: Collection[str]) -> tuple[Question, Numbers]:
     """Decode one query in either dialect. See `question_of`. Raises ProblemError."""
+    if not is_large(data):
+        return question_of(decode_query(data, codec), fields)
     rest, lists = slimmed(data, codec.form)
     question, numbers = question_of(decode_query(rest, codec), fields)
     if question.field in lists:
