@@ -32,10 +32,10 @@ NO_MEMORY_RUNTIME: dict[str, Any] = {"_nrt": False}
 
 
 class _UntranslatedLibrary(JITCodeLibrary):
-    """The code of a function that only kernels call, as it was lowered.
+    """The code of a function that only kernels call, simplified, but neither inlined into nor translated.
 
-    It is optimised and translated with each of its callers, into which it is linked. To do so here as well would take
-    longer than all the rest. LLVM also changes code when it translates it, in ways that are not valid for code that is
+    That happens in each kernel that calls it, into which it is linked. To do so here as well would take longer than all
+    the rest. LLVM also changes code when it translates it, in ways that are not valid for code that is
     optimised again. See docs/decisions/inlined_functions.md.
     """
 
@@ -43,9 +43,6 @@ class _UntranslatedLibrary(JITCodeLibrary):
     def codegen(self) -> Any:
         """What would give the function an environment, which only calls from Python need."""
         return SimpleNamespace(set_env=lambda *_: None)
-
-    def _optimize_functions(self, ll_module: Any) -> None:
-        ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
         pass
