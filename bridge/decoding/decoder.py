@@ -36,6 +36,7 @@ from kv_events.bundles import resident
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U32Array
+from kv_events.limits import MAX_ENGINE_EVENTS
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
 """Larger payloads are not decoded."""
@@ -125,9 +126,7 @@ class Decoder(threading.local):
                 runs, is_complete = self._runs(readable.data, num_rows), not header[batches.IS_OPEN]
                 yield Batch(None if rank < 0 else rank, num_bad_ranks, runs, is_complete)
             else:
-                size = len(payloads[number - 1])
-                limit = f", at most {MAX_PAYLOAD_BYTES}" if size > MAX_PAYLOAD_BYTES else " that are not an event batch"
-                yield UnreadableBatch(number - 1, f"{size} bytes{limit}")
+                yield UnreadableBatch(number - 1, _why_unreadable(len(payloads[number - 1]), header[batches.LEFT]))
 
     def _runs(self, data: memoryview, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._events.rows[:num_rows, columns.CONTINUES] == 0).tolist()
@@ -145,11 +144,11 @@ class Decoder(threading.local):
             case columns.STORED | columns.REMOVED:
                 return self._pages(data, row, start, stop)
             case columns.CLEARED:
-                return ClearedRun()
+                return ClearedRun(stop - start)
             case columns.MOONCAKE_EVENT:
                 return decode_mooncake_event(data[row[columns.START] : row[columns.STOP]])
             case kind:
-                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE)
+                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
 
     def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
@@ -186,6 +185,14 @@ class Decoder(threading.local):
             scanned.location_indices[here],
             [_location(data, self._events.rows[number].tolist()) for number in location_rows],
         )
+
+
+def _why_unreadable(num_bytes: int, num_events: int) -> str:
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        return f"{num_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
+    if num_events > MAX_ENGINE_EVENTS:
+        return f"{num_events} events, at most {MAX_ENGINE_EVENTS}"
+    return f"{num_bytes} bytes that are not an event batch"
 
 
 def _stored(

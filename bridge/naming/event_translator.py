@@ -121,13 +121,13 @@ class EventTranslator:
                 else:
                     self._apply_to_own_stream(run)
             case ClearedRun():
-                self._counters.clears += 1
+                self._counters.clears += run.num_events
                 self.end_batch()  # the pages go, but not their hashes
                 self.clear()
             case MooncakeEvent():
                 self._apply_mooncake_event(run)
             case BadEvent():
-                self._counters.bad_events[run.reason] += 1
+                self._counters.bad_events[run.reason] += run.num_events
                 if run.may_remove:
                     self.end_batch()
                     self.clear()
