@@ -36,13 +36,16 @@ from kv_events.bundles import resident
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U32Array
-from kv_events.limits import MAX_ENGINE_EVENTS
+from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
 """Larger payloads are not decoded."""
 
 _MAX_NAME_BYTES = 1024
+_MAX_EXTRA_BYTES = 2**20
 _ROWS = 4096
+_KEPT_BYTES = 2**22
+"""Buffers for larger payloads are only kept until the next one."""
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _Row: TypeAlias = list[int]
@@ -75,9 +78,9 @@ class UnreadableBatch(NamedTuple):
 
 
 class Decoder(threading.local):
-    """Decodes into buffers that grow with the largest payload.
+    """Decodes into buffers that grow with the payloads.
 
-    Each thread has its own; it decodes one batch at a time.
+    Each thread has its own; it decodes one batch at a time. An iterator may go on on another thread.
     """
 
     def __init__(self) -> None:
@@ -97,12 +100,11 @@ class Decoder(threading.local):
         readable = payloads
         if payloads.longest > MAX_PAYLOAD_BYTES:
             readable = Payloads.of([payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads])
-        if len(self._events.hashes) <= readable.num_bytes:
-            self._make_room(readable.num_bytes)
         return self._batches(payloads, readable)
 
     def _make_room(self, num_bytes: int) -> None:
         """Make buffers for the events of payloads with this total size."""
+        self._room = num_bytes
         self._events = ScannedEvents(
             np.empty((_ROWS, columns.NUM_COLUMNS), np.int64),
             np.empty(_ROWS, np.int64),
@@ -120,6 +122,8 @@ class Decoder(threading.local):
         data, header = np.frombuffer(readable.data, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
         number = 0
         while number < len(payloads):
+            if not readable.num_bytes <= self._room <= max(readable.num_bytes, _KEPT_BYTES):
+                self._make_room(readable.num_bytes)
             is_read = scan_batches(data, readable.borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
@@ -201,6 +205,8 @@ def _stored(
     """row: of the store that the run is described by."""
     lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
     extra = data[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
+    if len(extra) > _MAX_EXTRA_BYTES or (extra and len(events.block_hashes) > MAX_PAGES_PER_BATCH):
+        raise msgspec.ValidationError(f"extra keys of {len(extra)} bytes, for {len(events.block_hashes)} pages")
     return StoredRun(
         events,
         tokens,

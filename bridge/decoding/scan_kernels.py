@@ -65,10 +65,17 @@ from bridge.decoding.field_kernels import (
 from bridge.decoding.run_kernels import begin_run, join_run, leave_run, shape
 from kv_events.bundles import I64Vector, U8Input
 from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.limits import MAX_ENGINE_PAGES
 from kv_events.msgpack_kernels import ARRAY, MAP, read_head, read_key, skip
 
-MAX_RUNS = 64
+_MAX_RUNS = 64
 """Bound on the runs of one call. Each costs Python some microseconds, up to about 200."""
+
+
+@array_helper
+def _is_short(header, num_runs):
+    """Return whether one call may read more events: what it reads is applied in one step."""
+    return num_runs < _MAX_RUNS and header[NUM_HASHES] < MAX_ENGINE_PAGES
 
 
 @array_helper
@@ -167,7 +174,7 @@ def _put_in_run(data, header, rows, location_indices):
 
 @array_kernel(types.boolean, U8Input, I64Vector, I64Vector, ScannedEvents)
 def scan_batches(data, borders, header, out):
-    """Read the next events of consecutive batches of one rank, until `out` is full or they form MAX_RUNS runs.
+    """Read the next events of consecutive batches of one rank, until `out` is full, or they have many runs or pages.
 
     data: uint8, the concatenated payloads of b batches. borders: int64[b + 1]. header: int64[13], initially zeros; the
     kernel advances it. Returns False if the first payload is not a batch; that payload is skipped.
@@ -175,13 +182,13 @@ def scan_batches(data, borders, header, out):
     rows = out.rows
     num_batches, is_first, num_runs = borders.shape[0] - 1, True, 0
     header[RANK:] = 0
-    while header[BATCH] < num_batches and header[NUM_ROWS] < rows.shape[0] and num_runs < MAX_RUNS:
+    while header[BATCH] < num_batches and header[NUM_ROWS] < rows.shape[0] and _is_short(header, num_runs):
         stop = borders[header[BATCH] + 1]
         if header[IS_OPEN] == 0 and not open_batch(data, borders[header[BATCH]], stop, header):
             header[BATCH] += is_first
             return not is_first
         mark, run = header[NUM_ROWS], header[RUN]
-        while header[NUM_ROWS] < rows.shape[0] and header[LEFT] > 0 and num_runs < MAX_RUNS:
+        while header[NUM_ROWS] < rows.shape[0] and header[LEFT] > 0 and _is_short(header, num_runs):
             number = header[NUM_ROWS]
             _read_row(data, stop, header, rows, out.hashes, out.tokens)
             row = rows[number]

@@ -10,7 +10,7 @@ end of the messages that are decoded together, as everything does that follows t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -134,19 +134,29 @@ class EventTranslator:
 
     def end_batch(self) -> None:
         """Apply the runs that waited for the end of a batch: those of full attention first."""
+        for _ in self.end_batch_in_steps():
+            pass
+
+    def end_batch_in_steps(self) -> Iterator[None]:
+        """Do the same, and yield after each step."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        parts = [part for run in waiting for part in (run.parts() if isinstance(run, MixedRun) else (run,))]
-        news = [self._groups.learn(part) for part in parts if isinstance(part, StoredRun)]
-        if any(news):
+        parts: list[StoredRun | RemovedRun] = []
+        is_news = False
+        for run in waiting:
+            for part in run.parts() if isinstance(run, MixedRun) else (run,):
+                parts.append(part)
+                is_news |= isinstance(part, StoredRun) and self._groups.learn(part)
+                yield
+        if is_news:
             self._resize()
-        if any(news) or any(mapper.publisher is None for mapper in self._mappers.values()):
+        if is_news or any(mapper.publisher is None for mapper in self._mappers.values()):
             self._open_streams()
-        for part in parts:
-            self._apply_to_own_stream(part)
-        for part in parts:
-            self._apply_to_groups(part)
+        for apply in (self._apply_to_own_stream, self._apply_to_groups):
+            for part in parts:
+                apply(part)
+                yield
 
     def replace_publisher(self, block_size: int) -> None:
         """Begin a new epoch without pages, because the engine may have restarted.
