@@ -83,6 +83,11 @@ class WorkerStream:
         """See `EventTranslator.problem`."""
         return self._translator.problem
 
+    @property
+    def must_end_batch(self) -> bool:
+        """See `EventTranslator.must_end_batch`."""
+        return self._translator.must_end_batch
+
     def apply(self, run: Run) -> None:
         """Apply one run of events, at once or in `end_batch`."""
         self._translator.apply(run)

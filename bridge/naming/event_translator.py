@@ -32,6 +32,9 @@ from kv_events.rate_limited_logger import RateLimitedLogger
 from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
 
+_MAX_WAITING = 16_384
+"""Runs that wait for the end of a batch. Engines send up to some thousand in one."""
+
 
 class MakePublisher(Protocol):
     """Makes a publisher, and again for each later one of the stream."""
@@ -106,6 +109,11 @@ class EventTranslator:
     def problem(self) -> str:
         """Why scores of this worker may be wrong: its block size, or an attention group. Else empty."""
         return self._size.mismatch or self._groups.problem
+
+    @property
+    def must_end_batch(self) -> bool:
+        """Whether so many runs wait that the engine's batch must count as ended."""
+        return len(self._waiting) > _MAX_WAITING
 
     @property
     def num_remembered(self) -> int:

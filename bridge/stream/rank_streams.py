@@ -165,8 +165,8 @@ class RankStreams:
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
                         self.lose(1)
-            for each in touched if batch.is_complete else ():
-                if each is None:
+            for each in touched:
+                if each is None or not (batch.is_complete or each.must_end_batch):
                     continue
                 yield from each.end_batch()
                 if each.problem:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -58,7 +58,7 @@ async def test_a_cancelled_caller_waits_for_the_current_step_and_leaves_out_the_
     begun, may_end = threading.Event(), threading.Event()
     workers = WorkerThreads()
 
-    def work() -> Iterator[None]:
+    def work() -> Generator[None, None, None]:
         begun.set()
         assert may_end.wait(10)
         done_steps.append(1)
