@@ -16,7 +16,6 @@ from bridge.decoding.decoder import Decoder
 from bridge.naming.identity import EngineRules, RegistrationDefaults
 from bridge.registry import StreamRegistry
 from bridge.settings import EngineSettings, is_name
-from bridge.stream.backlog import Backlogs
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.inbox import Inboxes
 from bridge.stream.replay import ReplayClient
@@ -65,9 +64,8 @@ class EngineReader:
         decoder: Decoder,
         threads: WorkerThreads,
         inboxes: Inboxes,
-        backlogs: Backlogs,
     ) -> None:
-        """engine: one rank. threads, inboxes, backlogs: shared by the whole fleet."""
+        """engine: one rank. threads, inboxes: shared by the whole fleet."""
         self.engine = engine
         self.counters = BridgeCounters()
         self._context = context
@@ -75,7 +73,6 @@ class EngineReader:
         self._decoder = decoder
         self._threads = threads
         self._inboxes = inboxes
-        self._backlogs = backlogs
         self._limited_logger = RateLimitedLogger(logger, f"engine {engine.worker or engine.endpoint}")
         self._failure: str | None = None
         self._engine_streams: OrderedDict[str, EngineStream] = OrderedDict()  # by topic; least recently heard first
@@ -138,7 +135,6 @@ class EngineReader:
             self.counters,
             self._limited_logger,
             self._inboxes,
-            self._backlogs,
             self._stream_of_topic,
             lambda: list(self._engine_streams.values()),
             self._tidy_up,

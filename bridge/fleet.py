@@ -13,7 +13,6 @@ from bridge.engine import EngineReader, EngineStatus
 from bridge.registry import StreamRegistry
 from bridge.settings import BridgeSettings, EngineSettings
 from bridge.shared_sink import SharedSink
-from bridge.stream.backlog import Backlogs
 from bridge.stream.inbox import Inboxes
 from bridge.worker_threads import WorkerThreads
 from kv_events.errors import InvalidValueError, KvsightError
@@ -49,7 +48,6 @@ class Fleet:
         self._decoder = Decoder()
         self._threads = WorkerThreads()
         self._inboxes = Inboxes()
-        self._backlogs = Backlogs()
         self._context = zmq.asyncio.Context()
         self._readers: dict[_Key, EngineReader] = {}
         self._stopping: dict[_Key, asyncio.Task[None]] = {}  # removed, but still closing their streams
@@ -77,7 +75,7 @@ class Fleet:
         new = [rank for rank in ranks if _key(rank) not in self._readers]
         for rank in new:
             reader = self._readers[_key(rank)] = EngineReader(
-                self._context, rank, self._registry, self._decoder, self._threads, self._inboxes, self._backlogs
+                self._context, rank, self._registry, self._decoder, self._threads, self._inboxes
             )
             reader.start()
         return bool(new)

@@ -144,6 +144,8 @@ class Inboxes:
 
     def __init__(self) -> None:
         self._free: list[Inbox] = []
+        self.backlog_bytes = 0
+        """Bytes of messages that were received and wait, of all sockets."""
 
     @contextmanager
     def one(self) -> Iterator[Inbox]:

@@ -15,7 +15,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from bridge.counters import BridgeCounters
 from bridge.settings import BridgeSettings, EngineSettings
-from bridge.stream.backlog import Backlog, Backlogs, receiving
+from bridge.stream.backlog import MAX_MESSAGES, Backlog, receiving
 from bridge.stream.connections import CONNECTION_EVENTS, Connections
 from bridge.stream.engine_stream import EngineStream
 from bridge.stream.inbox import Inbox, Inboxes, Sent
@@ -57,7 +57,6 @@ class Subscriber:
         counters: BridgeCounters,
         limited_logger: RateLimitedLogger,
         inboxes: Inboxes,
-        backlogs: Backlogs,
         stream_of_topic: Callable[[str], EngineStream | None],
         engine_streams: Callable[[], list[EngineStream]],
         tidy_up: Callable[[], Awaitable[None]],
@@ -74,7 +73,6 @@ class Subscriber:
         self._counters = counters
         self._limited_logger = limited_logger
         self._inboxes = inboxes
-        self._backlogs = backlogs
         self._stream_of_topic = stream_of_topic
         self._engine_streams = engine_streams
         self._tidy_up = tidy_up
@@ -99,7 +97,7 @@ class Subscriber:
         monitor = socket.get_monitor_socket(CONNECTION_EVENTS)
         self._monitor = zmq.Socket.shadow(monitor)
         reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-        backlog = self._backlogs.open(socket, self._counters)
+        backlog = Backlog(self._inboxes, socket, self._counters)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -118,7 +116,7 @@ class Subscriber:
                     if monitor in ready:
                         if self._engine.worker is not None and self._engine.replay_endpoint is None:
                             # messages of the old connection must not count for the new one
-                            await self._read(reader, backlog, _MAX_QUEUED)
+                            await self._read(reader, backlog, _MAX_QUEUED + MAX_MESSAGES)
                         await self._watch(backlog)
                     if socket in ready or backlog:
                         await self._read(reader, backlog)
@@ -130,7 +128,7 @@ class Subscriber:
                         await self._check_idle(backlog)
                     await self._tidy_up()
         finally:
-            backlog.close()
+            backlog.clear()
             explaining.cancel()
             self._monitor = None
             socket.disable_monitor()
@@ -155,7 +153,7 @@ class Subscriber:
         self.last_message_at = time.monotonic()
         with self._inboxes.one() as inbox:
             num_read, has_more = 0, True
-            while backlog or (has_more and num_read < at_least):
+            while (backlog or has_more) and num_read < at_least:
                 if backlog:
                     sent = backlog.take()
                     num_read += sum(len(each.batches.seqs) for each in sent)
