@@ -62,9 +62,11 @@ def register(service: ServiceProcess, name: str, engine: ZmqEngine) -> None:
 def registered(service: ServiceProcess, name: str, engine: ZmqEngine) -> Iterator[None]:
     """Keep an engine registered for the duration of the block."""
     register(service, name, engine)
-    yield
-    with Soon(f"unregistering {name}"):
-        assert posted(service, "/unregister", instance_id=name, model_name="m").is_success
+    try:
+        yield
+    finally:
+        with Soon(f"unregistering {name}"):
+            assert posted(service, "/unregister", instance_id=name, model_name="m").is_success
 
 
 def check_freshness(service: ServiceProcess, engine: ZmqEngine) -> None:
@@ -97,13 +99,13 @@ def reason(service: ServiceProcess) -> str | None:
 def test_an_engine_whose_message_costs_seconds_holds_up_nothing(
     service: ServiceProcess, shape: str, num_events: int
 ) -> None:
-    with ZmqEngine(replay=False) as good, ZmqEngine(replay=False) as bad, ZmqEngine(replay=False) as other:
-        with registered(service, "good", good), registered(service, "bad", bad):
-            for _ in range(4):
-                bad.send(hostile(shape, num_events))
+    good, bad, other = (ZmqEngine(replay=False) for _ in range(3))
+    with good, bad, other, registered(service, "good", good), registered(service, "bad", bad):
+        for _ in range(4):
+            bad.send(hostile(shape, num_events))
+        check_freshness(service, good)
+        with registered(service, "other", other):
             check_freshness(service, good)
-            with registered(service, "other", other):
-                check_freshness(service, good)
 
 
 def test_more_events_than_a_message_may_have_are_lost_until_the_engine_clears(service: ServiceProcess) -> None:
