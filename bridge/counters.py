@@ -27,6 +27,8 @@ class BridgeCounters:
     """Arrived live after a replay."""
     stale_batches: int = 0
     """Arrived live from an earlier incarnation."""
+    dropped_batches: int = 0
+    """Arrived while too many bytes waited. A gap follows."""
     lost_batches: int = 0
     """Permanently lost."""
     losses: int = 0

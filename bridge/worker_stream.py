@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from bridge.counters import BridgeCounters
@@ -83,15 +83,20 @@ class WorkerStream:
         """See `EventTranslator.problem`."""
         return self._translator.problem
 
+    @property
+    def must_end_batch(self) -> bool:
+        """See `EventTranslator.must_end_batch`."""
+        return self._translator.must_end_batch
+
     def apply(self, run: Run) -> None:
         """Apply one run of events, at once or in `end_batch`."""
         self._translator.apply(run)
         if isinstance(run, ClearedRun):
             self._is_incomplete = False
 
-    def end_batch(self) -> None:
-        """Apply what waited for the end of the engine's batch."""
-        self._translator.end_batch()
+    def end_batch(self) -> Iterator[None]:
+        """Apply what waited for the end of the engine's batch, in steps."""
+        yield from self._translator.end_batch_in_steps()
         self._update_degraded_reason()
 
     def set_receiving(self, is_receiving: bool) -> None:

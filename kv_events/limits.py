@@ -9,6 +9,13 @@ MAX_PAGES_PER_BATCH = 32_768
 """Largest number of pages that one record may store and remove in total."""
 
 MAX_EVENTS_PER_BATCH = 4_096
+
+MAX_ENGINE_EVENTS = 262_144
+"""Largest number of events in one message of an engine. One step of an engine sends up to some ten thousand."""
+
+MAX_ENGINE_PAGES = 2**20
+"""Largest number of pages in one event of an engine."""
+
 MAX_TOKENS_PER_QUERY = 4_194_304
 MAX_HASHES_PER_QUERY = 262_144
 MAX_BLOCK_SIZE = 65_536

@@ -6,6 +6,7 @@ import numpy as np
 
 from bridge.decoding.field_kernels import F_UNKNOWN
 from kv_events.kernels import array_function
+from kv_events.limits import MAX_ENGINE_EVENTS
 from kv_events.msgpack_kernels import ARRAY, BAD, MAP, NIL, POSITIVE, dictionary, read_head, read_key, skip
 
 # columns of the header for the current batch: its number, whether it was opened, position of the next event, events
@@ -34,10 +35,10 @@ def _take_rank(data, at, stop, header):
 
 @array_function
 def _take_events(data, at, stop, header):
-    """Set the header to the first event. Returns whether the events are a list."""
+    """Set the header to the first event. Returns whether the events are a list, and not too many."""
     kind, count, at = read_head(data, at, stop)
     header[AT], header[LEFT] = at, np.int64(count)
-    return kind == ARRAY
+    return kind == ARRAY and count <= MAX_ENGINE_EVENTS
 
 
 @array_function
@@ -63,9 +64,9 @@ def _open_map(data, at, stop, count, header):
 def open_batch(data, at, stop, header):
     """Find the events and the rank of a batch.
 
-    Returns False unless the batch is a map or an array of at least two elements.
+    Returns False unless the batch is a map or an array of at least two elements, and has no more events than it may.
     """
-    header[BATCH_RANK], header[IS_RANK_BAD], header[RANK_FOLLOWS] = -1, 0, 0
+    header[BATCH_RANK], header[IS_RANK_BAD], header[RANK_FOLLOWS], header[LEFT] = -1, 0, 0, 0
     form, value, at = read_head(data, at, stop)
     count = np.int64(value)
     if form == MAP:

@@ -36,12 +36,16 @@ from kv_events.bundles import resident
 from kv_events.engine_wire import Payload
 from kv_events.errors import KvsightError
 from kv_events.hashing import U32Array
+from kv_events.limits import MAX_ENGINE_EVENTS, MAX_PAGES_PER_BATCH
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
 """Larger payloads are not decoded."""
 
 _MAX_NAME_BYTES = 1024
+_MAX_EXTRA_BYTES = 2**20
 _ROWS = 4096
+_KEPT_BYTES = 2**22
+"""Buffers for larger payloads are only kept until the next one."""
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _Row: TypeAlias = list[int]
@@ -74,9 +78,9 @@ class UnreadableBatch(NamedTuple):
 
 
 class Decoder(threading.local):
-    """Decodes into buffers that grow with the largest payload.
+    """Decodes into buffers that grow with the payloads.
 
-    Each thread has its own; it decodes one batch at a time.
+    Each thread has its own; it decodes one batch at a time. An iterator may go on on another thread.
     """
 
     def __init__(self) -> None:
@@ -96,12 +100,11 @@ class Decoder(threading.local):
         readable = payloads
         if payloads.longest > MAX_PAYLOAD_BYTES:
             readable = Payloads.of([payload if len(payload) <= MAX_PAYLOAD_BYTES else b"" for payload in payloads])
-        if len(self._events.hashes) <= readable.num_bytes:
-            self._make_room(readable.num_bytes)
         return self._batches(payloads, readable)
 
     def _make_room(self, num_bytes: int) -> None:
         """Make buffers for the events of payloads with this total size."""
+        self._room = num_bytes
         self._events = ScannedEvents(
             np.empty((_ROWS, columns.NUM_COLUMNS), np.int64),
             np.empty(_ROWS, np.int64),
@@ -119,15 +122,15 @@ class Decoder(threading.local):
         data, header = np.frombuffer(readable.data, np.uint8), np.zeros(batches.NUM_HEADER, np.int64)
         number = 0
         while number < len(payloads):
+            if not readable.num_bytes <= self._room <= max(readable.num_bytes, _KEPT_BYTES):
+                self._make_room(readable.num_bytes)
             is_read = scan_batches(data, readable.borders, header, self._resident)
             number, *_, rank, num_bad_ranks, num_rows, _hashes, _tokens, _run = header.tolist()
             if is_read:
                 runs, is_complete = self._runs(readable.data, num_rows), not header[batches.IS_OPEN]
                 yield Batch(None if rank < 0 else rank, num_bad_ranks, runs, is_complete)
             else:
-                size = len(payloads[number - 1])
-                limit = f", at most {MAX_PAYLOAD_BYTES}" if size > MAX_PAYLOAD_BYTES else " that are not an event batch"
-                yield UnreadableBatch(number - 1, f"{size} bytes{limit}")
+                yield UnreadableBatch(number - 1, _why_unreadable(len(payloads[number - 1]), header[batches.LEFT]))
 
     def _runs(self, data: memoryview, num_rows: int) -> Iterator[tuple[Run, int]]:
         begins = np.flatnonzero(self._events.rows[:num_rows, columns.CONTINUES] == 0).tolist()
@@ -145,11 +148,11 @@ class Decoder(threading.local):
             case columns.STORED | columns.REMOVED:
                 return self._pages(data, row, start, stop)
             case columns.CLEARED:
-                return ClearedRun()
+                return ClearedRun(stop - start)
             case columns.MOONCAKE_EVENT:
                 return decode_mooncake_event(data[row[columns.START] : row[columns.STOP]])
             case kind:
-                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE)
+                return BadEvent(columns.REASONS[row[columns.REASON]], kind != columns.BAD_STORE, stop - start)
 
     def _single(self, data: memoryview, number: int) -> Run:
         """One event of a run that cannot be read as a whole."""
@@ -188,12 +191,22 @@ class Decoder(threading.local):
         )
 
 
+def _why_unreadable(num_bytes: int, num_events: int) -> str:
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        return f"{num_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
+    if num_events > MAX_ENGINE_EVENTS:
+        return f"{num_events} events, at most {MAX_ENGINE_EVENTS}"
+    return f"{num_bytes} bytes that are not an event batch"
+
+
 def _stored(
     data: memoryview, row: _Row, events: PageEvents, tokens: U32Array, attention_group: int | None
 ) -> StoredRun:
     """row: of the store that the run is described by."""
     lora_name = _text(data, row, columns.LORA) or (str(row[columns.LORA_ID]) if row[columns.LORA_ID] else "")
     extra = data[row[columns.EXTRA] : row[columns.EXTRA] + row[columns.EXTRA_LENGTH]]
+    if len(extra) > _MAX_EXTRA_BYTES or (extra and len(events.block_hashes) > MAX_PAGES_PER_BATCH):
+        raise msgspec.ValidationError(f"extra keys of {len(extra)} bytes, for {len(events.block_hashes)} pages")
     return StoredRun(
         events,
         tokens,

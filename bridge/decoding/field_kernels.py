@@ -32,6 +32,7 @@ from bridge.decoding.event_rows import (
 from bridge.decoding.token_kernels import read_tokens
 from kv_events.instructions import eight_bytes
 from kv_events.kernels import array_function, array_helper
+from kv_events.limits import MAX_ENGINE_PAGES
 from kv_events.msgpack_kernels import (
     ARRAY,
     BIN,
@@ -88,6 +89,7 @@ STORED_FIELDS = np.array(
 REMOVED_FIELDS = np.array([F_TAG, _F_HASHES, _F_MEDIUM, _F_GROUP], np.int64)
 
 _MAX_SIZE = np.uint64(2**31 - 1)
+_MAX_PAGES = np.uint64(MAX_ENGINE_PAGES)
 _ZERO = np.uint64(0)
 _UINT64, _INT64 = 0xCF, 0xD3
 
@@ -114,6 +116,8 @@ def _read_hashes(data, at, stop, row, hashes):
     kind, count, at = read_head(data, at, stop)
     if kind != ARRAY:
         return fail(row, TYPE)
+    if count > _MAX_PAGES:
+        return fail(row, RANGE)
     position = row[HASH_FROM]
     for _ in range(np.int64(count)):
         is_hash, value, at = _read_hash(data, at, stop)

@@ -1,13 +1,15 @@
 """Kernels that join adjacent events into a run.
 
 All events of a run belong to one attention group. Its stores differ only in their pages and locations. If the stores
-contain only whole pages without pairs or extra keys, the run may also contain removals.
+contain only whole pages without pairs or extra keys, the run may also contain removals. Clears form runs, and so do
+events that are invalid for the same reason.
 """
 
 from __future__ import annotations
 
 from bridge.decoding.event_rows import (
     BLOCK_SIZE,
+    CLEARED,
     EXTRA_LENGTH,
     GROUP,
     HASH_FROM,
@@ -21,6 +23,7 @@ from bridge.decoding.event_rows import (
     MEDIUM,
     NUM_LOCATIONS,
     PAIRS,
+    REASON,
     REMOVED,
     SALT,
     SHAPE,
@@ -29,6 +32,7 @@ from bridge.decoding.event_rows import (
     STORED,
     TOKEN_FROM,
     TOKEN_TO,
+    UNREADABLE,
     WINDOW,
 )
 from kv_events.kernels import array_function, array_helper
@@ -99,6 +103,8 @@ def begin_run(rows, number):
 def join_run(data, rows, begin, number):
     """Add an event to the run that begins at row `begin`. Returns its location's index, or -1 if it does not fit."""
     row, first = rows[number], rows[begin]
+    if row[KIND] == first[KIND] and (row[KIND] == CLEARED or row[KIND] >= UNREADABLE):
+        return 0 if row[REASON] == first[REASON] else -1
     if row[KIND] > REMOVED or first[KIND] > REMOVED or row[GROUP] != first[GROUP]:
         return -1
     store, is_store = first[STORE_ROW], row[KIND] == STORED

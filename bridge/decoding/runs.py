@@ -1,6 +1,6 @@
 """Runs: decoded events in columns, ready for kernels.
 
-A run is one event, or several adjacent ones that can be applied together. An invalid event is a run of its own.
+A run is one event, or several adjacent ones that can be applied together.
 """
 
 from __future__ import annotations
@@ -165,14 +165,17 @@ class MixedRun(NamedTuple):
 class ClearedRun(NamedTuple):
     """The worker holds no pages."""
 
+    num_events: int = 1
+
 
 class BadEvent(NamedTuple):
-    """An invalid event."""
+    """An invalid event, or several adjacent ones that are invalid for the same reason."""
 
     reason: str
     """One of a fixed set of words; a metric has them as a label."""
     may_remove: bool = True
     """Whether it may have removed pages."""
+    num_events: int = 1
 
 
 def hashes_of(event: MooncakeEvent) -> U64Array:

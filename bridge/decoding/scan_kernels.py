@@ -65,7 +65,17 @@ from bridge.decoding.field_kernels import (
 from bridge.decoding.run_kernels import begin_run, join_run, leave_run, shape
 from kv_events.bundles import I64Vector, U8Input
 from kv_events.kernels import array_function, array_helper, array_kernel
+from kv_events.limits import MAX_ENGINE_PAGES
 from kv_events.msgpack_kernels import ARRAY, MAP, read_head, read_key, skip
+
+_MAX_RUNS = 64
+"""Bound on the runs of one call. Each costs Python some microseconds, up to about 200."""
+
+
+@array_helper
+def _is_short(header, num_runs):
+    """Return whether one call may read more events: what it reads is applied in one step."""
+    return num_runs < _MAX_RUNS and header[NUM_HASHES] < MAX_ENGINE_PAGES
 
 
 @array_helper
@@ -148,7 +158,7 @@ def _read_row(data, stop, header, rows, hashes, tokens):
 
 @array_helper
 def _put_in_run(data, header, rows, location_indices):
-    """Add the newest row to the current run, or begin a new run with it."""
+    """Add the newest row to the current run, or begin a new run with it. Returns whether it begins one."""
     number = header[NUM_ROWS]
     index = join_run(data, rows, header[RUN], number) if number > 0 else -1
     rows[number][CONTINUES] = index >= 0
@@ -156,6 +166,7 @@ def _put_in_run(data, header, rows, location_indices):
         begin_run(rows, number)
         header[RUN], index = number, 0
     location_indices[number] = index
+    return rows[number][CONTINUES] == 0
 
 
 # --- entry point ----------------------------------------------------------------------------------------------------
@@ -163,27 +174,27 @@ def _put_in_run(data, header, rows, location_indices):
 
 @array_kernel(types.boolean, U8Input, I64Vector, I64Vector, ScannedEvents)
 def scan_batches(data, borders, header, out):
-    """Read the next events of consecutive batches of one rank, until `out` is full.
+    """Read the next events of consecutive batches of one rank, until `out` is full, or they have many runs or pages.
 
     data: uint8, the concatenated payloads of b batches. borders: int64[b + 1]. header: int64[13], initially zeros; the
     kernel advances it. Returns False if the first payload is not a batch; that payload is skipped.
     """
     rows = out.rows
-    num_batches, is_first = borders.shape[0] - 1, True
+    num_batches, is_first, num_runs = borders.shape[0] - 1, True, 0
     header[RANK:] = 0
-    while header[BATCH] < num_batches and header[NUM_ROWS] < rows.shape[0]:
+    while header[BATCH] < num_batches and header[NUM_ROWS] < rows.shape[0] and _is_short(header, num_runs):
         stop = borders[header[BATCH] + 1]
         if header[IS_OPEN] == 0 and not open_batch(data, borders[header[BATCH]], stop, header):
             header[BATCH] += is_first
             return not is_first
         mark, run = header[NUM_ROWS], header[RUN]
-        while header[NUM_ROWS] < rows.shape[0] and header[LEFT] > 0:
+        while header[NUM_ROWS] < rows.shape[0] and header[LEFT] > 0 and _is_short(header, num_runs):
             number = header[NUM_ROWS]
             _read_row(data, stop, header, rows, out.hashes, out.tokens)
             row = rows[number]
             out.lengths[number], out.is_removal[number] = row[HASH_TO] - row[HASH_FROM], row[KIND] == REMOVED
             out.parents[number], out.has_parent[number] = np.uint64(row[PARENT]), row[HAS_PARENT]
-            _put_in_run(data, header, rows, out.location_indices)
+            num_runs += _put_in_run(data, header, rows, out.location_indices)
             header[NUM_ROWS] += 1
         find_rank(data, stop, header)
         if is_first:

@@ -10,7 +10,7 @@ end of the messages that are decoded together, as everything does that follows t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +31,9 @@ from kv_events.limits import MAX_BLOCK_SIZE
 from kv_events.rate_limited_logger import RateLimitedLogger
 from publisher.blocks import BlockTable
 from publisher.publisher import EventPublisher
+
+_MAX_WAITING = 16_384
+"""Runs that wait for the end of a batch. Engines send up to some thousand in one."""
 
 
 class MakePublisher(Protocol):
@@ -108,6 +111,11 @@ class EventTranslator:
         return self._size.mismatch or self._groups.problem
 
     @property
+    def must_end_batch(self) -> bool:
+        """Whether so many runs wait that the engine's batch must count as ended."""
+        return len(self._waiting) > _MAX_WAITING
+
+    @property
     def num_remembered(self) -> int:
         """Pages whose hashes are remembered."""
         return len(self._hashes)
@@ -121,32 +129,42 @@ class EventTranslator:
                 else:
                     self._apply_to_own_stream(run)
             case ClearedRun():
-                self._counters.clears += 1
+                self._counters.clears += run.num_events
                 self.end_batch()  # the pages go, but not their hashes
                 self.clear()
             case MooncakeEvent():
                 self._apply_mooncake_event(run)
             case BadEvent():
-                self._counters.bad_events[run.reason] += 1
+                self._counters.bad_events[run.reason] += run.num_events
                 if run.may_remove:
                     self.end_batch()
                     self.clear()
 
     def end_batch(self) -> None:
         """Apply the runs that waited for the end of a batch: those of full attention first."""
+        for _ in self.end_batch_in_steps():
+            pass
+
+    def end_batch_in_steps(self) -> Iterator[None]:
+        """Do the same, and yield after each step."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        parts = [part for run in waiting for part in (run.parts() if isinstance(run, MixedRun) else (run,))]
-        news = [self._groups.learn(part) for part in parts if isinstance(part, StoredRun)]
-        if any(news):
+        parts: list[StoredRun | RemovedRun] = []
+        is_news = False
+        for run in waiting:
+            for part in run.parts() if isinstance(run, MixedRun) else (run,):
+                parts.append(part)
+                is_news |= isinstance(part, StoredRun) and self._groups.learn(part)
+                yield
+        if is_news:
             self._resize()
-        if any(news) or any(mapper.publisher is None for mapper in self._mappers.values()):
+        if is_news or any(mapper.publisher is None for mapper in self._mappers.values()):
             self._open_streams()
-        for part in parts:
-            self._apply_to_own_stream(part)
-        for part in parts:
-            self._apply_to_groups(part)
+        for apply in (self._apply_to_own_stream, self._apply_to_groups):
+            for part in parts:
+                apply(part)
+                yield
 
     def replace_publisher(self, block_size: int) -> None:
         """Begin a new epoch without pages, because the engine may have restarted.

@@ -28,6 +28,7 @@ from bridge.naming.hash_kernels import (
 )
 from kv_events import page_table
 from kv_events.bundles import resident
+from kv_events.errors import KvsightError
 from kv_events.hash_seed import process_seed
 from kv_events.hashing import U64Array
 from kv_events.page_table import MAX_CAPACITY
@@ -79,6 +80,13 @@ class TranslatedPages(NamedTuple):
     seed: int = 0
     """Seed of the last event's pages, if they were hashed."""
 
+
+class AmbiguityError(KvsightError):
+    """Pages cannot be told apart by their engine hashes."""
+
+
+_MAX_AMBIGUOUS = 16_384
+"""Bound on the ambiguous pages of one run. Each costs some 30 us."""
 
 _UNAPPLIED_PAGES = 2**20
 """Room for pages that were translated but not yet applied by the ledger. No more than the ledger may hold."""
@@ -215,6 +223,10 @@ def _empty_columns(num_pages: int, num_events: int) -> TranslatedColumns:
 
 def _ambiguous(engine_hashes: U64Array, known_as: U64Array, flags: npt.NDArray[np.uint8]) -> list[AmbiguousPage]:
     pages = np.flatnonzero(flags)
+    if len(pages) > _MAX_AMBIGUOUS:
+        raise AmbiguityError(
+            f"{len(pages)} adjacent pages whose hashes mean other pages, too, at most {_MAX_AMBIGUOUS}"
+        )
     is_reassigned = (flags[pages] & REASSIGNED).astype(np.bool_)
     columns = pages.tolist(), engine_hashes[pages].tolist(), known_as[pages].tolist(), is_reassigned.tolist()
     return [AmbiguousPage(*page) for page in zip(*columns, strict=True)]

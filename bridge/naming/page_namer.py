@@ -58,7 +58,12 @@ class PageNamer:
         objects: list[list[int]] = []
         if run.extra_keys:
             begins_prompt = not run.events.has_parent[0]
-            extra = read_extra_keys(run.extra_keys, run.lora_name, run.cache_salt, begins_prompt=begins_prompt)
+            extra = read_extra_keys(
+                run.extra_keys[: len(run.events.block_hashes)],
+                run.lora_name,
+                run.cache_salt,
+                begins_prompt=begins_prompt,
+            )
             objects = extra.objects
             if extra.salt:
                 self._counters.guessed_salts += 1

@@ -34,6 +34,7 @@ class TierMapper:
         device. Elsewhere, engines keep one copy and may repeat its store.
         """
         self.publisher: EventPublisher | None = None
+        self._is_clear = False  # whether nothing was stored since the last clear
         self._counts_copies = counts_copies
         self._counters = counters
         self._limited_logger = limited_logger
@@ -42,7 +43,8 @@ class TierMapper:
     def clear(self) -> None:
         """Publish that the worker holds no pages."""
         self._collisions.clear()
-        if self.publisher is not None:
+        if self.publisher is not None and not self._is_clear:
+            self._is_clear = True
             self.publisher.publish([AllBlocksCleared()])
 
     def store(self, pages: TranslatedPages, namespace: HashNamespace, location: Location) -> None:
@@ -59,6 +61,7 @@ class TierMapper:
                 if dropped is not None:
                     self._remove_everywhere(dropped[1], dropped[0])
         self._counters.pages_stored += len(pages.columns.hashes)
+        self._is_clear = False
         if reassigned:
             self._store_reassigned(self.publisher, pages.columns, reassigned, namespace, tier)
         else:
@@ -111,6 +114,7 @@ class TierMapper:
                 num_pages, num_removed = int(lengths @ has_tier), int(lengths @ (is_removal & has_tier))
             self._counters.pages_stored += num_pages - num_removed
             self._counters.pages_removed += num_removed
+            self._is_clear = False
             self.publisher.publish_columns(EventColumns(kinds, columns), namespace.label)
 
     def _change_one_by_one(self, pages: TranslatedPages, run: MixedRun, namespace: HashNamespace) -> None:

@@ -6,17 +6,23 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Generator, Iterator
 from contextlib import aclosing
-
-import zmq.asyncio
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder
 from bridge.naming.identity import RegistrationDefaults
 from bridge.registry import StreamRegistry
+from bridge.stream.backlog import Backlog
 from bridge.stream.live_batches import LiveBatches
 from bridge.stream.rank_streams import RankStreams
-from bridge.stream.replay import ReplayClient, ReplayError, ReplayInterruptedError, ReplayUnreachableError
+from bridge.stream.replay import (
+    ReplayClient,
+    ReplayCutError,
+    ReplayError,
+    ReplayInterruptedError,
+    ReplayUnreachableError,
+)
 from bridge.stream.sequence_check import RestartLimit, SequenceCheck, Verdict
 from bridge.worker_stream import StreamStatus
 from bridge.worker_threads import WorkerThreads
@@ -100,7 +106,7 @@ class EngineStream:
         taken = 0
         self.last_message_at = time.monotonic()
         while taken < len(batches.seqs) and not self._restart_limit.is_exceeded():
-            taken += await self._threads.run(batches.payloads.num_bytes, self._take_in_order, batches, taken)
+            taken += await self._threads.run(batches.payloads.num_bytes, self._take_in_order(batches, taken))
             if taken < len(batches.seqs):
                 await self._take_out_of_order(*batches.one(taken))
                 taken += 1
@@ -109,12 +115,12 @@ class EngineStream:
         self._counters.stale_batches += len(batches.seqs) - taken
         await self._rank_streams.settle()
 
-    def _take_in_order(self, batches: LiveBatches, start: int) -> int:
-        """Apply batches while they are in order. Returns how many. May run on any thread."""
+    def _take_in_order(self, batches: LiveBatches, start: int) -> Generator[None, None, int]:
+        """Apply batches while they are in order. Returns how many. Yields after each step, which any thread may do."""
         number = start
         while number < len(batches.seqs):
             if num_next := self._sequence.num_in_order(batches.seqs[number:]):
-                self._take_next(batches.part(number, number + num_next))
+                yield from self._take_next(batches.part(number, number + num_next))
                 number += num_next
             else:
                 seq, payload = batches.one(number)
@@ -123,14 +129,14 @@ class EngineStream:
                     break
                 self._take(seq, payload, verdict)
                 number += 1
-        self._rank_streams.apply_waiting()
+        yield from self._rank_streams.apply_waiting()
         return number - start
 
-    def _take_next(self, batches: LiveBatches) -> None:
+    def _take_next(self, batches: LiveBatches) -> Iterator[None]:
         """Apply batches each of which is the expected one."""
         self._contradictions = 0
         self._sequence.applied_live(*batches.one(len(batches.seqs) - 1))
-        self._rank_streams.apply(batches)
+        return self._rank_streams.apply(batches)
 
     async def _take_out_of_order(self, seq: int, payload: Payload) -> None:
         """Apply a batch that is out of order, after finding out what happened before it."""
@@ -150,15 +156,15 @@ class EngineStream:
         else:
             self._apply(seq, payload)
 
-    async def connected(self, live: zmq.asyncio.Socket) -> None:
+    async def connected(self, live: Backlog) -> None:
         """Recover what the engine sent before its first connection. live: see `check`."""
         self._no_replay_before = -math.inf
         await self.check(live)
 
-    async def check(self, live: zmq.asyncio.Socket | None = None) -> None:
+    async def check(self, live: Backlog | None = None) -> None:
         """Ask a silent engine whether its last batches were lost on the way.
 
-        live: the live stream's socket. A message on it ends the check, because it answers the question.
+        live: the live stream. A message ends the check, because it answers the question.
         """
         if await self._recover(may_be_new=False, attempts=1, live=live):
             self.set_receiving(True)
@@ -220,13 +226,11 @@ class EngineStream:
             self._rank_streams.lose(seq - self._sequence.expected)
         return True
 
-    async def _recover(
-        self, *, may_be_new: bool, attempts: int | None = None, live: zmq.asyncio.Socket | None = None
-    ) -> bool:
+    async def _recover(self, *, may_be_new: bool, attempts: int | None = None, live: Backlog | None = None) -> bool:
         """Replay all batches newer than the last one applied. Returns whether an answer was complete.
 
         may_be_new: assume another incarnation unless the answer proves the contrary. attempts: consecutive requests
-        that may yield nothing. live: a socket whose messages end the recovery.
+        that may yield nothing. live: a stream whose messages end the recovery.
         """
         if self._replay is None or time.monotonic() < self._no_replay_before or self._restart_limit.is_exceeded():
             return False
@@ -235,9 +239,7 @@ class EngineStream:
         finally:
             self._rank_streams.set_replaying(False)
 
-    async def _replay_all(
-        self, replay: ReplayClient, may_be_new: bool, attempts: int, live: zmq.asyncio.Socket | None
-    ) -> bool:
+    async def _replay_all(self, replay: ReplayClient, may_be_new: bool, attempts: int, live: Backlog | None) -> bool:
         deadline = time.monotonic() + self._deadline_s
         num_failed = restarts = 0
         is_reachable = True
@@ -248,6 +250,8 @@ class EngineStream:
             try:
                 if await self._replay_once(replay, may_be_new, deadline, live):
                     return True
+            except ReplayCutError:
+                pass
             except ReplayInterruptedError:
                 await self._apply_waiting()
                 return False
@@ -266,9 +270,7 @@ class EngineStream:
         self._no_replay_before = time.monotonic() + _REPLAY_PAUSE_S
         return False
 
-    async def _replay_once(
-        self, replay: ReplayClient, may_be_new: bool, deadline: float, live: zmq.asyncio.Socket | None
-    ) -> bool:
+    async def _replay_once(self, replay: ReplayClient, may_be_new: bool, deadline: float, live: Backlog | None) -> bool:
         """Send one request. False: ask again, from the position reached."""
         sequence = self._sequence
         last = sequence.expected - 1 if sequence.has_begun else None
@@ -278,7 +280,7 @@ class EngineStream:
                 if position == 0 and last is not None:
                     if not self._is_same_incarnation(seq, payload, may_be_new):
                         return False
-                elif position > 0 and seq > sequence.expected and not self._is_known_hole(seq):
+                elif position > 0 and seq > sequence.expected and not await self._is_known_hole(seq):
                     return False  # the engine dropped a part of the answer
                 if seq >= sequence.expected:
                     self._rank_streams.set_replaying(True)
@@ -310,11 +312,12 @@ class EngineStream:
             self._rank_streams.lose(seq - sequence.expected)
         return True
 
-    def _is_known_hole(self, seq: int) -> bool:
+    async def _is_known_hole(self, seq: int) -> bool:
         """Whether an answer skipped this batch before. The second time, the engine no longer keeps it: it is lost."""
         if self._hole_at != self._sequence.expected:
             self._hole_at = self._sequence.expected
             return False
+        await self._apply_waiting()
         self._rank_streams.lose(seq - self._sequence.expected)
         return True
 
@@ -330,7 +333,7 @@ class EngineStream:
 
     async def _apply_waiting(self) -> None:
         """Apply the waiting batches, then start and close publishers as needed."""
-        await self._threads.run(self._rank_streams.waiting_bytes, self._rank_streams.apply_waiting)
+        await self._threads.run(self._rank_streams.waiting_bytes, self._rank_streams.apply_waiting())
         await self._rank_streams.settle()
 
     def _apply(self, seq: int, payload: Payload) -> None:

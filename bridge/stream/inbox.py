@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import zmq
 
-from bridge.decoding.payloads import Payloads
+from bridge.decoding.payloads import I64Array, Payloads
 from bridge.stream.live_batches import LiveBatches
 from bridge.stream.receive_kernels import (
     BAD_SHAPE,
@@ -109,12 +109,21 @@ class Inbox:
 
     def __iter__(self) -> Iterator[Sent]:
         """Yield the messages by sender, in order. They are valid until the next call of `receive`."""
+        return self._sent(self._arrays.data.data, self._arrays.borders[: len(self) + 1])
+
+    def copied(self) -> tuple[list[Sent], int]:
+        """Return copies of the messages, and their size in bytes."""
+        num_bytes = int(self._counts[NUM_BYTES])
+        data = memoryview(self._arrays.data[:num_bytes].tobytes())
+        return list(self._sent(data, self._arrays.borders[: len(self) + 1].copy())), num_bytes
+
+    def _sent(self, data: memoryview, borders: I64Array) -> Iterator[Sent]:
         arrays, num_messages = self._arrays, len(self)
         seqs = arrays.seqs[:num_messages].view(">u8").astype(np.uint64)
-        batches = LiveBatches(seqs, Payloads(arrays.data.data, arrays.borders[: num_messages + 1]))
+        batches = LiveBatches(seqs, Payloads(data, borders))
         senders = arrays.senders[: int(self._counts[NUM_SENDERS])].tolist()
-        borders = pairwise([*(first for first, *_ in senders), num_messages])
-        for (_, connection, at, length), (start, stop) in zip(senders, borders, strict=True):
+        parts = pairwise([*(first for first, *_ in senders), num_messages])
+        for (_, connection, at, length), (start, stop) in zip(senders, parts, strict=True):
             if start < stop:
                 topic = arrays.topics[at : at + length].tobytes().decode(errors="replace")
                 yield Sent(topic, connection, batches.part(start, stop))
@@ -135,6 +144,8 @@ class Inboxes:
 
     def __init__(self) -> None:
         self._free: list[Inbox] = []
+        self.backlog_bytes = 0
+        """Bytes of messages that were received and wait, of all sockets."""
 
     @contextmanager
     def one(self) -> Iterator[Inbox]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Generator, Iterator
 
 from bridge.counters import BridgeCounters
 from bridge.decoding.decoder import Decoder, UnreadableBatch
@@ -27,8 +28,8 @@ _REPLACED_DEADLINE_S = 0.2
 class RankStreams:
     """Decodes batches together, because that costs less, and applies them in order.
 
-    Batches wait until `apply_waiting`; `lose`, `restart`, `settle` and `close` apply them first. Only one task at a
-    time may call it, except for `status`.
+    Batches wait until `apply_waiting`. None may wait when `lose` and `restart` are called. Only one task at a time may
+    call it, except for `status`.
     """
 
     def __init__(
@@ -66,23 +67,20 @@ class RankStreams:
         self._waiting.append((seq, payload))
         self.waiting_bytes += len(payload)
 
-    def apply_waiting(self) -> None:
-        """Decode and apply the batches that wait."""
+    def apply_waiting(self) -> Generator[None, None, None]:
+        """Decode and apply the batches that wait. Yields after each step."""
         if self._waiting:
             waiting, self._waiting, self.waiting_bytes = self._waiting, [], 0
-            self._apply_or_lose(LiveBatches.of(waiting))
+            yield from self.apply(LiveBatches.of(waiting))
 
-    def apply(self, batches: LiveBatches) -> None:
-        """Decode and apply the next batches."""
-        self.apply_waiting()
-        self._apply_or_lose(batches)
-
-    def _apply_or_lose(self, batches: LiveBatches) -> None:
+    def apply(self, batches: LiveBatches) -> Iterator[None]:
+        """Decode and apply the next batches. Yields after each step."""
+        yield from self.apply_waiting()
         self._counters.batches += len(batches.seqs)
         if self.failure is not None:
             self._is_incomplete = True
         try:
-            self._apply_all(batches)
+            yield from self._apply_all(batches)
         except Exception as error:  # noqa: BLE001  (logged; other engines of the address go on)
             between = int(batches.seqs[0]), int(batches.seqs[-1])
             self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
@@ -110,7 +108,6 @@ class RankStreams:
 
     def lose(self, num_batches: int) -> None:
         """Note batches that are permanently lost. They may have removed pages, so all pages are dropped."""
-        self.apply_waiting()
         self._counters.lost_batches += num_batches
         self._counters.losses += 1
         self._limited_logger.warning("%d batches are lost, all its pages are dropped", num_batches)
@@ -120,14 +117,12 @@ class RankStreams:
 
     def restart(self, *, is_certain: bool) -> None:
         """Begin another incarnation. is_certain: False if it may be the same one."""
-        self.apply_waiting()
         self._is_incomplete = False
         for stream in self._streams.values():
             stream.restart(is_certain=is_certain)
 
     async def settle(self) -> None:
         """Start and close publishers as needed."""
-        self.apply_waiting()
         for rank, stream in list(self._streams.items()):
             if stream.is_replaced:
                 del self._streams[rank]
@@ -138,8 +133,7 @@ class RankStreams:
             self._open(self._registered.dp_rank)
 
     async def close(self, deadline_s: float, *, clear: bool) -> None:
-        """Close all streams."""
-        self.apply_waiting()
+        """Close all streams. What waits is left out."""
         await asyncio.gather(*(stream.close(deadline_s, clear=clear) for stream in self._streams.values()))
         self._streams.clear()
 
@@ -151,7 +145,7 @@ class RankStreams:
         """See `RateLimitedLogger.warning`."""
         self._limited_logger.warning(template, *facts)
 
-    def _apply_all(self, batches: LiveBatches) -> None:
+    def _apply_all(self, batches: LiveBatches) -> Iterator[None]:
         for batch in self._decoder.decode_all(batches.payloads):
             if isinstance(batch, UnreadableBatch):
                 seq, payload = batches.one(batch.number)
@@ -171,12 +165,13 @@ class RankStreams:
                     self._limited_logger.warning("an event of batches %d to %d is left out: %s", *between, run.reason)
                     if run.may_remove:
                         self.lose(1)
-            for each in touched if batch.is_complete else ():
-                if each is None:
+            for each in touched:
+                if each is None or not (batch.is_complete or each.must_end_batch):
                     continue
-                each.end_batch()
+                yield from each.end_batch()
                 if each.problem:
                     self.warn("the view of rank %d is degraded: %s", each.stream.dp_rank, each.problem)
+            yield
 
     def _apply_run(self, run: Run, stream: WorkerStream | None) -> WorkerStream | None:
         """Returns the stream of the rank that the run concerns."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
 
 from bridge.decoding.decoder import MAX_PAYLOAD_BYTES
+from bridge.stream.backlog import Backlog, receiving
 from kv_events.endpoints import Locate, LocateError, as_given, is_ipv6
 from kv_events.engine_wire import FrameError, ReplayMessage, parse_replay, replay_request
 from kv_events.errors import KvsightError
@@ -18,7 +21,9 @@ MAX_MESSAGE_BYTES = 4 * MAX_PAYLOAD_BYTES
 fatal."""
 
 _MAX_QUEUED = 100_000
+_MAX_WAITING_BYTES = 64 * 2**20
 _CONNECT_S = 1.0
+_LOOK_S = 0.1
 
 
 class ReplayError(KvsightError):
@@ -27,6 +32,10 @@ class ReplayError(KvsightError):
 
 class ReplayUnreachableError(ReplayError):
     """There is no connection, so no request was sent."""
+
+
+class ReplayCutError(KvsightError):
+    """The answer arrived so fast that the rest was dropped. It can be asked for again."""
 
 
 class ReplayInterruptedError(KvsightError):
@@ -45,36 +54,41 @@ class ReplayClient:
         self._locate = locate
 
     async def batches(
-        self, start: int, deadline: float, live: zmq.asyncio.Socket | None = None
+        self, start: int, deadline: float, live: Backlog | None = None
     ) -> AsyncGenerator[ReplayMessage, None]:
         """Yield the kept batches from `start` to the newest, numbers ascending. An answer may skip some.
 
-        deadline: by `time.monotonic()`. live: a socket whose messages end the wait. Raises ReplayUnreachableError
+        deadline: by `time.monotonic()`. live: a stream whose messages end the wait. Raises ReplayUnreachableError
         without a connection, ReplayError when nothing arrives within the timeout or the answer is longer than the
-        deadline, and ReplayInterruptedError when there is a connection, and `live` has a message and the replay none.
+        deadline, ReplayInterruptedError when there is a connection, and `live` has a message and the replay none, and
+        ReplayCutError when the caller was so slow that the rest of the answer was dropped.
         """
         try:
             address = await self._locate(self._endpoint)
         except LocateError as error:
             raise ReplayUnreachableError(str(error)) from None
         socket = self._context.socket(zmq.DEALER)
-        # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
-        non_blocking: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         try:
             self._set_options(socket, address)
             await self._connect(socket, address, deadline)
-            non_blocking.send_multipart(replay_request(start), zmq.NOBLOCK)
-            last = -1
+            answer, last = _Answer(socket, start), -1
             while True:
-                if not await self._is_readable(socket, self._timeout_s, deadline, live):
-                    raise ReplayError(f"{self._endpoint}: no message for {self._timeout_s:.1f} s")
-                message = parse_replay(non_blocking.recv_multipart(zmq.NOBLOCK))
+                if not answer.frames:
+                    if answer.is_cut:
+                        raise ReplayCutError(self._endpoint)
+                    if not await self._is_readable(socket, self._timeout_s, deadline, live):
+                        raise ReplayError(f"{self._endpoint}: no message for {self._timeout_s:.1f} s")
+                    answer.receive()
+                    continue
+                self._check_deadline(deadline)
+                message = parse_replay(answer.next())
                 if message.is_end:
                     return
                 if message.seq <= last:
                     raise ReplayError(f"{self._endpoint}: batch {message.seq} after batch {last}")
                 last = message.seq
-                yield message
+                with receiving(answer.receive):
+                    yield message
         except (zmq.ZMQError, FrameError) as error:
             raise ReplayError(f"{self._endpoint}: {error}") from error
         finally:
@@ -103,17 +117,54 @@ class ReplayClient:
             monitor.close(linger=0)
 
     async def _is_readable(
-        self, socket: zmq.asyncio.Socket, wait_s: float, deadline: float, live: zmq.asyncio.Socket | None
+        self, socket: zmq.asyncio.Socket, wait_s: float, deadline: float, live: Backlog | None
     ) -> bool:
         """Wait until the socket is readable. False if it is not in time."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise ReplayError(f"{self._endpoint}: the answer does not end")
+        self._check_deadline(deadline)
+        until = min(time.monotonic() + wait_s, deadline)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         if live is not None:
-            poller.register(live, zmq.POLLIN)
-        ready = dict(await poller.poll(int(1000 * min(wait_s, left_s)) + 1))
-        if socket not in ready and ready:
-            raise ReplayInterruptedError(self._endpoint)
-        return socket in ready
+            poller.register(live.socket, zmq.POLLIN)
+        while True:
+            left_s = max(until - time.monotonic(), 0.0)
+            ready = dict(await poller.poll(int(1000 * (left_s if live is None else min(left_s, _LOOK_S))) + 1))
+            if socket in ready or (not ready and not live and left_s == 0):
+                return socket in ready
+            if ready or live:
+                raise ReplayInterruptedError(self._endpoint)
+
+    def _check_deadline(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise ReplayError(f"{self._endpoint}: the answer does not end")
+
+
+class _Answer:
+    """Messages of an answer that wait for the caller, bounded in bytes."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, start: int) -> None:
+        """Ask for the batches from `start`."""
+        self.frames: deque[list[bytes]] = deque()
+        self.is_cut = False
+        """Whether the rest is dropped."""
+        self._socket = socket
+        # a readable socket may be empty again once the engine has died, so reads must not block; waits have a limit
+        self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        self._num_bytes = 0
+        self._reader.send_multipart(replay_request(start), zmq.NOBLOCK)
+
+    def receive(self) -> None:
+        """Receive the messages that wait."""
+        with suppress(zmq.Again):
+            while not self.is_cut:
+                self.frames.append(self._reader.recv_multipart(zmq.NOBLOCK))
+                self._num_bytes += sum(map(len, self.frames[-1]))
+                if self._num_bytes > _MAX_WAITING_BYTES:
+                    self._socket.close()
+                    self.is_cut = True
+
+    def next(self) -> list[bytes]:
+        """Remove and return the oldest message."""
+        frames = self.frames.popleft()
+        self._num_bytes -= sum(map(len, frames))
+        return frames

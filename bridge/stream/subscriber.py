@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum
 
 import zmq
@@ -15,9 +15,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from bridge.counters import BridgeCounters
 from bridge.settings import BridgeSettings, EngineSettings
+from bridge.stream.backlog import MAX_MESSAGES, Backlog, receiving
 from bridge.stream.connections import CONNECTION_EVENTS, Connections
 from bridge.stream.engine_stream import EngineStream
-from bridge.stream.inbox import Inbox, Inboxes
+from bridge.stream.inbox import Inbox, Inboxes, Sent
 from bridge.stream.reachability import why_unreachable
 from bridge.stream.replay import MAX_MESSAGE_BYTES
 from kv_events.endpoints import Locate, LocateError, is_ipv6
@@ -26,10 +27,11 @@ from kv_events.rate_limited_logger import RateLimitedLogger
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 10_000
-"""Messages that wait during a replay. More than that leave a gap, which is then replayed, too."""
+"""Messages that wait in ZMQ. More than that leave a gap, which is then replayed."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 _PATIENCE_S, _PROBE_S, _LOG_PERIOD_S = 2.0, 5.0, 600.0
 _REPLAY_RETRY_S = 60.0
+_TURN_S = 0.02
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 15_000
 
 
@@ -99,6 +101,7 @@ class Subscriber:
         monitor = socket.get_monitor_socket(CONNECTION_EVENTS)
         self._monitor = zmq.Socket.shadow(monitor)
         reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        backlog = Backlog(self._inboxes, socket, self._counters)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -108,25 +111,28 @@ class Subscriber:
                 socket.bind(self._engine.endpoint)
             else:
                 await self._follow_name(socket)
-            for engine_stream in self._engine_streams():
-                await engine_stream.open()
+            with receiving(lambda: self._receive_behind(reader, backlog)):
+                for engine_stream in self._engine_streams():
+                    await engine_stream.open()
             while True:
-                ready = dict(await poller.poll(self._wait_ms()))
-                if monitor in ready:
-                    if self._engine.worker is not None and self._engine.replay_endpoint is None:
-                        # messages of the old connection must not count for the new one
-                        await self._read(reader, _MAX_QUEUED)
-                    await self._watch(socket)
-                if socket in ready:
-                    await self._read(reader)
-                    if self._num_connected > self._num_handled:
-                        await self._watch(socket)
-                    await self._retry_replays(socket)
-                    await asyncio.sleep(0)
-                else:
-                    await self._check_idle(socket)
-                await self._tidy_up()
+                ready = dict(await poller.poll(0 if backlog else self._wait_ms()))
+                with receiving(lambda: self._receive_behind(reader, backlog)):
+                    if monitor in ready:
+                        if self._engine.worker is not None and self._engine.replay_endpoint is None:
+                            # messages of the old connection must not count for the new one
+                            await self._read(reader, backlog, _MAX_QUEUED + MAX_MESSAGES)
+                        await self._watch(backlog)
+                    if socket in ready or backlog:
+                        await self._read(reader, backlog)
+                        if self._num_connected > self._num_handled:
+                            await self._watch(backlog)
+                        await self._retry_replays(backlog)
+                        await asyncio.sleep(0)
+                    else:
+                        await self._check_idle(backlog)
+                    await self._tidy_up()
         finally:
+            backlog.clear()
             explaining.cancel()
             self._monitor = None
             socket.disable_monitor()
@@ -146,22 +152,47 @@ class Subscriber:
         socket.setsockopt(zmq.SUBSCRIBE, self._engine.topic.encode())
         return socket
 
-    async def _read(self, reader: zmq.Socket[bytes], at_least: int = 1) -> None:
+    async def _read(self, reader: zmq.Socket[bytes], backlog: Backlog, at_least: int = 1) -> None:
         """Read messages that wait: many at once, then until there are no more or `at_least` were read."""
         self.last_message_at = time.monotonic()
         with self._inboxes.one() as inbox:
             num_read, has_more = 0, True
-            while has_more and num_read < at_least:
-                has_more = inbox.receive(reader, with_topics=self._engine.worker is None)
-                num_read += len(inbox) + inbox.num_bad
-                await self._take(inbox)
+            while (backlog or has_more) and num_read < at_least:
+                if backlog:
+                    sent = backlog.take()
+                    num_read += sum(len(each.batches.seqs) for each in sent)
+                    await self._take(sent)
+                else:
+                    has_more = self._receive(reader, inbox)
+                    num_read += len(inbox) + inbox.num_bad
+                    await self._take(inbox)
 
-    async def _take(self, inbox: Inbox) -> None:
-        """Pass messages to the engine streams that sent them."""
+    def _receive(self, reader: zmq.Socket[bytes], inbox: Inbox) -> bool:
+        """Receive messages that wait. Returns whether more may wait."""
+        has_more = inbox.receive(reader, with_topics=self._engine.worker is None)
         if inbox.num_bad:
             self._counters.undecodable += inbox.num_bad
             self._limited_logger.warning("a message is left out: %d frames of %s bytes", *inbox.bad_sizes)
-        for topic, connection, batches in inbox:
+        return has_more
+
+    def _receive_behind(self, reader: zmq.Socket[bytes], backlog: Backlog) -> None:
+        """Receive what waits while earlier messages are still applied."""
+        until, has_more, num_dropped = time.monotonic() + _TURN_S, True, self._counters.dropped_batches
+        with self._inboxes.one() as inbox:
+            while has_more and time.monotonic() < until:
+                has_more = self._receive(reader, inbox)
+                if len(inbox):
+                    backlog.add(inbox)
+        if self._counters.dropped_batches > num_dropped:
+            self._limited_logger.warning("it sends faster than its messages can be applied: the oldest are dropped")
+
+    async def _take(self, sent: Iterable[Sent]) -> None:
+        """Pass messages to the engine streams that sent them."""
+        until = time.monotonic() + _TURN_S
+        for topic, connection, batches in sent:
+            if time.monotonic() >= until:
+                await asyncio.sleep(0)
+                until = time.monotonic() + _TURN_S
             engine_stream = self._stream_of_topic(topic)
             if engine_stream is None:
                 self._counters.undecodable += len(batches.seqs)
@@ -179,7 +210,7 @@ class Subscriber:
                 engine_stream.set_receiving(True)
             await engine_stream.take_live(batches)
 
-    async def _watch(self, live: zmq.asyncio.Socket) -> None:
+    async def _watch(self, live: Backlog) -> None:
         """Follow the connection. After a reconnect, the engine may be another incarnation."""
         self._take_events()
         self._update_state()
@@ -247,10 +278,10 @@ class Subscriber:
             live.connect(address)
             self._address = address
 
-    async def _check_idle(self, live: zmq.asyncio.Socket) -> None:
+    async def _check_idle(self, live: Backlog) -> None:
         now = time.monotonic()
         if not (self._connections or self._engine.binds) and now >= self._locate_at:
-            await self._follow_name(live)
+            await self._follow_name(live.socket)
         if self._away_since is not None:
             if now - self._away_since >= self._settings.bridge_away_s:
                 for engine_stream in self._engine_streams():
@@ -260,7 +291,7 @@ class Subscriber:
             for engine_stream in self._engine_streams():
                 await engine_stream.check(live)
 
-    async def _retry_replays(self, live: zmq.asyncio.Socket) -> None:
+    async def _retry_replays(self, live: Backlog) -> None:
         """Ask replay sockets that failed once more, now and then: an engine that is never idle is not checked."""
         if time.monotonic() >= self._retry_replays_at:
             self._retry_replays_at = time.monotonic() + _REPLAY_RETRY_S

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.fuzz.client_inputs import ANSWERS, FEED, run_answer, run_feed
+from tests.fuzz.engine_floods import FLOODS, FloodTarget
 from tests.fuzz.engine_inputs import PAYLOADS, POLLED, BridgeTarget, run_polled
 from tests.fuzz.http_inputs import (
     DECISIONS,
@@ -52,6 +53,7 @@ def targets() -> dict[str, Target]:
     """Return new targets by name."""
     return {
         "bridge payload": Target(PAYLOADS, BridgeTarget()),
+        "engine flood": Target(FLOODS, FloodTarget()),
         "polled events": Target(POLLED, run_polled),
         "frames": Target(FRAMES, FramesTarget()),
         "topic": Target(TOPICS, run_messages),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import count, repeat
 
@@ -130,9 +130,9 @@ async def test_large_batches_of_a_replay_are_worked_on_beside_the_event_loop(mon
     where: list[tuple[int, str]] = []
     apply_waiting = RankStreams.apply_waiting
 
-    def watched(ranks: RankStreams) -> None:
+    def watched(ranks: RankStreams) -> Generator[None, None, None]:
         where.append((ranks.waiting_bytes, threading.current_thread().name))
-        apply_waiting(ranks)
+        yield from apply_waiting(ranks)
 
     def large_ones() -> list[str]:
         return [thread for num_bytes, thread in where if num_bytes > 2**17]

@@ -119,9 +119,9 @@ def flat(run: Any) -> Iterator[Any]:
     """Split a stored run into events. The removals of a run stay one event."""
     match run:
         case BadEvent():
-            yield "bad"
+            yield from ["bad"] * run.num_events
         case ClearedRun():
-            yield "cleared"
+            yield from ["cleared"] * run.num_events
         case MooncakeEvent():
             yield "envelope"
         case RemovedRun():

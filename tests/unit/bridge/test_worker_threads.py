@@ -1,8 +1,10 @@
 """The bridge's worker threads: their assignment and their priority."""
 
 import asyncio
+import itertools
 import os
 import threading
+from collections.abc import Generator
 
 import pytest
 
@@ -15,9 +17,14 @@ async def run(num_bytes: int) -> tuple[int, int]:
     """Return the native id and the niceness of the thread that does the work."""
     workers = WorkerThreads()
     try:
-        return await workers.run(num_bytes, _me)
+        return await workers.run(num_bytes, _my_step())
     finally:
         workers.close()
+
+
+def _my_step() -> Generator[None, None, tuple[int, int]]:
+    yield from ()
+    return _me()
 
 
 def _me() -> tuple[int, int]:
@@ -47,15 +54,21 @@ def test_where_a_mocked_system_refuses_another_niceness_work_is_done_all_the_sam
     assert asyncio.run(run(LARGE))[0] != threading.get_native_id()
 
 
-async def test_work_in_a_thread_is_done_before_a_cancelled_caller_continues() -> None:
+async def test_a_cancelled_caller_waits_for_the_current_step_and_leaves_out_the_rest() -> None:
     begun, may_end = threading.Event(), threading.Event()
     workers = WorkerThreads()
 
-    def work() -> bool:
+    def work() -> Generator[None, None, None]:
         begun.set()
-        return may_end.wait(10)
+        assert may_end.wait(10)
+        done_steps.append(1)
+        yield
+        for number in itertools.count(2):
+            done_steps.append(number)
+            yield
 
-    caller = asyncio.create_task(workers.run(LARGE, work))
+    done_steps: list[int] = []
+    caller = asyncio.create_task(workers.run(LARGE, work()))
     assert await asyncio.to_thread(begun.wait, 10)
     caller.cancel()
     done, _ = await asyncio.wait([caller], timeout=0.05)
@@ -63,4 +76,8 @@ async def test_work_in_a_thread_is_done_before_a_cancelled_caller_continues() ->
     may_end.set()
     await asyncio.wait_for(asyncio.wait([caller]), 10)
     assert caller.cancelled()
+    assert done_steps
+    num_steps = len(done_steps)
+    assert await workers.run(LARGE, _my_step())  # the pool is free
+    assert len(done_steps) == num_steps
     workers.close()

@@ -138,8 +138,12 @@ def test_a_bad_event_does_not_take_its_neighbours_along() -> None:
 
 def test_neighbours_that_state_the_same_come_as_one_run() -> None:
     alike = [stored([i], [1, 2, 3, 4], medium="GPU") for i in range(5)]
-    runs = list(Decoder().decode(payload(*alike, stored([9], [1, 2, 3, 4], medium="CPU"), cleared(), cleared())).runs)
-    assert [count for _, count in runs] == [6, 1, 1]
+    runs = list(
+        Decoder()
+        .decode(payload(*alike, stored([9], [1, 2, 3, 4], medium="CPU"), cleared(), cleared(), {}, {}, None))
+        .runs
+    )
+    assert [count for _, count in runs] == [6, 2, 2, 1]
 
 
 def test_more_events_than_fit_the_buffer_come_in_several_turns() -> None:
