@@ -76,7 +76,6 @@ class RankStreams:
     def apply(self, batches: LiveBatches) -> Iterator[None]:
         """Decode and apply the next batches. Yields after each step."""
         yield from self.apply_waiting()
-        self._counters.batches += len(batches.seqs)
         if self.failure is not None:
             self._is_incomplete = True
         try:
@@ -85,6 +84,7 @@ class RankStreams:
             between = int(batches.seqs[0]), int(batches.seqs[-1])
             self._limited_logger.warning("batches %d to %d cannot be applied", *between, error=error)
             self.lose(len(batches.seqs))
+        self._counters.batches += len(batches.seqs)  # those that are applied: a step may be followed by anything
 
     def set_receiving(self, is_receiving: bool) -> None:
         """Note whether messages of the engine arrive. False at first."""
